@@ -1,0 +1,67 @@
+"""The exception tree.
+
+Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command line
+returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and not here,
+6 store damaged, 130 interrupted). ``str(error)`` states the fact with its numbers; ``error.hint`` the next step.
+"""
+
+from __future__ import annotations
+
+
+class MoechatError(Exception):
+    """Base of all errors that moechat raises on purpose.
+
+    Args:
+        message: What happened, with the numbers; one sentence without a trailing period.
+        hint: What the user can do about it, or ``None``.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(MoechatError):
+    """The request itself is wrong: an unknown option value, bytes that are not UTF-8, an empty prompt."""
+
+    exit_code = 2
+
+
+class PromptTooLongError(UsageError):
+    """The prompt does not fit into the context window."""
+
+
+class ModelNotFoundError(MoechatError):
+    """No such alias, directory or repository."""
+
+    exit_code = 3
+
+
+class UnsupportedModelError(MoechatError):
+    """The model is there, but moechat cannot or may not run it (unknown family, pickled weights, remote code)."""
+
+    exit_code = 3
+
+
+class CheckpointError(UnsupportedModelError):
+    """A source checkpoint is malformed: bad header, missing tensor, wrong shape."""
+
+
+class DoesNotFitError(MoechatError):
+    """Disk, RAM or VRAM is too small for what was asked."""
+
+    exit_code = 4
+
+
+class OfflineError(MoechatError):
+    """The network is needed and not available, and the files are not here."""
+
+    exit_code = 5
+
+
+class StoreDamagedError(MoechatError):
+    """A store is truncated, altered or incomplete; it is refused by name before its first use."""
+
+    exit_code = 6

@@ -1,0 +1,126 @@
+"""Shapes of expert layers and of their blocks: the vocabulary that every room shares.
+
+An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons. The byte map of a
+block record is owned by ``native/src/kernels/block_layout.h``; this module only asks it for sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from moechat import _native
+from moechat.errors import UsageError
+
+BLOCK_NEURONS = 64
+GROUP_SIZE = 64
+SUPPORTED_BITS = (2, 3, 4, 8, 16)
+
+
+class Activation(StrEnum):
+    """Gate activations that the kernels compute; the values are stored in manifests."""
+
+    SILU = "silu"
+    GELU = "gelu"  # exact, through erf
+    GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: (clamp(up) + 1) · g · sigmoid(alpha · g), g = min(gate, limit)
+
+
+class WeightType(StrEnum):
+    """Element type of unquantised expert weights."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True)
+class ExpertGeometry:
+    """Shape and encoding of every expert of a model.
+
+    Attributes:
+        hidden_size: Columns of gate and up, rows of down.
+        intermediate_size: Neurons of one expert before padding to blocks of 64.
+        num_experts: Experts in a layer.
+        bits: 2, 3, 4, 8 (HQQ, group 64, axis 1) or 16 (the checkpoint's own values).
+        weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
+        activation: Gate activation.
+        alpha: Sigmoid slope of ``CLAMPED_SWIGLU``; else 0.
+        limit: Clamp of ``CLAMPED_SWIGLU``; else 0.
+        has_bias: Gate, up and down carry biases.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    bits: int
+    weight_type: WeightType = WeightType.BF16
+    activation: Activation = Activation.SILU
+    alpha: float = 0.0
+    limit: float = 0.0
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in SUPPORTED_BITS:
+            raise UsageError(f"{self.bits} bits are not supported", hint=f"choose one of {SUPPORTED_BITS}")
+        for name in ("hidden_size", "intermediate_size", "num_experts"):
+            value = getattr(self, name)
+            if not 0 < value <= 1 << 20:
+                raise UsageError(f"{name} is {value}; it must be between 1 and {1 << 20}")
+        if self.weight_type is WeightType.FP32:
+            raise UsageError("16-bit records hold bf16 or fp16 values, not fp32")
+
+    @cached_property
+    def layout(self) -> _native.BlockLayout:
+        """Byte map of one block record, as the native core computes it."""
+        return _native.BlockLayout(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            bits=self.bits,
+            fp16=self.weight_type is WeightType.FP16,
+            has_bias=self.has_bias,
+        )
+
+    @property
+    def blocks_per_expert(self) -> int:
+        """Blocks of 64 neurons in one expert, the last one padded with zero neurons."""
+        return -(-self.intermediate_size // BLOCK_NEURONS)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one block record in the store, padding to 4 KiB included."""
+        return self.layout.record_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in the store."""
+        return self.blocks_per_expert * self.record_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's experts in the store."""
+        return self.num_experts * self.expert_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a manifest."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ExpertGeometry:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            UsageError: A field is missing, unknown or out of range.
+        """
+        try:
+            known = dict(data)
+            known["weight_type"] = WeightType(known["weight_type"])
+            known["activation"] = Activation(known["activation"])
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"expert geometry is not readable: {error}") from error
