@@ -1,0 +1,480 @@
+"""Load a model and run it: prefill in one pass, decode with a KV cache, sample, stream text, count.
+
+This is the stable Python API (DESIGN, section 9); the command line is built on it::
+
+    engine = moechat.load("demo")
+    for step in engine.generate("Once upon a time", max_new_tokens=64):
+        print(step.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from moechat import _native
+from moechat.config import user_paths
+from moechat.errors import DoesNotFitError, PromptTooLongError, UnsupportedModelError, UsageError
+from moechat.hub.names import ModelRef, resolve
+from moechat.models.dense import load_dense
+from moechat.models.mapping import plan_checkpoint
+from moechat.models.sampling import Sampler, SamplingSettings
+from moechat.models.skeleton import build_skeleton, load_config
+from moechat.models.text import TextStream
+from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import ConvertProgress, convert
+from moechat.store.store import Store
+
+Message = dict[str, str]
+FinishReason = Literal["stop", "length"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_BITS = 4
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far loading has come.
+
+    Attributes:
+        stage: ``convert``, ``wait``, ``verify`` or ``load``.
+        done: Bytes done.
+        total: Bytes in all, or ``None`` where unknown.
+        detail: What is being worked on.
+    """
+
+    stage: str
+    done: int
+    total: int | None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token.
+
+    Attributes:
+        text: Text that became complete; may be empty while a multi-byte character is not.
+        token_id: The token.
+        finish_reason: ``None`` but for the last step: ``stop`` (the model ended) or ``length`` (a limit was reached).
+    """
+
+    text: str
+    token_id: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measurements of the last answer (or of the one under way).
+
+    Attributes:
+        load_s: Seconds that loading the model took, conversion and verification included.
+        prompt_tokens: Tokens of the prompt.
+        output_tokens: Tokens drawn so far.
+        ttft_s: Seconds from the call to the first token; 0 before it.
+        tpot_s: Mean seconds for each token after the first; 0 before the second.
+        expert_activations: (token, layer, expert) triples computed.
+        expert_bytes: Bytes of expert blocks walked by the kernels.
+        peak_rss_bytes: Largest resident set of the process so far, mapped files included.
+        seed: What makes the same draw again.
+    """
+
+    load_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    expert_activations: int = 0
+    expert_bytes: int = 0
+    peak_rss_bytes: int = 0
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "cpu",
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    bits: int | None = None,
+    dtype: str = "auto",
+    system: str = "auto",
+    threads: int | None = None,
+    ctx: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Engine:
+    """Load a model; a checkpoint directory is converted to a block store on first use and kept in the library.
+
+    Args:
+        model: ``demo``, a name of the library, a directory with a block store or with a transformers checkpoint.
+        device: ``cpu``.
+        vram: Reserved for the GPU cache; only ``None`` works so far.
+        ram: Reserved for the near-tier budget; only ``None`` works so far.
+        bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
+        dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the CPU
+            multiplies it natively, else float32).
+        system: ``auto``.
+        threads: CPU threads; ``None`` takes the physical cores this process may use.
+        ctx: Context length in tokens; ``None`` takes the model's own.
+        progress: Called now and then while converting, verifying and loading.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`; the subclass says what is wrong.
+    """
+    if device != "cpu":
+        raise UsageError(f"device {device!r} is not available", hint="this version computes on the CPU: use 'cpu'")
+    if vram is not None or ram is not None:
+        raise UsageError(
+            "memory budgets (vram=, ram=) are not available in this version",
+            hint="expert blocks are mapped from the store; the system's page cache decides what stays in memory",
+        )
+    if system != "auto":
+        raise UsageError(f"system {system!r} is not available", hint="this version knows 'auto' only")
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(_DTYPES)}")
+    if threads is not None and not 1 <= threads <= 1024:
+        raise UsageError(f"threads is {threads}; it must be between 1 and 1024")
+    started = time.perf_counter()
+    report = progress or (lambda _: None)
+    transformers_logging.set_verbosity_error()
+    _native.set_num_threads(threads or _native.num_threads())
+    torch.set_num_threads(_native.num_threads())
+
+    ref = resolve(str(model))
+    store = _open_store(ref, bits, report)
+    store.ensure_verified(
+        user_paths().state, lambda done, total, name: report(Progress("verify", done, total, name))
+    )
+    return Engine(store, name=ref.name, dtype=_dense_type(dtype), ctx=ctx, started=started, report=report)
+
+
+def _open_store(ref: ModelRef, bits: int | None, report: Callable[[Progress], None]) -> Store:
+    if ref.store is not None:
+        store = Store.open(ref.store)
+        if bits is not None and bits != store.geometry.bits:
+            raise UsageError(
+                f"{ref.name} is stored with {store.geometry.bits} bits; {bits} bits need its source checkpoint"
+            )
+        return store
+    assert ref.checkpoint is not None
+    wanted = _DEFAULT_BITS if bits is None else bits
+    destination = ref.library_path(user_paths().models, wanted)
+    checkpoint = Checkpoint.open(ref.checkpoint)
+    if (destination / "manifest.json").exists():
+        store = Store.open(destination)
+        if store.manifest.source.fingerprint == checkpoint.fingerprint():
+            return store
+        # The checkpoint has changed since; what was made from the old one answers for it no longer.
+        store.remove()
+    plan = plan_checkpoint(checkpoint)
+
+    def on_convert(event: ConvertProgress) -> None:
+        stage = "wait" if event.stage == "waiting" else "convert"
+        report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
+
+    return convert(checkpoint, plan, destination, bits=wanted, source_name=ref.name, progress=on_convert)
+
+
+def _dense_type(dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    # Without native support torch multiplies bf16 on a CPU several times slower than float32.
+    features = _native.cpu_features()
+    native_bf16 = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
+    return torch.bfloat16 if native_bf16 else torch.float32
+
+
+class Engine:
+    """A loaded model. Not safe for use by two threads at once; make one engine a thread.
+
+    Attributes:
+        name: What the user called the model.
+        context_length: Most tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        dtype: torch.dtype,
+        ctx: int | None,
+        started: float,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._counters = ExpertCounters()
+        report(Progress("load", 0, None, "dense weights"))
+        register()
+        config = load_config(store.path)
+        self.context_length = _context_length(config, ctx)
+        skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
+        _check_same_experts(skeleton.experts, store)
+        load_dense(skeleton, store.dense)
+        for entry in skeleton.experts:
+            attach(entry.module, ExpertLayer(store.geometry, store.expert_layer(entry.layer), self._counters))
+        self._model = skeleton.model
+        self._dtype = dtype
+        self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._tokenizer = _load_tokenizer(store.path)
+        self._generation_config = _load_generation_config(store.path)
+        self._stop_tokens = _stop_tokens(self._generation_config, config, self._tokenizer)
+        self._stats = Stats(load_s=time.perf_counter() - started)
+        report(Progress("load", 1, 1, "ready"))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be given to :meth:`generate`."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def stats(self) -> Stats:
+        """Measurements of the last answer."""
+        return replace(self._stats, peak_rss_bytes=_peak_rss())
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """The model's own sampling settings, before any override."""
+        return SamplingSettings.from_generation_config(self._generation_config)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the loaded model, for people and programs."""
+        geometry = self._store.geometry
+        return {
+            "name": self.name,
+            "model_type": self._store.manifest.model_type,
+            "source": self._store.manifest.source.name,
+            "bits": geometry.bits,
+            "expert_layers": len(self._store.layers),
+            "experts_per_layer": geometry.num_experts,
+            "blocks_per_expert": geometry.blocks_per_expert,
+            "expert_bytes": len(self._store.layers) * geometry.layer_bytes,
+            "dense_dtype": str(self._dtype).removeprefix("torch."),
+            "context_length": self.context_length,
+            "threads": _native.num_threads(),
+            "isa": _native.active_isa(),
+        }
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Tokens of a text, or of chat messages through the model's chat template.
+
+        Raises:
+            UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+        """
+        if self._tokenizer is None:
+            raise UsageError(f"{self.name} has no tokenizer", hint="put the model's tokenizer files beside its weights")
+        if isinstance(prompt, str):
+            tokens = list(self._tokenizer(prompt)["input_ids"])
+        else:
+            if not self.has_chat_template:
+                raise UsageError(f"{self.name} has no chat template", hint="give a plain text to continue instead")
+            try:
+                encoded = self._tokenizer.apply_chat_template(
+                    list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
+                )
+            except Exception as error:
+                raise UsageError(f"the chat template of {self.name} refuses these messages: {error}") from error
+            tokens = list(encoded["input_ids"])
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        return tokens
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of one teacher-forced pass.
+
+        Args:
+            tokens: Token ids, at least one.
+
+        Returns:
+            float32 ``[tokens, vocab]``.
+
+        Raises:
+            UsageError: No token, or an id outside the vocabulary.
+            PromptTooLongError: More tokens than the context holds.
+        """
+        ids = self._check(tokens, room=0)
+        with torch.inference_mode():
+            output = self._model(input_ids=ids, use_cache=False)
+        result: torch.Tensor = output.logits[0].float()
+        return result
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+    ) -> Iterator[Step]:
+        """Generate an answer, token by token.
+
+        Args:
+            prompt: A text to continue, a list of chat messages (``{"role": …, "content": …}``), or token ids.
+            max_new_tokens: Most tokens to draw; ``None`` takes the model's own limit, or all that the context holds.
+            temperature: 0 is greedy; ``None`` takes the model's own, as for the next four.
+            top_p: Nucleus probability.
+            top_k: Candidates kept; 0 keeps all.
+            min_p: Least probability relative to the likeliest token.
+            repetition_penalty: Above 1 discourages tokens already seen.
+            seed: Repeats a draw; ``None`` takes a fresh one, found in :attr:`stats`.
+
+        Returns:
+            An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
+
+        Raises:
+            PromptTooLongError: Before any work, when the prompt leaves no room for an answer.
+            UsageError: A setting is out of range.
+        """
+        settings = self.sampling.override(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        plain = not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt)
+        tokens = list(prompt) if plain else self.encode(prompt)  # type: ignore[arg-type]
+        ids = self._check(tokens, room=1)  # type: ignore[arg-type]
+        room = self.context_length - ids.shape[1]
+        limit = max_new_tokens or getattr(self._generation_config, "max_new_tokens", None) or room
+        draw_seed = secrets.randbits(63) if seed is None else seed
+        if not 0 <= draw_seed < 1 << 63:
+            raise UsageError(f"seed is {draw_seed}; it must be between 0 and {(1 << 63) - 1}")
+        return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), draw_seed)
+
+    def _decode(self, ids: torch.Tensor, limit: int, sampler: Sampler, seed: int) -> Iterator[Step]:
+        started = time.perf_counter()
+        self._counters.activations = self._counters.experts_read = self._counters.bytes_read = 0
+        self._stats = Stats(load_s=self._stats.load_s, prompt_tokens=ids.shape[1], seed=seed)
+        stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
+        history, fed, cache = ids, ids, None
+        first = 0.0
+        for count in range(1, limit + 1):
+            with torch.inference_mode():
+                arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
+                output = self._model(input_ids=fed, past_key_values=cache, use_cache=True, **arguments)
+                cache = output.past_key_values
+                token = sampler.draw(history, output.logits[0, -1])
+            now = time.perf_counter()
+            first = first or now
+            self._stats = replace(
+                self._stats,
+                output_tokens=count,
+                ttft_s=first - started,
+                tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
+                expert_activations=self._counters.activations,
+                expert_bytes=self._counters.bytes_read,
+            )
+            reason: FinishReason | None = None
+            if token in self._stop_tokens:
+                reason = "stop"
+            elif count == limit:
+                reason = "length"
+            text = ""
+            if stream is not None:
+                text = "" if reason == "stop" else stream.push(token)
+                text += stream.flush() if reason else ""
+            yield Step(text, token, reason)
+            if reason:
+                return
+            fed = torch.tensor([[token]])
+            history = torch.cat([history, fed], dim=1)
+
+    def _check(self, tokens: Sequence[int], room: int) -> torch.Tensor:
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        if len(tokens) + room > self.context_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; the context holds {self.context_length}"
+                + (" including the answer" if room else ""),
+                hint="shorten the prompt, or raise the context with --ctx where the model allows it",
+            )
+        ids = torch.tensor([list(tokens)], dtype=torch.int64)
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
+        return ids
+
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None)
+    if wanted is None:
+        return int(own or 4096)
+    if wanted < 2:
+        raise UsageError(f"the context is {wanted} tokens; it must be at least 2")
+    if own is not None and wanted > own:
+        raise DoesNotFitError(f"the context is {wanted} tokens; the model was made for {own}")
+    return wanted
+
+
+def _check_same_experts(experts: Any, store: Store) -> None:
+    built = [(entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size) for entry in experts]
+    geometry = store.geometry
+    shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
+    stored = [(layer, *shape) for layer in store.layers]
+    if built != stored:
+        raise UnsupportedModelError(
+            f"the configuration in {store.path} describes {len(built)} expert layers unlike the {len(stored)} stored",
+            hint="the store was made with another version of transformers; convert the checkpoint again",
+        )
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModelError(f"the tokenizer in {directory} cannot be used: {error}") from error
+
+
+def _load_generation_config(directory: Path) -> GenerationConfig | None:
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UnsupportedModelError(f"{path.name} of the model cannot be read: {error}") from error
+
+
+def _stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every end-of-sequence token that the generation settings, the configuration or the tokenizer names."""
+    found: set[int] = set()
+    for source in (generation, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def _peak_rss() -> int:
+    """Peak resident set in bytes; the present one where the system keeps no peak."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(psutil.Process(os.getpid()).memory_info().rss)

@@ -1,0 +1,1 @@
+"""Family adapters: what transformers knows about a model, in the terms of the block store."""

@@ -1,0 +1,143 @@
+"""Load the dense part of a model (embeddings, attention, norms, routers, shared experts, head) into a skeleton."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from moechat.errors import CheckpointError
+from moechat.models.mapping import combine, map_keys, missing_dense
+from moechat.models.skeleton import Skeleton
+
+_TORCH_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorSource(Protocol):
+    """A set of named tensors on disk; a checkpoint or a store's dense part."""
+
+    def keys(self) -> Iterable[str]:
+        """Names of all tensors."""
+        ...
+
+    def info(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """Safetensors type name and shape."""
+        ...
+
+    def array(self, key: str) -> np.ndarray[Any, Any]:
+        """The tensor's values, read-only, mapped from its file; bf16 as uint16."""
+        ...
+
+
+def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
+    """A read-only torch view of one tensor, without a copy.
+
+    Raises:
+        CheckpointError: torch has no such type.
+    """
+    dtype, shape = source.info(key)
+    if dtype not in _TORCH_TYPES:
+        raise CheckpointError(f"dense tensor {key!r} has type {dtype}, which moechat does not read")
+    array = source.array(key)
+    if array.size == 0:
+        return torch.empty(shape, dtype=_TORCH_TYPES[dtype])
+    with warnings.catch_warnings():
+        # The mapping is read-only on purpose; nothing writes through the tensor.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        flat = torch.frombuffer(array.data, dtype=_TORCH_TYPES[dtype])
+    return flat.reshape(shape)
+
+
+def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
+    """Put the dense weights of ``source`` into the skeleton and make the model ready to run.
+
+    Weights that already have the model's type stay mapped from their file; others are converted. Buffers that no
+    checkpoint holds (rotary frequencies) are computed by the model's own initialisation.
+
+    Raises:
+        CheckpointError: A weight is missing or has another shape than the configuration says.
+    """
+    model = skeleton.model
+    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    targets, _ = map_keys(skeleton, source.keys())
+    loaded: set[str] = set()
+    for target in targets.values():
+        if target.name in expert_names:
+            continue
+        keys = [key for group in target.sources.values() for key in group]
+        tensors = {key: read_tensor(source, key) for key in keys}
+        for name, tensor in combine(target, tensors, model).items():
+            _assign(skeleton, name, tensor)
+            loaded.add(name)
+    missing = missing_dense(skeleton, loaded | expert_names)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} dense weights of the model are missing, first {missing[0]!r}",
+            hint="the store or checkpoint was written for another version of this model",
+        )
+    _initialise_rest(skeleton)
+    model.tie_weights(missing_keys=set(skeleton.state) - loaded - expert_names)
+    stray = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if stray:
+        raise CheckpointError(f"{len(stray)} weights were never loaded, first {stray[0]!r}")
+
+
+def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor) -> None:
+    reference = skeleton.state.get(name)
+    if reference is None:
+        raise CheckpointError(f"the model has no parameter {name!r}")
+    if tuple(tensor.shape) != tuple(reference.shape):
+        raise CheckpointError(f"{name} has shape {list(tensor.shape)}; the configuration says {list(reference.shape)}")
+    if reference.is_floating_point():
+        tensor = tensor.to(_wanted_type(skeleton.model, name, reference.dtype))
+    parent_name, _, leaf = name.rpartition(".")
+    parent = skeleton.model.get_submodule(parent_name)
+    if leaf in parent._parameters:
+        value: torch.Tensor = nn.Parameter(tensor, requires_grad=False)
+        parent._parameters[leaf] = value  # type: ignore[assignment]
+    else:
+        value = tensor.clone()
+        parent._buffers[leaf] = value
+    # transformers' initialisation skips what carries this mark.
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _wanted_type(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Families list weights that must stay in float32; the plain list binds for fp16, the strict one for bf16 too."""
+    patterns: list[str] = []
+    if dtype == torch.float16:
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or []
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns += getattr(model, "_keep_in_fp32_modules_strict", None) or []
+    keep = any(re.search(rf"(^|\.){re.escape(pattern)}($|\.)", name) for pattern in patterns)
+    return torch.float32 if keep else dtype
+
+
+def _initialise_rest(skeleton: Skeleton) -> None:
+    """Compute the buffers that are no part of a checkpoint, as from_pretrained does."""
+    model = skeleton.model
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        module.__dict__.pop("_is_hf_initialized", None)
+    for entry in skeleton.experts:
+        # Their initialisation would look for the parameters that were taken out.
+        entry.module._is_hf_initialized = True  # type: ignore[assignment]
+    model.initialize_weights()

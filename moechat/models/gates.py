@@ -1,0 +1,93 @@
+"""Recognise the gate of an experts module by what it computes, not by the name of its family.
+
+transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Feeding it known
+numbers and comparing with the gates that the kernels have tells the activation, its constants and whether gate and up
+are interleaved; a gate that matches none of them is refused instead of being approximated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name the field uses
+
+from moechat.errors import UnsupportedModelError
+from moechat.geometry import Activation
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an experts module does between its first and its second projection.
+
+    Attributes:
+        activation: One of the kernels' gates.
+        alpha: Sigmoid slope of ``CLAMPED_SWIGLU``, else 0.
+        limit: Clamp of ``CLAMPED_SWIGLU``, else 0.
+        interleaved: Gate and up rows alternate (``g0 u0 g1 u1 …``) instead of following each other.
+    """
+
+    activation: Activation
+    alpha: float
+    limit: float
+    interleaved: bool
+
+
+def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
+    """Reference of the kernels' gates in torch; both inputs ``[tokens, intermediate]``."""
+    if gate.activation is Activation.CLAMPED_SWIGLU:
+        g = gate_rows.clamp(max=gate.limit)
+        u = up_rows.clamp(min=-gate.limit, max=gate.limit)
+        return (u + 1) * g * torch.sigmoid(gate.alpha * g)
+    if gate.activation is Activation.SILU:
+        return F.silu(gate_rows) * up_rows
+    approximate = "tanh" if gate.activation is Activation.GELU_TANH else "none"
+    return F.gelu(gate_rows, approximate=approximate) * up_rows
+
+
+def recognise_gate(experts: nn.Module, name: str) -> Gate:
+    """Find the gate that ``experts`` computes.
+
+    Args:
+        experts: A decorated experts module of transformers; its parameters may be on the meta device.
+        name: Module name, for the error.
+
+    Raises:
+        UnsupportedModelError: The experts are not gated, or their gate is none of the kernels'.
+    """
+    if not getattr(experts, "has_gate", True):
+        raise UnsupportedModelError(f"{name} has experts without a gate projection, which moechat cannot run")
+    alpha, limit = _constant(experts, "alpha"), _constant(experts, "limit")
+    kinds = [(activation, 0.0, 0.0) for activation in Activation if activation is not Activation.CLAMPED_SWIGLU]
+    if alpha > 0 and limit > 0:
+        kinds.append((Activation.CLAMPED_SWIGLU, alpha, limit))
+
+    # The probe reaches far beyond any clamp, is dense around zero where the activations differ, and pairs every gate
+    # value with positive and negative up values.
+    gate_rows = torch.cat([torch.linspace(-40, 40, 41), torch.linspace(-3, 3, 55)]).repeat(2, 1)
+    up_rows = torch.stack([torch.linspace(-30, 30, 96), torch.linspace(2, -2, 96)])
+    for interleaved in (False, True):
+        pair = (gate_rows, up_rows)
+        probe = torch.stack(pair, dim=-1).flatten(1) if interleaved else torch.cat(pair, dim=-1)
+        try:
+            with torch.no_grad():
+                answer = experts._apply_gate(probe)
+        except Exception as error:
+            raise UnsupportedModelError(f"{name} has a gate that could not be probed: {error}") from error
+        for activation, a, b in kinds:
+            gate = Gate(activation, a, b, interleaved)
+            if torch.allclose(answer, apply_gate(gate, gate_rows, up_rows), rtol=1e-5, atol=1e-6):
+                return gate
+    raise UnsupportedModelError(
+        f"{name} computes a gate that moechat does not have (it has {', '.join(Activation)})",
+        hint=f"the experts class is {type(experts).__name__}",
+    )
+
+
+def _constant(experts: nn.Module, suffix: str) -> float:
+    for attribute in (suffix, f"swiglu_{suffix}"):
+        value = getattr(experts, attribute, None)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return 0.0

@@ -1,0 +1,245 @@
+"""From checkpoint names to model names, through transformers' own conversion rules.
+
+Checkpoints keep the names of their first release (``block_sparse_moe.experts.3.w1.weight``); transformers maps them to
+its modules while loading. We ask the same rules where each tensor goes, without loading any: expert tensors become
+:class:`~moechat.store.source.ExpertRef` descriptions for the store, the others are dense weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.geometry import WeightType
+from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
+
+_WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
+_MXFP4_SUFFIXES = ("_blocks", "_scales")
+
+
+@dataclass
+class Target:
+    """Where the tensors of one model parameter come from.
+
+    Attributes:
+        name: Parameter or buffer name in the model; the first one where a rule yields several.
+        converter: The rule that combines the sources, or ``None`` where the one source is the parameter itself.
+        sources: Checkpoint names by the rule's source pattern, in natural order of their numbers.
+    """
+
+    name: str
+    converter: WeightConverter | None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+
+def map_keys(skeleton: Skeleton, keys: Iterable[str]) -> tuple[dict[str, Target], list[str]]:
+    """Find the model parameter of every checkpoint tensor.
+
+    Returns:
+        Targets by name, and the checkpoint names that the model does not use.
+    """
+    model, state = skeleton.model, skeleton.state
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    targets: dict[str, Target] = {}
+    unused = []
+    for key in sorted(keys, key=_natural):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            unused.append(key)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        target = targets.setdefault(name, Target(name, converter))
+        target.sources.setdefault(pattern if pattern is not None else key, []).append(key)
+    return targets, unused
+
+
+def combine(target: Target, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """Run a target's rule on loaded tensors.
+
+    Args:
+        target: Which rule, and which checkpoint names it takes.
+        tensors: The loaded tensors by checkpoint name.
+        model: The skeleton's model; some rules ask it for sizes.
+
+    Returns:
+        Tensors by model parameter name (several, where the rule splits one source).
+
+    Raises:
+        CheckpointError: The tensors do not have the shapes that the rule expects.
+    """
+    if target.converter is None:
+        ((_, keys),) = target.sources.items()
+        return {target.name: tensors[keys[-1]]}
+    rule = deepcopy(target.converter)
+    for pattern, keys in target.sources.items():
+        for key in keys:
+            rule.add_tensor(target.name, key, pattern, tensors[key])
+    try:
+        combined = rule.convert(target.name, model=model, config=model.config)
+    except Exception as error:
+        raise CheckpointError(f"the tensors for {target.name} do not fit together: {error}") from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in combined.items()}
+
+
+def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
+    """Describe a checkpoint directory for the store: which tensors are experts, which are dense.
+
+    Raises:
+        UnsupportedModelError: moechat cannot run the model; the reason is named.
+        CheckpointError: Expert tensors are missing or do not have the shapes that the configuration says.
+    """
+    config = load_config(checkpoint.path)
+    skeleton = build_skeleton(config, torch.float32)
+    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    plain: list[str] = []
+    packed: dict[str, str] = {}
+    for key in checkpoint.keys():
+        stem = re.sub(r"_(blocks|scales)$", "", key)
+        (packed.setdefault(stem, key) if stem != key else plain.append(key))
+    targets, _ = map_keys(skeleton, [*plain, *packed])
+    packed_targets = {
+        name for name, target in targets.items() for keys in target.sources.values() for key in keys if key in packed
+    }
+    if not packed_targets <= expert_names:
+        stray = sorted(packed_targets - expert_names)[0]
+        raise UnsupportedModelError(f"{stray} is packed in blocks and scales, which moechat reads for experts only")
+
+    layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
+    dense_keys = sorted(
+        (key for name, t in targets.items() if name not in expert_names for ks in t.sources.values() for key in ks),
+        key=_natural,
+    )
+    first = skeleton.experts[0]
+    plan = CheckpointPlan(
+        model_type=config.model_type,
+        hidden_size=first.hidden_size,
+        intermediate_size=first.intermediate_size,
+        num_experts=first.num_experts,
+        activation=first.gate.activation,
+        alpha=first.gate.alpha,
+        limit=first.gate.limit,
+        has_bias=first.has_bias,
+        weight_type=_weight_type(checkpoint, layers),
+        layers=layers,
+        dense_keys=tuple(dense_keys),
+    )
+    missing = missing_dense(skeleton, set(targets) | expert_names)
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks {len(missing)} tensors of the model, first {missing[0]!r}")
+    return plan
+
+
+def missing_dense(skeleton: Skeleton, present: set[str]) -> list[str]:
+    """Names of the state dict that neither ``present`` nor a tied weight provides."""
+    tied = dict(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
+    return sorted(
+        name for name in skeleton.state if name not in present and tied.get(name, name) not in present - {name}
+    )
+
+
+def _plan_layer(
+    entry: ExpertsModule, targets: dict[str, Target], packed: dict[str, str], checkpoint: Checkpoint
+) -> ExpertLayerSource:
+    def source(suffix: str) -> Target:
+        name = f"{entry.name}.{suffix}"
+        if name not in targets:
+            raise CheckpointError(f"{checkpoint.path} has no tensors for {name}")
+        return targets[name]
+
+    size, interleaved = entry.intermediate_size, entry.gate.interleaved
+    gate_rows, up_rows = ((0, 2), (1, 2)) if interleaved else ((0, 1), (size, 1))
+    gate_up, down = source("gate_up_proj"), source("down_proj")
+    biases = (source("gate_up_proj_bias"), source("down_proj_bias")) if entry.has_bias else None
+    experts = []
+    for index in range(entry.num_experts):
+        vectors: dict[str, VectorRef] = {}
+        if biases is not None:
+            first, second = (_only_key(target) for target in biases)
+            vectors = {
+                "gate_bias": VectorRef(first, index, gate_rows[0], gate_rows[1], size),
+                "up_bias": VectorRef(first, index, up_rows[0], up_rows[1], size),
+                "down_bias": VectorRef(second, index, 0, 1, entry.hidden_size),
+            }
+        experts.append(
+            ExpertRef(
+                gate=_matrix(entry, gate_up, packed, index, 0, *gate_rows, size),
+                up=_matrix(entry, gate_up, packed, index, 1, *up_rows, size),
+                down=_matrix(entry, down, packed, index, 0, 0, 1, entry.hidden_size),
+                **vectors,
+            )
+        )
+    return ExpertLayerSource(layer=entry.layer, module=entry.name, experts=tuple(experts))
+
+
+def _matrix(
+    entry: ExpertsModule, target: Target, packed: dict[str, str], expert: int, part: int, start: int, step: int, rows: int
+) -> MatrixRef:
+    """One expert's matrix: ``part`` 0 is gate (or down), 1 is up; rows as in the fused parameter."""
+    operations = [] if target.converter is None else [type(op).__name__ for op in target.converter.operations]
+    if not operations:
+        key = _only_key(target)
+        if key in packed:
+            return MatrixRef(key, expert, start, step, rows, transposed=False, packing="mxfp4")
+        return MatrixRef(key, expert, start, step, rows, transposed=entry.transposed)
+    assert target.converter is not None
+    patterns = target.converter.source_patterns
+    lists = [target.sources.get(pattern, []) for pattern in patterns]
+    for pattern, keys in zip(patterns, lists, strict=True):
+        if len(keys) != entry.num_experts:
+            raise CheckpointError(
+                f"{target.name} needs {entry.num_experts} tensors like {pattern!r}; the checkpoint has {len(keys)}"
+            )
+    if operations == ["MergeModulelist"] and len(patterns) == 1:
+        return MatrixRef(lists[0][expert], None, start, step, rows, transposed=entry.transposed)
+    if operations == ["MergeModulelist", "Concatenate"] and len(patterns) == 2 and not entry.gate.interleaved:
+        return MatrixRef(lists[part][expert], None, 0, 1, rows, transposed=entry.transposed)
+    raise UnsupportedModelError(
+        f"the experts of {target.name} are stored in a layout that moechat does not read ({' then '.join(operations)})"
+    )
+
+
+def _only_key(target: Target) -> str:
+    keys = [key for group in target.sources.values() for key in group]
+    if len(keys) != 1 or target.converter is not None:
+        raise UnsupportedModelError(f"{target.name} comes from {len(keys)} tensors; moechat reads it from one")
+    return keys[0]
+
+
+def _weight_type(checkpoint: Checkpoint, layers: tuple[ExpertLayerSource, ...]) -> WeightType:
+    kinds: dict[str, str] = {}
+    for layer in layers:
+        for expert in layer.experts:
+            for _, ref in expert.matrices:
+                if ref.packing == "mxfp4":
+                    kinds["BF16"] = ref.key
+                else:
+                    kinds[checkpoint.info(ref.key)[0]] = ref.key
+    if len(kinds) != 1:
+        raise UnsupportedModelError(f"expert tensors have {len(kinds)} different types: {sorted(kinds)}")
+    ((dtype, key),) = kinds.items()
+    if dtype not in _WEIGHT_TYPES:
+        raise UnsupportedModelError(
+            f"expert tensor {key!r} has type {dtype}; moechat reads {', '.join(_WEIGHT_TYPES)}",
+            hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
+        )
+    return _WEIGHT_TYPES[dtype]
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Sort key by dotted parts, numbers by value, so that expert 10 follows expert 9."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]

@@ -1,0 +1,111 @@
+"""Choose the next token: the model's generation settings under the user's flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from moechat.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn; ``temperature`` 0 is greedy.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            "top-k": (self.top_k, self.top_k >= 0, "0 (off) or more"),
+            "top-p": (self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "min-p": (self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            "repetition penalty": (self.repetition_penalty, 0.0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
+        }
+        for name, (value, good, wanted) in checks.items():
+            if not good:
+                raise UsageError(f"{name} is {value}; it must be {wanted}")
+
+    @classmethod
+    def from_generation_config(cls, config: Any) -> SamplingSettings:
+        """The defaults that a model's authors ship; greedy where they do not ask for sampling."""
+        if config is None:
+            return cls()
+        sample = bool(getattr(config, "do_sample", False))
+
+        def value(name: str, default: float) -> float:
+            found = getattr(config, name, None)
+            return default if found is None else found
+
+        return cls(
+            temperature=float(value("temperature", 1.0)) if sample else 0.0,
+            top_k=int(value("top_k", 0)) if sample else 0,
+            top_p=float(value("top_p", 1.0)) if sample else 1.0,
+            min_p=float(value("min_p", 0.0)) if sample else 0.0,
+            repetition_penalty=float(value("repetition_penalty", 1.0)),
+        )
+
+    def override(self, **flags: float | None) -> SamplingSettings:
+        """These settings with every flag that is not ``None`` in its place."""
+        given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+        if self.temperature == 0.0 and "temperature" not in given and given.keys() & {"top_k", "top_p", "min_p"}:
+            # Asking how to cut the distribution is asking to sample from it.
+            given["temperature"] = 1.0
+        return replace(self, **given)
+
+
+class Sampler:
+    """Draws tokens for one answer.
+
+    Args:
+        settings: How to draw.
+        seed: Makes the draw repeatable on one machine and version.
+    """
+
+    def __init__(self, settings: SamplingSettings, seed: int) -> None:
+        self.settings = settings
+        self._generator = torch.Generator().manual_seed(seed)
+        processors = LogitsProcessorList()
+        if settings.repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+        if settings.temperature > 0.0:
+            if settings.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(settings.temperature))
+            if settings.top_k > 0:
+                processors.append(TopKLogitsWarper(settings.top_k))
+            if settings.top_p < 1.0:
+                processors.append(TopPLogitsWarper(settings.top_p))
+            if settings.min_p > 0.0:
+                processors.append(MinPLogitsWarper(settings.min_p))
+        self._processors = processors
+
+    def draw(self, history: torch.Tensor, logits: torch.Tensor) -> int:
+        """Choose a token.
+
+        Args:
+            history: int64 ``[1, tokens]``, prompt and answer so far; the repetition penalty looks at it.
+            logits: ``[vocab]`` of the last position.
+        """
+        scores = self._processors(history, logits.float().unsqueeze(0))
+        if self.settings.temperature == 0.0:
+            return int(scores.argmax(dim=-1))
+        probabilities = torch.softmax(scores, dim=-1)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))

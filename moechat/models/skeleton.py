@@ -1,0 +1,181 @@
+"""A transformers model without weights, its routed experts taken out.
+
+The skeleton is built on the meta device from ``config.json`` alone. Expert weights never exist as torch parameters:
+they are removed from the experts modules, whose shapes are remembered, and the block store serves them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.models.gates import Gate, recognise_gate
+
+# Weights packed by these methods are decoded by the store room; every other method is refused by name.
+_READABLE_QUANTISATION = ("mxfp4",)
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """The routed experts of one decoder layer.
+
+    Attributes:
+        name: Module name inside the model, ``model.layers.3.mlp.experts``.
+        layer: Decoder layer index.
+        module: The module; its weight parameters have been removed.
+        num_experts: Experts in the layer.
+        hidden_size: Columns of gate and up.
+        intermediate_size: Neurons of one expert.
+        transposed: Parameters are ``[experts, in, out]`` instead of ``[experts, out, in]``.
+        has_bias: ``gate_up_proj_bias`` and ``down_proj_bias`` exist.
+        gate: What lies between the projections.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    transposed: bool
+    has_bias: bool
+    gate: Gate
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Full names of the parameters that the module would have."""
+        names = ("gate_up_proj", "down_proj")
+        biases = ("gate_up_proj_bias", "down_proj_bias") if self.has_bias else ()
+        return tuple(f"{self.name}.{suffix}" for suffix in names + biases)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model on the meta device and what was taken out of it.
+
+    Attributes:
+        model: The transformers model; all its parameters and buffers are meta tensors, the experts have none.
+        experts: Its expert layers, ascending.
+        state: Names and meta tensors of the whole state dict, the experts included.
+    """
+
+    model: PreTrainedModel
+    experts: tuple[ExpertsModule, ...]
+    state: dict[str, torch.Tensor]
+
+
+def load_config(directory: Path) -> Any:
+    """Read ``config.json`` as a transformers configuration, never running code that came with it.
+
+    Raises:
+        UnsupportedModelError: The model type is unknown to transformers, or the weights are packed in a way that
+            moechat cannot read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError) as error:
+        kind = "needs code of its own, which moechat never runs" if "trust_remote_code" in str(error) else str(error)
+        raise UnsupportedModelError(f"the model in {directory} cannot be used: {kind}") from error
+    except OSError as error:
+        raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None:
+        as_dict = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+        method = str(as_dict.get("quant_method", "unknown"))
+        if method not in _READABLE_QUANTISATION:
+            raise UnsupportedModelError(
+                f"the weights in {directory} are packed with {method!r}",
+                hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
+            )
+        del config.quantization_config
+    return config
+
+
+def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str = "eager") -> Skeleton:
+    """Build the model of ``config`` on the meta device and take its experts out.
+
+    Args:
+        config: A transformers configuration of a text model.
+        dtype: Type of the dense parameters.
+        experts_implementation: Name in ``ALL_EXPERTS_FUNCTIONS`` that will compute the experts.
+
+    Raises:
+        UnsupportedModelError: No causal language model of that type exists, it has no routed experts, or they are of a
+            kind that moechat cannot run; the reason is named.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
+            )
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"model type {config.model_type!r} is not a causal language model") from error
+    model.eval()
+    state = model.state_dict()
+    experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
+    _check_uniform(experts, config.model_type)
+    for entry in experts:
+        for name in entry.parameter_names:
+            del entry.module._parameters[name.rsplit(".", 1)[1]]
+    return Skeleton(model, experts, state)
+
+
+def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
+    found = []
+    for name, module in model.named_modules():
+        # The decorator of transformers' experts registry leaves these two marks on every instance.
+        if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+            continue
+        numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
+        if len(numbers) != 1:
+            raise UnsupportedModelError(f"{name} does not say which decoder layer it belongs to")
+        if getattr(module, "has_post_expert_norm", False):
+            raise UnsupportedModelError(f"{name} normalises each expert's output, which moechat cannot run")
+        gate = recognise_gate(module, name)
+        transposed = bool(module.is_transposed)
+        has_bias = bool(getattr(module, "has_bias", False))
+        known = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if has_bias else set())
+        present = {key for key, value in module.named_parameters() if value is not None}
+        if present != known:
+            raise UnsupportedModelError(
+                f"{name} has parameters {sorted(present)}; moechat understands {sorted(known)}"
+            )
+        shape = tuple(module.gate_up_proj.shape)
+        num_experts, hidden, double = shape if transposed else (shape[0], shape[2], shape[1])
+        found.append(
+            ExpertsModule(
+                name=name,
+                layer=int(numbers[0]),
+                module=module,
+                num_experts=num_experts,
+                hidden_size=hidden,
+                intermediate_size=double // 2,
+                transposed=transposed,
+                has_bias=has_bias,
+                gate=gate,
+            )
+        )
+    return found
+
+
+def _check_uniform(experts: tuple[ExpertsModule, ...], model_type: str) -> None:
+    if not experts:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has no routed experts that moechat understands",
+            hint="moechat runs Mixture-of-Experts models; dense models need another tool",
+        )
+    layers = [entry.layer for entry in experts]
+    if len(set(layers)) != len(layers):
+        raise UnsupportedModelError(f"model type {model_type!r} has several expert modules in one decoder layer")
+    shapes = {
+        (e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias, e.gate) for e in experts
+    }
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"model type {model_type!r} has expert layers of {len(shapes)} different shapes")

@@ -1,0 +1,1 @@
+"""Execution of expert layers over stored blocks."""
