@@ -160,7 +160,8 @@ def load(
     ref = resolve(str(model))
     store = _open_store(ref, bits, report)
     store.ensure_verified(
-        user_paths().state, lambda done, total, name: report(Progress("verify", done, total, name))
+        user_paths().state,
+        lambda done, total, name: report(Progress("verify", done, total, name)),
     )
     return Engine(store, name=ref.name, dtype=_dense_type(dtype), ctx=ctx, started=started, report=report)
 
@@ -181,8 +182,7 @@ def _open_store(ref: ModelRef, bits: int | None, report: Callable[[Progress], No
         store = Store.open(destination)
         if store.manifest.source.fingerprint == checkpoint.fingerprint():
             return store
-        # The checkpoint has changed since; what was made from the old one answers for it no longer.
-        store.remove()
+        # The checkpoint has changed since: the conversion below replaces the store when it is complete.
     plan = plan_checkpoint(checkpoint)
 
     def on_convert(event: ConvertProgress) -> None:
@@ -263,10 +263,10 @@ class Engine:
             "model_type": self._store.manifest.model_type,
             "source": self._store.manifest.source.name,
             "bits": geometry.bits,
-            "expert_layers": len(self._store.layers),
+            "expert_layers": len(self._store.manifest.layers),
             "experts_per_layer": geometry.num_experts,
             "blocks_per_expert": geometry.blocks_per_expert,
-            "expert_bytes": len(self._store.layers) * geometry.layer_bytes,
+            "expert_bytes": len(self._store.manifest.layers) * geometry.layer_bytes,
             "dense_dtype": str(self._dtype).removeprefix("torch."),
             "context_length": self.context_length,
             "threads": _native.num_threads(),
@@ -432,7 +432,7 @@ def _check_same_experts(experts: Any, store: Store) -> None:
     built = [(entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size) for entry in experts]
     geometry = store.geometry
     shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
-    stored = [(layer, *shape) for layer in store.layers]
+    stored = [(record.layer, *shape) for record in store.manifest.layers]
     if built != stored:
         raise UnsupportedModelError(
             f"the configuration in {store.path} describes {len(built)} expert layers unlike the {len(stored)} stored",

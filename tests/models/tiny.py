@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-# Common to all: a vocabulary with an odd size, and a context long enough for the tests.
+# Common to all: a vocabulary with an odd size, a context long enough for the tests, and no token that ends an answer.
 _BASE: dict[str, Any] = {
     "vocab_size": 101,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": None,
     "pad_token_id": 0,
 }
 _SMALL: dict[str, Any] = {
@@ -345,3 +346,29 @@ def write_tiny_checkpoint(directory: Path, config: Any, *, seed: int = 0, dtype:
             else:
                 tensor.copy_(noise * (0.6 / max(tensor.shape[-1], 8) ** 0.5 if tensor.ndim > 1 else 0.2))
     model.to(dtype).save_pretrained(directory, **save)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+
+def write_byte_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """Write a tokenizer with one token a byte and four special tokens; ``<|end|>`` ends an answer."""
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def write_tiny_chat_model(directory: Path, family: str = "qwen3_moe", **changes: Any) -> None:
+    """Write a tiny random model with a byte tokenizer, ready for ``moechat run``."""
+    config = tiny_config(family, 0, **{"vocab_size": BYTE_VOCABULARY, **changes})
+    write_tiny_checkpoint(directory, config)
+    write_byte_tokenizer(directory)

@@ -1,0 +1,238 @@
+"""The Python API on a tiny real checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import BYTE_VOCABULARY, write_byte_tokenizer, write_tiny_chat_model
+
+import moechat
+from moechat.engine import Engine, Progress
+from moechat.errors import (
+    DoesNotFitError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    StoreDamagedError,
+    UsageError,
+)
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def collect(steps: Any) -> tuple[str, list[int], str | None]:
+    seen = list(steps)
+    assert all(step.finish_reason is None for step in seen[:-1])
+    return "".join(step.text for step in seen), [step.token_id for step in seen], seen[-1].finish_reason
+
+
+def test_greedy_answers_repeat(engine: Engine) -> None:
+    first = collect(engine.generate("Once upon a time", max_new_tokens=24, temperature=0.0))
+    assert first == collect(engine.generate("Once upon a time", max_new_tokens=24, temperature=0.0))
+    assert len(first[1]) == 24
+    assert first[2] == "length"
+
+
+def test_decoding_step_by_step_agrees_with_one_teacher_forced_pass(engine: Engine) -> None:
+    tokens = engine.encode("Once upon a time")
+    _, answer, _ = collect(engine.generate(tokens, max_new_tokens=20, temperature=0.0))
+    logits = engine.logits(tokens + answer[:-1])
+    assert logits.shape == (len(tokens) + 19, BYTE_VOCABULARY)
+    assert logits.dtype == torch.float32
+    assert logits[len(tokens) - 1 :].argmax(dim=-1).tolist() == answer
+
+
+def test_streamed_text_is_the_decoded_answer(engine: Engine) -> None:
+    text, answer, _ = collect(engine.generate("naïve 日本", max_new_tokens=40, temperature=1.5, seed=5))
+    decoded = engine._tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert text == decoded
+
+
+def test_seed_repeats_a_draw_and_is_reported(engine: Engine) -> None:
+    first = collect(engine.generate("x", max_new_tokens=16, temperature=1.0))
+    seed = engine.stats.seed
+    assert collect(engine.generate("x", max_new_tokens=16, temperature=1.0, seed=seed)) == first
+    assert collect(engine.generate("x", max_new_tokens=16, temperature=1.0, seed=seed + 1)) != first
+
+
+def test_stop_token_ends_the_answer_and_is_not_shown(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = collect(engine.generate("Hello", max_new_tokens=12, temperature=0.0))
+    stop = free[1][5]
+    monkeypatch.setattr(engine, "_stop_tokens", frozenset([stop]))
+    text, answer, reason = collect(engine.generate("Hello", max_new_tokens=12, temperature=0.0))
+    assert answer == free[1][: free[1].index(stop) + 1]
+    assert reason == "stop"
+    assert text == engine._tokenizer.decode(answer[:-1], skip_special_tokens=True)
+
+
+def test_stop_tokens_come_from_generation_config_and_tokenizer(chat_model: Path, home: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(chat_model, source)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "max_new_tokens": 3}))
+    loaded = moechat.load(source)
+    assert loaded._stop_tokens == {7, 9, loaded._tokenizer.eos_token_id}
+    assert len(collect(loaded.generate("a", temperature=0.0))[1]) <= 3
+
+
+def test_chat_messages_go_through_the_template(engine: Engine) -> None:
+    assert engine.has_chat_template
+    tokens = engine.encode([{"role": "system", "content": "Be kind"}, *MESSAGES])
+    assert engine._tokenizer.decode(tokens) == "<|system|>Be kind<|end|><|user|>Hello<|end|><|assistant|>"
+    assert collect(engine.generate(MESSAGES, max_new_tokens=4, temperature=0.0))[1]
+
+
+def test_model_without_chat_template_refuses_messages(home: Path, tmp_path: Path) -> None:
+    write_tiny_chat_model(tmp_path / "model")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    write_byte_tokenizer(tmp_path / "model", chat_template=None)
+    loaded = moechat.load(tmp_path / "model")
+    with pytest.raises(UsageError, match="no chat template"):
+        loaded.generate(MESSAGES)
+
+
+def test_abandoned_and_interrupted_answers_leave_the_engine_usable(engine: Engine) -> None:
+    expected = collect(engine.generate("Hello", max_new_tokens=8, temperature=0.0))
+    steps = engine.generate("Something else entirely", max_new_tokens=50)
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = engine._model.get_submodule("model.layers.1").register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.generate("Hello", max_new_tokens=8))
+    hook.remove()
+    assert collect(engine.generate("Hello", max_new_tokens=8, temperature=0.0)) == expected
+
+
+def test_prompt_longer_than_the_context_is_refused_before_any_work(engine: Engine) -> None:
+    with pytest.raises(PromptTooLongError, match=r"300 tokens; the context holds 256"):
+        engine.generate([5] * 300)
+    with pytest.raises(PromptTooLongError):
+        engine.generate([5] * 256)
+    assert engine.logits([5] * 256).shape[0] == 256
+
+
+def test_answer_stops_where_the_context_ends(engine: Engine) -> None:
+    _, answer, reason = collect(engine.generate([5] * 250, temperature=1.0, seed=1))
+    assert (len(answer) == 6 and reason == "length") or reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"top_p": 2.0}, "top-p is 2.0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_settings_are_refused(engine: Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.generate("x", **arguments)
+
+
+def test_bad_tokens_are_refused(engine: Engine) -> None:
+    for tokens in ([], [-1], [BYTE_VOCABULARY]):
+        with pytest.raises(UsageError):
+            engine.logits(tokens)
+    with pytest.raises(UsageError, match="empty"):
+        engine.generate("")
+
+
+def test_statistics_count_what_happened(engine: Engine) -> None:
+    prompt = engine.encode("Once upon")
+    list(engine.generate(prompt, max_new_tokens=10, temperature=0.0))
+    stats = engine.stats
+    layers, top_k = 2, 2
+    assert stats.prompt_tokens == len(prompt)
+    assert stats.output_tokens == 10
+    assert stats.expert_activations == (len(prompt) + 9) * layers * top_k
+    assert stats.ttft_s > 0
+    assert stats.tpot_s > 0
+    assert stats.expert_bytes % engine._store.geometry.expert_bytes == 0
+    assert stats.peak_rss_bytes > 10_000_000
+    assert json.loads(json.dumps(stats.to_json()))["output_tokens"] == 10
+
+
+def test_logits_are_bitwise_equal_for_every_thread_count(engine: Engine, chat_model: Path) -> None:
+    tokens = engine.encode("The fox and the crow, again and again")
+    torch.set_num_threads(1)
+    results = []
+    for threads in (1, 2, 3):
+        moechat._native.set_num_threads(threads)
+        results.append(engine.logits(tokens))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_second_load_uses_the_kept_store(chat_model: Path, home: Path, engine: Engine) -> None:
+    stages: list[str] = []
+    again = moechat.load(chat_model, progress=lambda event: stages.append(event.stage))
+    assert set(stages) == {"load"}
+    assert again._store.path.is_relative_to(home)
+
+
+def test_first_load_reports_conversion_with_bytes(home: Path, tmp_path: Path) -> None:
+    write_tiny_chat_model(tmp_path / "model")
+    events: list[Progress] = []
+    moechat.load(tmp_path / "model", progress=events.append)
+    converted = [event for event in events if event.stage == "convert"]
+    assert converted[-1].done == converted[-1].total
+    assert converted[-1].total
+
+
+def test_changed_checkpoint_is_converted_again(home: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_chat_model(source)
+    before = moechat.load(source).logits([1, 2, 3])
+    write_tiny_chat_model(source, "olmoe", num_key_value_heads=4)
+    loaded = moechat.load(source)
+    assert loaded.describe()["model_type"] == "olmoe"
+    assert not torch.equal(loaded.logits([1, 2, 3]), before)
+
+
+def test_a_store_directory_is_a_model_too(engine: Engine, home: Path) -> None:
+    direct = moechat.load(engine._store.path)
+    assert torch.equal(direct.logits([1, 2, 3]), engine.logits([1, 2, 3]))
+    with pytest.raises(UsageError, match="stored with 4 bits"):
+        moechat.load(engine._store.path, bits=8)
+
+
+def test_damaged_store_is_refused_by_name(home: Path, chat_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(chat_model, source)
+    path = moechat.load(source)._store.path
+    victim = sorted(path.glob("experts-*.safetensors"))[0]
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(StoreDamagedError, match=victim.name):
+        moechat.load(source)
+
+
+def test_unknown_names_are_refused(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        moechat.load(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFoundError):
+        moechat.load("no-such-model")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"device": "cuda"}, {"vram": "12G"}, {"ram": "2G"}, {"system": "moepic"}, {"dtype": "int4"}, {"threads": 0}, {"bits": 5}],
+)
+def test_what_this_version_cannot_do_is_said(arguments: dict[str, Any], chat_model: Path, home: Path) -> None:
+    with pytest.raises(UsageError):
+        moechat.load(chat_model, **arguments)
+
+
+def test_context_beyond_the_model_does_not_fit(chat_model: Path, home: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="made for 256"):
+        moechat.load(chat_model, ctx=512)
+    assert moechat.load(chat_model, ctx=64).context_length == 64

@@ -1,0 +1,178 @@
+"""What a checkpoint holds is found through transformers' rules; what cannot be run is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_config, write_tiny_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import moechat
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.geometry import Activation, WeightType
+from moechat.models.mapping import plan_checkpoint
+from moechat.store.checkpoint import Checkpoint
+
+
+def plan(directory: Path) -> Any:
+    return plan_checkpoint(Checkpoint.open(directory))
+
+
+def as_float(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy((array.astype(np.uint32) << 16).view(np.float32))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("qwen3_moe", 1))
+    found = plan(tmp_path)
+    assert [layer.layer for layer in found.layers] == [0, 2]
+    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (7, 72, 44)
+    assert found.weight_type is WeightType.BF16
+    assert found.activation is Activation.SILU
+    assert "model.layers.1.mlp.gate_proj.weight" in found.dense_keys
+    assert not any(".experts." in key for key in found.dense_keys)
+
+
+def test_shared_experts_stay_dense(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("deepseek_v2", 0))
+    dense = plan(tmp_path).dense_keys
+    assert "model.layers.1.mlp.shared_experts.gate_proj.weight" in dense
+    assert "model.layers.1.mlp.gate.weight" in dense
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "gpt_oss"])
+def test_refs_name_the_rows_of_each_matrix(family: str, tmp_path: Path) -> None:
+    """Per-expert keys, fused keys, and fused transposed keys with interleaved rows and biases."""
+    write_tiny_checkpoint(tmp_path, tiny_config(family, 1))
+    checkpoint = Checkpoint.open(tmp_path)
+    found = plan_checkpoint(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    size = found.intermediate_size
+    for layer in found.layers:
+        module = model.get_submodule(layer.module)
+        for index, expert in enumerate(layer.experts):
+            gate_up, down = module.gate_up_proj[index], module.down_proj[index]
+            if module.is_transposed:
+                gate_up, down = gate_up.T, down.T
+            interleaved = not module.is_concatenated
+            gate, up = (gate_up[::2], gate_up[1::2]) if interleaved else (gate_up[:size], gate_up[size:])
+            assert torch.equal(as_float(checkpoint.matrix(expert.gate)), gate)
+            assert torch.equal(as_float(checkpoint.matrix(expert.up)), up)
+            assert torch.equal(as_float(checkpoint.matrix(expert.down)), down)
+            if found.has_bias:
+                assert expert.up_bias is not None
+                assert expert.down_bias is not None
+                up_bias = torch.from_numpy(np.array(checkpoint.vector(expert.up_bias)))
+                assert torch.equal(up_bias, module.gate_up_proj_bias[index][1::2])
+                down_bias = torch.from_numpy(np.array(checkpoint.vector(expert.down_bias)))
+                assert torch.equal(down_bias, module.down_proj_bias[index])
+
+
+def write_mxfp4(directory: Path) -> None:
+    """Rewrite a gpt-oss checkpoint's experts as the hub's own files pack them: MXFP4 blocks and scales."""
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape  # stored as [experts, in, out]
+        groups = columns // 32
+        shape = (experts, rows, groups, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 125, shape[:3], generator=generator, dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def test_mxfp4_checkpoint_computes_what_transformers_dequantises(tmp_path: Path, moechat_home: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_checkpoint(source, tiny_config("gpt_oss", 0))
+    write_mxfp4(source)
+    engine = moechat.load(source, bits=16, dtype="float32")
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = list(range(3, 40))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    error = torch.linalg.norm(engine.logits(tokens) - expected) / torch.linalg.norm(expected)
+    assert float(error) < 1e-4
+
+
+def test_dense_model_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    write_tiny_checkpoint(tmp_path, config)
+    with pytest.raises(UnsupportedModelError, match="'llama' has no routed experts"):
+        plan(tmp_path)
+
+
+def test_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, model_type="mixtral_of_tomorrow")
+    with pytest.raises(UnsupportedModelError, match="mixtral_of_tomorrow"):
+        plan(tmp_path)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    witness = tmp_path / "ran"
+    (tmp_path / "modeling_evil.py").write_text(f"open({str(witness)!r}, 'w').close()\n")
+    edit_config(
+        tmp_path,
+        model_type="evil",
+        auto_map={"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},
+    )
+    with pytest.raises(UnsupportedModelError, match="code of its own"):
+        plan(tmp_path)
+    assert not witness.exists()
+
+
+def test_other_packings_are_refused_by_name(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match="'gptq'"):
+        plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("model.layers.1.block_sparse_moe.experts.2.w3.weight", "needs 4 tensors .* the checkpoint has 3"),
+        ("model.norm.weight", r"lacks 1 tensors of the model, first 'model\.norm\.weight'"),
+    ],
+)
+def test_missing_tensors_are_named(lost: str, message: str, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[lost]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        plan(tmp_path)
+
+
+def test_tensors_that_the_model_does_not_use_are_left_out(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.9.mtp.weight"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.9.mtp.weight" not in plan(tmp_path).dense_keys
+
+
+def test_expert_of_the_wrong_shape_is_refused(tmp_path: Path, moechat_home: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_checkpoint(source, tiny_config("mixtral"))
+    tensors = load_file(source / "model.safetensors")
+    key = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    tensors[key] = tensors[key][:, :100].contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w2"):
+        moechat.load(source, bits=4)
