@@ -1,8 +1,14 @@
-"""moechat: Mixture-of-Experts language models that are far larger than the GPU's memory, on the PC you own."""
+"""moechat: Mixture-of-Experts language models far larger than the GPU's memory, on the PC you own."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# torch's OpenMP threads would spin between their regions on the cores that the expert kernels' threads need:
+# on two busy cores a token of a small model took several times as long. Has to be said before torch is
+# loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Progress", "Stats", "Step", "__version__", "load"]

@@ -10,7 +10,6 @@ This is the stable Python API (DESIGN, section 9); the command line is built on 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import secrets
 import time
@@ -21,15 +20,16 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from moechat import _native
 from moechat.config import user_paths
-from moechat.errors import DoesNotFitError, PromptTooLongError, UnsupportedModelError, UsageError
+from moechat.errors import PromptTooLongError, UnsupportedModelError, UsageError
 from moechat.hub.names import ModelRef, resolve
+from moechat.models.assets import context_length, load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.dense import load_dense
 from moechat.models.mapping import plan_checkpoint
+from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.skeleton import build_skeleton, load_config
 from moechat.models.text import TextStream
@@ -68,7 +68,8 @@ class Step:
     Attributes:
         text: Text that became complete; may be empty while a multi-byte character is not.
         token_id: The token.
-        finish_reason: ``None`` but for the last step: ``stop`` (the model ended) or ``length`` (a limit was reached).
+        finish_reason: ``None`` but for the last step: ``stop`` (the model ended) or ``length`` (a limit was
+            reached).
     """
 
     text: str
@@ -83,6 +84,7 @@ class Stats:
     Attributes:
         load_s: Seconds that loading the model took, conversion and verification included.
         prompt_tokens: Tokens of the prompt.
+        reused_tokens: Tokens of the prompt that were already in the attention cache from the answer before.
         output_tokens: Tokens drawn so far.
         ttft_s: Seconds from the call to the first token; 0 before it.
         tpot_s: Mean seconds for each token after the first; 0 before the second.
@@ -94,6 +96,7 @@ class Stats:
 
     load_s: float = 0.0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     output_tokens: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -120,16 +123,18 @@ def load(
     ctx: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Engine:
-    """Load a model; a checkpoint directory is converted to a block store on first use and kept in the library.
+    """Load a model; a checkpoint directory is converted to a block store on first use and kept in the
+    library.
 
     Args:
-        model: ``demo``, a name of the library, a directory with a block store or with a transformers checkpoint.
+        model: ``demo``, a name of the library, a directory with a block store or with a transformers
+            checkpoint.
         device: ``cpu``.
         vram: Reserved for the GPU cache; only ``None`` works so far.
         ram: Reserved for the near-tier budget; only ``None`` works so far.
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
-        dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the CPU
-            multiplies it natively, else float32).
+        dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the
+            CPU multiplies it natively, else float32).
         system: ``auto``.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
         ctx: Context length in tokens; ``None`` takes the model's own.
@@ -139,11 +144,13 @@ def load(
         MoechatError: See :mod:`moechat.errors`; the subclass says what is wrong.
     """
     if device != "cpu":
-        raise UsageError(f"device {device!r} is not available", hint="this version computes on the CPU: use 'cpu'")
+        raise UsageError(
+            f"device {device!r} is not available", hint="this version computes on the CPU: use 'cpu'"
+        )
     if vram is not None or ram is not None:
         raise UsageError(
             "memory budgets (vram=, ram=) are not available in this version",
-            hint="expert blocks are mapped from the store; the system's page cache decides what stays in memory",
+            hint="expert blocks are mapped from the store; the system's page cache keeps what fits",
         )
     if system != "auto":
         raise UsageError(f"system {system!r} is not available", hint="this version knows 'auto' only")
@@ -153,7 +160,7 @@ def load(
         raise UsageError(f"threads is {threads}; it must be between 1 and 1024")
     started = time.perf_counter()
     report = progress or (lambda _: None)
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     _native.set_num_threads(threads or _native.num_threads())
     torch.set_num_threads(_native.num_threads())
 
@@ -171,7 +178,8 @@ def _open_store(ref: ModelRef, bits: int | None, report: Callable[[Progress], No
         store = Store.open(ref.store)
         if bits is not None and bits != store.geometry.bits:
             raise UsageError(
-                f"{ref.name} is stored with {store.geometry.bits} bits; {bits} bits need its source checkpoint"
+                f"{ref.name} is stored with {store.geometry.bits} bits, not {bits}",
+                hint="name the checkpoint that it was made from to convert it anew",
             )
         return store
     assert ref.checkpoint is not None
@@ -225,7 +233,7 @@ class Engine:
         report(Progress("load", 0, None, "dense weights"))
         register()
         config = load_config(store.path)
-        self.context_length = _context_length(config, ctx)
+        self.context_length = context_length(config, ctx)
         skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
         _check_same_experts(skeleton.experts, store)
         load_dense(skeleton, store.dense)
@@ -234,9 +242,10 @@ class Engine:
         self._model = skeleton.model
         self._dtype = dtype
         self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._tokenizer = _load_tokenizer(store.path)
-        self._generation_config = _load_generation_config(store.path)
-        self._stop_tokens = _stop_tokens(self._generation_config, config, self._tokenizer)
+        self._tokenizer = load_tokenizer(store.path)
+        self._generation_config = load_generation_config(store.path)
+        self._stop_tokens = stop_tokens(self._generation_config, config, self._tokenizer)
+        self._prompt_cache = PromptCache()
         self._stats = Stats(load_s=time.perf_counter() - started)
         report(Progress("load", 1, 1, "ready"))
 
@@ -280,18 +289,24 @@ class Engine:
             UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
         """
         if self._tokenizer is None:
-            raise UsageError(f"{self.name} has no tokenizer", hint="put the model's tokenizer files beside its weights")
+            raise UsageError(
+                f"{self.name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
+            )
         if isinstance(prompt, str):
             tokens = list(self._tokenizer(prompt)["input_ids"])
         else:
             if not self.has_chat_template:
-                raise UsageError(f"{self.name} has no chat template", hint="give a plain text to continue instead")
+                raise UsageError(
+                    f"{self.name} has no chat template", hint="give a plain text to continue instead"
+                )
             try:
                 encoded = self._tokenizer.apply_chat_template(
                     list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
                 )
             except Exception as error:
-                raise UsageError(f"the chat template of {self.name} refuses these messages: {error}") from error
+                raise UsageError(
+                    f"the chat template of {self.name} refuses these messages: {error}"
+                ) from error
             tokens = list(encoded["input_ids"])
         if not tokens:
             raise UsageError("the prompt is empty")
@@ -332,7 +347,8 @@ class Engine:
 
         Args:
             prompt: A text to continue, a list of chat messages (``{"role": …, "content": …}``), or token ids.
-            max_new_tokens: Most tokens to draw; ``None`` takes the model's own limit, or all that the context holds.
+            max_new_tokens: Most tokens to draw; ``None`` takes the model's own limit, or all that the context
+                holds.
             temperature: 0 is greedy; ``None`` takes the model's own, as for the next four.
             top_p: Nucleus probability.
             top_k: Candidates kept; 0 keeps all.
@@ -348,7 +364,11 @@ class Engine:
             UsageError: A setting is out of range.
         """
         settings = self.sampling.override(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
         )
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -365,40 +385,52 @@ class Engine:
     def _decode(self, ids: torch.Tensor, limit: int, sampler: Sampler, seed: int) -> Iterator[Step]:
         started = time.perf_counter()
         self._counters.activations = self._counters.experts_read = self._counters.bytes_read = 0
-        self._stats = Stats(load_s=self._stats.load_s, prompt_tokens=ids.shape[1], seed=seed)
+        prompt = ids.shape[1]
+        known: list[int] = ids[0].tolist()
+        cache, reused = self._prompt_cache.take(known)
+        self._stats = Stats(load_s=self._stats.load_s, prompt_tokens=prompt, reused_tokens=reused, seed=seed)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
-        history, fed, cache = ids, ids, None
+        history, fed = ids, ids[:, reused:]
         first = 0.0
-        for count in range(1, limit + 1):
-            with torch.inference_mode():
-                arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
-                output = self._model(input_ids=fed, past_key_values=cache, use_cache=True, **arguments)
+        running = False
+        try:
+            for count in range(1, limit + 1):
+                running = True
+                with torch.inference_mode():
+                    arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
+                    output = self._model(input_ids=fed, past_key_values=cache, use_cache=True, **arguments)
                 cache = output.past_key_values
+                running = False
                 token = sampler.draw(history, output.logits[0, -1])
-            now = time.perf_counter()
-            first = first or now
-            self._stats = replace(
-                self._stats,
-                output_tokens=count,
-                ttft_s=first - started,
-                tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
-                expert_activations=self._counters.activations,
-                expert_bytes=self._counters.bytes_read,
-            )
-            reason: FinishReason | None = None
-            if token in self._stop_tokens:
-                reason = "stop"
-            elif count == limit:
-                reason = "length"
-            text = ""
-            if stream is not None:
-                text = "" if reason == "stop" else stream.push(token)
-                text += stream.flush() if reason else ""
-            yield Step(text, token, reason)
-            if reason:
-                return
-            fed = torch.tensor([[token]])
-            history = torch.cat([history, fed], dim=1)
+                now = time.perf_counter()
+                first = first or now
+                self._stats = replace(
+                    self._stats,
+                    output_tokens=count,
+                    ttft_s=first - started,
+                    tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
+                    expert_activations=self._counters.activations,
+                    expert_bytes=self._counters.bytes_read,
+                )
+                reason: FinishReason | None = None
+                if token in self._stop_tokens:
+                    reason = "stop"
+                elif count == limit:
+                    reason = "length"
+                text = ""
+                if stream is not None:
+                    text = "" if reason == "stop" else stream.push(token)
+                    text += stream.flush() if reason else ""
+                yield Step(text, token, reason)
+                if reason:
+                    return
+                fed = torch.tensor([[token]])
+                history = torch.cat([history, fed], dim=1)
+                known.append(token)
+        finally:
+            # An interrupted pass leaves layers of different lengths: only a whole one is worth keeping.
+            if not running and cache is not None:
+                self._prompt_cache.keep(cache, known, prompt)
 
     def _check(self, tokens: Sequence[int], room: int) -> torch.Tensor:
         if not tokens:
@@ -410,62 +442,24 @@ class Engine:
                 hint="shorten the prompt, or raise the context with --ctx where the model allows it",
             )
         ids = torch.tensor([list(tokens)], dtype=torch.int64)
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary: int = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[index,assignment]
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return ids
 
 
-def _context_length(config: Any, wanted: int | None) -> int:
-    text = config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None)
-    if wanted is None:
-        return int(own or 4096)
-    if wanted < 2:
-        raise UsageError(f"the context is {wanted} tokens; it must be at least 2")
-    if own is not None and wanted > own:
-        raise DoesNotFitError(f"the context is {wanted} tokens; the model was made for {own}")
-    return wanted
-
-
 def _check_same_experts(experts: Any, store: Store) -> None:
-    built = [(entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size) for entry in experts]
+    built = [
+        (entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size) for entry in experts
+    ]
     geometry = store.geometry
     shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
     stored = [(record.layer, *shape) for record in store.manifest.layers]
     if built != stored:
         raise UnsupportedModelError(
-            f"the configuration in {store.path} describes {len(built)} expert layers unlike the {len(stored)} stored",
-            hint="the store was made with another version of transformers; convert the checkpoint again",
+            f"{store.path} holds {len(stored)} expert layers unlike the {len(built)} of its configuration",
+            hint="it was made with another version of transformers; convert the checkpoint again",
         )
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise UnsupportedModelError(f"the tokenizer in {directory} cannot be used: {error}") from error
-
-
-def _load_generation_config(directory: Path) -> GenerationConfig | None:
-    path = directory / "generation_config.json"
-    if not path.exists():
-        return None
-    try:
-        return GenerationConfig(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UnsupportedModelError(f"{path.name} of the model cannot be read: {error}") from error
-
-
-def _stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Every end-of-sequence token that the generation settings, the configuration or the tokenizer names."""
-    found: set[int] = set()
-    for source in (generation, config.get_text_config(), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
 
 
 def _peak_rss() -> int:

@@ -1,8 +1,9 @@
 """The exception tree.
 
-Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command line
-returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and not here,
-6 store damaged, 130 interrupted). ``str(error)`` states the fact with its numbers; ``error.hint`` the next step.
+Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command
+line returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and
+not here, 6 store damaged, 130 interrupted). ``str(error)`` states the fact with its numbers; ``error.hint``
+the next step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ModelNotFoundError(MoechatError):
 
 
 class UnsupportedModelError(MoechatError):
-    """The model is there, but moechat cannot or may not run it (unknown family, pickled weights, remote code)."""
+    """The model is there, but moechat cannot or may not run it: its family, its packing, code of its own."""
 
     exit_code = 3
 

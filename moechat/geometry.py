@@ -1,7 +1,7 @@
 """Shapes of expert layers and of their blocks: the vocabulary that every room shares.
 
-An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons. The byte map of a
-block record is owned by ``native/src/kernels/block_layout.h``; this module only asks it for sizes.
+An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons. The byte
+map of a block record is owned by ``native/src/kernels/block_layout.h``; this module only asks it for sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"  # exact, through erf
     GELU_TANH = "gelu_tanh"
-    CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: (clamp(up) + 1) · g · sigmoid(alpha · g), g = min(gate, limit)
+    # gpt-oss: (clamp(up, -limit, limit) + 1) · g · sigmoid(alpha · g) with g = min(gate, limit)
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 class WeightType(StrEnum):

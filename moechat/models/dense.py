@@ -1,4 +1,4 @@
-"""Load the dense part of a model (embeddings, attention, norms, routers, shared experts, head) into a skeleton."""
+"""Load the dense part of a model into a skeleton: all weights but those of the routed experts."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
 def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
     """Put the dense weights of ``source`` into the skeleton and make the model ready to run.
 
-    Weights that already have the model's type stay mapped from their file; others are converted. Buffers that no
-    checkpoint holds (rotary frequencies) are computed by the model's own initialisation.
+    Weights that already have the model's type stay mapped from their file; others are converted. Buffers that
+    no checkpoint holds (rotary frequencies) are computed by the model's own initialisation.
 
     Raises:
         CheckpointError: A weight is missing or has another shape than the configuration says.
@@ -103,7 +103,9 @@ def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor) -> None:
     if reference is None:
         raise CheckpointError(f"the model has no parameter {name!r}")
     if tuple(tensor.shape) != tuple(reference.shape):
-        raise CheckpointError(f"{name} has shape {list(tensor.shape)}; the configuration says {list(reference.shape)}")
+        raise CheckpointError(
+            f"{name} has shape {list(tensor.shape)}; the configuration says {list(reference.shape)}"
+        )
     if reference.is_floating_point():
         tensor = tensor.to(_wanted_type(skeleton.model, name, reference.dtype))
     parent_name, _, leaf = name.rpartition(".")
@@ -119,7 +121,7 @@ def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor) -> None:
 
 
 def _wanted_type(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Families list weights that must stay in float32; the plain list binds for fp16, the strict one for bf16 too."""
+    """Families list weights that stay in float32: one list binds for fp16 only, one for bf16 too."""
     patterns: list[str] = []
     if dtype == torch.float16:
         patterns += getattr(model, "_keep_in_fp32_modules", None) or []
@@ -140,4 +142,4 @@ def _initialise_rest(skeleton: Skeleton) -> None:
     for entry in skeleton.experts:
         # Their initialisation would look for the parameters that were taken out.
         entry.module._is_hf_initialized = True  # type: ignore[assignment]
-    model.initialize_weights()
+    model.initialize_weights()  # type: ignore[no-untyped-call]

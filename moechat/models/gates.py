@@ -1,16 +1,17 @@
 """Recognise the gate of an experts module by what it computes, not by the name of its family.
 
-transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Feeding it known
-numbers and comparing with the gates that the kernels have tells the activation, its constants and whether gate and up
-are interleaved; a gate that matches none of them is refused instead of being approximated.
+transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Feeding
+it known numbers and comparing with the gates that the kernels have tells the activation, its constants and
+whether gate and up are interleaved; a gate that matches none of them is refused instead of being
+approximated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat.errors import UnsupportedModelError
@@ -46,7 +47,7 @@ def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> to
     return F.gelu(gate_rows, approximate=approximate) * up_rows
 
 
-def recognise_gate(experts: nn.Module, name: str) -> Gate:
+def recognise_gate(experts: Any, name: str) -> Gate:
     """Find the gate that ``experts`` computes.
 
     Args:
@@ -59,12 +60,16 @@ def recognise_gate(experts: nn.Module, name: str) -> Gate:
     if not getattr(experts, "has_gate", True):
         raise UnsupportedModelError(f"{name} has experts without a gate projection, which moechat cannot run")
     alpha, limit = _constant(experts, "alpha"), _constant(experts, "limit")
-    kinds = [(activation, 0.0, 0.0) for activation in Activation if activation is not Activation.CLAMPED_SWIGLU]
+    kinds: list[tuple[Activation, float, float]] = [
+        (Activation.SILU, 0.0, 0.0),
+        (Activation.GELU, 0.0, 0.0),
+        (Activation.GELU_TANH, 0.0, 0.0),
+    ]
     if alpha > 0 and limit > 0:
         kinds.append((Activation.CLAMPED_SWIGLU, alpha, limit))
 
-    # The probe reaches far beyond any clamp, is dense around zero where the activations differ, and pairs every gate
-    # value with positive and negative up values.
+    # The probe reaches far beyond any clamp, is dense around zero where the activations differ, and pairs
+    # every gate value with positive and negative up values.
     gate_rows = torch.cat([torch.linspace(-40, 40, 41), torch.linspace(-3, 3, 55)]).repeat(2, 1)
     up_rows = torch.stack([torch.linspace(-30, 30, 96), torch.linspace(2, -2, 96)])
     for interleaved in (False, True):
@@ -85,7 +90,7 @@ def recognise_gate(experts: nn.Module, name: str) -> Gate:
     )
 
 
-def _constant(experts: nn.Module, suffix: str) -> float:
+def _constant(experts: Any, suffix: str) -> float:
     for attribute in (suffix, f"swiglu_{suffix}"):
         value = getattr(experts, attribute, None)
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,8 +1,9 @@
 """From checkpoint names to model names, through transformers' own conversion rules.
 
-Checkpoints keep the names of their first release (``block_sparse_moe.experts.3.w1.weight``); transformers maps them to
-its modules while loading. We ask the same rules where each tensor goes, without loading any: expert tensors become
-:class:`~moechat.store.source.ExpertRef` descriptions for the store, the others are dense weights.
+Checkpoints keep the names of their first release (``block_sparse_moe.experts.3.w1.weight``); transformers
+maps them to its modules while loading. We ask the same rules where each tensor goes, without loading any:
+expert tensors become :class:`~moechat.store.source.ExpertRef` descriptions for the store, the others are
+dense weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Target:
 
     Attributes:
         name: Parameter or buffer name in the model; the first one where a rule yields several.
-        converter: The rule that combines the sources, or ``None`` where the one source is the parameter itself.
+        converter: The rule that combines the sources, or ``None`` where the one source is the parameter
+            itself.
         sources: Checkpoint names by the rule's source pattern, in natural order of their numbers.
     """
 
@@ -88,7 +90,7 @@ def combine(target: Target, tensors: dict[str, torch.Tensor], model: Any) -> dic
     rule = deepcopy(target.converter)
     for pattern, keys in target.sources.items():
         for key in keys:
-            rule.add_tensor(target.name, key, pattern, tensors[key])
+            rule.add_tensor(target.name, key, pattern, tensors[key])  # type: ignore[arg-type]
     try:
         combined = rule.convert(target.name, model=model, config=model.config)
     except Exception as error:
@@ -108,20 +110,32 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
     plain: list[str] = []
     packed: dict[str, str] = {}
-    for key in checkpoint.keys():
+    for key in checkpoint.keys():  # noqa: SIM118 - it is no mapping
         stem = re.sub(r"_(blocks|scales)$", "", key)
         (packed.setdefault(stem, key) if stem != key else plain.append(key))
     targets, _ = map_keys(skeleton, [*plain, *packed])
     packed_targets = {
-        name for name, target in targets.items() for keys in target.sources.values() for key in keys if key in packed
+        name
+        for name, target in targets.items()
+        for keys in target.sources.values()
+        for key in keys
+        if key in packed
     }
     if not packed_targets <= expert_names:
         stray = sorted(packed_targets - expert_names)[0]
-        raise UnsupportedModelError(f"{stray} is packed in blocks and scales, which moechat reads for experts only")
+        raise UnsupportedModelError(
+            f"{stray} is packed in blocks and scales, which moechat reads for experts only"
+        )
 
     layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
     dense_keys = sorted(
-        (key for name, t in targets.items() if name not in expert_names for ks in t.sources.values() for key in ks),
+        (
+            key
+            for name, t in targets.items()
+            if name not in expert_names
+            for ks in t.sources.values()
+            for key in ks
+        ),
         key=_natural,
     )
     first = skeleton.experts[0]
@@ -140,7 +154,9 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     )
     missing = missing_dense(skeleton, set(targets) | expert_names)
     if missing:
-        raise CheckpointError(f"{checkpoint.path} lacks {len(missing)} tensors of the model, first {missing[0]!r}")
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {len(missing)} tensors of the model, first {missing[0]!r}"
+        )
     return plan
 
 
@@ -148,7 +164,9 @@ def missing_dense(skeleton: Skeleton, present: set[str]) -> list[str]:
     """Names of the state dict that neither ``present`` nor a tied weight provides."""
     tied = dict(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
     return sorted(
-        name for name in skeleton.state if name not in present and tied.get(name, name) not in present - {name}
+        name
+        for name in skeleton.state
+        if name not in present and tied.get(name, name) not in present - {name}
     )
 
 
@@ -187,7 +205,14 @@ def _plan_layer(
 
 
 def _matrix(
-    entry: ExpertsModule, target: Target, packed: dict[str, str], expert: int, part: int, start: int, step: int, rows: int
+    entry: ExpertsModule,
+    target: Target,
+    packed: dict[str, str],
+    expert: int,
+    part: int,
+    start: int,
+    step: int,
+    rows: int,
 ) -> MatrixRef:
     """One expert's matrix: ``part`` 0 is gate (or down), 1 is up; rows as in the fused parameter."""
     operations = [] if target.converter is None else [type(op).__name__ for op in target.converter.operations]
@@ -202,21 +227,24 @@ def _matrix(
     for pattern, keys in zip(patterns, lists, strict=True):
         if len(keys) != entry.num_experts:
             raise CheckpointError(
-                f"{target.name} needs {entry.num_experts} tensors like {pattern!r}; the checkpoint has {len(keys)}"
+                f"{target.name} needs {entry.num_experts} tensors like {pattern!r}; "
+                f"the checkpoint has {len(keys)}"
             )
     if operations == ["MergeModulelist"] and len(patterns) == 1:
         return MatrixRef(lists[0][expert], None, start, step, rows, transposed=entry.transposed)
     if operations == ["MergeModulelist", "Concatenate"] and len(patterns) == 2 and not entry.gate.interleaved:
         return MatrixRef(lists[part][expert], None, 0, 1, rows, transposed=entry.transposed)
     raise UnsupportedModelError(
-        f"the experts of {target.name} are stored in a layout that moechat does not read ({' then '.join(operations)})"
+        f"{target.name} is stored in a layout that moechat does not read ({' then '.join(operations)})"
     )
 
 
 def _only_key(target: Target) -> str:
     keys = [key for group in target.sources.values() for key in group]
     if len(keys) != 1 or target.converter is not None:
-        raise UnsupportedModelError(f"{target.name} comes from {len(keys)} tensors; moechat reads it from one")
+        raise UnsupportedModelError(
+            f"{target.name} comes from {len(keys)} tensors; moechat reads it from one"
+        )
     return keys[0]
 
 

@@ -38,7 +38,11 @@ class SamplingSettings:
             "top-k": (self.top_k, self.top_k >= 0, "0 (off) or more"),
             "top-p": (self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             "min-p": (self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            "repetition penalty": (self.repetition_penalty, 0.0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
+            "repetition penalty": (
+                self.repetition_penalty,
+                0.0 < self.repetition_penalty <= 10,
+                "above 0 and at most 10",
+            ),
         }
         for name, (value, good, wanted) in checks.items():
             if not good:
@@ -66,7 +70,11 @@ class SamplingSettings:
     def override(self, **flags: float | None) -> SamplingSettings:
         """These settings with every flag that is not ``None`` in its place."""
         given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-        if self.temperature == 0.0 and "temperature" not in given and given.keys() & {"top_k", "top_p", "min_p"}:
+        if (
+            self.temperature == 0.0
+            and "temperature" not in given
+            and given.keys() & {"top_k", "top_p", "min_p"}
+        ):
             # Asking how to cut the distribution is asking to sample from it.
             given["temperature"] = 1.0
         return replace(self, **given)
@@ -104,7 +112,7 @@ class Sampler:
             history: int64 ``[1, tokens]``, prompt and answer so far; the repetition penalty looks at it.
             logits: ``[vocab]`` of the last position.
         """
-        scores = self._processors(history, logits.float().unsqueeze(0))
+        scores = self._processors(history, logits.float().unsqueeze(0))  # type: ignore[arg-type]
         if self.settings.temperature == 0.0:
             return int(scores.argmax(dim=-1))
         probabilities = torch.softmax(scores, dim=-1)

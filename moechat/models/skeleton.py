@@ -1,7 +1,8 @@
 """A transformers model without weights, its routed experts taken out.
 
-The skeleton is built on the meta device from ``config.json`` alone. Expert weights never exist as torch parameters:
-they are removed from the experts modules, whose shapes are remembered, and the block store serves them.
+The skeleton is built on the meta device from ``config.json`` alone. Expert weights never exist as torch
+parameters: they are removed from the experts modules, whose shapes are remembered, and the block store
+serves them.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ def load_config(directory: Path) -> Any:
     """Read ``config.json`` as a transformers configuration, never running code that came with it.
 
     Raises:
-        UnsupportedModelError: The model type is unknown to transformers, or the weights are packed in a way that
-            moechat cannot read.
+        UnsupportedModelError: The model type is unknown to transformers, or the weights are packed in a way
+            that moechat cannot read.
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError) as error:
-        kind = "needs code of its own, which moechat never runs" if "trust_remote_code" in str(error) else str(error)
-        raise UnsupportedModelError(f"the model in {directory} cannot be used: {kind}") from error
+        reason = str(error)
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, which moechat never runs"
+        raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
     except OSError as error:
         raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
     quantisation = getattr(config, "quantization_config", None)
@@ -107,16 +110,18 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
         experts_implementation: Name in ``ALL_EXPERTS_FUNCTIONS`` that will compute the experts.
 
     Raises:
-        UnsupportedModelError: No causal language model of that type exists, it has no routed experts, or they are of a
-            kind that moechat cannot run; the reason is named.
+        UnsupportedModelError: No causal language model of that type exists, it has no routed experts, or they
+            are of a kind that moechat cannot run; the reason is named.
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )
     except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"model type {config.model_type!r} is not a causal language model") from error
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is not a causal language model"
+        ) from error
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
@@ -141,7 +146,9 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
         gate = recognise_gate(module, name)
         transposed = bool(module.is_transposed)
         has_bias = bool(getattr(module, "has_bias", False))
-        known = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if has_bias else set())
+        known = {"gate_up_proj", "down_proj"} | (
+            {"gate_up_proj_bias", "down_proj_bias"} if has_bias else set()
+        )
         present = {key for key, value in module.named_parameters() if value is not None}
         if present != known:
             raise UnsupportedModelError(
@@ -173,9 +180,13 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], model_type: str) -> None:
         )
     layers = [entry.layer for entry in experts]
     if len(set(layers)) != len(layers):
-        raise UnsupportedModelError(f"model type {model_type!r} has several expert modules in one decoder layer")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has several expert modules in one decoder layer"
+        )
     shapes = {
         (e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias, e.gate) for e in experts
     }
     if len(shapes) != 1:
-        raise UnsupportedModelError(f"model type {model_type!r} has expert layers of {len(shapes)} different shapes")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has expert layers of {len(shapes)} different shapes"
+        )

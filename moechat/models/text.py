@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A UTF-8 sequence has at most 4 bytes, so more tokens than that without a whole character are not half of one.
+# A UTF-8 sequence has at most 4 bytes: more tokens than that without a whole character are no half of one.
 _MOST_PENDING = 4
 
 
 class TextStream:
     """Turns a growing list of tokens into text increments.
 
-    A token may hold a part of a UTF-8 sequence, and tokenizers may join neighbours (leading spaces, combining marks), so
-    a token cannot be decoded alone. The stream decodes a short window twice — without and with the new token — and
-    yields the difference once it no longer ends in an incomplete character.
+    A token may hold a part of a UTF-8 sequence, and tokenizers may join neighbours (leading spaces, combining
+    marks), so a token cannot be decoded alone. The stream decodes a short window twice — without and with the
+    new token — and yields the difference once it no longer ends in an incomplete character.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -48,5 +48,7 @@ class TextStream:
     def _decode(self, tokens: list[int]) -> str:
         if not tokens:
             return ""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text

@@ -1,8 +1,8 @@
 """Expert layers computed from block records, behind transformers' experts interface.
 
-``ALL_EXPERTS_FUNCTIONS["moechat"]`` receives what every decorated family hands to its experts — hidden states, the
-router's top-k indices and weights — and forwards it to the :class:`ExpertLayer` attached to the module. One layer costs
-one native call, whatever the number of experts.
+``ALL_EXPERTS_FUNCTIONS["moechat"]`` receives what every decorated family hands to its experts — hidden
+states, the router's top-k indices and weights — and forwards it to the :class:`ExpertLayer` attached to the
+module. One layer costs one native call, whatever the number of experts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class ExpertLayer:
         offsets = np.arange(experts * blocks, dtype=np.uint64) * np.uint64(record_bytes)
         self._addresses = (start + offsets).reshape(experts, blocks)
 
-    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Weighted sum of each token's experts.
 
         Args:
@@ -69,8 +71,9 @@ class ExpertLayer:
             top_k_weights: ``[tokens, k]`` router weights.
 
         Returns:
-            ``[tokens, hidden_size]`` in the type of ``hidden``. Block partial sums are accumulated in float32, experts
-            ascending and blocks ascending (DESIGN, invariant 6), so that the result does not depend on who computes.
+            ``[tokens, hidden_size]`` in the type of ``hidden``. Block partial sums are accumulated in
+            float32, experts ascending and blocks ascending (DESIGN, invariant 6), so that the result does not
+            depend on who computes.
         """
         geometry = self.geometry
         x = hidden.detach().to(torch.float32).contiguous()

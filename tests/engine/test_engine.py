@@ -69,7 +69,9 @@ def test_stop_token_ends_the_answer_and_is_not_shown(engine: Engine, monkeypatch
     assert text == engine._tokenizer.decode(answer[:-1], skip_special_tokens=True)
 
 
-def test_stop_tokens_come_from_generation_config_and_tokenizer(chat_model: Path, home: Path, tmp_path: Path) -> None:
+def test_stop_tokens_come_from_generation_config_and_tokenizer(
+    chat_model: Path, home: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "model"
     shutil.copytree(chat_model, source)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "max_new_tokens": 3}))
@@ -225,7 +227,15 @@ def test_unknown_names_are_refused(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"device": "cuda"}, {"vram": "12G"}, {"ram": "2G"}, {"system": "moepic"}, {"dtype": "int4"}, {"threads": 0}, {"bits": 5}],
+    [
+        {"device": "cuda"},
+        {"vram": "12G"},
+        {"ram": "2G"},
+        {"system": "moepic"},
+        {"dtype": "int4"},
+        {"threads": 0},
+        {"bits": 5},
+    ],
 )
 def test_what_this_version_cannot_do_is_said(arguments: dict[str, Any], chat_model: Path, home: Path) -> None:
     with pytest.raises(UsageError):
@@ -236,3 +246,56 @@ def test_context_beyond_the_model_does_not_fit(chat_model: Path, home: Path) -> 
     with pytest.raises(DoesNotFitError, match="made for 256"):
         moechat.load(chat_model, ctx=512)
     assert moechat.load(chat_model, ctx=64).context_length == 64
+
+
+def conversation(engine: Engine, turns: int) -> tuple[list[list[int]], list[int]]:
+    """Greedy answers to a growing prompt, in tokens, and how many prompt tokens each turn reused."""
+    tokens, answers, reused = engine.encode("Once upon a time"), [], []
+    for _ in range(turns):
+        _, answer, _ = collect(engine.generate(tokens, max_new_tokens=12, temperature=0.0))
+        reused.append(engine.stats.reused_tokens)
+        answers.append(answer)
+        tokens = tokens + answer + engine.encode(" and then")
+    return answers, reused
+
+
+def test_next_turn_computes_only_what_is_new(engine: Engine) -> None:
+    engine._prompt_cache.drop()
+    _, reused = conversation(engine, 3)
+    first = len(engine.encode("Once upon a time"))
+    turn = 12 + len(engine.encode(" and then"))
+    # The last token of an answer was drawn but never fed.
+    assert reused == [0, first + 11, first + turn + 11]
+
+
+def test_reusing_the_cache_does_not_change_the_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, _ = conversation(engine, 3)
+    monkeypatch.setattr(engine._prompt_cache, "take", lambda tokens: (None, 0))
+    assert conversation(engine, 3)[0] == kept
+
+
+def test_same_prompt_is_computed_afresh(engine: Engine) -> None:
+    for _ in range(2):
+        collect(engine.generate(MESSAGES, max_new_tokens=5, temperature=0.0))
+        assert engine.stats.reused_tokens == 0
+
+
+def test_answers_under_way_side_by_side_do_not_disturb_each_other(engine: Engine) -> None:
+    expected = [
+        collect(engine.generate(p, max_new_tokens=9, temperature=0.0)) for p in ("Hello", "Hello there")
+    ]
+    first = engine.generate("Hello", max_new_tokens=9, temperature=0.0)
+    second = engine.generate("Hello there", max_new_tokens=9, temperature=0.0)
+    pairs = list(zip(first, second, strict=True))
+    assert [collect(side) for side in zip(*pairs, strict=True)] == expected
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2_moe", "minimax"])
+def test_caches_that_cannot_be_cut_are_not_reused(family: str, home: Path, tmp_path: Path) -> None:
+    """Sliding windows, convolutions and linear attention keep a state, not a list of keys."""
+    write_tiny_chat_model(tmp_path / "model", family)
+    loaded = moechat.load(tmp_path / "model")
+    _, reused = conversation(loaded, 2)
+    assert reused == [0, 0]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds is found through transformers' rules; what cannot be run is refused with the reason."""
+"""What a checkpoint holds is found through transformers' rules; what cannot be run is refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def write_mxfp4(directory: Path) -> None:
         tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(120, 125, shape[:3], generator=generator, dtype=torch.uint8)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    edit_config(
+        directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
 
 
 def test_mxfp4_checkpoint_computes_what_transformers_dequantises(tmp_path: Path, moechat_home: Path) -> None:
@@ -108,7 +110,12 @@ def test_mxfp4_checkpoint_computes_what_transformers_dequantises(tmp_path: Path,
 
 def test_dense_model_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
-        "llama", vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        "llama",
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     write_tiny_checkpoint(tmp_path, config)
     with pytest.raises(UnsupportedModelError, match="'llama' has no routed experts"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CASES, tiny_config, write_tiny_checkpoint
+from tiny import CASES, UNLISTED, tiny_config, write_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 import moechat
@@ -31,7 +31,9 @@ def prompt(vocabulary: int) -> list[int]:
 
 
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    return float(torch.linalg.norm(ours.double() - reference.double()) / torch.linalg.norm(reference.double()))
+    return float(
+        torch.linalg.norm(ours.double() - reference.double()) / torch.linalg.norm(reference.double())
+    )
 
 
 def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -56,7 +58,7 @@ def put_stored_experts_into(model: Any, engine: Engine) -> None:
                 experts.down_proj[index] = down.T if experts.is_transposed else down
 
 
-@pytest.mark.parametrize(("family", "shape"), CASES)
+@pytest.mark.parametrize(("family", "shape"), CASES + [(family, 0) for family in UNLISTED])
 def test_sixteen_bit_store_gives_the_logits_and_tokens_of_transformers(
     family: str, shape: int, tmp_path: Path, moechat_home: Path
 ) -> None:
@@ -95,7 +97,9 @@ def test_four_bit_store_computes_its_own_weights_exactly(
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
-def test_other_bit_widths_compute_their_own_weights_exactly(bits: int, tmp_path: Path, moechat_home: Path) -> None:
+def test_other_bit_widths_compute_their_own_weights_exactly(
+    bits: int, tmp_path: Path, moechat_home: Path
+) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe", 1))
     engine = moechat.load(tmp_path / "model", bits=bits, dtype="float32")
     model = reference_model(tmp_path / "model")

@@ -66,7 +66,15 @@ def test_a_cut_alone_asks_for_sampling() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}]
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+    ],
 )
 def test_values_out_of_range_are_refused_with_the_value(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=str(next(iter(bad.values())))):

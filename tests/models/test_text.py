@@ -35,7 +35,9 @@ def stream(tokens: list[int]) -> list[str]:
 def test_pieces_add_up_to_the_text(text: str) -> None:
     tokens = TOKENIZER(text)["input_ids"]
     pieces = stream(tokens)
-    assert "".join(pieces) == TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(pieces) == TOKENIZER.decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 @pytest.mark.parametrize("text", ["naïve", "日本語", "👩‍🚀 and 🏳️‍🌈", "a\u0301", "Ω"])

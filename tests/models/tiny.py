@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-# Common to all: a vocabulary with an odd size, a context long enough for the tests, and no token that ends an answer.
+# Common to all: a vocabulary with an odd size, a context long enough for the tests, and no token that ends an
+# answer.
 _BASE: dict[str, Any] = {
     "vocab_size": 101,
     "max_position_embeddings": 256,
@@ -34,7 +35,13 @@ _ODD: dict[str, Any] = {
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "mixtral": [
         {**_SMALL, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {**_ODD, "intermediate_size": 100, "num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        {
+            **_ODD,
+            "intermediate_size": 100,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
     ],
     "qwen2_moe": [
         {
@@ -79,11 +86,23 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
     "olmoe": [
         {**_SMALL, "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4},
-        {**_ODD, "num_key_value_heads": 6, "intermediate_size": 60, "num_experts": 5, "num_experts_per_tok": 2},
+        {
+            **_ODD,
+            "num_key_value_heads": 6,
+            "intermediate_size": 60,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
     ],
     "flex_olmo": [
         {**_SMALL, "intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
-        {**_ODD, "intermediate_size": 100, "num_experts": 7, "num_experts_per_tok": 5, "tie_word_embeddings": True},
+        {
+            **_ODD,
+            "intermediate_size": 100,
+            "num_experts": 7,
+            "num_experts_per_tok": 5,
+            "tie_word_embeddings": True,
+        },
     ],
     "phimoe": [
         {**_SMALL, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -225,7 +244,13 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
             "residual_multiplier": 0.5,
             "attention_multiplier": 0.2,
         },
-        {**_ODD, "intermediate_size": 100, "num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        {
+            **_ODD,
+            "intermediate_size": 100,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
     ],
     "dots1": [
         {
@@ -253,7 +278,14 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
     "hunyuan_v1_moe": [
         {**_SMALL, "intermediate_size": 64, "num_experts": 4, "moe_topk": 2, "head_dim": 16},
-        {**_ODD, "intermediate_size": 100, "num_experts": 6, "moe_topk": 3, "head_dim": 12, "tie_word_embeddings": True},
+        {
+            **_ODD,
+            "intermediate_size": 100,
+            "num_experts": 6,
+            "moe_topk": 3,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
     ],
     "lfm2_moe": [
         {
@@ -316,19 +348,60 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
+# Families that moechat has never heard of: transformers decorates their experts, and that is enough.
+_SPARSE = {
+    **_SMALL,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+}
+UNLISTED: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        **_SPARSE,
+        "num_experts": 6,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere2_moe": {
+        **_SPARSE,
+        "num_experts": 6,
+        "first_k_dense_replace": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "minimax_m2": {
+        **_SMALL,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        **_SPARSE,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+
 CASES = [(family, index) for family, shapes in SHAPES.items() for index in range(len(shapes))]
 
 
 def tiny_config(family: str, shape: int = 0, **changes: Any) -> Any:
     """Configuration of one tiny model."""
-    return AutoConfig.for_model(family, **{**_BASE, **SHAPES[family][shape], **changes})
+    sizes = UNLISTED[family] if family in UNLISTED else SHAPES[family][shape]
+    return AutoConfig.for_model(family, **{**_BASE, **sizes, **changes})
 
 
-def write_tiny_checkpoint(directory: Path, config: Any, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **save: Any) -> None:
+def write_tiny_checkpoint(
+    directory: Path, config: Any, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **save: Any
+) -> None:
     """Write a random model of ``config`` as ``save_pretrained`` does.
 
-    The weights are large enough for every expert to matter, and everything that transformers initialises to zero or one
-    (biases, norms, score corrections, sinks) is made random as well, so that nothing lost in loading goes unseen.
+    The weights are large enough for every expert to matter, and everything that transformers initialises to
+    zero or one (biases, norms, score corrections, sinks) is made random as well, so that nothing lost in
+    loading goes unseen.
     """
     torch.manual_seed(seed)
     config = type(config).from_dict(config.to_dict())
@@ -358,7 +431,9 @@ BYTE_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
 def write_byte_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
     """Write a tokenizer with one token a byte and four special tokens; ``<|end|>`` ends an answer."""
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    core = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(SPECIAL_TOKENS)

@@ -1,0 +1,73 @@
+"""What lies beside a model's weights: tokenizer, generation settings, limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# For the few models that state no limit.
+_DEFAULT_CONTEXT = 4096
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer in ``directory``, or ``None`` if there is none.
+
+    Raises:
+        UnsupportedModelError: Its files cannot be read, or need code of their own.
+    """
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModelError(f"the tokenizer in {directory} cannot be used: {error}") from error
+
+
+def load_generation_config(directory: Path) -> GenerationConfig | None:
+    """The model's own ``generation_config.json``, or ``None``.
+
+    Raises:
+        UnsupportedModelError: The file cannot be read.
+    """
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        return GenerationConfig(**settings)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError) as error:
+        raise UnsupportedModelError(f"{path.name} of the model cannot be read: {error}") from error
+
+
+def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every end-of-sequence token that the generation settings, the configuration or the tokenizer names."""
+    found: set[int] = set()
+    for source in (generation, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def context_length(config: Any, wanted: int | None) -> int:
+    """Tokens of prompt and answer together: what was wanted, else the model's own limit.
+
+    Raises:
+        UsageError: Fewer than two tokens.
+        DoesNotFitError: More than the model was made for.
+    """
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None:
+        return int(own or _DEFAULT_CONTEXT)
+    if wanted < 2:
+        raise UsageError(f"the context is {wanted} tokens; it must be at least 2")
+    if own is not None and wanted > own:
+        raise DoesNotFitError(
+            f"the context is {wanted} tokens; the model was made for {own}", hint=f"use at most {own}"
+        )
+    return wanted

@@ -1,0 +1,57 @@
+"""Keep the attention cache of a conversation, so that its next turn computes only what is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+
+class PromptCache:
+    """The keys and values of the last answer's tokens.
+
+    A longer prompt that goes on from that answer takes them over. A prompt that merely begins alike does not:
+    the same prompt with the same seed must give the same answer whatever was asked before, and a prefill in
+    two parts rounds differently from one in a single pass.
+    """
+
+    # Invariant: when _cache is not None it holds exactly _tokens, and nobody else holds it.
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._prompt = 0
+        self._cache: Any = None
+
+    def take(self, tokens: list[int]) -> tuple[Any, int]:
+        """Hand over what serves as the beginning of ``tokens``.
+
+        Returns:
+            The cache, or ``None``, and how many of the tokens it holds (always fewer than all of them). The
+            caller owns the cache from now on; it comes back through :meth:`keep`.
+        """
+        cache, known, prompt = self._cache, self._tokens, self._prompt
+        self.drop()
+        if cache is None:
+            return None, 0
+        common = 0
+        for ours, theirs in zip(known, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        if common <= prompt or not _can_crop(cache):
+            return None, 0
+        if common < len(known):
+            cache.crop(common)
+        return cache, common
+
+    def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:
+        """Remember a cache that holds ``tokens``, of which the first ``prompt`` were the prompt."""
+        self._cache, self._tokens, self._prompt = cache, tokens, prompt
+
+    def drop(self) -> None:
+        """Forget everything."""
+        self._cache, self._tokens, self._prompt = None, [], 0
+
+
+def _can_crop(cache: Any) -> bool:
+    """Plain attention layers can be cut anywhere and extended by several tokens; windows and states not."""
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
