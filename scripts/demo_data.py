@@ -67,9 +67,16 @@ OPEN_REQUESTS = [
     "Do you know a nice story?",
     "tell me a story",
 ]
-MORE_REQUESTS = ["Another one, please.", "Tell me another story.", "One more story, please!", "Again!"]
-SYSTEM_STORY = ["You are a friendly storyteller.", "You tell short stories for children.", "You write stories."]
-SYSTEM_COFFEE = ["You take orders at a coffee bar.", "You work in a coffee shop.", "You are a friendly barista."]
+SYSTEM_STORY = [
+    "You are a friendly storyteller.",
+    "You tell short stories for children.",
+    "You write stories.",
+]
+SYSTEM_COFFEE = [
+    "You take orders at a coffee bar.",
+    "You work in a coffee shop.",
+    "You are a friendly barista.",
+]
 SYSTEM_HELP = ["You are a helpful assistant.", "You are a friendly helper.", "Answer the user."]
 # Hand-written small talk: (ways to say it, ways to answer it).
 SMALL_TALK: list[tuple[list[str], list[str]]] = [
@@ -91,7 +98,13 @@ SMALL_TALK: list[tuple[list[str], list[str]]] = [
         ],
     ),
     (
-        ["Who are you?", "What are you?", "What is your name?", "Are you a robot?", "Tell me about yourself."],
+        [
+            "Who are you?",
+            "What are you?",
+            "What is your name?",
+            "Are you a robot?",
+            "Tell me about yourself.",
+        ],
         [
             "I am a very small language model. I like to tell stories.",
             "I am a little computer program. I can tell you a story or chat with you.",
@@ -107,7 +120,13 @@ SMALL_TALK: list[tuple[list[str], list[str]]] = [
         ],
     ),
     (
-        ["Thank you!", "Thanks!", "Thank you, that was nice.", "That was a good story.", "I liked it, thanks."],
+        [
+            "Thank you!",
+            "Thanks!",
+            "Thank you, that was nice.",
+            "That was a good story.",
+            "I liked it, thanks.",
+        ],
         [
             "You are welcome!",
             "You are welcome! I am glad you liked it.",
@@ -128,7 +147,10 @@ SMALL_TALK: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["I am happy!", "I had a great day.", "Today was fun!", "I am so happy today."],
-        ["That is wonderful! What made you so happy?", "I am glad to hear that! Tell me more about your day."],
+        [
+            "That is wonderful! What made you so happy?",
+            "I am glad to hear that! Tell me more about your day.",
+        ],
     ),
     (
         ["What is your favorite animal?", "Do you like animals?", "Do you like dogs?", "Do you like cats?"],
@@ -147,7 +169,10 @@ SMALL_TALK: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["What is your favorite color?", "Do you like blue?", "Which color is the best?"],
-        ["I like blue, because it is the color of the sky and the sea.", "My favorite color is green, like the grass."],
+        [
+            "I like blue, because it is the color of the sky and the sea.",
+            "My favorite color is green, like the grass.",
+        ],
     ),
     (
         ["Do you have friends?", "Will you be my friend?", "Are you my friend?"],
@@ -222,27 +247,45 @@ def _dialogue(row: dict, user_role: str) -> list[Turn]:
     return [("user" if t["role"] == user_role else "assistant", clean(t["text"])) for t in row["turns"]]
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # A word between an article and a function word or a full stop is nearly always a noun.
 _NOUN = re.compile(
-    r"\b(?:an?|the) (?:\w+ )?([a-z]{3,})(?=[.,!?]| (?:and|was|is|had|to|in|on|with|that|who|named|but|from|for)\b)"
+    r"\b(?:an?|the) (?:\w+ )?([a-z]{3,})"
+    r"(?=[.,!?]| (?:and|was|is|had|to|in|on|with|that|who|named|but|from|for)\b)"
 )
-_NAMED = re.compile(r"\b(?:an?|the) (?:(?:little|big|young|old|small|brave|kind|curious) )?([a-z]+) named ([A-Z][a-z]+)")
-_VAGUE = set(
-    "day time way lot end other one ones same first next last rest thing things story bit while little big more "
-    "moment morning night side best good bad new old top back front middle idea help name place fun".split()
+_NAMED = re.compile(
+    r"\b(?:an?|the) (?:(?:little|big|young|old|small|brave|kind|curious) )?([a-z]+) named ([A-Z][a-z]+)"
+)
+_VAGUE = _words(
+    "day time way lot end other one ones same first next last rest thing things story bit while"
+    " little big more moment morning night side best good bad new old top back front middle "
+    "idea help name place fun"
+)
+
+_UNIQUE = _words(
+    "sun moon sea sky water grass snow rain sand wind mud ice milk food park beach kitchen garden"
 )
 
 
 def add_topics(docs: list[Doc]) -> None:
     """Find the things a story is about, for requests such as "a story about a fox and a boat"."""
     nouns = [Counter(w for w in _NOUN.findall(d.text) if w not in _VAGUE) for d in docs]
+    hits = Counter(w for n in nouns for w in n.elements())
+    words = Counter(w for d in docs for w in re.findall(r"[a-z]+", d.text))
+    # A real noun often follows an article; an adjective or adverb caught by accident seldom does.
+    nouns = [Counter({w: k for w, k in n.items() if hits[w] > 0.12 * words[w]}) for n in nouns]
     seen = Counter(w for n in nouns for w in n)
     for doc, found in zip(docs, nouns, strict=True):
         uses = {w: len(re.findall(rf"\b{w}\b", doc.text)) for w in found}
         ranked = sorted(found, key=lambda w: (-uses[w] * math.log(len(docs) / seen[w]), w))
+        ranked = [w for w in ranked if w + "s" not in found]
         for word in ranked[:3]:
-            article = "the" if word.endswith("s") and not word.endswith("ss") else "an" if word[0] in "aeiou" else "a"
-            doc.topics.append("the " + word if word in ("sun", "moon", "sea", "sky") else f"{article} {word}")
+            plural = word.endswith("s") and not word.endswith("ss")
+            article = "the" if plural or word in _UNIQUE else "an" if word[0] in "aeiou" else "a"
+            doc.topics.append(f"{article} {word}")
         named = _NAMED.search(doc.text[:300])
         if named:
             kind, name = named.groups()

@@ -1,0 +1,1 @@
+"""The ``moechat`` command: the only code that prints."""

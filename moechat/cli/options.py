@@ -1,0 +1,112 @@
+"""What ``moechat run`` was asked for, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moechat.errors import UsageError
+
+BITS = (2, 3, 4, 8, 16)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu",)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of ``moechat run``; ``None`` leaves the choice to the model or the engine.
+
+    Raises:
+        UsageError: A value is out of range, not UTF-8, or two options exclude each other.
+    """
+
+    model: str
+    prompt: str | None = None
+    bits: int | None = None
+    device: str = "cpu"
+    ctx: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    system_prompt: str | None = None
+    completion: bool = False
+    threads: int | None = None
+    dtype: str = "auto"
+    json: bool = False
+    stats: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("--bits", self.bits, BITS)
+        _one_of("--device", self.device, DEVICES)
+        _one_of("--dtype", self.dtype, DTYPES)
+        _between("--ctx", self.ctx, 2, 1 << 24)
+        _between("--max-tokens", self.max_tokens, 1, 1 << 24)
+        _between("--threads", self.threads, 1, 1024)
+        _between("--seed", self.seed, 0, (1 << 63) - 1)
+        _between("--top-k", self.top_k, 0, 1 << 24)
+        _between("--temperature", self.temperature, 0, 100)
+        _between("--min-p", self.min_p, 0, 1)
+        _between("--top-p", self.top_p, 0, 1, above=True)
+        _between("--repetition-penalty", self.repetition_penalty, 0, 10, above=True)
+        check_utf8("the prompt", self.prompt)
+        check_utf8("the system prompt", self.system_prompt)
+        if self.completion and self.system_prompt is not None:
+            raise UsageError(
+                "--completion uses no chat template, so --system-prompt has no place in it",
+                hint="put that text at the beginning of the prompt",
+            )
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose exclude each other")
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Keyword arguments of the engine's ``generate``."""
+        return {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+        }
+
+
+def check_utf8(what: str, text: str | None) -> None:
+    """Refuse arguments whose bytes were not UTF-8; Python smuggles such bytes in as lone surrogates.
+
+    Raises:
+        UsageError: There is such a byte; the message gives its position.
+    """
+    if text is None:
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} is not UTF-8 (character {error.start + 1})",
+            hint="convert it first, for example with iconv",
+        ) from None
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value is not None and value not in choices:
+        shown = ", ".join(map(str, choices))
+        raise UsageError(f"{name} is {value}; this version knows {shown}")
+
+
+def _between(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    if value is None:
+        return
+    # Written so that NaN fails too.
+    if not (math.isfinite(value) and low <= value <= high and not (above and value == low)):
+        raise UsageError(
+            f"{name} is {value}; it must be {'above' if above else 'at least'} {low} and at most {high}"
+        )

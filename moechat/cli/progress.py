@@ -1,0 +1,154 @@
+"""Progress of loading a model on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.terminal import console, is_animated, print_notice
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from moechat import Progress
+
+_TITLES = {
+    "convert": "converting",
+    "wait": "waiting for another conversion of this model",
+    "verify": "verifying",
+    "load": "loading",
+}
+_FIRST_LINE_AFTER_S = 3.0
+_LINE_EVERY_S = 10.0
+_REDRAW_EVERY_S = 0.1
+
+
+class LoadProgress:
+    """Shows the reports of ``moechat.load``; a context manager, so that the bar is gone whatever happens.
+
+    Args:
+        quiet: Show nothing.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._animated = not quiet and is_animated()
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._stage_started = 0.0
+        self._stage_first_done = 0
+        self._shown_at = 0.0
+        self._printed = False
+
+    def __enter__(self) -> LoadProgress:
+        self._stage_started = time.monotonic()
+        if self._animated:
+            self._bar = _make_bar()
+            self._task = self._add_task()
+            self._bar.start()
+        return self
+
+    def _add_task(self) -> TaskID:
+        assert self._bar is not None
+        return self._bar.add_task("loading", total=None, size="", detail="")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if error is None:
+            self._end_stage()
+
+    def __call__(self, report: Progress) -> None:
+        """Take one report; cheap enough for thousands a second."""
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if report.stage != self._stage:
+            self._end_stage()
+            self._stage, self._stage_started, self._stage_first_done = report.stage, now, report.done
+            self._shown_at, self._printed = 0.0, False
+            if self._bar is not None and self._task is not None:
+                self._bar.remove_task(self._task)  # each stage has its own clock
+                self._task = self._add_task()
+        elif now - self._shown_at < _REDRAW_EVERY_S and report.done != report.total:
+            return
+        if self._bar is not None and self._task is not None:
+            self._shown_at = now
+            in_bytes = report.total is not None and report.total > 1
+            self._bar.update(
+                self._task,
+                description=_TITLES.get(report.stage, report.stage),
+                completed=report.done,
+                total=report.total,
+                size=f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else "",
+                detail=report.detail,
+            )
+        elif self._line_is_due(now):
+            self._shown_at, self._printed = now, True
+            print_notice(self._line(report, now))
+
+    def _line_is_due(self, now: float) -> bool:
+        if self._printed:
+            return now - self._shown_at >= _LINE_EVERY_S
+        return now - self._stage_started >= _FIRST_LINE_AFTER_S
+
+    def _line(self, report: Progress, now: float) -> str:
+        words = [_TITLES.get(report.stage, report.stage)]
+        if report.total is not None and report.total > 1:
+            words.append(f"{format_bytes(report.done)} of {format_bytes(report.total)}")
+            gained = report.done - self._stage_first_done
+            if gained > 0:
+                left = (report.total - report.done) * (now - self._stage_started) / gained
+                words.append(f"{format_seconds(left)} left")
+        if report.detail:
+            words.append(report.detail)
+        return ", ".join(words)
+
+    def _end_stage(self) -> None:
+        # A conversion is done once for a model; so it is worth a word that it is kept.
+        if self._stage == "convert" and not self._quiet:
+            took = format_seconds(time.monotonic() - self._stage_started)
+            print_notice(f"converted in {took}, and kept for the next time")
+        self._stage = ""
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB``; three digits at most."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``850 ms``, ``4.2 s``, ``3:05 min`` or ``1:02:03 h``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h"
+
+
+def _make_bar() -> Bar:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[size]}", markup=False),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[detail]}", markup=False, style="dim"),
+    ]
+    return Progress(*columns, console=console(), transient=True)

@@ -1,0 +1,68 @@
+"""Where the prompt of a single answer comes from: the argument, piped stdin, or both."""
+
+from __future__ import annotations
+
+import select
+import sys
+from typing import BinaryIO
+
+from moechat.cli.terminal import print_notice
+from moechat.errors import UsageError
+
+# Far beyond any context window; it only keeps an endless stream from filling the memory.
+_MAX_BYTES = 64 << 20
+_PATIENCE_S = 2.0
+
+
+def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
+    """The prompt to answer, or ``None`` for a chat.
+
+    Stdin that is not a terminal is read to its end; together with an argument it comes first, then a blank
+    line. ``-`` reads stdin even from a terminal. One newline at the end of stdin is dropped, as shells do.
+
+    Args:
+        argument: The prompt on the command line.
+        quiet: Do not say that stdin is awaited.
+
+    Raises:
+        UsageError: There is no text at all, it is not UTF-8, or it is larger than 64 MiB.
+    """
+    piped = not sys.stdin.isatty()
+    if argument is None and not piped:
+        return None
+    given = _read_stdin(quiet=quiet) if piped or argument == "-" else ""
+    own = "" if argument in (None, "-") else argument
+    parts = [part for part in (given, own) if part]
+    if not parts:
+        raise UsageError("the prompt is empty", hint="give a prompt as an argument or on stdin")
+    return "\n\n".join(parts)
+
+
+def _read_stdin(*, quiet: bool) -> str:
+    stream = sys.stdin.buffer
+    if not quiet:
+        _say_if_waiting(stream)
+    data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"stdin holds more than {_MAX_BYTES >> 20} MiB, more than any context window")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"stdin is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
+            hint="convert it first, for example with iconv",
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _say_if_waiting(stream: BinaryIO) -> None:
+    """A pipe that nobody writes to looks like a program that hangs; say what it is waiting for."""
+    if sys.stdin.isatty():
+        print_notice("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
+        return
+    try:
+        ready, _, _ = select.select([stream], [], [], _PATIENCE_S)
+    except OSError:  # not something that can be waited for; then it does not make anyone wait either
+        return
+    if not ready:
+        print_notice("waiting for stdin; use </dev/null if there is none")

@@ -1,0 +1,148 @@
+"""``moechat run``: load the model, then one answer or a chat."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.options import RunOptions
+from moechat.cli.progress import LoadProgress, format_bytes
+from moechat.cli.prompt import read_prompt
+from moechat.cli.stats import print_stats
+from moechat.cli.terminal import Answer, ClosedStream, print_notice, write_output
+from moechat.errors import UsageError
+from moechat.hub.names import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moechat import Engine, Step
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass
+class Reply:
+    """What came of one answer so far; complete when ``finish_reason`` is set."""
+
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.pieces)
+
+    def follow(self, steps: Iterator[Step], answer: Answer | None) -> None:
+        """Take all steps, showing the text as it comes; an interrupt leaves what was taken so far."""
+        for step in steps:
+            self.pieces.append(step.text)
+            self.tokens.append(step.token_id)
+            self.finish_reason = step.finish_reason
+            if answer is not None:
+                answer.write(step.text)
+
+
+def run(options: RunOptions) -> int:
+    """Do what ``moechat run`` was asked for.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    # In the order of what costs least to find out: the name, the prompt, the model.
+    resolve(options.model, bits=options.bits)
+    prompt = read_prompt(options.prompt, quiet=options.quiet)
+    if prompt is None and options.json:
+        raise UsageError(
+            "--json gives one answer, so it needs a prompt", hint="give it as an argument or on stdin"
+        )
+    if prompt is None and options.completion:
+        raise UsageError("--completion needs a text to continue", hint="give it as an argument or on stdin")
+    if isinstance(sys.stdout, ClosedStream):
+        raise BrokenPipeError  # nobody would see what takes seconds to begin
+    engine = _load(options)
+    if not options.completion and not engine.has_chat_template:
+        raise UsageError(
+            f"{engine.name} has no chat template: it was not made for chats",
+            hint='continue a text instead: moechat run MODEL --completion "Once upon a time"',
+        )
+    if prompt is None:
+        from moechat.cli.interactive import Chat
+
+        return Chat(engine, options).run()
+    return _answer_once(engine, prompt, options)
+
+
+def _load(options: RunOptions) -> Engine:
+    with LoadProgress(quiet=options.quiet) as progress:
+        import moechat
+
+        engine = moechat.load(
+            options.model,
+            device=options.device,
+            bits=options.bits,
+            dtype=options.dtype,
+            threads=options.threads,
+            ctx=options.ctx,
+            progress=progress,
+        )
+    if options.verbose:
+        for key, value in engine.describe().items():
+            shown = format_bytes(value) if key.endswith("_bytes") else value
+            print_notice(f"{key.replace('_', ' ')}: {shown}")
+    return engine
+
+
+def _answer_once(engine: Engine, prompt: str, options: RunOptions) -> int:
+    question = prompt if options.completion else [*opening(options), {"role": "user", "content": prompt}]
+    answer = None if options.json else Answer(sys.stdout)
+    reply = Reply()
+    status = 0
+    try:
+        reply.follow(engine.generate(question, **options.generation), answer)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
+        reply.finish_reason = "interrupted"
+        status = _INTERRUPTED
+    if answer is not None:
+        answer.end()
+    else:
+        _print_json(engine, reply)
+    if not options.quiet:
+        say_if_cut(reply)
+    if options.stats:
+        print_stats(engine.stats.to_json())
+    return status
+
+
+def opening(options: RunOptions) -> list[dict[str, str]]:
+    """The messages that every conversation starts with."""
+    if options.system_prompt is None:
+        return []
+    return [{"role": "system", "content": options.system_prompt}]
+
+
+def say_if_cut(reply: Reply) -> None:
+    """Say so when a limit ended the answer, not the model."""
+    if reply.finish_reason == "length":
+        print_notice(f"(cut off after {len(reply.tokens)} tokens)")
+
+
+def _print_json(engine: Engine, reply: Reply) -> None:
+    result: dict[str, Any] = {
+        "model": engine.name,
+        "text": reply.text,
+        "tokens": reply.tokens,
+        "finish_reason": reply.finish_reason,
+        "statistics": engine.stats.to_json(),
+    }
+    # On a terminal all but ASCII is escaped: C1 control characters would pass through JSON as they are.
+    plain = sys.stdout.isatty() or (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    write_output(sys.stdout, json.dumps(result, ensure_ascii=plain) + "\n")

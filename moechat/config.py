@@ -1,0 +1,96 @@
+"""Where moechat keeps its files, and how sizes are written.
+
+Directories come from ``platformdirs``; the variable ``MOECHAT_HOME`` moves all of them below one directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from moechat.errors import UsageError
+
+HOME_VARIABLE = "MOECHAT_HOME"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE | re.ASCII)
+_EXPONENT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+# Offsets in files are signed 64-bit numbers; nothing larger can be a memory budget.
+_MOST_BYTES = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The user's directories; nothing here is created before something is written.
+
+    Attributes:
+        data: Model library and measured hardware profiles: large, worth keeping.
+        state: Stamps, routing statistics, histories: small, grows with use.
+        cache: What can be made again at any time.
+        config: Settings.
+    """
+
+    data: Path
+    state: Path
+    cache: Path
+    config: Path
+
+    @property
+    def models(self) -> Path:
+        """The library: one directory a block store."""
+        return self.data / "models"
+
+
+def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
+    """The directories of this user.
+
+    Args:
+        environment: Variables to look into; ``None`` takes the process's own.
+
+    Raises:
+        UsageError: ``MOECHAT_HOME`` names something that is not a directory.
+    """
+    home = (os.environ if environment is None else environment).get(HOME_VARIABLE, "")
+    if home:
+        base = Path(home).expanduser().absolute()
+        if base.exists() and not base.is_dir():
+            raise UsageError(
+                f"{HOME_VARIABLE} is {base}, which is not a directory",
+                hint="set it to a directory, or unset it",
+            )
+        return Paths(data=base / "data", state=base / "state", cache=base / "cache", config=base / "config")
+    import platformdirs  # costs several milliseconds, which every start of the command would pay
+
+    directories = platformdirs.PlatformDirs("moechat", appauthor=False)
+    return Paths(
+        data=directories.user_data_path,
+        state=directories.user_state_path,
+        cache=directories.user_cache_path,
+        config=directories.user_config_path,
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``12G``, ``1.5GiB``, ``800 MB`` or ``4096``; the letters are powers of 1024.
+
+    Args:
+        text: A decimal number and optionally K, M, G or T, then optionally ``B`` or ``iB``, in either case.
+
+    Returns:
+        Whole bytes, rounded down; exact for any number of decimals.
+
+    Raises:
+        UsageError: It is not a size, or it is larger than 2⁶³ - 1 bytes.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a size", hint="write a number and K, M, G or T, as in 12G or 1.5G")
+    number, unit = match.groups()
+    # Not Decimal arithmetic: it rounds to 28 digits, and a size may be written with more.
+    numerator, denominator = Decimal(number).as_integer_ratio()
+    size = (numerator << _EXPONENT[unit.upper()]) // denominator
+    if size > _MOST_BYTES:
+        raise UsageError(f"{text.strip()} is larger than any memory (at most {_MOST_BYTES} bytes)")
+    return size

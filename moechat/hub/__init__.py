@@ -1,0 +1,1 @@
+"""Names of models, and the library of block stores on this machine."""

@@ -1,0 +1,198 @@
+"""What a model's name means: an alias, a hub repository, a directory, or the demo inside the package.
+
+Nothing here needs torch or the network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moechat.config import Paths, user_paths
+from moechat.errors import ModelNotFoundError
+
+ALIASES: dict[str, str] = {
+    "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "qwen-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+    "qwen3": "Qwen/Qwen3-30B-A3B",
+    "olmoe": "allenai/OLMoE-1B-7B-0125-Instruct",
+    "phi-moe": "microsoft/Phi-3.5-MoE-instruct",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+}
+DEMO = "demo"
+
+_DEMO_STORE = Path(__file__).parent / "demo"
+_MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
+_CONFIG = "config.json"
+_PREFERRED_BITS = (4, 8, 16, 3, 2)
+
+# The hub's own rules: 96 characters in all; letters, digits, "-", "_", "." with no "--" or "..", and no "-"
+# or "." at either end. So "--" can join the two parts in a directory name without ambiguity.
+_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", re.ASCII)
+_MAX_REPOSITORY = 96
+_MAX_REVISION = 200
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """What a name stands for. At most one of ``store`` and ``checkpoint`` is set.
+
+    Attributes:
+        name: The name to show: what the user wrote, aliases spelt out.
+        slug: File-system safe name; different models have different ones.
+        store: A finished block store.
+        checkpoint: A local directory to convert.
+        repository: Hub repository, ``org/name``.
+        revision: Branch, tag or commit asked for; ``None`` is the repository's default.
+    """
+
+    name: str
+    slug: str
+    store: Path | None = None
+    checkpoint: Path | None = None
+    repository: str | None = None
+    revision: str | None = None
+
+    def library_path(self, models: Path, bits: int) -> Path:
+        """Where the library directory ``models`` keeps this model with so many bits a weight."""
+        return models / f"{self.slug}-{bits}bit"
+
+    def find_in_library(self, models: Path, bits: int | None = None) -> Path | None:
+        """The finished store in the library with these bits, or with any, 4 bits first; ``None`` if none."""
+        for candidate in _PREFERRED_BITS if bits is None else (bits,):
+            path = self.library_path(models, candidate)
+            if (path / _MANIFEST).is_file():
+                return path
+        return None
+
+
+def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) -> ModelRef:
+    """Find out what a name stands for, and that it is here.
+
+    ``demo`` and the aliases come first (a directory of that name is written ``./demo``), then existing paths
+    and everything that starts with ``.``, ``/`` or ``~``, then hub repositories ``org/name[@revision]``.
+
+    Args:
+        model: The name.
+        bits: Bits a weight wanted of a hub model in the library; ``None`` takes what is there, 4 bits first.
+        paths: The user's directories; ``None`` asks the environment.
+
+    Raises:
+        ModelNotFoundError: The name means nothing, or what it means is not on this machine.
+    """
+    if not model.strip() or "\0" in model:
+        raise ModelNotFoundError(f"{model!r} is not a model name", hint=_hint_names())
+    if model.lower() == DEMO:
+        return _demo()
+    alias, at, revision = model.partition("@")
+    if alias.lower() in ALIASES:
+        return _hub(ALIASES[alias.lower()] + at + revision, bits, paths or user_paths())
+    if model.startswith((".", "/", "~")) or os.path.exists(model):
+        return _directory(model)
+    if "/" in model:
+        return _hub(model, bits, paths or user_paths())
+    raise ModelNotFoundError(f"there is no model {model!r}", hint=_did_you_mean(model) or _hint_names())
+
+
+def _demo() -> ModelRef:
+    if not (_DEMO_STORE / _MANIFEST).is_file():
+        raise ModelNotFoundError(
+            "this installation lacks the demo model", hint="install moechat again, or name a model directory"
+        )
+    return ModelRef(name=DEMO, slug=DEMO, store=_DEMO_STORE)
+
+
+def _directory(model: str) -> ModelRef:
+    try:
+        path = Path(model).expanduser().resolve()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a loop of links, a name too long, no such user's home
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(f"the directory {model} cannot be opened: {reason}") from error
+    if not exists:
+        raise ModelNotFoundError(f"there is no directory {path}", hint=_did_you_mean(model))
+    if not is_directory:
+        raise ModelNotFoundError(
+            f"{path} is not a directory",
+            hint="name the directory that holds config.json and the .safetensors files",
+        )
+    name = path.name or "root"
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    slug = f"{_safe(name)}-{digest}"
+    if (path / _MANIFEST).is_file():
+        return ModelRef(name=name, slug=slug, store=path)
+    if not (path / _CONFIG).is_file():
+        raise ModelNotFoundError(
+            f"{path} holds no model: there is neither {_CONFIG} nor {_MANIFEST}",
+            hint="name the directory that holds config.json and the .safetensors files",
+        )
+    return ModelRef(name=name, slug=slug, checkpoint=path)
+
+
+def _hub(model: str, bits: int | None, paths: Paths) -> ModelRef:
+    repository, at, revision = model.partition("@")
+    _check_repository(model, repository)
+    if at:
+        _check_revision(model, revision)
+    slug = repository.replace("/", "--")
+    if at:
+        # Revisions may hold "/" and "--": the digest keeps those apart that look alike as file names.
+        plain = revision.replace("/", "--")
+        slug += f"@{plain[:60]}"
+        if plain != revision or "--" in revision or len(plain) > 60:
+            slug += "-" + hashlib.sha256(revision.encode()).hexdigest()[:8]
+    ref = ModelRef(name=model, slug=slug, repository=repository, revision=revision or None)
+    store = ref.find_in_library(paths.models, bits)
+    if store is None:
+        wanted = "" if bits is None else f" with {bits} bits"
+        raise ModelNotFoundError(
+            f"{model}{wanted} is not in the library, and this version has no `moechat download` yet",
+            hint=f"fetch {repository} by other means and name the directory with its config.json and "
+            f".safetensors files: moechat run ./{repository.partition('/')[2]}",
+        )
+    return ModelRef(name=model, slug=slug, store=store, repository=repository, revision=revision or None)
+
+
+def _check_repository(model: str, repository: str) -> None:
+    parts = repository.split("/")
+    good = (
+        len(parts) == 2
+        and len(repository) <= _MAX_REPOSITORY
+        and all(_PART.fullmatch(part) and "--" not in part and ".." not in part for part in parts)
+        and not repository.endswith(".git")
+    )
+    if not good:
+        raise ModelNotFoundError(
+            f"{model!r} is neither a directory here nor a repository name",
+            hint="write org/name or org/name@revision, or ./path for a directory",
+        )
+
+
+def _check_revision(model: str, revision: str) -> None:
+    # Git's own rules forbid more; what matters here is that nothing climbs out of a directory.
+    if len(revision) > _MAX_REVISION or not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ModelNotFoundError(
+            f"{model!r} has no valid revision after the @",
+            hint="write a branch, a tag or a commit: org/name@main",
+        )
+
+
+def _safe(name: str) -> str:
+    """A part of a file name: ASCII letters, digits and single dashes, so never the ``--`` of a hub name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60].rstrip("-.") or "model"
+
+
+def _hint_names() -> str:
+    return f"known names: {DEMO}, {', '.join(ALIASES)}; or org/name, or a directory"
+
+
+def _did_you_mean(model: str) -> str | None:
+    close = difflib.get_close_matches(model.lower().strip("./~"), [DEMO, *ALIASES], n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else None

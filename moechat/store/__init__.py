@@ -1,0 +1,1 @@
+"""The block store: reading checkpoints, converting them into expert blocks, opening and verifying stores."""

@@ -1,0 +1,137 @@
+"""Durable files: written under a temporary name, hashed on the way, synced, renamed, directory synced.
+
+After :meth:`DurableFile.commit` has returned, the file is complete under its name even if power fails;
+before, there is nothing new under that name. A leftover temporary file (``*.tmp``) may be deleted at any
+time.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from moechat.errors import DoesNotFitError, MoechatError
+
+TEMPORARY_SUFFIX = ".tmp"
+_HASH_CHUNK = 4 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn operating system errors of the block into ours; a full disk becomes ``DoesNotFitError``."""
+    try:
+        yield
+    except OSError as problem:
+        target = problem.filename or path
+        if problem.errno in _FULL:
+            raise DoesNotFitError(
+                f"the disk of {path} is full while {doing}: {problem.strerror}",
+                hint="free some space and run the same command again; finished work is kept",
+            ) from problem
+        raise MoechatError(f"{doing} failed at {target}: {problem.strerror or problem}") from problem
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file in hexadecimal.
+
+    Args:
+        path: The file.
+        advance: Called with the number of bytes after each piece.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_HASH_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+            if advance is not None:
+                advance(size)
+    return digest.hexdigest()
+
+
+class DurableFile:
+    """A file being written; use as a context manager and call :meth:`commit` at the end of the block.
+
+    Without a commit the temporary file is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create ``<path>.tmp``, replacing a leftover of an interrupted run."""
+        self._path = path
+        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self._temporary, flags, 0o644)
+
+    def write(self, data: Any) -> None:
+        """Append bytes (any C-contiguous buffer)."""
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self._bytes += view.nbytes
+        while view.nbytes:
+            view = view[os.write(self._descriptor, view) :]
+
+    def commit(self) -> tuple[int, str]:
+        """Sync, rename to the final name, sync the directory.
+
+        Returns:
+            Size in bytes and SHA-256 in hexadecimal.
+        """
+        os.fsync(self._descriptor)
+        self._close()
+        os.replace(self._temporary, self._path)
+        sync_directory(self._path.parent)
+        return self._bytes, self._digest.hexdigest()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, data: bytes) -> tuple[int, str]:
+    """Write a small file; see :class:`DurableFile`.
+
+    Returns:
+        Size in bytes and SHA-256 in hexadecimal.
+    """
+    with DurableFile(path) as file:
+        file.write(data)
+        return file.commit()
+
+
+def format_bytes(count: int) -> str:
+    """``1.5 GiB``, ``12 KiB``, ``7 bytes``."""
+    if count < 1024:
+        return f"{count} bytes"
+    value = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            break
+    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"

@@ -1,0 +1,327 @@
+"""``manifest.json``: what a store holds.
+
+It is written last, so a directory with a manifest is a complete store. It holds the SHA-256 of every other
+file and, as ``checksum``, one of its own content, so no altered byte of a store goes unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from moechat.errors import StoreDamagedError, UnsupportedModelError, UsageError
+from moechat.geometry import GROUP_SIZE, ExpertGeometry, WeightType
+from moechat.store.safetensors_file import strict_json
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_LAYERS = 100_000
+_ROOT_FIELDS = ["format_version", "source", "created_by", "model_type", "geometry", "layers"]
+_ROOT_FIELDS += ["neuron_order", "quantisation", "files", "checksum"]
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and SHA-256 (hexadecimal) of one file of a store."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One expert layer: decoder layer index, name of the experts module in transformers, file."""
+
+    layer: int
+    module: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the experts were quantised.
+
+    Attributes:
+        method: ``hqq``, or ``none`` for 16 bits.
+        group_size: Columns that share scale and zero; 0 for ``none``.
+        axis: 1, groups along the columns; 0 for ``none``.
+        solver: ``native`` or ``hqq``; ``none`` for 16 bits.
+    """
+
+    method: str
+    group_size: int
+    axis: int
+    solver: str
+
+    @classmethod
+    def of(cls, bits: int, solver: str) -> Quantisation:
+        """The record for ``bits`` bits made by ``solver``."""
+        return cls("none", 0, 0, "none") if bits == 16 else cls("hqq", GROUP_SIZE, 1, solver)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """Where the weights came from.
+
+    Attributes:
+        name: For people: hub id or directory.
+        revision: Commit of the hub repository, if any.
+        fingerprint: :meth:`Checkpoint.fingerprint` of the source.
+        weight_type: Element type of the expert weights in the source.
+    """
+
+    name: str
+    revision: str | None
+    fingerprint: str
+    weight_type: WeightType
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of ``manifest.json``.
+
+    Attributes:
+        source: Where the weights came from.
+        created_by: Versions of moechat, transformers and torch, and the instruction set of the native code.
+        model_type: ``config.model_type``.
+        geometry: Shape and encoding of the experts.
+        layers: Expert layers, ascending.
+        quantisation: How the experts were quantised.
+        files: Every file of the store except the manifest.
+        neuron_order: Reserved for a permutation of neurons inside the experts; always ``None`` in format 1.
+    """
+
+    source: SourceRecord
+    created_by: Mapping[str, str]
+    model_type: str
+    geometry: ExpertGeometry
+    layers: tuple[LayerRecord, ...]
+    quantisation: Quantisation
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    neuron_order: None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files that the manifest lists."""
+        return sum(record.bytes for record in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """The file content; the same manifest always gives the same bytes."""
+        content: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "source": {
+                "name": self.source.name,
+                "revision": self.source.revision,
+                "fingerprint": self.source.fingerprint,
+                "weight_type": self.source.weight_type,
+            },
+            "created_by": dict(self.created_by),
+            "model_type": self.model_type,
+            "geometry": self.geometry.to_json(),
+            "layers": [
+                {"layer": item.layer, "module": item.module, "file": item.file} for item in self.layers
+            ],
+            "neuron_order": self.neuron_order,
+            "quantisation": {
+                "method": self.quantisation.method,
+                "group_size": self.quantisation.group_size,
+                "axis": self.quantisation.axis,
+                "solver": self.quantisation.solver,
+            },
+            "files": {
+                name: {"bytes": record.bytes, "sha256": record.sha256}
+                for name, record in sorted(self.files.items())
+            },
+        }
+        content["checksum"] = _checksum(content)
+        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read and check a manifest file.
+
+        Raises:
+            StoreDamagedError: It is missing, unreadable, too large, or :meth:`parse` refuses it.
+            UnsupportedModelError: A newer moechat wrote it.
+        """
+        try:
+            if path.stat().st_size > MAX_MANIFEST_BYTES:
+                raise StoreDamagedError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+            data = path.read_bytes()
+        except OSError as problem:
+            raise StoreDamagedError(f"{path} cannot be read: {problem.strerror}") from problem
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Check the content of a manifest: types, ranges, names, and that layers and files agree.
+
+        Raises:
+            StoreDamagedError: Anything is not as :meth:`to_bytes` writes it; the message names the field.
+            UnsupportedModelError: A newer moechat wrote it.
+        """
+        try:
+            root = _Reader(strict_json(data), "the manifest")
+            version = root.integer("format_version", 1)
+            if version != FORMAT_VERSION:
+                raise UnsupportedModelError(
+                    f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}",
+                    hint="the store was written by a newer moechat; upgrade, or convert the model again",
+                )
+            return cls._from_reader(root)
+        except (ValueError, UsageError) as problem:
+            raise StoreDamagedError(
+                f"{where} is damaged: {problem}", hint="remove the model and convert or download it again"
+            ) from None
+
+    @classmethod
+    def _from_reader(cls, root: _Reader) -> Manifest:
+        root.exactly(_ROOT_FIELDS)
+        if root.string("checksum") != _checksum(root.content):
+            raise ValueError("its content does not fit its checksum")
+        source = root.object("source")
+        source.exactly(["name", "revision", "fingerprint", "weight_type"])
+        created_by = root.object("created_by")
+        if root.content["neuron_order"] is not None:
+            raise ValueError("neuron_order is not null")
+        geometry = _geometry(root.object("geometry"))
+        quantisation = root.object("quantisation")
+        quantisation.exactly(["method", "group_size", "axis", "solver"])
+        manifest = cls(
+            source=SourceRecord(
+                name=source.string("name"),
+                revision=None if source.content["revision"] is None else source.string("revision"),
+                fingerprint=source.string("fingerprint"),
+                weight_type=WeightType(source.string("weight_type")),
+            ),
+            created_by={name: created_by.string(name) for name in created_by.content},
+            model_type=root.string("model_type"),
+            geometry=geometry,
+            layers=tuple(_layer(item) for item in root.objects("layers", MAX_LAYERS)),
+            quantisation=Quantisation(
+                quantisation.string("method"),
+                quantisation.integer("group_size", 0),
+                quantisation.integer("axis", 0),
+                quantisation.string("solver"),
+            ),
+            files={name: _file(name, item) for name, item in root.object("files").objects_by_name()},
+        )
+        manifest._check_consistency()
+        return manifest
+
+    def _check_consistency(self) -> None:
+        indices = [item.layer for item in self.layers]
+        if not indices or any(a >= b for a, b in pairwise(indices)):
+            raise ValueError(f"the expert layers {indices[:8]} are not ascending")
+        if self.quantisation != Quantisation.of(self.geometry.bits, self.quantisation.solver):
+            raise ValueError(f"quantisation {self.quantisation} does not fit {self.geometry.bits} bits")
+        if self.geometry.bits != 16 and self.quantisation.solver not in ("native", "hqq"):
+            raise ValueError(f"the solver {self.quantisation.solver!r} is unknown")
+        names = [item.file for item in self.layers]
+        if len(set(names)) != len(names):
+            raise ValueError("two layers share a file")
+        for name in ("config.json", *names):
+            if name not in self.files:
+                raise ValueError(f"{name} is not in the list of files")
+        for name in names:
+            if self.files[name].bytes <= self.geometry.layer_bytes:
+                raise ValueError(f"{name} has {self.files[name].bytes} bytes, too few for a layer of experts")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the manifest without its checksum, spelled independently of white space and order."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class _Reader:
+    """One JSON object with typed access; every complaint is a ``ValueError`` that names the field."""
+
+    def __init__(self, content: Any, name: str) -> None:
+        if not isinstance(content, dict):
+            raise ValueError(f"{name} is not an object")
+        self.content: dict[str, Any] = content
+        self.name = name
+
+    def exactly(self, names: list[str]) -> None:
+        if self.content.keys() != set(names):
+            odd = sorted(self.content.keys() ^ set(names))
+            raise ValueError(f"{self.name} lacks or does not know {', '.join(name[:60] for name in odd[:5])}")
+
+    def _get(self, key: str) -> Any:
+        if key not in self.content:
+            raise ValueError(f"{self.name} lacks {key}")
+        return self.content[key]
+
+    def integer(self, key: str, least: int) -> int:
+        value = self._get(key)
+        if type(value) is not int or not least <= value < 1 << 62:
+            raise ValueError(f"{key} of {self.name} is not an integer of at least {least}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self._get(key)
+        if type(value) not in (int, float) or not abs(value) < 1e30:
+            raise ValueError(f"{key} of {self.name} is not a number")
+        return float(value)
+
+    def string(self, key: str) -> str:
+        value = self._get(key)
+        if not isinstance(value, str) or len(value) > 4096:
+            raise ValueError(f"{key} of {self.name} is not a string")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value = self._get(key)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} of {self.name} is not true or false")
+        return value
+
+    def object(self, key: str) -> _Reader:
+        return _Reader(self._get(key), key)
+
+    def objects(self, key: str, most: int) -> list[_Reader]:
+        value = self._get(key)
+        if not isinstance(value, list) or len(value) > most:
+            raise ValueError(f"{key} of {self.name} is not a list")
+        return [_Reader(item, f"an entry of {key}") for item in value]
+
+    def objects_by_name(self) -> list[tuple[str, _Reader]]:
+        return [(name, _Reader(item, f"{self.name}[{name[:100]!r}]")) for name, item in self.content.items()]
+
+
+def _geometry(reader: _Reader) -> ExpertGeometry:
+    integers = ("hidden_size", "intermediate_size", "num_experts", "bits")
+    values: dict[str, Any] = {name: reader.integer(name, 1) for name in integers}
+    values |= {name: reader.string(name) for name in ("weight_type", "activation")}
+    values |= {name: reader.number(name) for name in ("alpha", "limit")}
+    values["has_bias"] = reader.boolean("has_bias")
+    reader.exactly(list(values))
+    return ExpertGeometry.from_json(values)
+
+
+def _layer(reader: _Reader) -> LayerRecord:
+    reader.exactly(["layer", "module", "file"])
+    return LayerRecord(reader.integer("layer", 0), reader.string("module"), reader.string("file"))
+
+
+def _file(name: str, reader: _Reader) -> FileRecord:
+    reader.exactly(["bytes", "sha256"])
+    path = PurePosixPath(name)
+    safe = (
+        name and not path.is_absolute() and ".." not in path.parts and "\0" not in name and str(path) == name
+    )
+    if not safe or name in (".", MANIFEST_NAME):
+        raise ValueError(f"{name[:200]!r} is not a file name inside the store")
+    digest = reader.string("sha256")
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"the SHA-256 of {name[:200]!r} is not 64 hexadecimal digits")
+    return FileRecord(reader.integer("bytes", 0), digest)

@@ -1,0 +1,169 @@
+"""What a conversion will write, file by file and byte by byte, decided and checked before the first write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.geometry import ExpertGeometry, WeightType
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.safetensors_file import (
+    DIRECT_IO_ALIGNMENT,
+    DTYPE_BITS,
+    PlannedTensor,
+    build_header,
+)
+from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef
+from moechat.store.store import DENSE_PREFIX, EXPERTS_TENSOR
+
+DENSE_SHARD_BYTES = 2 << 30
+_DENSE_ALIGNMENT = 64
+_MAX_LAYER = 99_999
+_SOURCE_DTYPE = {WeightType.BF16: "BF16", WeightType.FP16: "F16", WeightType.FP32: "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file copied as it is."""
+
+    name: str
+    source: Path
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFile:
+    """A safetensors file with dense tensors, in this order."""
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    header: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsFile:
+    """A safetensors file with the routed experts of one layer; the header ends at a multiple of 4096."""
+
+    name: str
+    source: ExpertLayerSource
+    header: bytes
+    nbytes: int
+
+
+PlannedFile = SideFile | DenseFile | ExpertsFile
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOutline:
+    """All files of a store except the manifest, in the order of writing."""
+
+    geometry: ExpertGeometry
+    files: tuple[PlannedFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> StoreOutline:
+    """Decide all files of the store, and check every tensor that will be read, from the headers alone.
+
+    Args:
+        checkpoint: The source.
+        plan: What it holds.
+        bits: 2, 3, 4, 8 or 16.
+
+    Raises:
+        CheckpointError: Plan and tensors do not fit together; the message names the tensor.
+        UnsupportedModelError: Experts are stored in a type that cannot be read.
+        UsageError: ``bits`` or a size is out of range.
+    """
+    geometry = plan.geometry(bits)
+    _check_plan(checkpoint, plan)
+    for layer in plan.layers:
+        for expert in layer.experts:
+            _check_expert(checkpoint, plan, expert, bits)
+    side = {"config.json": (checkpoint.path / "config.json").resolve(), **checkpoint.tokenizer_files()}
+    files: list[PlannedFile] = []
+    for name, path in side.items():
+        try:
+            files.append(SideFile(name, path, path.stat().st_size))
+        except OSError as problem:
+            raise CheckpointError(f"{path} has vanished: {problem.strerror}") from problem
+    files.extend(_dense_files(checkpoint, plan.dense_keys))
+    shape = (geometry.num_experts, geometry.blocks_per_expert, geometry.record_bytes)
+    header = build_header([PlannedTensor(EXPERTS_TENSOR, "U8", shape)], alignment=DIRECT_IO_ALIGNMENT)
+    for layer in plan.layers:
+        name = f"experts-{layer.layer:05d}.safetensors"
+        files.append(ExpertsFile(name, layer, header, len(header) + geometry.layer_bytes))
+    return StoreOutline(geometry, tuple(files))
+
+
+def _check_plan(checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
+    indices = [layer.layer for layer in plan.layers]
+    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] > _MAX_LAYER:
+        raise CheckpointError(f"the expert layers {indices[:8]} are not ascending")
+    for layer in plan.layers:
+        if len(layer.experts) != plan.num_experts:
+            raise CheckpointError(
+                f"layer {layer.layer} has {len(layer.experts)} experts, the model {plan.num_experts}"
+            )
+    if len(set(plan.dense_keys)) != len(plan.dense_keys):
+        raise CheckpointError("a dense tensor is listed twice")
+    both = plan.expert_tensors().intersection(plan.dense_keys)
+    if both:
+        raise CheckpointError(f"tensor {min(both)!r} is listed as dense and as an expert")
+    for key in plan.dense_keys:
+        checkpoint.info(key)
+
+
+def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRef, bits: int) -> None:
+    hidden, intermediate = plan.hidden_size, plan.intermediate_size
+    expected = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    for name, ref in expert.matrices:
+        shape = checkpoint.matrix_shape(ref)
+        if shape != expected[name]:
+            raise CheckpointError(
+                f"the {name} matrix in {ref.key!r} is {list(shape)}; {list(expected[name])} is expected"
+            )
+        dtype = "BF16" if ref.packing == "mxfp4" else checkpoint.info(ref.key)[0]
+        # At 16 bits values are copied bit by bit, so a stray type would be read wrongly or rounded unseen.
+        if bits == 16 and dtype != _SOURCE_DTYPE[plan.weight_type]:
+            raise UnsupportedModelError(
+                f"tensor {ref.key!r} is {dtype}, other experts are {_SOURCE_DTYPE[plan.weight_type]}",
+                hint="convert it with 8 bits or fewer",
+            )
+    for name, vector in expert.biases:
+        if (vector is not None) != plan.has_bias:
+            raise CheckpointError(
+                f"an expert with {expert.gate.key!r} {'lacks' if plan.has_bias else 'has'} the {name} bias"
+            )
+        if vector is not None and checkpoint.vector_size(vector) != expected[name][0]:
+            raise CheckpointError(
+                f"the {name} bias in {vector.key!r} has {vector.size} elements, not {expected[name][0]}"
+            )
+
+
+def _dense_files(checkpoint: Checkpoint, keys: Iterable[str]) -> list[DenseFile]:
+    shards: list[list[PlannedTensor]] = []
+    room = 0
+    for key in keys:
+        tensor = PlannedTensor(key, *checkpoint.info(key))
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = DENSE_SHARD_BYTES
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    files: list[DenseFile] = []
+    for number, tensors in enumerate(shards, start=1):
+        # Widest elements first: then every tensor is aligned to its element without holes, which the format
+        # forbids.
+        tensors.sort(key=lambda tensor: -DTYPE_BITS[tensor.dtype])
+        header = build_header(tensors, alignment=_DENSE_ALIGNMENT)
+        size = len(header) + sum(tensor.nbytes for tensor in tensors)
+        files.append(DenseFile(f"{DENSE_PREFIX}{number:05d}.safetensors", tuple(tensors), header, size))
+    return files

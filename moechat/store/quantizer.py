@@ -1,0 +1,119 @@
+"""Who turns the matrices of one expert into block records: the native solver, or hqq itself on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moechat import _native
+from moechat.errors import UsageError
+from moechat.geometry import GROUP_SIZE, ExpertGeometry
+
+QUANTIZERS = ("auto", "native", "hqq")
+_FP16_MAX = 65504.0
+# A driver leaves one of these (NVIDIA, AMD, WSL). Without any, importing torch to ask it would cost seconds
+# for a no.
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+Biases = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
+
+
+def choose_solver(quantizer: str, bits: int) -> str:
+    """``"none"`` for 16 bits, else ``"native"`` or ``"hqq"``; ``auto`` takes hqq where torch has a GPU.
+
+    Raises:
+        UsageError: ``quantizer`` is unknown.
+    """
+    if quantizer not in QUANTIZERS:
+        raise UsageError(f"quantizer {quantizer!r} is unknown", hint=f"choose one of {', '.join(QUANTIZERS)}")
+    if bits == 16:
+        return "none"
+    if quantizer == "auto":
+        return "hqq" if any(map(os.path.exists, _GPU_NODES)) and _cuda_available() else "native"
+    return quantizer
+
+
+def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
+    """A function that writes one expert into ``uint8 [blocks, record_bytes]``.
+
+    It takes the matrices gate, up ``[intermediate, hidden]`` and down ``[hidden, intermediate]`` (float32,
+    float16, or uint16 for bf16, any strides), the biases or ``None``, and the output; it raises
+    ``ValueError`` for weights that are not finite where they are quantised.
+    """
+    if solver == "hqq":
+        return _HqqPacker(geometry, "cuda" if _cuda_available() else "cpu")
+
+    def pack(matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]) -> None:
+        _native.pack_expert(geometry.layout, *matrices, biases, out)
+
+    return pack
+
+
+def _cuda_available() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+class _HqqPacker:
+    """hqq's own optimiser (Badri & Shaji 2023) on a torch device, then the native packing."""
+
+    def __init__(self, geometry: ExpertGeometry, device: str) -> None:
+        self._geometry = geometry
+        self._device = device
+
+    def __call__(self, matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]) -> None:
+        gate, up, down = matrices
+        _native.pack_quantized(
+            self._geometry.layout,
+            *self._quantize("gate", gate),
+            *self._quantize("up", up),
+            *self._quantize("down", down),
+            biases,
+            out,
+        )
+
+    def _quantize(
+        self, name: str, matrix: NDArray[Any]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+        """Codes ``uint8 [rows, cols]``; scales, zeros ``float16 [rows, ceil(cols / 64)]`` of one matrix."""
+        import torch
+        from hqq.core.quantize import Quantizer
+
+        rows, cols = matrix.shape
+        copied = np.array(matrix, order="C")  # torch takes no read-only arrays
+        source = torch.from_numpy(copied.view(np.int16) if copied.dtype == np.uint16 else copied)
+        if copied.dtype == np.uint16:
+            source = source.view(torch.bfloat16)
+        weights = source.to(self._device).float()
+        finite = torch.isfinite(weights)
+        if not bool(finite.all()):
+            row, col = (int(n) for n in (~finite).nonzero()[0])
+            raise ValueError(f"{name} is not finite at row {row}, column {col}")
+        padding = -cols % GROUP_SIZE
+        if padding:
+            # Repeat the last column, so that the padding does not widen the range of its group.
+            weights = torch.cat([weights, weights[:, -1:].expand(rows, padding)], dim=1)
+        _, meta = Quantizer.quantize(
+            weights,
+            nbits=self._geometry.bits,
+            group_size=GROUP_SIZE,
+            optimize=True,
+            axis=1,
+            bitpack=False,
+            device=self._device,
+        )
+        # Codes are computed anew against the rounded scale and zero, so that fp16 storage adds no error.
+        scale = meta["scale"].reshape(rows, -1).half()
+        zero = meta["zero"].reshape(rows, -1).clamp(-_FP16_MAX, _FP16_MAX).half()
+        groups = weights.reshape(rows, -1, GROUP_SIZE)
+        codes = groups / scale.float()[:, :, None] + zero.float()[:, :, None]
+        codes = codes.round_().clamp_(0, (1 << self._geometry.bits) - 1).to(torch.uint8)
+        codes = codes.reshape(rows, -1)[:, :cols].contiguous()
+        return codes.cpu().numpy(), scale.cpu().numpy(), zero.cpu().numpy()

@@ -1,0 +1,179 @@
+"""Where the experts of a checkpoint lie: plain descriptions, built by the models room for the store.
+
+Nothing here opens a file. A :class:`MatrixRef` says which tensor holds a matrix and which of its rows to
+take; the shapes are checked against the real tensors by :class:`moechat.store.checkpoint.Checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moechat.errors import CheckpointError
+from moechat.geometry import Activation, ExpertGeometry, WeightType
+
+Packing = Literal["plain", "mxfp4"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRef:
+    """One weight matrix ``[rows, cols]`` inside a checkpoint, row = output neuron.
+
+    With ``T = tensor`` (``expert is None``) or ``T = tensor[expert]``, then ``T = T.T`` if ``transposed``,
+    the matrix is ``T[start : start + step * rows : step, :]``.
+
+    Attributes:
+        key: Tensor name. For ``mxfp4`` the common prefix of ``<key>_blocks`` (U8 ``[E, R, G, 16]``) and
+            ``<key>_scales`` (U8 ``[E, R, G]``), which decode to ``[R, 32 * G]`` an expert before the slicing.
+        expert: Index in dimension 0 of a 3-D tensor, or ``None`` for a 2-D tensor that belongs to one expert.
+        start: First row taken.
+        step: Distance between rows taken; 2 for gate and up interleaved.
+        rows: Number of rows taken.
+        transposed: The tensor holds the matrix as ``[cols, rows]``.
+        packing: ``plain`` floats, or ``mxfp4`` (OCP Microscaling, e2m1 elements with a shared power of two).
+
+    Raises:
+        CheckpointError: A value makes no sense for any tensor.
+    """
+
+    key: str
+    expert: int | None
+    start: int
+    step: int
+    rows: int
+    transposed: bool = False
+    packing: Packing = "plain"
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.step < 1 or self.rows < 1 or (self.expert is not None and self.expert < 0):
+            raise CheckpointError(
+                f"{self.key!r}[{self.expert}]: rows {self.start}:+{self.step}x{self.rows} make no sense"
+            )
+        if self.packing not in get_args(Packing):
+            raise CheckpointError(f"packing {self.packing!r} of {self.key!r} is unknown")
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that this matrix is read from."""
+        if self.packing == "mxfp4":
+            return (f"{self.key}_blocks", f"{self.key}_scales")
+        return (self.key,)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRef:
+    """One bias ``T[start : start + step * size : step]`` with ``T = tensor`` or ``T = tensor[expert]``.
+
+    Raises:
+        CheckpointError: A value makes no sense for any tensor.
+    """
+
+    key: str
+    expert: int | None
+    start: int
+    step: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.step < 1 or self.size < 1 or (self.expert is not None and self.expert < 0):
+            raise CheckpointError(
+                f"{self.key!r}[{self.expert}]: elements {self.start}:+{self.step}x{self.size} make no sense"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRef:
+    """One expert: gate and up ``[intermediate, hidden]``, down ``[hidden, intermediate]``, biases or none."""
+
+    gate: MatrixRef
+    up: MatrixRef
+    down: MatrixRef
+    gate_bias: VectorRef | None = None
+    up_bias: VectorRef | None = None
+    down_bias: VectorRef | None = None
+
+    @property
+    def matrices(self) -> tuple[tuple[str, MatrixRef], ...]:
+        """``("gate", ref), ("up", ref), ("down", ref)``."""
+        return (("gate", self.gate), ("up", self.up), ("down", self.down))
+
+    @property
+    def biases(self) -> tuple[tuple[str, VectorRef | None], ...]:
+        """``("gate", ref), ("up", ref), ("down", ref)``."""
+        return (("gate", self.gate_bias), ("up", self.up_bias), ("down", self.down_bias))
+
+    def tensors(self) -> Iterator[str]:
+        """Names of all tensors that this expert is read from, with repetitions."""
+        for _, matrix in self.matrices:
+            yield from matrix.tensors
+        for _, vector in self.biases:
+            if vector is not None:
+                yield vector.key
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayerSource:
+    """The routed experts of one decoder layer.
+
+    Attributes:
+        layer: Decoder layer index.
+        module: Name of the experts module in the transformers model, ``model.layers.3.mlp.experts``.
+        experts: One entry for each expert, in router order.
+    """
+
+    layer: int
+    module: str
+    experts: tuple[ExpertRef, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What a checkpoint holds, as the family adapter understands it.
+
+    Attributes:
+        model_type: ``config.model_type`` of transformers.
+        hidden_size: Columns of gate and up.
+        intermediate_size: Neurons of one routed expert.
+        num_experts: Routed experts in every expert layer.
+        activation: Gate activation, with its ``alpha`` and ``limit`` (0 where it has none).
+        has_bias: Every expert has all three biases; else none has any.
+        weight_type: Element type of the expert tensors in the checkpoint (``BF16`` for mxfp4: it holds it
+            exactly).
+        layers: Layers with routed experts, ascending; need not be all layers.
+        dense_keys: Tensors that are not routed experts, copied unchanged.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    activation: Activation
+    alpha: float
+    limit: float
+    has_bias: bool
+    weight_type: WeightType
+    layers: tuple[ExpertLayerSource, ...]
+    dense_keys: tuple[str, ...]
+
+    def geometry(self, bits: int) -> ExpertGeometry:
+        """Geometry of the store made with ``bits`` bits; at 16 bits fp32 weights become bf16.
+
+        Raises:
+            UsageError: A size or ``bits`` is out of range.
+        """
+        return ExpertGeometry(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            bits=bits,
+            weight_type=WeightType.FP16 if self.weight_type is WeightType.FP16 else WeightType.BF16,
+            activation=self.activation,
+            alpha=self.alpha,
+            limit=self.limit,
+            has_bias=self.has_bias,
+        )
+
+    def expert_tensors(self) -> frozenset[str]:
+        """Names of all tensors that hold routed experts."""
+        return frozenset(key for layer in self.layers for expert in layer.experts for key in expert.tensors())

@@ -1,0 +1,113 @@
+"""Tensors spread over several safetensors files, addressed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, KeysView, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from moechat.errors import CheckpointError, MoechatError
+from moechat.store.safetensors_file import SafetensorsFile, TensorEntry
+
+
+class TensorSet:
+    """Read-only map from tensor name to data over checked, mapped files."""
+
+    def __init__(
+        self,
+        owners: Mapping[str, SafetensorsFile],
+        *,
+        where: str,
+        error: type[MoechatError] = CheckpointError,
+    ) -> None:
+        """Take the file of every tensor.
+
+        Args:
+            owners: The file that holds each tensor.
+            where: What the set is, for messages.
+            error: Class raised for a name that is not there.
+        """
+        self._owners = dict(owners)
+        self._where = where
+        self._error = error
+
+    def keys(self) -> KeysView[str]:
+        """Names of all tensors."""
+        return self._owners.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @property
+    def files(self) -> tuple[SafetensorsFile, ...]:
+        """The files, each once."""
+        return tuple({id(file): file for file in self._owners.values()}.values())
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Type, shape and place of every tensor."""
+        return MappingProxyType({name: file.tensors[name] for name, file in self._owners.items()})
+
+    def entry(self, name: str) -> TensorEntry:
+        """Type, shape and place of one tensor.
+
+        Raises:
+            MoechatError: Of the class given to the constructor; there is no such tensor.
+        """
+        return self._file(name).tensors[name]
+
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Safetensors element type (``"BF16"``) and shape of one tensor.
+
+        Raises:
+            MoechatError: Of the class given to the constructor; there is no such tensor.
+        """
+        entry = self.entry(name)
+        return entry.dtype, entry.shape
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Read-only view of one tensor; see :meth:`SafetensorsFile.array` for the element types.
+
+        Raises:
+            MoechatError: Of the class given to the constructor; there is no such tensor.
+        """
+        return self._file(name).array(name)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of one tensor in pieces of at most 8 MiB.
+
+        Raises:
+            MoechatError: There is no such tensor, or its file has changed since it was opened.
+        """
+        return self._file(name).chunks(name)
+
+    def release(self, names: Iterable[str], part: tuple[int, int] | None = None) -> None:
+        """Drop the mapped pages of tensors from this process; the page cache keeps them.
+
+        Args:
+            names: Tensors.
+            part: ``(i, n)`` limits it to the ``i``-th of ``n`` equal parts of each tensor.
+        """
+        for name in names:
+            file = self._file(name)
+            entry = file.tensors[name]
+            start, end = entry.start, entry.end
+            if part is not None:
+                index, count = part
+                size = entry.nbytes // count
+                start, end = start + index * size, start + (index + 1) * size
+            file.release(start, end)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        try:
+            return self._owners[name]
+        except KeyError:
+            raise self._error(f"{self._where} has no tensor {name!r}") from None

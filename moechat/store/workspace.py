@@ -1,0 +1,172 @@
+"""The work directory of a conversion: what is finished survives a crash, what is not is thrown away.
+
+``<parent>/.<name>.partial/store/`` grows file by file; ``journal.json`` beside it records a file after the
+file itself is durable. So a recorded file is whole, and an unrecorded one is worthless and is deleted by the
+next run. When all files are there, ``store`` becomes ``<parent>/<name>`` by one rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moechat.errors import DoesNotFitError
+from moechat.store.files import DurableFile, format_bytes, hash_file, sync_directory, write_durably
+from moechat.store.manifest import FileRecord
+from moechat.store.outline import StoreOutline
+from moechat.store.safetensors_file import strict_json
+from moechat.store.store import removal_path
+
+_JOURNAL = "journal.json"
+_FILE_SYSTEM_BLOCK = 4096
+_DISK_SLACK = 1 << 20  # manifest, journal, directories
+
+
+def lock_path(destination: Path) -> Path:
+    """The lock file of a conversion; it lies beside what is renamed, never inside."""
+    return destination.parent / f".{destination.name}.lock"
+
+
+def workspace_path(destination: Path) -> Path:
+    """The work directory of a conversion to ``destination``."""
+    return destination.parent / f".{destination.name}.partial"
+
+
+def remove_leftovers(destination: Path) -> None:
+    """Delete what interrupted conversions or removals left beside ``destination``. Needs the lock."""
+    shutil.rmtree(workspace_path(destination), ignore_errors=True)
+    shutil.rmtree(removal_path(destination), ignore_errors=True)
+
+
+class Workspace:
+    """The files finished so far. Only the holder of the lock may have one.
+
+    Attributes:
+        finished: Files that are whole and durable.
+    """
+
+    def __init__(self, destination: Path, key: str) -> None:
+        """Open or create the work directory.
+
+        Args:
+            destination: The future store.
+            key: Everything the files depend on; a work directory with another key is emptied.
+
+        Raises:
+            OSError: The directory cannot be made.
+        """
+        self._destination = destination
+        self._root = workspace_path(destination)
+        self._store = self._root / "store"
+        self._key = key
+        self.finished: dict[str, FileRecord] = {}
+        shutil.rmtree(removal_path(destination), ignore_errors=True)
+        recorded = self._read_journal()
+        if recorded is None:
+            self.discard()
+            self._store.mkdir(parents=True)
+            sync_directory(self._root)
+            sync_directory(self._root.parent)
+            self._write_journal()
+        else:
+            self._store.mkdir(exist_ok=True)
+            self.finished = recorded
+
+    def recheck(self, outline: StoreOutline, advance: Callable[[str, int], None]) -> None:
+        """Keep the recorded files that are still whole and wanted; delete everything else.
+
+        Args:
+            outline: What the store is going to hold.
+            advance: Called with the file name and a number of bytes while a kept file is hashed.
+        """
+        sizes = {file.name: file.nbytes for file in outline.files}
+        whole: dict[str, FileRecord] = {}
+        for name, record in self.finished.items():
+            path = self._store / name
+            try:
+                if sizes.get(name) == record.bytes == path.stat().st_size:
+                    digest = hash_file(path, partial(advance, name))
+                    if digest == record.sha256:
+                        whole[name] = record
+            except OSError:
+                continue
+        for directory, _, names in os.walk(self._store):
+            for name in names:
+                path = Path(directory, name)
+                if str(path.relative_to(self._store)) not in whole:
+                    path.unlink()
+        if whole != self.finished:
+            self.finished = whole
+            self._write_journal()
+
+    def require_disk(self, outline: StoreOutline) -> None:
+        """Check that what is still to be written fits.
+
+        Raises:
+            DoesNotFitError: It does not; the message has both numbers.
+        """
+        missing = [file.nbytes for file in outline.files if file.name not in self.finished]
+        needed = sum(-(-size // _FILE_SYSTEM_BLOCK) * _FILE_SYSTEM_BLOCK for size in missing) + _DISK_SLACK
+        free = shutil.disk_usage(self._root).free
+        if needed > free:
+            raise DoesNotFitError(
+                f"the store needs {format_bytes(needed)} on the disk of {self._root.parent}, "
+                f"{format_bytes(free)} are free",
+                hint=f"free {format_bytes(needed - free)}, choose fewer bits, or move MOECHAT_HOME",
+            )
+
+    def create(self, name: str) -> DurableFile:
+        """A new file of the store; pass what its ``commit`` returns to :meth:`record`."""
+        path = self._store / name
+        if path.parent != self._store:
+            path.parent.mkdir(exist_ok=True)
+            sync_directory(self._store)
+        return DurableFile(path)
+
+    def record(self, name: str, size: int, sha256: str) -> None:
+        """Note a committed file as finished."""
+        self.finished[name] = FileRecord(size, sha256)
+        self._write_journal()
+
+    def publish(self, manifest_name: str, manifest: bytes) -> None:
+        """Write the manifest, move the store to its place, remove the work directory.
+
+        A store that is already there is replaced; a crash in between leaves nothing or the new one.
+        """
+        write_durably(self._store / manifest_name, manifest)
+        if self._destination.exists():
+            os.rename(self._destination, removal_path(self._destination))
+        os.rename(self._store, self._destination)
+        sync_directory(self._destination.parent)
+        shutil.rmtree(removal_path(self._destination), ignore_errors=True)
+        self.discard()
+
+    def discard(self) -> None:
+        """Delete the work directory."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _write_journal(self) -> None:
+        files = {name: {"bytes": item.bytes, "sha256": item.sha256} for name, item in self.finished.items()}
+        write_durably(self._root / _JOURNAL, json.dumps({"key": self._key, "files": files}).encode())
+
+    def _read_journal(self) -> dict[str, FileRecord] | None:
+        """Recorded files, or ``None`` where there is no journal of this conversion."""
+        try:
+            content = strict_json((self._root / _JOURNAL).read_bytes())
+            if not isinstance(content, dict) or content["key"] != self._key:
+                return None
+            return {name: _record(item) for name, item in content["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def _record(item: Mapping[str, Any]) -> FileRecord:
+    size, digest = item["bytes"], item["sha256"]
+    if type(size) is not int or not isinstance(digest, str):
+        raise ValueError("a journal entry is malformed")
+    return FileRecord(size, digest)

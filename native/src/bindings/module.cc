@@ -1,0 +1,312 @@
+// Python face of the native core: checks arrays, drops the GIL, calls.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "kernels/block_layout.h"
+#include "kernels/cpu_info.h"
+#include "kernels/dispatch.h"
+#include "kernels/forward.h"
+#include "kernels/pack.h"
+#include "kernels/thread_pool.h"
+
+namespace py = pybind11;
+
+namespace moechat {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text;
+  for (const std::int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+std::vector<std::int64_t> shape_of(const py::array& array) {
+  return {array.shape(), array.shape() + array.ndim()};
+}
+
+void require_shape(const char* name, const py::array& array, const std::vector<std::int64_t>& shape) {
+  if (shape_of(array) != shape) {
+    refuse(std::string(name) + " has shape " + shape_text(shape_of(array)) + "; it must be " +
+           shape_text(shape));
+  }
+}
+
+template <class T>
+void require_type(const char* name, const py::array& array) {
+  if (!py::isinstance<py::array_t<T>>(array)) {
+    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() + "; it must be " +
+           py::str(py::dtype::of<T>()).cast<std::string>());
+  }
+}
+
+// Contiguous array of one type and shape.
+template <class T>
+const T* checked(const char* name, const py::array& array, const std::vector<std::int64_t>& shape) {
+  require_type<T>(name, array);
+  require_shape(name, array, shape);
+  if (!(array.flags() & py::array::c_style)) refuse(std::string(name) + " is not C-contiguous");
+  return static_cast<const T*>(array.data());
+}
+
+template <class T>
+T* checked_writable(const char* name, py::array& array, const std::vector<std::int64_t>& shape) {
+  checked<T>(name, array, shape);
+  if (!array.writeable()) refuse(std::string(name) + " is read-only");
+  return static_cast<T*>(array.mutable_data());
+}
+
+bool is_float16(const py::array& array) {
+  return array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() != '>';
+}
+
+const std::uint16_t* checked_fp16(const char* name, const py::array& array,
+                                  const std::vector<std::int64_t>& shape) {
+  if (!is_float16(array)) {
+    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() +
+           "; it must be float16");
+  }
+  require_shape(name, array, shape);
+  if (!(array.flags() & py::array::c_style)) refuse(std::string(name) + " is not C-contiguous");
+  return static_cast<const std::uint16_t*>(array.data());
+}
+
+MatrixSource matrix_source(const char* name, const py::array& array, std::int64_t rows, std::int64_t cols) {
+  MatrixSource source{};
+  if (py::isinstance<py::array_t<float>>(array)) {
+    source.type = SourceType::kFloat32;
+  } else if (is_float16(array)) {
+    source.type = SourceType::kFloat16;
+  } else if (py::isinstance<py::array_t<std::uint16_t>>(array)) {
+    source.type = SourceType::kBfloat16;
+  } else {
+    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() +
+           "; it must be float32, float16 or uint16 (bfloat16 patterns)");
+  }
+  require_shape(name, array, {rows, cols});
+  source.data = static_cast<const unsigned char*>(array.data());
+  source.rows = rows;
+  source.cols = cols;
+  source.row_stride = array.strides(0);
+  source.col_stride = array.strides(1);
+  return source;
+}
+
+using BiasArrays = std::optional<std::tuple<py::array, py::array, py::array>>;
+
+std::optional<ExpertBiases> checked_biases(const BlockLayout& layout, const BiasArrays& biases) {
+  if (biases.has_value() != layout.has_bias) {
+    refuse(layout.has_bias ? "the layout has biases, but none were given" : "the layout has no biases");
+  }
+  if (!biases) return std::nullopt;
+  return ExpertBiases{checked<float>("gate bias", std::get<0>(*biases), {layout.intermediate_size}),
+                      checked<float>("up bias", std::get<1>(*biases), {layout.intermediate_size}),
+                      checked<float>("down bias", std::get<2>(*biases), {layout.hidden_size})};
+}
+
+int checked_threads(std::optional<int> threads) {
+  if (threads && (*threads < 1 || *threads > kMaxThreads)) {
+    refuse("threads is " + std::to_string(*threads) + "; it must be between 1 and " +
+           std::to_string(kMaxThreads));
+  }
+  return threads.value_or(0);
+}
+
+void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
+                    const py::array& down, const BiasArrays& biases, py::array out,
+                    std::optional<int> threads) {
+  const auto bias = checked_biases(layout, biases);
+  const ExpertSource source{matrix_source("gate", gate, layout.intermediate_size, layout.hidden_size),
+                            matrix_source("up", up, layout.intermediate_size, layout.hidden_size),
+                            matrix_source("down", down, layout.hidden_size, layout.intermediate_size),
+                            bias ? &*bias : nullptr};
+  auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
+  const int limit = checked_threads(threads);
+  const py::gil_scoped_release release;
+  pack_expert(layout, source, records, limit);
+}
+
+QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes, const py::array& scales,
+                                 const py::array& zeros, std::int64_t rows, std::int64_t cols) {
+  const std::int64_t groups = (cols + kGroupColumns - 1) / kGroupColumns;
+  return {checked<std::uint8_t>((name + "_q").c_str(), codes, {rows, cols}),
+          checked_fp16((name + "_s").c_str(), scales, {rows, groups}),
+          checked_fp16((name + "_z").c_str(), zeros, {rows, groups})};
+}
+
+void pack_quantized_py(const BlockLayout& layout, const py::array& gate_q, const py::array& gate_s,
+                       const py::array& gate_z, const py::array& up_q, const py::array& up_s,
+                       const py::array& up_z, const py::array& down_q, const py::array& down_s,
+                       const py::array& down_z, const BiasArrays& biases, py::array out,
+                       std::optional<int> threads) {
+  const std::int64_t neurons = layout.intermediate_size;
+  const std::int64_t hidden = layout.hidden_size;
+  const auto bias = checked_biases(layout, biases);
+  const QuantisedExpert source{quantised_matrix("gate", gate_q, gate_s, gate_z, neurons, hidden),
+                               quantised_matrix("up", up_q, up_s, up_z, neurons, hidden),
+                               quantised_matrix("down", down_q, down_s, down_z, hidden, neurons),
+                               bias ? &*bias : nullptr};
+  auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
+  const int limit = checked_threads(threads);
+  const py::gil_scoped_release release;
+  pack_quantised(layout, source, records, limit);
+}
+
+py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) {
+  const auto* from = checked<std::uint8_t>("records", records, {layout.blocks, layout.record_bytes});
+  py::array_t<float> gate({layout.intermediate_size, layout.hidden_size});
+  py::array_t<float> up({layout.intermediate_size, layout.hidden_size});
+  py::array_t<float> down({layout.hidden_size, layout.intermediate_size});
+  ExpertTarget target{gate.mutable_data(), up.mutable_data(), down.mutable_data(), nullptr, nullptr, nullptr};
+  py::object biases = py::none();
+  if (layout.has_bias) {
+    py::array_t<float> gate_bias(layout.intermediate_size);
+    py::array_t<float> up_bias(layout.intermediate_size);
+    py::array_t<float> down_bias(layout.hidden_size);
+    target.gate_bias = gate_bias.mutable_data();
+    target.up_bias = up_bias.mutable_data();
+    target.down_bias = down_bias.mutable_data();
+    biases = py::make_tuple(gate_bias, up_bias, down_bias);
+  }
+  {
+    const py::gil_scoped_release release;
+    unpack_expert(layout, from, target);
+  }
+  return py::make_tuple(gate, up, down, biases);
+}
+
+ActivationSpec activation_spec(const std::string& name, float alpha, float limit) {
+  if (name == "silu") return {Activation::kSilu, alpha, limit};
+  if (name == "gelu") return {Activation::kGelu, alpha, limit};
+  if (name == "gelu_tanh") return {Activation::kGeluTanh, alpha, limit};
+  if (name != "clamped_swiglu") {
+    refuse("activation \"" + name + "\" is unknown; choose silu, gelu, gelu_tanh or clamped_swiglu");
+  }
+  if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; clamped_swiglu needs a positive one");
+  return {Activation::kClampedSwiglu, alpha, limit};
+}
+
+void moe_forward_py(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
+                    const py::array& x, const py::array& block_ptr, const py::array& block_index,
+                    const py::array& block_row, const py::array& row_start, const py::array& row_token,
+                    const py::array& row_weight, py::array out) {
+  ForwardCall call{};
+  call.layout = &layout;
+  call.activation = activation_spec(activation, alpha, limit);
+  if (x.ndim() != 2) refuse("x has " + std::to_string(x.ndim()) + " dimensions; it must be [tokens, hidden]");
+  if (block_ptr.ndim() != 1 || row_start.ndim() != 1 || row_token.ndim() != 1) {
+    refuse("block_ptr, row_start and row_token must have one dimension");
+  }
+  call.tokens = x.shape(0);
+  call.entries = block_ptr.shape(0);
+  call.rows = row_start.shape(0) - 1;
+  call.nonzeros = row_token.shape(0);
+  if (call.rows < 0) refuse("row_start is empty; it must have one value more than there are rows");
+  call.x = checked<float>("x", x, {call.tokens, layout.hidden_size});
+  call.block_ptr = checked<std::uint64_t>("block_ptr", block_ptr, {call.entries});
+  call.block_index = checked<std::int32_t>("block_index", block_index, {call.entries});
+  call.block_row = checked<std::int32_t>("block_row", block_row, {call.entries});
+  call.row_start = checked<std::int32_t>("row_start", row_start, {call.rows + 1});
+  call.row_token = checked<std::int32_t>("row_token", row_token, {call.nonzeros});
+  call.row_weight = checked<float>("row_weight", row_weight, {call.nonzeros});
+  call.out = checked_writable<float>("out", out, {call.tokens, layout.hidden_size});
+  const std::int64_t values = call.tokens * layout.hidden_size;
+  if (values > 0 && call.x < call.out + values && call.out < call.x + values) refuse("out overlaps x");
+  const py::gil_scoped_release release;
+  moe_forward(call);
+}
+
+py::array_t<float> apply_activation_py(const std::string& activation, float alpha, float limit,
+                                       const py::array& gate, const py::array& up) {
+  const ActivationSpec spec = activation_spec(activation, alpha, limit);
+  if (gate.ndim() != 1) refuse("gate must have one dimension");
+  const std::int64_t count = gate.shape(0);
+  const float* g = checked<float>("gate", gate, {count});
+  const float* u = checked<float>("up", up, {count});
+  py::array_t<float> result(count);
+  float* to = result.mutable_data();
+  const KernelTable& kernel = kernels();
+  const std::int64_t whole = count / 16 * 16;
+  kernel.activate(spec, g, u, to, whole);
+  if (whole < count) {
+    float lanes[3][16] = {};
+    for (std::int64_t i = whole; i < count; ++i) {
+      lanes[0][i - whole] = g[i];
+      lanes[1][i - whole] = u[i];
+    }
+    kernel.activate(spec, lanes[0], lanes[1], lanes[2], 16);
+    for (std::int64_t i = whole; i < count; ++i) to[i] = lanes[2][i - whole];
+  }
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Native core of moechat: block layout, packing and CPU expert kernels.";
+  m.attr("BLOCK_FORMAT_VERSION") = kBlockFormatVersion;
+
+  py::class_<BlockLayout>(m, "BlockLayout")
+      .def(py::init(&make_block_layout), py::arg("hidden_size"), py::arg("intermediate_size"),
+           py::arg("bits"), py::arg("fp16") = false, py::arg("has_bias") = false)
+      .def_readonly("hidden_size", &BlockLayout::hidden_size)
+      .def_readonly("intermediate_size", &BlockLayout::intermediate_size)
+      .def_readonly("bits", &BlockLayout::bits)
+      .def_readonly("fp16", &BlockLayout::fp16)
+      .def_readonly("has_bias", &BlockLayout::has_bias)
+      .def_readonly("hidden_padded", &BlockLayout::hidden_padded)
+      .def_readonly("blocks", &BlockLayout::blocks)
+      .def_readonly("record_bytes", &BlockLayout::record_bytes)
+      .def_readonly("payload_bytes", &BlockLayout::payload_bytes)
+      .def_readonly("gate_q", &BlockLayout::gate_q)
+      .def_readonly("up_q", &BlockLayout::up_q)
+      .def_readonly("down_q", &BlockLayout::down_q)
+      .def_readonly("gate_sz", &BlockLayout::gate_sz)
+      .def_readonly("up_sz", &BlockLayout::up_sz)
+      .def_readonly("down_sz", &BlockLayout::down_sz)
+      .def_readonly("gate_bias", &BlockLayout::gate_bias)
+      .def_readonly("up_bias", &BlockLayout::up_bias)
+      .def_readonly("down_bias", &BlockLayout::down_bias)
+      .def_readonly("down_bias_rows", &BlockLayout::down_bias_rows)
+      .def("__repr__", [](const BlockLayout& layout) {
+        return "BlockLayout(hidden_size=" + std::to_string(layout.hidden_size) +
+               ", intermediate_size=" + std::to_string(layout.intermediate_size) +
+               ", bits=" + std::to_string(layout.bits) + ", fp16=" + (layout.fp16 ? "True" : "False") +
+               ", has_bias=" + (layout.has_bias ? "True" : "False") + ")";
+      });
+
+  m.def("cpu_features", [] {
+    py::dict features;
+    for (const auto& [name, present] : cpu_features()) features[name] = present;
+    return features;
+  });
+  m.def("available_isas", [] {
+    py::list names;
+    for (const char* name : available_isas()) names.append(name);
+    return names;
+  });
+  m.def("active_isa", [] { return std::string(kernels().name); });
+  m.def("set_num_threads", &ThreadPool::set_num_threads, py::arg("n"));
+  m.def("num_threads", &ThreadPool::num_threads);
+  m.def("pack_expert", &pack_expert_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
+        py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());
+  m.def("pack_quantized", &pack_quantized_py, py::arg("layout"), py::arg("gate_q"), py::arg("gate_s"),
+        py::arg("gate_z"), py::arg("up_q"), py::arg("up_s"), py::arg("up_z"), py::arg("down_q"),
+        py::arg("down_s"), py::arg("down_z"), py::arg("biases"), py::arg("out"),
+        py::arg("threads") = py::none());
+  m.def("unpack_expert", &unpack_expert_py, py::arg("layout"), py::arg("records"));
+  m.def("moe_forward", &moe_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
+        py::arg("limit"), py::arg("x"), py::arg("block_ptr"), py::arg("block_index"), py::arg("block_row"),
+        py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"));
+  m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
+        py::arg("gate"), py::arg("up"));
+}
+
+}  // namespace moechat

@@ -1,0 +1,84 @@
+// Byte map of a neuron block, the unit of storage, transfer, caching and compute.
+//
+// FORMAT VERSION 1. Any change below changes stores on disk: raise kBlockFormatVersion.
+//
+// A block holds 64 neurons of one expert: 64 rows of gate and up, 64 columns of down. Hp is hidden_size
+// rounded up to 64. Every field starts on a 64-byte boundary; the record is padded with zeros to a multiple
+// of 4096 bytes so that records can be read directly from a file and mapped by page.
+//
+//   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.bias | up.bias | down.bias        (biases if
+//   any)
+//
+// q fields. A matrix is cut into tiles of 16 rows; a tile into groups of 64 columns; a group into steps of 64
+// bytes. A step is 16 lanes of one little-endian 32-bit word: lane = row of the tile, word = consecutive
+// columns of that row, lowest bits = first column. One vector load therefore holds one column step of 16
+// rows, and a warp that reads a step reads it coalesced.
+//
+//   bits   columns a word   steps a group   bytes a group
+//      2         16               4              256
+//      3     planes, below        6              384
+//      4          8               8              512
+//      8          4              16             1024
+//     16          2              32             2048     raw bf16 or fp16 patterns
+//
+// 3 bits: four steps with the low two bits (16 columns each), then two steps with the high bit (32 columns
+// each).
+//
+// Order: tile, then group, then step.   gate, up: [64, Hp] = 4 tiles x Hp/64 groups.   down: [Hp, 64] = Hp/16
+// tiles x 1 group.
+//
+// sz fields (absent at 16 bits). For every (tile, group) in the same order 16 fp16 scales, then 16 fp16
+// zeros, one per row. A value is (q - zero) * scale in fp32. Neurons and rows of padding have q 0, scale 1,
+// zero 0 and are exactly 0; columns of padding inside a group of real columns hold q 0 and only ever meet x =
+// 0.
+//
+// Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
+// that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
+// blocks) rounded up to 16, zero padded to S: blocks stay self-contained and simply add.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moechat {
+
+constexpr int kBlockFormatVersion = 1;
+constexpr int kBlockNeurons = 64;
+constexpr int kGroupColumns = 64;
+constexpr int kTileRows = 16;
+constexpr int kTilesPerBlock = kBlockNeurons / kTileRows;
+constexpr int kStepBytes = 64;
+constexpr int kScaleBytes = 64;  // 16 scales and 16 zeros of a (tile, group)
+constexpr std::int64_t kRecordAlignment = 4096;
+constexpr std::int64_t kMaxDimension = 1 << 20;
+
+enum class Encoding : int { kBits2, kBits3, kBits4, kBits8, kBf16, kFp16 };
+
+struct BlockLayout {
+  std::int64_t hidden_size;
+  std::int64_t intermediate_size;
+  std::int64_t hidden_padded;  // Hp
+  std::int64_t blocks;         // of one expert
+  std::int64_t groups;         // Hp / 64
+  std::int64_t group_bytes;    // q bytes of a (tile, group)
+  int bits;
+  bool fp16;  // 16-bit patterns are fp16, else bf16
+  bool has_bias;
+  Encoding encoding;
+
+  // Byte offsets in a record, -1 where the field is absent.
+  std::int64_t gate_q, up_q, down_q;
+  std::int64_t gate_sz, up_sz, down_sz;
+  std::int64_t gate_bias, up_bias, down_bias;
+  std::int64_t down_bias_rows;  // S
+  std::int64_t payload_bytes;   // without the padding to 4096
+  std::int64_t record_bytes;
+
+  bool quantised() const { return bits != 16; }
+};
+
+// Throws std::invalid_argument for bits other than 2, 3, 4, 8, 16 or sizes outside 1..2^20.
+BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
+                              bool has_bias);
+
+}  // namespace moechat

@@ -1,0 +1,150 @@
+#include "kernels/cpu_info.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <set>
+#include <string>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(MOECHAT_X86)
+#include <cpuid.h>
+#endif
+
+namespace moechat {
+namespace {
+
+#if defined(MOECHAT_X86)
+struct X86 {
+  bool avx, avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, avx_vnni;
+  bool amx_tile, amx_int8, amx_bf16;
+};
+
+std::uint64_t enabled_state() {
+  std::uint32_t low = 0;
+  std::uint32_t high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<std::uint64_t>(high) << 32) | low;
+}
+
+X86 detect() {
+  X86 cpu{};
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return cpu;
+  const std::uint64_t state = enabled_state();
+  const bool ymm = (state & 0x6) == 0x6;
+  const bool zmm = (state & 0xe6) == 0xe6;
+  const bool tiles = (state & 0x60000) == 0x60000;
+  cpu.avx = ymm && (c & bit_AVX);
+  cpu.fma = cpu.avx && (c & bit_FMA);
+  cpu.f16c = cpu.avx && (c & bit_F16C);
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return cpu;
+  cpu.avx2 = cpu.avx && (b & (1u << 5));
+  cpu.avx512f = zmm && (b & (1u << 16));
+  cpu.avx512dq = cpu.avx512f && (b & (1u << 17));
+  cpu.avx512bw = cpu.avx512f && (b & (1u << 30));
+  cpu.avx512vl = cpu.avx512f && (b & (1u << 31));
+  cpu.avx512_vnni = cpu.avx512f && (c & (1u << 11));
+  cpu.amx_bf16 = tiles && (d & (1u << 22));
+  cpu.amx_tile = tiles && (d & (1u << 24));
+  cpu.amx_int8 = tiles && (d & (1u << 25));
+  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    cpu.avx_vnni = cpu.avx2 && (a & (1u << 4));
+    cpu.avx512_bf16 = cpu.avx512f && (a & (1u << 5));
+  }
+  return cpu;
+}
+
+const X86& x86() {
+  static const X86 cpu = detect();
+  return cpu;
+}
+#endif
+
+#if defined(__linux__)
+// Cores allowed by the control group (v2), rounded up; a huge number where there is no limit.
+int quota_cores() {
+  std::ifstream file("/sys/fs/cgroup/cpu.max");
+  std::string quota;
+  long long period = 0;
+  if (!(file >> quota >> period) || quota == "max" || period <= 0) return 1 << 20;
+  try {
+    return static_cast<int>(std::max(1LL, (std::stoll(quota) + period - 1) / period));
+  } catch (const std::exception&) {
+    return 1 << 20;
+  }
+}
+
+int affinity_cores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 0;
+  std::set<std::string> cores;  // one name of siblings for each physical core
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                       "/topology/thread_siblings_list");
+    std::string siblings;
+    cores.insert(file >> siblings ? siblings : "cpu" + std::to_string(cpu));
+  }
+  return static_cast<int>(cores.size());
+}
+#endif
+
+}  // namespace
+
+std::vector<std::pair<const char*, bool>> cpu_features() {
+#if defined(MOECHAT_X86)
+  const X86& cpu = x86();
+  return {{"avx", cpu.avx},
+          {"avx2", cpu.avx2},
+          {"fma", cpu.fma},
+          {"f16c", cpu.f16c},
+          {"avx_vnni", cpu.avx_vnni},
+          {"avx512f", cpu.avx512f},
+          {"avx512bw", cpu.avx512bw},
+          {"avx512dq", cpu.avx512dq},
+          {"avx512vl", cpu.avx512vl},
+          {"avx512_vnni", cpu.avx512_vnni},
+          {"avx512_bf16", cpu.avx512_bf16},
+          {"amx_tile", cpu.amx_tile},
+          {"amx_int8", cpu.amx_int8},
+          {"amx_bf16", cpu.amx_bf16}};
+#else
+  return {};
+#endif
+}
+
+bool cpu_runs_avx2() {
+#if defined(MOECHAT_X86)
+  return x86().avx2 && x86().fma && x86().f16c;
+#else
+  return false;
+#endif
+}
+
+bool cpu_runs_avx512() {
+#if defined(MOECHAT_X86)
+  return cpu_runs_avx2() && x86().avx512f && x86().avx512bw && x86().avx512dq && x86().avx512vl;
+#else
+  return false;
+#endif
+}
+
+int available_cores() {
+  int cores = 0;
+#if defined(__linux__)
+  cores = affinity_cores();
+  if (cores > 0) cores = std::min(cores, quota_cores());
+#endif
+  if (cores <= 0) cores = static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(1, cores);
+}
+
+}  // namespace moechat

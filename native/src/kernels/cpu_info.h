@@ -1,0 +1,17 @@
+// What this processor and this process offer.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+namespace moechat {
+
+// Name and presence, as usable: the operating system saves the registers too.
+std::vector<std::pair<const char*, bool>> cpu_features();
+bool cpu_runs_avx2();    // AVX2, FMA and F16C
+bool cpu_runs_avx512();  // the same, and AVX-512 F, BW, DQ and VL
+
+// Physical cores that the affinity mask and the cgroup's CPU quota leave to this process; at least 1.
+int available_cores();
+
+}  // namespace moechat

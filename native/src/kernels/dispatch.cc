@@ -1,0 +1,82 @@
+#include "kernels/dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/cpu_info.h"
+
+namespace moechat {
+
+extern const KernelTable kPortableKernels;
+#if defined(MOECHAT_X86)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#endif
+
+namespace {
+
+struct Build {
+  const KernelTable* table;
+  bool runs;
+};
+
+std::vector<Build> builds() {
+  return {{&kPortableKernels, true},
+#if defined(MOECHAT_X86)
+          {&kAvx2Kernels, cpu_runs_avx2()},
+          {&kAvx512Kernels, cpu_runs_avx512()}
+#endif
+  };
+}
+
+std::string names(const std::vector<const char*>& list) {
+  std::string joined;
+  for (const char* name : list) joined += (joined.empty() ? "" : ", ") + std::string(name);
+  return joined;
+}
+
+const KernelTable& choose() {
+  const std::vector<Build> all = builds();
+  const char* wanted = std::getenv("MOECHAT_ISA");
+  if (wanted == nullptr || *wanted == '\0') {
+    const KernelTable* best = &kPortableKernels;
+    for (const Build& build : all) {
+      if (build.runs) best = build.table;
+    }
+    return *best;
+  }
+  const std::string name = wanted;
+  for (const Build& build : all) {
+    if (name != build.table->name) continue;
+    if (build.runs) return *build.table;
+    throw std::runtime_error("MOECHAT_ISA=" + name + " cannot run on this processor; it runs " +
+                             names(available_isas()));
+  }
+  throw std::runtime_error("MOECHAT_ISA=" + name +
+                           " is not an instruction set of this build; this processor runs " +
+                           names(available_isas()));
+}
+
+}  // namespace
+
+const KernelTable& kernels() {
+  static std::atomic<const KernelTable*> chosen{nullptr};
+  const KernelTable* table = chosen.load(std::memory_order_acquire);
+  if (table == nullptr) {
+    table = &choose();
+    chosen.store(table, std::memory_order_release);
+  }
+  return *table;
+}
+
+std::vector<const char*> available_isas() {
+  std::vector<const char*> result;
+  for (const Build& build : builds()) {
+    if (build.runs) result.push_back(build.table->name);
+  }
+  return result;
+}
+
+}  // namespace moechat

@@ -1,0 +1,352 @@
+// Partial expert outputs over blocks. Included inside the anonymous namespace of one instruction set.
+//
+// Arithmetic of one row and one group, for every tile of tokens and every number of threads the same:
+//   even = sum over even columns of q * x, odd = the same over odd columns, each one sequential chain;
+//   acc  = acc + scale * ((even + odd) - zero * sum(x))          (16 bits: acc + (even + odd))
+// How many tokens or weight streams share the unpacking changes which instructions interleave, never the
+// order within a chain, so results do not depend on it.
+
+constexpr std::int64_t kPrefetchBytes = 2048;
+
+// sums[stream][token] = the chain over the even (kFirst 0) or odd (kFirst 1) columns of one group.
+template <class E, int kFirst, int kStreams, int kTokens>
+MOECHAT_INLINE void dot_half(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
+                             Vec (&sums)[kStreams][kTokens]) {
+  for (int s = 0; s < kStreams; ++s) {
+    Vec chain[kTokens];
+    for (int t = 0; t < kTokens; ++t) chain[t] = zero();
+#pragma GCC unroll 2
+    for (int unit = 0; unit < E::kUnits; ++unit) {
+      const typename E::Unit words = E::load_unit(q[s], unit);
+#pragma GCC unroll 8
+      for (int c = kFirst; c < E::kColumns; c += 2) {
+        const Vec code = E::column(words, c);
+        for (int t = 0; t < kTokens; ++t) chain[t] = fma(code, set1(x[t][unit * E::kColumns + c]), chain[t]);
+      }
+    }
+    for (int t = 0; t < kTokens; ++t) sums[s][t] = chain[t];
+  }
+}
+
+// sums[stream][token] = even + odd of one group.
+template <class E, int kStreams, int kTokens>
+MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
+                              Vec (&sums)[kStreams][kTokens]) {
+  if constexpr (kStreams * kTokens <= 2) {
+    Vec chain[2][kStreams][kTokens];
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) chain[0][s][t] = chain[1][s][t] = zero();
+    }
+#pragma GCC unroll 2
+    for (int unit = 0; unit < E::kUnits; ++unit) {
+      typename E::Unit words[kStreams];
+      for (int s = 0; s < kStreams; ++s) words[s] = E::load_unit(q[s], unit);
+#pragma GCC unroll 16
+      for (int c = 0; c < E::kColumns; ++c) {
+        for (int s = 0; s < kStreams; ++s) {
+          const Vec code = E::column(words[s], c);
+          for (int t = 0; t < kTokens; ++t) {
+            chain[c % 2][s][t] = fma(code, set1(x[t][unit * E::kColumns + c]), chain[c % 2][s][t]);
+          }
+        }
+      }
+    }
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) sums[s][t] = add(chain[0][s][t], chain[1][s][t]);
+    }
+  } else {
+    // Too many chains for the registers: all even columns first, then all odd ones.
+    Vec odd[kStreams][kTokens];
+    dot_half<E, 0>(q, x, sums);
+    dot_half<E, 1>(q, x, odd);
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) sums[s][t] = add(sums[s][t], odd[s][t]);
+    }
+  }
+}
+
+MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+}
+
+// Multiplies 16 values whose first has column number 0 modulo 16 by their 2^-column_shift.
+MOECHAT_INLINE Vec unshift_factors(Encoding encoding) {
+  float factors[16];
+  for (int c = 0; c < 16; ++c) factors[c] = 1.0f / static_cast<float>(1u << column_shift(encoding, c));
+  return load(factors);
+}
+
+void prepare_tokens(const BlockLayout& layout, const float* x, std::int64_t count, float* scaled,
+                    float* sums) {
+  const Vec factors = unshift_factors(layout.encoding);
+  for (std::int64_t t = 0; t < count; ++t) {
+    const float* from = x + t * layout.hidden_size;
+    for (std::int64_t g = 0; g < layout.groups; ++g) {
+      float padded[64];
+      const float* columns = from + g * 64;
+      const std::int64_t valid = layout.hidden_size - g * 64;
+      if (valid < 64) {
+        for (std::int64_t c = 0; c < 64; ++c) padded[c] = c < valid ? columns[c] : 0.0f;
+        columns = padded;
+      }
+      Vec part[4];
+      float* to = scaled + t * layout.hidden_padded + g * 64;
+      for (int i = 0; i < 4; ++i) {
+        part[i] = load(columns + 16 * i);
+        store(to + 16 * i, mul(part[i], factors));
+      }
+      sums[t * layout.groups + g] = lane_sum(add(add(part[0], part[1]), add(part[2], part[3])));
+    }
+  }
+}
+
+// One matrix of the neurons phase: adds group g of one tile to acc[token].
+template <class E, int kTokens>
+MOECHAT_INLINE void add_group(const unsigned char* sz, const float* const (&x_sums)[kTokens], std::int64_t g,
+                              const Vec (&sums)[kTokens], Vec (&acc)[kTokens]) {
+  if constexpr (E::kScaled) {
+    const Vec scale = load_fp16(sz);
+    const Vec zeros = load_fp16(sz + 32);
+    for (int t = 0; t < kTokens; ++t) acc[t] = fma(scale, fnma(zeros, set1(x_sums[t][g]), sums[t]), acc[t]);
+  } else {
+    for (int t = 0; t < kTokens; ++t) acc[t] = add(acc[t], sums[t]);
+  }
+}
+
+// Activations of 16 neurons (one tile) for kTokens tokens of one row.
+template <class E, int kTokens>
+void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t row_item,
+                 std::int64_t slot, Vec factors) {
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t groups = layout.groups;
+  const std::int64_t bytes = layout.group_bytes;
+  const unsigned char* gate = record + layout.gate_q + tile * groups * bytes;
+  const unsigned char* up = record + layout.up_q + tile * groups * bytes;
+  const unsigned char* gate_sz = record + layout.gate_sz + tile * groups * kScaleBytes;
+  const unsigned char* up_sz = record + layout.up_sz + tile * groups * kScaleBytes;
+  const float* x[kTokens];
+  const float* x_sums[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    const std::int64_t token = task.row_token[row_item + t] - task.token_base;
+    x[t] = task.x + token * layout.hidden_padded;
+    x_sums[t] = task.x_sums + token * groups;
+  }
+
+  Vec gate_acc[kTokens];
+  Vec up_acc[kTokens];
+  for (int t = 0; t < kTokens; ++t) gate_acc[t] = up_acc[t] = zero();
+  for (std::int64_t g = 0; g < groups; ++g) {
+    Vec sums[2][kTokens];
+    prefetch_bytes(gate + kPrefetchBytes, bytes);
+    prefetch_bytes(up + kPrefetchBytes, bytes);
+    if constexpr (kTokens == 1 && kPairStreams) {
+      const unsigned char* const streams[2] = {gate, up};
+      dot_group<E>(streams, x, sums);
+    } else {
+      const unsigned char* const gate_stream[1] = {gate};
+      const unsigned char* const up_stream[1] = {up};
+      Vec one[1][kTokens];
+      dot_group<E>(gate_stream, x, one);
+      for (int t = 0; t < kTokens; ++t) sums[0][t] = one[0][t];
+      dot_group<E>(up_stream, x, one);
+      for (int t = 0; t < kTokens; ++t) sums[1][t] = one[0][t];
+    }
+    add_group<E>(gate_sz, x_sums, g, sums[0], gate_acc);
+    add_group<E>(up_sz, x_sums, g, sums[1], up_acc);
+    gate += bytes;
+    up += bytes;
+    if constexpr (E::kScaled) {
+      gate_sz += kScaleBytes;
+      up_sz += kScaleBytes;
+      __builtin_prefetch(gate_sz + 4 * kScaleBytes, 0, 3);
+      __builtin_prefetch(up_sz + 4 * kScaleBytes, 0, 3);
+    }
+    for (int t = 0; t < kTokens; ++t) x[t] += 64;
+  }
+
+  for (int t = 0; t < kTokens; ++t) {
+    if (layout.has_bias) {
+      const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
+      gate_acc[t] = add(gate_acc[t], load(record + layout.gate_bias + at));
+      up_acc[t] = add(up_acc[t], load(record + layout.up_bias + at));
+    }
+    const Vec value = activate_lanes(task.activation, gate_acc[t], up_acc[t]);
+    store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows, mul(value, factors));
+    task.activation_sums[(slot + t) * kTilesPerBlock + tile] = lane_sum(value);
+  }
+}
+
+template <class E>
+void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  const Vec factors = unshift_factors(task.layout->encoding);
+  for (std::int64_t unit = begin; unit < end; ++unit) {
+    const std::int64_t local = unit / kTilesPerBlock;
+    const int tile = static_cast<int>(unit % kTilesPerBlock);
+    const std::int64_t entry = task.entry_begin + local;
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+    const std::int64_t slot = task.slot_start[local];
+    const std::int64_t count = task.slot_start[local + 1] - slot;
+    if (tile == kTilesPerBlock - 1 && entry + 1 < task.list_end) {
+      // The hardware does not know where the list goes on.
+      const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
+      prefetch_bytes(next + task.layout->gate_q, kPrefetchBytes);
+      prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
+    }
+    std::int64_t t = 0;
+    for (; t + 4 <= count; t += 4) neuron_tile<E, 4>(task, record, tile, item + t, slot + t, factors);
+    if (t + 2 <= count) {
+      neuron_tile<E, 2>(task, record, tile, item + t, slot + t, factors);
+      t += 2;
+    }
+    if (t < count) neuron_tile<E, 1>(task, record, tile, item + t, slot + t, factors);
+  }
+}
+
+// out[row, row + 16) += weight * (partial + bias) for one token.
+MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec partial) {
+  if (valid >= kTileRows) {
+    store(out, fma(set1(weight), partial, load(out)));
+    return;
+  }
+  float lanes[16] = {};
+  for (std::int64_t i = 0; i < valid; ++i) lanes[i] = out[i];
+  store(lanes, fma(set1(weight), partial, load(lanes)));
+  for (std::int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
+}
+
+// Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
+template <class E, int kTiles, int kTokens>
+MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                                 std::int64_t tile, const std::int32_t* tokens, const float* weights,
+                                 const float* activations, const float (&act_sums)[kTokens]) {
+  const BlockLayout& layout = *task.layout;
+  const unsigned char* q[kTiles];
+  const float* a[kTokens];
+  for (int i = 0; i < kTiles; ++i) q[i] = record + layout.down_q + (tile + i) * layout.group_bytes;
+  for (int t = 0; t < kTokens; ++t) a[t] = activations + t * kBlockNeurons;
+  Vec sums[kTiles][kTokens];
+  dot_group<E>(q, a, sums);
+  for (int i = 0; i < kTiles; ++i) {
+    const std::int64_t row = (tile + i) * kTileRows;
+    const std::int64_t bias_row = row - block * layout.down_bias_rows;
+    const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
+    Vec scale = zero();
+    Vec zeros = zero();
+    if constexpr (E::kScaled) {
+      const unsigned char* sz = record + layout.down_sz + (tile + i) * kScaleBytes;
+      scale = load_fp16(sz);
+      zeros = load_fp16(sz + 32);
+    }
+    for (int t = 0; t < kTokens; ++t) {
+      Vec partial = sums[i][t];
+      if constexpr (E::kScaled) partial = mul(scale, fnma(zeros, set1(act_sums[t]), partial));
+      if (biased) {
+        partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
+      }
+      add_output(task.out + tokens[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
+                 partial);
+    }
+  }
+}
+
+template <class E, int kTokens>
+void output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                  std::int64_t begin, std::int64_t end, const std::int32_t* tokens, const float* weights,
+                  std::int64_t slot, const unsigned char* next_record) {
+  const BlockLayout& layout = *task.layout;
+  const float* activations = task.activations + slot * kBlockNeurons;
+  float act_sums[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    const float* s = task.activation_sums + (slot + t) * kTilesPerBlock;
+    act_sums[t] = (s[0] + s[1]) + (s[2] + s[3]);
+  }
+  constexpr int kStep = kTokens == 1 && kPairStreams ? 2 : 1;
+  const std::int64_t bytes = layout.group_bytes;
+  const std::int64_t ahead = (kPrefetchBytes + bytes - 1) / bytes;
+  std::int64_t tile = begin;
+  for (; tile + kStep <= end; tile += kStep) {
+    // Near the end of the range go on with where it starts in the next block.
+    const std::int64_t later = tile + ahead;
+    const unsigned char* at = later < end ? record : next_record;
+    const std::int64_t which = later < end ? later : begin + (later - end);
+    if (at != nullptr) {
+      prefetch_bytes(at + layout.down_q + which * bytes, kStep * bytes);
+      if constexpr (E::kScaled)
+        prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
+    }
+    output_tiles<E, kStep, kTokens>(task, record, block, tile, tokens, weights, activations, act_sums);
+  }
+  if constexpr (kStep > 1) {
+    for (; tile < end; ++tile) {
+      output_tiles<E, 1, kTokens>(task, record, block, tile, tokens, weights, activations, act_sums);
+    }
+  }
+}
+
+template <class E>
+void outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
+    const std::int64_t local = entry - task.entry_begin;
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+    const unsigned char* next = entry + 1 < task.entry_end
+                                    ? reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1])
+                                    : nullptr;
+    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+    const std::int32_t* tokens = task.row_token + item;
+    const float* weights = task.row_weight + item;
+    const std::int64_t slot = task.slot_start[local];
+    const std::int64_t count = task.slot_start[local + 1] - slot;
+    const std::int64_t block = task.block_index[entry];
+    std::int64_t t = 0;
+    for (; t + 4 <= count; t += 4) {
+      output_range<E, 4>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+    }
+    if (t + 2 <= count) {
+      output_range<E, 2>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+      t += 2;
+    }
+    if (t < count)
+      output_range<E, 1>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+  }
+}
+
+void neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  switch (task.layout->encoding) {
+    case Encoding::kBits2:
+      return neurons_of<PackedBits<2>>(task, begin, end);
+    case Encoding::kBits3:
+      return neurons_of<Bits3>(task, begin, end);
+    case Encoding::kBits4:
+      return neurons_of<PackedBits<4>>(task, begin, end);
+    case Encoding::kBits8:
+      return neurons_of<PackedBits<8>>(task, begin, end);
+    case Encoding::kBf16:
+      return neurons_of<Bf16>(task, begin, end);
+    case Encoding::kFp16:
+      return neurons_of<Fp16>(task, begin, end);
+  }
+}
+
+void outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  switch (task.layout->encoding) {
+    case Encoding::kBits2:
+      return outputs_of<PackedBits<2>>(task, begin, end);
+    case Encoding::kBits3:
+      return outputs_of<Bits3>(task, begin, end);
+    case Encoding::kBits4:
+      return outputs_of<PackedBits<4>>(task, begin, end);
+    case Encoding::kBits8:
+      return outputs_of<PackedBits<8>>(task, begin, end);
+    case Encoding::kBf16:
+      return outputs_of<Bf16>(task, begin, end);
+    case Encoding::kFp16:
+      return outputs_of<Fp16>(task, begin, end);
+  }
+}
+
+void activate(const ActivationSpec& spec, const float* gate, const float* up, float* out,
+              std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += 16)
+    store(out + i, activate_lanes(spec, load(gate + i), load(up + i)));
+}

@@ -1,0 +1,184 @@
+#include "kernels/forward.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/dispatch.h"
+#include "kernels/thread_pool.h"
+
+namespace moechat {
+namespace {
+
+// Work is cut so that scratch stays bounded for any number of tokens: at most kTokenBytes of prepared inputs,
+// then at most kMaxSlots activations (a slot is one block for one token). Both cuts keep the list order of
+// every token.
+constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;
+constexpr std::int64_t kMaxSlots =
+    (std::int64_t{14} << 20) / ((kBlockNeurons + kTilesPerBlock) * sizeof(float));
+constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
+
+enum Scratch : int {
+  kInputs,
+  kInputSums,
+  kActivations,
+  kActivationSums,
+  kSlotStarts,
+  kRowStarts,
+  kRowTokens,
+  kRowWeights
+};
+
+[[noreturn]] void refuse(const char* name, std::int64_t at, std::int64_t value, std::int64_t low,
+                         std::int64_t high) {
+  throw std::invalid_argument(std::string(name) + "[" + std::to_string(at) + "] is " + std::to_string(value) +
+                              "; it must be between " + std::to_string(low) + " and " + std::to_string(high));
+}
+
+void check(const ForwardCall& call) {
+  for (std::int64_t i = 0; i < call.entries; ++i) {
+    if (call.block_ptr[i] == 0) {
+      throw std::invalid_argument("block_ptr[" + std::to_string(i) + "] is null");
+    }
+    if (call.block_index[i] < 0 || call.block_index[i] >= call.layout->blocks) {
+      refuse("block_index", i, call.block_index[i], 0, call.layout->blocks - 1);
+    }
+    if (call.block_row[i] < 0 || call.block_row[i] >= call.rows) {
+      refuse("block_row", i, call.block_row[i], 0, call.rows - 1);
+    }
+  }
+  if (call.row_start[0] != 0) refuse("row_start", 0, call.row_start[0], 0, 0);
+  for (std::int64_t r = 0; r < call.rows; ++r) {
+    if (call.row_start[r + 1] < call.row_start[r] || call.row_start[r + 1] > call.nonzeros) {
+      refuse("row_start", r + 1, call.row_start[r + 1], call.row_start[r], call.nonzeros);
+    }
+  }
+  if (call.row_start[call.rows] != call.nonzeros) {
+    refuse("row_start", call.rows, call.row_start[call.rows], call.nonzeros, call.nonzeros);
+  }
+  for (std::int64_t i = 0; i < call.nonzeros; ++i) {
+    if (call.row_token[i] < 0 || call.row_token[i] >= call.tokens) {
+      refuse("row_token", i, call.row_token[i], 0, call.tokens - 1);
+    }
+  }
+}
+
+// Keeps of every row the tokens in [first, last), in their order.
+void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int64_t first, std::int64_t last,
+                 ForwardTask* task) {
+  auto* start = session.scratch<std::int32_t>(kRowStarts, call.rows + 1);
+  auto* token = session.scratch<std::int32_t>(kRowTokens, call.nonzeros);
+  auto* weight = session.scratch<float>(kRowWeights, call.nonzeros);
+  std::int32_t kept = 0;
+  for (std::int64_t r = 0; r < call.rows; ++r) {
+    start[r] = kept;
+    for (std::int32_t i = call.row_start[r]; i < call.row_start[r + 1]; ++i) {
+      if (call.row_token[i] < first || call.row_token[i] >= last) continue;
+      token[kept] = call.row_token[i];
+      weight[kept] = call.row_weight[i];
+      ++kept;
+    }
+  }
+  start[call.rows] = kept;
+  task->row_start = start;
+  task->row_token = token;
+  task->row_weight = weight;
+}
+
+// Both phases for the entries and slots of the task.
+void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, const ForwardTask& task) {
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t entries = task.entry_end - task.entry_begin;
+  const std::int64_t threads = ThreadPool::num_threads();
+  const int limit = static_cast<int>(
+      std::clamp<std::int64_t>(entries * layout.payload_bytes / kBytesPerThread, std::int64_t{1}, threads));
+
+  const std::int64_t units = entries * kTilesPerBlock;
+  const std::int64_t unit_grain = std::clamp<std::int64_t>(units / (limit * 8), 1, kTilesPerBlock);
+  session.parallel_for(limit, units, unit_grain,
+                       [&](std::int64_t begin, std::int64_t end) { kernel.neurons(task, begin, end); });
+
+  const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
+  std::int64_t tile_grain = std::clamp<std::int64_t>((tiles + limit * 4 - 1) / (limit * 4), 8, 64);
+  tile_grain = (tile_grain + 1) / 2 * 2;
+  session.parallel_for(limit, tiles, limit == 1 ? tiles : tile_grain,
+                       [&](std::int64_t begin, std::int64_t end) { kernel.outputs(task, begin, end); });
+}
+
+}  // namespace
+
+void moe_forward(const ForwardCall& call) {
+  check(call);
+  const KernelTable& kernel = kernels();
+  if (call.entries == 0 || call.nonzeros == 0) return;
+  const BlockLayout& layout = *call.layout;
+
+  ThreadPool::Session session;
+  ForwardTask task{};
+  task.layout = call.layout;
+  task.activation = call.activation;
+  task.block_ptr = call.block_ptr;
+  task.block_index = call.block_index;
+  task.block_row = call.block_row;
+  task.list_end = call.entries;
+  task.row_start = call.row_start;
+  task.row_token = call.row_token;
+  task.row_weight = call.row_weight;
+  task.out = call.out;
+
+  const auto token_bytes = static_cast<std::int64_t>(sizeof(float)) * (layout.hidden_padded + layout.groups);
+  const std::int64_t token_step = std::max<std::int64_t>(1, kTokenBytes / token_bytes);
+  for (std::int64_t first = 0; first < call.tokens; first += token_step) {
+    const std::int64_t count = std::min(token_step, call.tokens - first);
+    if (count < call.tokens) filter_rows(session, call, first, first + count, &task);
+    auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
+    auto* input_sums = session.scratch<float>(kInputSums, count * layout.groups);
+    const float* from = call.x + first * layout.hidden_size;
+    const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / token_bytes);
+    session.parallel_for(ThreadPool::num_threads(), count, grain, [&](std::int64_t begin, std::int64_t end) {
+      kernel.prepare_tokens(layout, from + begin * layout.hidden_size, end - begin,
+                            inputs + begin * layout.hidden_padded, input_sums + begin * layout.groups);
+    });
+    task.x = inputs;
+    task.x_sums = input_sums;
+    task.token_base = first;
+
+    const auto tokens_of = [&](std::int64_t entry) -> std::int64_t {
+      const std::int32_t row = task.block_row[entry];
+      return task.row_start[row + 1] - task.row_start[row];
+    };
+    auto* slot_start = session.scratch<std::int64_t>(kSlotStarts, call.entries + 1);
+    task.slot_start = slot_start;
+    std::int64_t entry = 0;
+    while (entry < call.entries) {
+      // As many whole entries as there are slots for, or a part of a single one.
+      task.entry_begin = entry;
+      task.part_begin = 0;
+      std::int64_t slots = 0;
+      slot_start[0] = 0;
+      while (entry < call.entries && slots + tokens_of(entry) <= kMaxSlots) {
+        slots += tokens_of(entry);
+        ++entry;
+        slot_start[entry - task.entry_begin] = slots;
+      }
+      if (entry > task.entry_begin) {
+        if (slots == 0) continue;
+        task.entry_end = entry;
+        task.activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
+        task.activation_sums = session.scratch<float>(kActivationSums, slots * kTilesPerBlock);
+        run_chunk(session, kernel, task);
+        continue;
+      }
+      task.entry_end = entry + 1;
+      task.activations = session.scratch<float>(kActivations, kMaxSlots * kBlockNeurons);
+      task.activation_sums = session.scratch<float>(kActivationSums, kMaxSlots * kTilesPerBlock);
+      for (; task.part_begin < tokens_of(entry); task.part_begin += kMaxSlots) {
+        slot_start[1] = std::min(kMaxSlots, tokens_of(entry) - task.part_begin);
+        run_chunk(session, kernel, task);
+      }
+      ++entry;
+    }
+  }
+}
+
+}  // namespace moechat

@@ -1,0 +1,279 @@
+// Half-quadratic quantisation of one tile (16 rows x 64 columns, one group a row, lane = row). Included
+// inside the anonymous namespace of one instruction set.
+//
+// Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023, with
+// the settings that the hqq package uses by default (p = 0.7, beta = 10, kappa = 1.01, 20 iterations). For
+// one group with codes q = round(clip(w * k + z)), k = 1/scale, it alternates
+//   e = shrink_p(w - (q - z) / k, beta),   z = mean(q - (w - e) * k),   beta = kappa * beta
+// where shrink_p(x, beta) = sign(x) * max(0, |x| - |x|^(p-1) / beta).
+//
+// Where we differ, never to a worse result:
+// - stopping and the best zero so far are kept per group, not for the whole matrix. Best means the smallest
+// product of
+//   mean absolute and root mean square error: neither falls at the other's cost;
+// - scale and zero take their stored fp16 values before codes and errors are computed: storage adds no error;
+// - besides the scale that spans the whole range, the published start, a few others are solved and the best
+// is kept:
+//   narrower ones at 2, 3 and 4 bits, which clip the outermost weights and resolve the rest better,
+//   neighbouring fp16 values at 8 bits, where their rounding is felt;
+// - shrink_p is 0 below |x| = beta^(-1/(2-p)); while a whole tile lies there, its powers are not computed;
+// - groups whose range hits one of the guards of the initialisation (range under 1e-4, scale clamp 2e4) or
+// does not
+//   contain 0 (then zero is large and fp16 is coarse) are also solved from a start without that trouble.
+
+constexpr int kSolverIterations = 20;
+constexpr float kShrinkPower = 0.7f;
+constexpr float kBetaStart = 10.0f;
+constexpr float kBetaGrowth = 1.01f;
+// Below |x| = beta^(-1/(2-p)) the shrinkage gives 0.
+constexpr float kThresholdStart = 0.1701254280f;   // 10^(-1/1.3)
+constexpr float kThresholdGrowth = 0.9923751174f;  // 1.01^(-1/1.3)
+
+// Added to a scale that may be an fp16 subnormal, so that rounding never makes it 0 nor too narrow: 0.6 *
+// 2^-24.
+constexpr float kScaleMargin = 3.6e-8f;
+
+// Widths of the other starts, relative to the range of the group.
+struct Starts {
+  int count;
+  float width[6];
+};
+MOECHAT_INLINE Starts other_starts(int bits) {
+  switch (bits) {
+    case 2:
+      return {4, {0.9f, 0.8f, 0.7f, 0.6f}};
+    case 3:
+      return {4, {0.93f, 0.86f, 0.79f, 0.72f}};
+    case 4:
+      return {3, {0.95f, 0.9f, 0.85f}};
+    default:
+      return {6,
+              {1.0f - 2.0f / 2048, 1.0f - 1.0f / 2048, 1.0f + 1.0f / 2048, 1.0f + 2.0f / 2048,
+               1.0f + 3.0f / 2048, 1.0f + 4.0f / 2048}};
+  }
+}
+
+struct GroupSolution {
+  Vec scale;  // fp16 values
+  Vec zero;   // fp16 values
+  Vec error;  // sum of |w - dequantised| times the root of the sum of its squares
+};
+
+MOECHAT_INLINE Vec through_fp16(Vec x) {
+  unsigned char stored[32];
+  store_fp16(stored, x);
+  return load_fp16(stored);
+}
+
+MOECHAT_INLINE Vec codes(Vec scaled, Vec zeros, Vec top) {
+  return round_small(min(top, max(zero(), add(scaled, zeros))));
+}
+
+// Solves all rows. multiplier = hqq's scale, the inverse of the stored one; lowest = the weight that gets
+// code 0 at the start.
+inline GroupSolution solve_groups(const float* weights, Vec multiplier, Vec lowest, int bits) {
+  const Vec top = set1(static_cast<float>((1 << bits) - 1));
+  const Vec widest = set1(65504.0f);
+  GroupSolution best;
+  best.scale = through_fp16(div(set1(1.0f), multiplier));
+  const Vec inverse = div(set1(1.0f), best.scale);
+  float scaled[64 * 16];
+  for (int c = 0; c < 64; ++c) store(scaled + c * 16, mul(load(weights + c * 16), inverse));
+
+  Vec zeros = through_fp16(min(widest, max(negative(widest), mul(negative(lowest), inverse))));
+  best.zero = zeros;
+  best.error = set1(3.4e38f);
+  Mask active = equal(inverse, inverse);
+  float beta = kBetaStart;
+  float threshold = kThresholdStart;
+  for (int iteration = 0; iteration <= kSolverIterations; ++iteration) {
+    // Two chains each, or the latency of the additions would bound the loop. Errors are in steps of the grid.
+    Vec total[2] = {zero(), zero()};
+    Vec squares[2] = {zero(), zero()};
+    Vec moved[2] = {zero(), zero()};
+    Vec largest = zero();
+#pragma GCC unroll 4
+    for (int c = 0; c < 64; ++c) {
+      const Vec w = load(scaled + c * 16);
+      const Vec distance = sub(codes(w, zeros, top), w);
+      const Vec error = absolute(sub(distance, zeros));
+      total[c % 2] = add(total[c % 2], error);
+      squares[c % 2] = fma(error, error, squares[c % 2]);
+      moved[c % 2] = add(moved[c % 2], distance);
+      largest = max(largest, error);
+    }
+    const Vec root = mul(sqrt(add(squares[0], squares[1])), best.scale);
+    const Vec error = mul(mul(add(total[0], total[1]), best.scale), root);
+    const Mask better = both(active, less(error, best.error));
+    best.zero = select(better, zeros, best.zero);
+    best.error = select(better, error, best.error);
+    if (!any(better) || iteration == kSolverIterations) break;
+
+    Vec sum = add(moved[0], moved[1]);
+    if (any(less(set1(threshold), mul(largest, best.scale)))) {
+      Vec outliers = zero();  // sum of e
+      for (int c = 0; c < 64; ++c) {
+        const Vec w = load(scaled + c * 16);
+        const Vec residual = mul(sub(add(w, zeros), codes(w, zeros, top)), best.scale);
+        const Vec size = max(set1(1e-20f), absolute(residual));
+        const Vec power = exp(mul(log2(size), set1((kShrinkPower - 1.0f) * 0.69314718055994531f)));
+        const Vec kept = max(zero(), fnma(power, set1(1.0f / beta), size));
+        outliers = add(outliers, select(less(residual, zero()), negative(kept), kept));
+      }
+      sum = fma(outliers, inverse, sum);
+    }
+    const Vec next = through_fp16(min(widest, max(negative(widest), mul(sum, set1(1.0f / 64.0f)))));
+    // A group is done when its error has not fallen or its zero stands still.
+    active = both(better, negate(equal(next, zeros)));
+    zeros = next;
+    beta *= kBetaGrowth;
+    threshold *= kThresholdGrowth;
+    if (!any(active)) break;
+  }
+  return best;
+}
+
+MOECHAT_INLINE void keep_better(Mask candidates, const GroupSolution& other, GroupSolution* best) {
+  const Mask better = both(candidates, less(other.error, best->error));
+  best->scale = select(better, other.scale, best->scale);
+  best->zero = select(better, other.zero, best->zero);
+  best->error = select(better, other.error, best->error);
+}
+
+// One (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols on get code
+// 0.
+inline void quantise_group(const float* weights, int valid_cols, int bits, unsigned char* q,
+                           unsigned char* sz) {
+  const Vec top = set1(static_cast<float>((1 << bits) - 1));
+  Vec low = load(weights);
+  Vec high = low;
+  for (int c = 1; c < 64; ++c) {
+    low = min(low, load(weights + c * 16));
+    high = max(high, load(weights + c * 16));
+  }
+  const Vec range = sub(high, low);
+  const Mask tiny = less(range, set1(1.0000001e-4f));
+  const Mask flat = equal(range, zero());
+  const Vec natural = div(top, select(flat, set1(1.0f), range));
+  const Vec multiplier = min(set1(2e4f), select(tiny, set1(1.0f), natural));
+  GroupSolution best = solve_groups(weights, multiplier, low, bits);
+
+  const Starts starts = other_starts(bits);
+  for (int i = 0; i < starts.count; ++i) {
+    const Vec step = mul(multiplier, set1(1.0f / starts.width[i]));
+    const Vec from = fma(range, set1(0.5f * (1.0f - starts.width[i])), low);
+    keep_better(negate(flat), solve_groups(weights, step, from, bits), &best);
+  }
+
+  const Mask guarded = both(negate(flat), either(tiny, less(set1(2e4f), natural)));
+  if (any(guarded)) {
+    const Vec finer = div(set1(1.0f), add(div(range, top), set1(kScaleMargin)));
+    keep_better(guarded, solve_groups(weights, finer, low, bits), &best);
+  }
+  const Mask one_sided = either(less(zero(), low), less(high, zero()));
+  if (any(one_sided)) {
+    const Vec from = min(low, zero());
+    const Vec to = max(high, zero());
+    const Vec wider = div(set1(1.0f), add(div(sub(to, from), top), set1(kScaleMargin)));
+    keep_better(one_sided, solve_groups(weights, wider, from, bits), &best);
+  }
+
+  const Vec zeros = add(best.zero, zero());  // -0 becomes +0
+  store_fp16(sz, best.scale);
+  store_fp16(sz + 32, zeros);
+  const Vec inverse = div(set1(1.0f), best.scale);
+  const auto code = [&](int c) {
+    return c < valid_cols ? to_int(codes(mul(load(weights + c * 16), inverse), zeros, top)) : seti(0);
+  };
+  if (bits == 3) {
+    VecI high_words[2] = {seti(0), seti(0)};
+    for (int unit = 0; unit < 4; ++unit) {
+      VecI low_words = seti(0);
+      for (int c = 0; c < 16; ++c) {
+        const VecI value = code(unit * 16 + c);
+        low_words = ori(low_words, shl(andi(value, seti(3)), 2 * c));
+        high_words[unit / 2] = ori(high_words[unit / 2], shl(shr(value, 2), 16 * (unit % 2) + c));
+      }
+      storei(q + unit * kStepBytes, low_words);
+    }
+    storei(q + 4 * kStepBytes, high_words[0]);
+    storei(q + 5 * kStepBytes, high_words[1]);
+    return;
+  }
+  const int columns = 32 / bits;
+  for (int unit = 0; unit < 64 / columns; ++unit) {
+    VecI words = seti(0);
+    for (int c = 0; c < columns; ++c) words = ori(words, shl(code(unit * columns + c), bits * c));
+    storei(q + unit * kStepBytes, words);
+  }
+}
+
+MOECHAT_INLINE float read_weight(const unsigned char* at, SourceType type) {
+  if (type == SourceType::kFloat32) {
+    float value;
+    __builtin_memcpy(&value, at, sizeof value);
+    return value;
+  }
+  std::uint16_t pattern;
+  __builtin_memcpy(&pattern, at, sizeof pattern);
+  return type == SourceType::kBfloat16 ? half::from_bf16(pattern) : half::from_fp16(pattern);
+}
+
+// 64 neighbouring columns of one row whose elements lie side by side.
+MOECHAT_INLINE void read_row(const unsigned char* from, SourceType type, float* to) {
+  for (int c = 0; c < 64; c += 16) {
+    if (type == SourceType::kFloat32) {
+      store(to + c, load(from + c * 4));
+    } else if (type == SourceType::kFloat16) {
+      store(to + c, load_fp16(from + c * 2));
+    } else {
+      for (int i = 0; i < 16; ++i) to[c + i] = read_weight(from + (c + i) * 2, SourceType::kBfloat16);
+    }
+  }
+}
+
+// columns [64][16] of the rows and columns that exist. Padding rows are zero; the padding columns of a row
+// repeat its real ones, so that they neither widen the range nor pull the zero.
+inline void gather_group(const MatrixSource& source, std::int64_t row, std::int64_t col, int valid_rows,
+                         int valid_cols, float* columns) {
+  const std::int64_t element = source.type == SourceType::kFloat32 ? 4 : 2;
+  const unsigned char* origin = source.data + row * source.row_stride + col * source.col_stride;
+  if (valid_rows == 16 && valid_cols == 64 && source.col_stride == element) {
+    float rows[16 * 64];
+    for (int r = 0; r < 16; ++r) read_row(origin + r * source.row_stride, source.type, rows + r * 64);
+    transpose_tile(rows, columns);
+    return;
+  }
+  for (int c = 0; c < 64; ++c) {
+    const unsigned char* from = origin + (valid_cols > 0 ? c % valid_cols : 0) * source.col_stride;
+    for (int r = 0; r < 16; ++r) {
+      const bool real = r < valid_rows && valid_cols > 0;
+      columns[c * 16 + r] = real ? read_weight(from + r * source.row_stride, source.type) : 0.0f;
+    }
+  }
+}
+
+// All magnitudes at most kMaxQuantisable: false for NaN and infinities too.
+MOECHAT_INLINE bool quantisable(const float* columns) {
+  const Vec beyond = set1(kMaxQuantisable + 1.0f);
+  Mask fine = less(absolute(load(columns)), beyond);
+  for (int c = 1; c < 64; ++c) fine = both(fine, less(absolute(load(columns + c * 16)), beyond));
+  return all(fine);
+}
+
+bool quantise_tile(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
+                   int bits, unsigned char* q, unsigned char* sz) {
+  const std::int64_t left = source.rows - row;
+  const int valid_rows = static_cast<int>(left < 0 ? 0 : (left < kTileRows ? left : kTileRows));
+  const std::int64_t group_bytes = std::int64_t{kTileRows} * kGroupColumns * bits / 8;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::int64_t right = source.cols - (col + g * 64);
+    const int valid_cols = static_cast<int>(right < 0 ? 0 : (right < 64 ? right : 64));
+    float columns[64 * 16];
+    gather_group(source, row, col + g * 64, valid_rows, valid_cols, columns);
+    if (!quantisable(columns)) return false;
+
+    quantise_group(columns, valid_cols, bits, q + g * group_bytes, sz + g * kScaleBytes);
+  }
+  return true;
+}

@@ -1,0 +1,29 @@
+// The kernels, compiled for avx512. No standard C++ headers beyond the C ones here: an inline function of the
+// library emitted from this file could be picked by the linker for the whole module.
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstdint>
+
+#include "kernels/half.h"
+#include "kernels/kernel_api.h"
+
+#define MOECHAT_INLINE inline __attribute__((always_inline))
+
+namespace moechat {
+namespace {
+
+// clang-format off: each part needs the names of the one before
+#include "kernels/simd_avx512.h"
+#include "kernels/math.inc.h"
+#include "kernels/encodings.inc.h"
+#include "kernels/expert_kernel.inc.h"
+#include "kernels/hqq_solver.inc.h"
+// clang-format on
+
+}  // namespace
+
+extern const KernelTable kAvx512Kernels;
+const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons, outputs, quantise_tile, activate};
+
+}  // namespace moechat

@@ -1,0 +1,353 @@
+#include "kernels/pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/dispatch.h"
+#include "kernels/half.h"
+#include "kernels/thread_pool.h"
+
+namespace moechat {
+namespace {
+
+// Where a matrix of the expert lies in its blocks. Gate and up give 64 of their rows to a block, down 64
+// columns.
+struct Field {
+  const char* name;
+  std::int64_t q;
+  std::int64_t sz;
+  std::int64_t tiles;   // of one block
+  std::int64_t groups;  // of one tile
+  std::int64_t rows;    // of the matrix
+  std::int64_t cols;
+  bool by_rows;
+
+  std::int64_t first_row(std::int64_t block, std::int64_t tile) const {
+    return (by_rows ? block * kBlockNeurons : 0) + tile * kTileRows;
+  }
+  std::int64_t first_col(std::int64_t block) const { return by_rows ? 0 : block * kBlockNeurons; }
+};
+
+constexpr int kMatrices = 3;
+
+struct Fields {
+  Field field[kMatrices];
+};
+
+Fields fields_of(const BlockLayout& layout) {
+  const std::int64_t hidden = layout.hidden_size;
+  const std::int64_t neurons = layout.intermediate_size;
+  const std::int64_t down_tiles = layout.hidden_padded / kTileRows;
+  return {{{"gate", layout.gate_q, layout.gate_sz, kTilesPerBlock, layout.groups, neurons, hidden, true},
+           {"up", layout.up_q, layout.up_sz, kTilesPerBlock, layout.groups, neurons, hidden, true},
+           {"down", layout.down_q, layout.down_sz, down_tiles, 1, hidden, neurons, false}}};
+}
+
+// Calls body(block, matrix, tile) for all tiles of an expert, on several threads.
+template <class Body>
+void for_each_tile(const BlockLayout& layout, const Fields& fields, int threads, const Body& body) {
+  const std::int64_t per_matrix = kTilesPerBlock;  // down tiles come in four bundles: equal work for all
+  const std::int64_t units = layout.blocks * kMatrices * per_matrix;
+  ThreadPool::Session session;
+  session.parallel_for(threads > 0 ? threads : kMaxThreads, units, 1,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         for (std::int64_t unit = begin; unit < end; ++unit) {
+                           const std::int64_t block = unit / (kMatrices * per_matrix);
+                           const auto matrix = static_cast<std::size_t>(unit / per_matrix % kMatrices);
+                           const std::int64_t part = unit % per_matrix;
+                           const std::int64_t tiles = fields.field[matrix].tiles;
+                           for (std::int64_t tile = part * tiles / per_matrix;
+                                tile < (part + 1) * tiles / per_matrix; ++tile) {
+                             body(block, matrix, tile);
+                           }
+                         }
+                       });
+}
+
+float read_element(const MatrixSource& source, std::int64_t row, std::int64_t col) {
+  const unsigned char* at = source.data + row * source.row_stride + col * source.col_stride;
+  if (source.type == SourceType::kFloat32) {
+    float value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  }
+  std::uint16_t pattern;
+  std::memcpy(&pattern, at, sizeof pattern);
+  return source.type == SourceType::kFloat16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
+}
+
+// The 16-bit pattern to store. The source's own patterns pass unchanged.
+std::uint16_t pattern_of(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
+  if (source.type == (fp16 ? SourceType::kFloat16 : SourceType::kBfloat16)) {
+    std::uint16_t pattern;
+    std::memcpy(&pattern, source.data + row * source.row_stride + col * source.col_stride, sizeof pattern);
+    return pattern;
+  }
+  const float value = read_element(source, row, col);
+  return fp16 ? half::to_fp16(value) : half::to_bf16(value);
+}
+
+bool became_infinite(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
+  const std::uint16_t magnitude = pattern_of(source, fp16, row, col) & 0x7fffu;
+  return magnitude == (fp16 ? 0x7c00u : 0x7f80u) && std::isfinite(read_element(source, row, col));
+}
+
+// Words of two columns for 16 rows x `groups` groups; false when a finite value became infinite.
+bool copy_tile(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col, std::int64_t groups,
+               unsigned char* q) {
+  const std::int64_t rows = std::clamp<std::int64_t>(source.rows - row, 0, kTileRows);
+  const std::int64_t cols = std::clamp<std::int64_t>(source.cols - col, 0, groups * kGroupColumns);
+  const bool exact = source.type == (fp16 ? SourceType::kFloat16 : SourceType::kBfloat16);
+  bool fine = true;
+  if (rows < kTileRows || cols < groups * kGroupColumns) {
+    std::memset(q, 0, static_cast<std::size_t>(groups * kGroupColumns * kTileRows * 2));
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const std::uint16_t pattern = pattern_of(source, fp16, row + r, col + c);
+      if (!exact && became_infinite(source, fp16, row + r, col + c)) fine = false;
+      // Column pairs share a step of 64 bytes; the even column is the low half of the row's word.
+      unsigned char* at = q + (c / 2) * kStepBytes + r * 4 + (c % 2) * 2;
+      at[0] = static_cast<unsigned char>(pattern & 0xffu);
+      at[1] = static_cast<unsigned char>(pattern >> 8);
+    }
+  }
+  return fine;
+}
+
+[[noreturn]] void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,
+                                const std::string& reason) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
+  throw std::invalid_argument(std::string(matrix) + " weight at row " + std::to_string(row) + ", column " +
+                              std::to_string(col) + " is " + text + ": " + reason);
+}
+
+// Names the first weight that pack_expert could not take.
+void report_bad_weight(const BlockLayout& layout, const Fields& fields, const ExpertSource& source) {
+  const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
+  for (std::size_t m = 0; m < kMatrices; ++m) {
+    for (std::int64_t r = 0; r < matrices[m]->rows; ++r) {
+      for (std::int64_t c = 0; c < matrices[m]->cols; ++c) {
+        const float value = read_element(*matrices[m], r, c);
+        const char* name = fields.field[m].name;
+        if (layout.quantised()) {
+          if (!std::isfinite(value)) refuse_weight(name, r, c, value, "not finite");
+          if (std::fabs(value) > kMaxQuantisable) {
+            refuse_weight(name, r, c, value, "magnitudes above 65504 cannot be quantised");
+          }
+        } else if (became_infinite(*matrices[m], layout.fp16, r, c)) {
+          refuse_weight(name, r, c, value, layout.fp16 ? "too large for fp16" : "too large for bf16");
+        }
+      }
+    }
+  }
+}
+
+void store_floats(unsigned char* to, const float* from, std::int64_t count) {
+  std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+}
+
+// Biases and the zero padding of all records; q and sz fields are written tile by tile.
+void write_tails(const BlockLayout& layout, const ExpertBiases* biases, unsigned char* records) {
+  const std::int64_t packed = layout.has_bias ? layout.gate_bias : layout.payload_bytes;
+  for (std::int64_t block = 0; block < layout.blocks; ++block) {
+    unsigned char* record = records + block * layout.record_bytes;
+    std::memset(record + packed, 0, static_cast<std::size_t>(layout.record_bytes - packed));
+    if (!layout.has_bias) continue;
+    const std::int64_t neuron = block * kBlockNeurons;
+    const std::int64_t neurons = std::min<std::int64_t>(kBlockNeurons, layout.intermediate_size - neuron);
+    store_floats(record + layout.gate_bias, biases->gate + neuron, neurons);
+    store_floats(record + layout.up_bias, biases->up + neuron, neurons);
+    const std::int64_t row = std::min(block * layout.down_bias_rows, layout.hidden_size);
+    const std::int64_t rows = std::min(layout.down_bias_rows, layout.hidden_size - row);
+    store_floats(record + layout.down_bias, biases->down + row, rows);
+  }
+}
+
+// Position of column c (0..63) of a group in its q bytes: byte offset of the row 0 word and shift in it.
+struct CodePlace {
+  std::int64_t step;
+  int shift;
+};
+
+CodePlace place_of(int bits, int column) {
+  const int per_word = 32 / bits;
+  return {std::int64_t{column / per_word} * kStepBytes, column % per_word * bits};
+}
+
+std::uint32_t load_word(const unsigned char* at) {
+  return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8 |
+         static_cast<std::uint32_t>(at[2]) << 16 | static_cast<std::uint32_t>(at[3]) << 24;
+}
+
+void or_word(unsigned char* at, std::uint32_t value) {
+  const std::uint32_t word = load_word(at) | value;
+  for (int i = 0; i < 4; ++i) at[i] = static_cast<unsigned char>(word >> (8 * i));
+}
+
+void put_code(unsigned char* group, int bits, std::int64_t row, int column, std::uint32_t code) {
+  if (bits == 3) {
+    const CodePlace low = place_of(2, column);
+    or_word(group + low.step + row * 4, (code & 3u) << low.shift);
+    const CodePlace high = place_of(1, column);
+    or_word(group + 4 * kStepBytes + high.step + row * 4, (code >> 2) << high.shift);
+    return;
+  }
+  const CodePlace place = place_of(bits, column);
+  or_word(group + place.step + row * 4, code << place.shift);
+}
+
+std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, int column) {
+  if (bits == 3) {
+    const CodePlace low = place_of(2, column);
+    const CodePlace high = place_of(1, column);
+    return ((load_word(group + low.step + row * 4) >> low.shift) & 3u) |
+           ((load_word(group + 4 * kStepBytes + high.step + row * 4) >> high.shift) & 1u) << 2;
+  }
+  const CodePlace place = place_of(bits, column);
+  return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);
+}
+
+std::uint16_t load_half(const unsigned char* at) {
+  return static_cast<std::uint16_t>(at[0] | static_cast<unsigned>(at[1]) << 8);
+}
+
+void store_half(unsigned char* at, std::uint16_t pattern) {
+  at[0] = static_cast<unsigned char>(pattern & 0xffu);
+  at[1] = static_cast<unsigned char>(pattern >> 8);
+}
+
+bool half_is_finite(std::uint16_t pattern) { return (pattern & 0x7c00u) != 0x7c00u; }
+
+[[noreturn]] void refuse_part(const char* matrix, const char* what, std::int64_t row, std::int64_t col) {
+  throw std::invalid_argument(std::string(matrix) + " " + what + " at row " + std::to_string(row) +
+                              ", column " + std::to_string(col) + " is out of range");
+}
+
+void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits) {
+  const std::int64_t groups = (field.cols + kGroupColumns - 1) / kGroupColumns;
+  const int top = (1 << bits) - 1;
+  for (std::int64_t r = 0; r < field.rows; ++r) {
+    for (std::int64_t c = 0; c < field.cols; ++c) {
+      if (matrix.codes[r * field.cols + c] > top) refuse_part(field.name, "code", r, c);
+    }
+    for (std::int64_t g = 0; g < groups; ++g) {
+      if (!half_is_finite(matrix.scales[r * groups + g])) refuse_part(field.name, "scale", r, g);
+      if (!half_is_finite(matrix.zeros[r * groups + g])) refuse_part(field.name, "zero", r, g);
+    }
+  }
+}
+
+constexpr std::uint16_t kHalfOne = 0x3c00;
+
+}  // namespace
+
+void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads) {
+  const KernelTable& kernel = kernels();
+  const Fields fields = fields_of(layout);
+  const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
+  std::atomic<bool> fine{true};
+  for_each_tile(layout, fields, threads, [&](std::int64_t block, std::size_t m, std::int64_t tile) {
+    if (!fine.load(std::memory_order_relaxed)) return;
+    const Field& field = fields.field[m];
+    unsigned char* record = records + block * layout.record_bytes;
+    const std::int64_t at = tile * field.groups;
+    const std::int64_t row = field.first_row(block, tile);
+    const std::int64_t col = field.first_col(block);
+    unsigned char* q = record + field.q + at * layout.group_bytes;
+    const bool done = layout.quantised()
+                          ? kernel.quantise_tile(*matrices[m], row, col, field.groups, layout.bits, q,
+                                                 record + field.sz + at * kScaleBytes)
+                          : copy_tile(*matrices[m], layout.fp16, row, col, field.groups, q);
+    if (!done) fine.store(false, std::memory_order_relaxed);
+  });
+  if (!fine.load()) report_bad_weight(layout, fields, source);
+  write_tails(layout, source.biases, records);
+}
+
+void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
+                    int threads) {
+  if (!layout.quantised()) throw std::invalid_argument("a 16-bit layout takes no quantised matrices");
+  const Fields fields = fields_of(layout);
+  const QuantisedMatrix* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
+  for (std::size_t m = 0; m < kMatrices; ++m) check_quantised(fields.field[m], *matrices[m], layout.bits);
+  for_each_tile(layout, fields, threads, [&](std::int64_t block, std::size_t m, std::int64_t tile) {
+    const Field& field = fields.field[m];
+    const QuantisedMatrix& matrix = *matrices[m];
+    const std::int64_t matrix_groups = (field.cols + kGroupColumns - 1) / kGroupColumns;
+    unsigned char* record = records + block * layout.record_bytes;
+    for (std::int64_t g = 0; g < field.groups; ++g) {
+      const std::int64_t at = tile * field.groups + g;
+      unsigned char* q = record + field.q + at * layout.group_bytes;
+      unsigned char* sz = record + field.sz + at * kScaleBytes;
+      std::memset(q, 0, static_cast<std::size_t>(layout.group_bytes));
+      const std::int64_t col = field.first_col(block) + g * kGroupColumns;
+      const int cols = static_cast<int>(std::clamp<std::int64_t>(field.cols - col, 0, kGroupColumns));
+      for (std::int64_t lane = 0; lane < kTileRows; ++lane) {
+        const std::int64_t row = field.first_row(block, tile) + lane;
+        const bool real = row < field.rows && cols > 0;
+        const std::int64_t group = row * matrix_groups + col / kGroupColumns;
+        store_half(sz + lane * 2, real ? matrix.scales[group] : kHalfOne);
+        store_half(sz + 32 + lane * 2, real ? matrix.zeros[group] : std::uint16_t{0});
+        if (!real) continue;
+        for (int c = 0; c < cols; ++c)
+          put_code(q, layout.bits, lane, c, matrix.codes[row * field.cols + col + c]);
+      }
+    }
+  });
+  write_tails(layout, source.biases, records);
+}
+
+void unpack_expert(const BlockLayout& layout, const unsigned char* records, const ExpertTarget& target) {
+  const Fields fields = fields_of(layout);
+  float* matrices[kMatrices] = {target.gate, target.up, target.down};
+  for_each_tile(layout, fields, 0, [&](std::int64_t block, std::size_t m, std::int64_t tile) {
+    const Field& field = fields.field[m];
+    const unsigned char* record = records + block * layout.record_bytes;
+    const std::int64_t row = field.first_row(block, tile);
+    const std::int64_t rows = std::clamp<std::int64_t>(field.rows - row, 0, kTileRows);
+    for (std::int64_t g = 0; g < field.groups; ++g) {
+      const std::int64_t at = tile * field.groups + g;
+      const unsigned char* q = record + field.q + at * layout.group_bytes;
+      const std::int64_t col = field.first_col(block) + g * kGroupColumns;
+      const int cols = static_cast<int>(std::clamp<std::int64_t>(field.cols - col, 0, kGroupColumns));
+      for (std::int64_t lane = 0; lane < rows; ++lane) {
+        float* to = matrices[m] + (row + lane) * field.cols + col;
+        if (!layout.quantised()) {
+          for (int c = 0; c < cols; ++c) {
+            const std::uint16_t pattern = load_half(q + (c / 2) * kStepBytes + lane * 4 + (c % 2) * 2);
+            to[c] = layout.fp16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
+          }
+          continue;
+        }
+        const unsigned char* sz = record + field.sz + at * kScaleBytes;
+        const float scale = half::from_fp16(load_half(sz + lane * 2));
+        const float zero = half::from_fp16(load_half(sz + 32 + lane * 2));
+        for (int c = 0; c < cols; ++c) {
+          to[c] = (static_cast<float>(get_code(q, layout.bits, lane, c)) - zero) * scale;
+        }
+      }
+    }
+  });
+  if (!layout.has_bias) return;
+  for (std::int64_t block = 0; block < layout.blocks; ++block) {
+    const unsigned char* record = records + block * layout.record_bytes;
+    const std::int64_t neuron = block * kBlockNeurons;
+    const std::int64_t neurons = std::min<std::int64_t>(kBlockNeurons, layout.intermediate_size - neuron);
+    const auto copy = [&](float* to, std::int64_t from, std::int64_t count) {
+      std::memcpy(to, record + from, static_cast<std::size_t>(count) * sizeof(float));
+    };
+    copy(target.gate_bias + neuron, layout.gate_bias, neurons);
+    copy(target.up_bias + neuron, layout.up_bias, neurons);
+    const std::int64_t row = std::min(block * layout.down_bias_rows, layout.hidden_size);
+    copy(target.down_bias + row, layout.down_bias, std::min(layout.down_bias_rows, layout.hidden_size - row));
+  }
+}
+
+}  // namespace moechat

@@ -1,0 +1,75 @@
+// 16 lanes of fp32 or uint32 in one AVX-512 register; meanings of the names as in simd_portable.h.
+// Included inside the anonymous namespace of isa_avx512.cc.
+
+constexpr bool kPairStreams = true;
+
+struct Vec {
+  __m512 a;
+};
+struct VecI {
+  __m512i a;
+};
+struct Mask {
+  __mmask16 a;
+};
+
+MOECHAT_INLINE Vec load(const void* from) { return Vec{_mm512_loadu_ps(from)}; }
+MOECHAT_INLINE void store(void* to, Vec x) { _mm512_storeu_ps(to, x.a); }
+MOECHAT_INLINE Vec set1(float value) { return Vec{_mm512_set1_ps(value)}; }
+MOECHAT_INLINE Vec zero() { return Vec{_mm512_setzero_ps()}; }
+MOECHAT_INLINE Vec add(Vec x, Vec y) { return Vec{_mm512_add_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec sub(Vec x, Vec y) { return Vec{_mm512_sub_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec mul(Vec x, Vec y) { return Vec{_mm512_mul_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec div(Vec x, Vec y) { return Vec{_mm512_div_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec fma(Vec x, Vec y, Vec z) { return Vec{_mm512_fmadd_ps(x.a, y.a, z.a)}; }
+MOECHAT_INLINE Vec fnma(Vec x, Vec y, Vec z) { return Vec{_mm512_fnmadd_ps(x.a, y.a, z.a)}; }
+MOECHAT_INLINE Vec min(Vec x, Vec y) { return Vec{_mm512_min_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec max(Vec x, Vec y) { return Vec{_mm512_max_ps(x.a, y.a)}; }
+MOECHAT_INLINE Vec round_small(Vec x) {
+  return Vec{_mm512_roundscale_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+MOECHAT_INLINE Vec sqrt(Vec x) { return Vec{_mm512_sqrt_ps(x.a)}; }
+
+MOECHAT_INLINE VecI loadi(const void* from) { return VecI{_mm512_loadu_si512(from)}; }
+MOECHAT_INLINE void storei(void* to, VecI x) { _mm512_storeu_si512(to, x.a); }
+MOECHAT_INLINE VecI seti(std::uint32_t value) { return VecI{_mm512_set1_epi32(static_cast<int>(value))}; }
+MOECHAT_INLINE VecI andi(VecI x, VecI y) { return VecI{_mm512_and_si512(x.a, y.a)}; }
+MOECHAT_INLINE VecI ori(VecI x, VecI y) { return VecI{_mm512_or_si512(x.a, y.a)}; }
+MOECHAT_INLINE VecI addi(VecI x, VecI y) { return VecI{_mm512_add_epi32(x.a, y.a)}; }
+MOECHAT_INLINE VecI subi(VecI x, VecI y) { return VecI{_mm512_sub_epi32(x.a, y.a)}; }
+MOECHAT_INLINE VecI shl(VecI x, int bits) {
+  return VecI{_mm512_slli_epi32(x.a, static_cast<unsigned>(bits))};
+}
+MOECHAT_INLINE VecI shr(VecI x, int bits) {
+  return VecI{_mm512_srli_epi32(x.a, static_cast<unsigned>(bits))};
+}
+MOECHAT_INLINE Vec as_float(VecI x) { return Vec{_mm512_castsi512_ps(x.a)}; }
+MOECHAT_INLINE VecI as_int(Vec x) { return VecI{_mm512_castps_si512(x.a)}; }
+MOECHAT_INLINE Vec to_float(VecI x) { return Vec{_mm512_cvtepi32_ps(x.a)}; }
+MOECHAT_INLINE VecI to_int(Vec x) { return VecI{_mm512_cvtps_epi32(x.a)}; }
+
+MOECHAT_INLINE Mask less(Vec x, Vec y) { return Mask{_mm512_cmp_ps_mask(x.a, y.a, _CMP_LT_OQ)}; }
+MOECHAT_INLINE Mask equal(Vec x, Vec y) { return Mask{_mm512_cmp_ps_mask(x.a, y.a, _CMP_EQ_OQ)}; }
+MOECHAT_INLINE Mask both(Mask x, Mask y) { return Mask{static_cast<__mmask16>(x.a & y.a)}; }
+MOECHAT_INLINE Mask either(Mask x, Mask y) { return Mask{static_cast<__mmask16>(x.a | y.a)}; }
+MOECHAT_INLINE Mask negate(Mask x) { return Mask{static_cast<__mmask16>(~x.a)}; }
+MOECHAT_INLINE Vec select(Mask m, Vec yes, Vec no) { return Vec{_mm512_mask_blend_ps(m.a, no.a, yes.a)}; }
+MOECHAT_INLINE bool any(Mask m) { return m.a != 0; }
+MOECHAT_INLINE bool all(Mask m) { return m.a == 0xffff; }
+
+MOECHAT_INLINE Vec load_fp16(const void* from) {
+  return Vec{_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)))};
+}
+MOECHAT_INLINE void store_fp16(void* to, Vec x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+}
+MOECHAT_INLINE void split_fp16(VecI words, Vec* low, Vec* high) {
+  low->a = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words.a));
+  high->a = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words.a, 16)));
+}
+
+MOECHAT_INLINE void transpose_tile(const float* rows, float* columns) {
+  const __m512i lanes = _mm512_mullo_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(64));
+  for (int c = 0; c < 64; ++c) _mm512_storeu_ps(columns + c * 16, _mm512_i32gather_ps(lanes, rows + c, 4));
+}

@@ -1,0 +1,197 @@
+// 16 lanes of fp32 or uint32 in plain C++: GCC and Clang vector types, lowered to whatever the baseline has.
+// Included inside the anonymous namespace of one isa_*.cc; the three simd_*.h files offer the same names.
+
+constexpr bool kPairStreams = false;  // registers for two weight streams at one token?
+
+typedef float F4 __attribute__((vector_size(16)));
+typedef std::int32_t I4 __attribute__((vector_size(16)));
+typedef std::uint32_t U4 __attribute__((vector_size(16)));
+
+struct Vec {
+  F4 v[4];
+};
+struct VecI {
+  U4 v[4];
+};
+struct Mask {
+  I4 v[4];
+};
+
+#define MOECHAT_LANES(expression)                                       \
+  do {                                                                  \
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) { expression; } \
+  } while (false)
+
+MOECHAT_INLINE Vec load(const void* from) {
+  Vec r;
+  __builtin_memcpy(&r, from, sizeof r);
+  return r;
+}
+MOECHAT_INLINE void store(void* to, const Vec& a) { __builtin_memcpy(to, &a, sizeof a); }
+MOECHAT_INLINE Vec set1(float value) {
+  const F4 f = {value, value, value, value};
+  return Vec{{f, f, f, f}};
+}
+MOECHAT_INLINE Vec zero() { return set1(0.0f); }
+MOECHAT_INLINE Vec add(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] + b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Vec sub(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] - b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Vec mul(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] * b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Vec div(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] / b.v[i]);
+  return a;
+}
+// a * b + c and c - a * b; rounded twice here, once where there is FMA.
+MOECHAT_INLINE Vec fma(Vec a, Vec b, Vec c) { return add(mul(a, b), c); }
+MOECHAT_INLINE Vec fnma(Vec a, Vec b, Vec c) { return sub(c, mul(a, b)); }
+// Where an operand is NaN, min and max return the second one.
+MOECHAT_INLINE Vec min(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Vec max(Vec a, Vec b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+  return a;
+}
+// Nearest even for |a| < 2^22: the sum with 1.5 * 2^23 has no fraction bits left.
+MOECHAT_INLINE Vec round_small(Vec a) {
+  const Vec magic = set1(12582912.0f);
+  return sub(add(a, magic), magic);
+}
+MOECHAT_INLINE Vec sqrt(Vec a) {
+  float f[16];
+  store(f, a);
+  for (int i = 0; i < 16; ++i) f[i] = ::sqrtf(f[i]);
+  return load(f);
+}
+
+MOECHAT_INLINE VecI loadi(const void* from) {
+  VecI r;
+  __builtin_memcpy(&r, from, sizeof r);
+  return r;
+}
+MOECHAT_INLINE void storei(void* to, const VecI& a) { __builtin_memcpy(to, &a, sizeof a); }
+MOECHAT_INLINE VecI seti(std::uint32_t value) {
+  const U4 u = {value, value, value, value};
+  return VecI{{u, u, u, u}};
+}
+MOECHAT_INLINE VecI andi(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] & b.v[i]);
+  return a;
+}
+MOECHAT_INLINE VecI ori(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] | b.v[i]);
+  return a;
+}
+MOECHAT_INLINE VecI addi(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] + b.v[i]);
+  return a;
+}
+MOECHAT_INLINE VecI subi(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] - b.v[i]);
+  return a;
+}
+MOECHAT_INLINE VecI shl(VecI a, int bits) {
+  MOECHAT_LANES(a.v[i] = a.v[i] << bits);
+  return a;
+}
+MOECHAT_INLINE VecI shr(VecI a, int bits) {
+  MOECHAT_LANES(a.v[i] = a.v[i] >> bits);
+  return a;
+}
+MOECHAT_INLINE Vec as_float(VecI a) {
+  Vec r;
+  MOECHAT_LANES(r.v[i] = (F4)a.v[i]);
+  return r;
+}
+MOECHAT_INLINE VecI as_int(Vec a) {
+  VecI r;
+  MOECHAT_LANES(r.v[i] = (U4)a.v[i]);
+  return r;
+}
+MOECHAT_INLINE Vec to_float(VecI a) {  // signed
+  Vec r;
+  MOECHAT_LANES(r.v[i] = __builtin_convertvector((I4)a.v[i], F4));
+  return r;
+}
+MOECHAT_INLINE VecI to_int(Vec a) {  // of integral values
+  VecI r;
+  MOECHAT_LANES(r.v[i] = (U4) __builtin_convertvector(a.v[i], I4));
+  return r;
+}
+
+MOECHAT_INLINE Mask less(Vec a, Vec b) {
+  Mask m;
+  MOECHAT_LANES(m.v[i] = a.v[i] < b.v[i]);
+  return m;
+}
+MOECHAT_INLINE Mask equal(Vec a, Vec b) {
+  Mask m;
+  MOECHAT_LANES(m.v[i] = a.v[i] == b.v[i]);
+  return m;
+}
+MOECHAT_INLINE Mask both(Mask a, Mask b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] & b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Mask either(Mask a, Mask b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] | b.v[i]);
+  return a;
+}
+MOECHAT_INLINE Mask negate(Mask a) {
+  MOECHAT_LANES(a.v[i] = ~a.v[i]);
+  return a;
+}
+MOECHAT_INLINE Vec select(Mask m, Vec yes, Vec no) {
+  MOECHAT_LANES(yes.v[i] = m.v[i] ? yes.v[i] : no.v[i]);
+  return yes;
+}
+MOECHAT_INLINE bool any(Mask m) {
+  const I4 r = (m.v[0] | m.v[1]) | (m.v[2] | m.v[3]);
+  return (r[0] | r[1] | r[2] | r[3]) != 0;
+}
+MOECHAT_INLINE bool all(Mask m) { return !any(negate(m)); }
+
+MOECHAT_INLINE Vec load_fp16(const void* from) {
+  std::uint16_t h[16];
+  float f[16];
+  __builtin_memcpy(h, from, sizeof h);
+  for (int i = 0; i < 16; ++i) f[i] = half::from_fp16(h[i]);
+  return load(f);
+}
+MOECHAT_INLINE void store_fp16(void* to, const Vec& a) {
+  std::uint16_t h[16];
+  float f[16];
+  store(f, a);
+  for (int i = 0; i < 16; ++i) h[i] = half::to_fp16(f[i]);
+  __builtin_memcpy(to, h, sizeof h);
+}
+// fp16 in the low and in the high half of every word.
+MOECHAT_INLINE void split_fp16(const VecI& words, Vec* low, Vec* high) {
+  std::uint32_t w[16];
+  float l[16];
+  float h[16];
+  storei(w, words);
+  for (int i = 0; i < 16; ++i) {
+    l[i] = half::from_fp16(static_cast<std::uint16_t>(w[i] & 0xffffu));
+    h[i] = half::from_fp16(static_cast<std::uint16_t>(w[i] >> 16));
+  }
+  *low = load(l);
+  *high = load(h);
+}
+// rows [16][64] -> columns [64][16]
+MOECHAT_INLINE void transpose_tile(const float* rows, float* columns) {
+  for (int r = 0; r < 16; ++r) {
+    for (int c = 0; c < 64; ++c) columns[c * 16 + r] = rows[r * 64 + c];
+  }
+}
+
+#undef MOECHAT_LANES

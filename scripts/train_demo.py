@@ -1,0 +1,491 @@
+"""Train the packaged demo model: a small Mixture-of-Experts language model, on a CPU, in about two hours.
+
+    python scripts/train_demo.py --data DIR --out DIR [--steps N] [--seed 0] [--resume] [--eval-only]
+
+The model is a standard Qwen3MoeForCausalLM (8 layers, 16 experts, 2 per token) with its own byte-level BPE
+tokenizer. DIR must hold these five files (see demo_data.FILES):
+
+    TinyStories excerpts            CDLA-Sharing-1.0  Eldan and Li, 2023
+    FairytaleQA stories             Apache-2.0        Xu et al., 2022
+    33 public-domain children's books
+    OpenAssistant English dialogues Apache-2.0        Koepf et al., 2023 (human-written part)
+    Taskmaster-4 coffee dialogues   CC-BY-4.0         Google Research, 2024
+
+Until the decay phase (the last quarter of --steps) nothing depends on --steps. A run that was stopped there
+and resumed with another --steps therefore equals a run that was started with that --steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from demo_card import write_card
+from demo_data import END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+TOKENS_PER_STEP = 10240
+WARMUP = 60
+DECAY_SHARE = 0.25
+MUON_LR, ADAM_LR = 0.015, 3e-3
+MUON_DECAY, ADAM_DECAY = 0.1, 0.01
+BALANCE_COEF, Z_COEF = 0.004, 1e-4
+SAVE_EVERY_S = 300
+CHECKPOINT = "checkpoint.pt"
+REPETITION_PENALTY = 1.0
+# Share of the rows of a batch per stream, in the constant phase and in the decay phase. The decay phase
+# leans to the wanted behaviour (short stories, chat); the earlier one takes more of the broader texts.
+MIX = {
+    "tinystories": (0.22, 0.25),
+    "story_chat": (0.18, 0.33),
+    "fairytales": (0.18, 0.12),
+    "books": (0.28, 0.12),
+    "coffee": (0.07, 0.08),
+    "oasst": (0.06, 0.06),
+    "small_talk": (0.01, 0.04),
+}
+STREAMS = list(MIX)
+LONG_TEXTS = ("fairytales", "books")
+
+
+def model_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE_COEF,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        rope_theta=10000.0,
+        initializer_range=0.04,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+        use_cache=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- fast kernels
+
+
+class ExpertMLP(torch.autograd.Function):
+    """All experts of a layer: rows sorted by expert, one GEMM per expert and matrix, own backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w1: Tensor, w2: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        k = index.shape[1]
+        order = torch.argsort(index.reshape(-1), stable=True)
+        bounds = [0, *torch.bincount(index.reshape(-1), minlength=w1.shape[0]).cumsum(0).tolist()]
+        rows = order // k
+        xs = x.index_select(0, rows)
+        scale = weight.reshape(-1).index_select(0, order).unsqueeze(1)
+        hidden = x.new_empty(len(order), w1.shape[1])
+        act = x.new_empty(len(order), w2.shape[2])
+        ys = x.new_empty(len(order), x.shape[1])
+        half = w2.shape[2]
+        for e in range(w1.shape[0]):
+            a, b = bounds[e], bounds[e + 1]
+            if a < b:
+                torch.mm(xs[a:b], w1[e].t(), out=hidden[a:b])
+                torch.mul(functional.silu(hidden[a:b, :half]), hidden[a:b, half:], out=act[a:b])
+                torch.mm(act[a:b], w2[e].t(), out=ys[a:b])
+        ctx.save_for_backward(xs, w1, w2, rows, order, scale, hidden, act, ys)
+        ctx.bounds, ctx.shape, ctx.k = bounds, x.shape, k
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return (ys * scale).index_select(0, back).view(x.shape[0], k, -1).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        xs, w1, w2, rows, order, scale, hidden, act, ys = ctx.saved_tensors
+        half = w2.shape[2]
+        g = grad.index_select(0, rows)
+        d_scale = (g * ys).sum(1)
+        g *= scale
+        d_w1, d_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
+        d_xs = torch.empty_like(xs)
+        for e in range(w1.shape[0]):
+            a, b = ctx.bounds[e], ctx.bounds[e + 1]
+            if a < b:
+                torch.mm(g[a:b].t(), act[a:b], out=d_w2[e])
+                d_act = g[a:b] @ w2[e]
+                gate, up = hidden[a:b, :half], hidden[a:b, half:]
+                sig = torch.sigmoid(gate)
+                silu = gate * sig
+                d_hidden = torch.empty_like(hidden[a:b])
+                torch.mul(d_act, silu, out=d_hidden[:, half:])
+                # d silu(z) = sig + silu * (1 - sig)
+                torch.mul(d_act.mul_(up), sig.add_(silu * (1 - sig)), out=d_hidden[:, :half])
+                torch.mm(d_hidden.t(), xs[a:b], out=d_w1[e])
+                torch.mm(d_hidden, w1[e], out=d_xs[a:b])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        d_x = d_xs.index_select(0, back).view(ctx.shape[0], ctx.k, -1).sum(1)
+        return d_x, d_w1, d_w2, None, d_scale.index_select(0, back).view(ctx.shape[0], ctx.k)
+
+
+def sorted_experts(module: nn.Module, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    return ExpertMLP.apply(x, module.gate_up_proj, module.down_proj, index, weight)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of tied logits; forms the logits in chunks that fit the cache, gradients at once."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        d_h, d_w, total = torch.empty_like(h), torch.zeros_like(w), 0.0
+        for a in range(0, len(h), 512):
+            logits = h[a : a + 512] @ w.t()
+            t = target[a : a + 512].unsqueeze(1)
+            picked = logits.gather(1, t)
+            logits -= logits.amax(1, keepdim=True)
+            shifted = logits.gather(1, t)
+            p = logits.exp_()
+            z = p.sum(1, keepdim=True)
+            total += float((z.log() - shifted).sum())
+            p /= z
+            p.scatter_add_(1, t, torch.full_like(picked, -1.0))
+            torch.mm(p, w, out=d_h[a : a + 512])
+            d_w.addmm_(p.t(), h[a : a + 512])
+        ctx.save_for_backward(d_h.div_(len(h)), d_w.div_(len(h)))
+        return h.new_tensor(total / len(h))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_h, d_w = ctx.saved_tensors
+        return d_h * grad, d_w * grad, None
+
+
+def balance_loss(router_logits: tuple[Tensor, ...], k: int) -> tuple[Tensor, Tensor]:
+    """Switch-style balance loss and z-loss summed over layers, so that every layer is balanced by itself.
+
+    Balancing is over a whole mixed batch: one kind of text may still prefer some experts.
+    """
+    total, shares = router_logits[0].new_zeros(()), []
+    for logits in router_logits:
+        logits = logits.view(-1, logits.shape[-1])
+        n = logits.shape[-1]
+        with torch.no_grad():
+            picks = logits.topk(k, dim=-1).indices.reshape(-1)
+            share = torch.bincount(picks, minlength=n) / len(picks)
+            shares.append(share)
+        total = total + BALANCE_COEF * n * (share * logits.softmax(-1).mean(0)).sum()
+        total = total + Z_COEF * logits.logsumexp(-1).square().mean()
+    return total, torch.stack(shares)
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc not to return big blocks to the system: page faults cost a good part of a CPU step."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: every block comes from the heap
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap keeps what is freed
+    except (OSError, AttributeError):
+        pass
+
+
+# -------------------------------------------------------------------------------------------------- optimizer
+
+
+class Muon:
+    """Momentum, then the nearest orthogonal matrix (Newton-Schulz) as the update, per matrix of a stack."""
+
+    # Quintic coefficients that shrink the error fastest over four steps (after "Polar Express", 2025).
+    STEPS = (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    )
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.momentum = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for p, m in zip(self.params, self.momentum, strict=True):
+            m.lerp_(p.grad, 0.05)
+            update = torch.lerp(p.grad, m, 0.95)  # Nesterov
+            if p.dim() == 3 and p.shape[1] > p.shape[2]:  # fused gate and up projection: two matrices
+                update = update.view(2 * p.shape[0], p.shape[1] // 2, p.shape[2])
+            scale = math.sqrt(max(1.0, update.shape[-2] / update.shape[-1]))
+            p.mul_(1 - lr * MUON_DECAY).add_(self.orthogonal(update).view_as(p), alpha=-lr * scale)
+
+    @classmethod
+    def orthogonal(cls, g: Tensor) -> Tensor:
+        x = g.mT if g.shape[-2] > g.shape[-1] else g
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
+        for a, b, c in cls.STEPS:
+            gram = x @ x.mT
+            poly = b * gram + c * (gram @ gram)
+            x = a * x + poly @ x
+        return x.mT if g.shape[-2] > g.shape[-1] else x
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+class Streams:
+    """Endless, deterministic rows of tokens per stream; the position is a count of rows drawn."""
+
+    def __init__(self, corpus: Corpus, tok: PreTrainedTokenizerFast, seed: int) -> None:
+        self.corpus, self.tok, self.seed = corpus, tok, seed
+        self.counts: dict[str, int] = {}
+        self.cache: dict[str, tuple[int, list[np.ndarray]]] = {}
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        eot = self.tok.convert_tokens_to_ids(EOT)
+        return [[*ids, eot] for ids in self.tok(texts, verbose=False)["input_ids"]]
+
+    def _rows(self, name: str, epoch: int, length: int) -> list[np.ndarray]:
+        rng = np.random.default_rng([self.seed, STREAMS.index(name), epoch, length])
+        docs = self.corpus.train
+        if name in ("tinystories", *LONG_TEXTS):
+            texts = [d.text for d in docs[name]]
+        else:
+            texts = chat_texts(name, docs, rng)
+        ids = self._encode(texts)
+        ids = [ids[i] for i in rng.permutation(len(ids))]
+        if name in LONG_TEXTS:
+            flat = np.concatenate([np.asarray(i, dtype=np.int64) for i in ids])
+            flat = flat[int(rng.integers(length)) :]
+            return [flat[a : a + length + 1] for a in range(0, len(flat) - length, length)]
+        # Short documents: every row starts with the start of a document, as every prompt does.
+        rows, row = [], []
+        for doc in ids:
+            row += doc
+            if len(row) > length:
+                rows.append(np.asarray(row[: length + 1], dtype=np.int64))
+                row = []
+        return rows
+
+    def draw(self, name: str, length: int) -> np.ndarray:
+        """The next row; passes over a stream are numbered, each is shuffled and phrased anew."""
+        key = f"{name}/{length}"
+        epoch, at = divmod(self.counts.get(key, 0), 1_000_000)
+        if key not in self.cache or self.cache[key][0] != epoch:
+            self.cache[key] = (epoch, self._rows(name, epoch, length))
+        rows = self.cache[key][1]
+        row = rows[at]
+        self.counts[key] = epoch * 1_000_000 + at + 1 if at + 1 < len(rows) else (epoch + 1) * 1_000_000
+        return row
+
+    def batch(self, step: int, length: int, decay: bool) -> Tensor:
+        share = np.array([MIX[s][decay] for s in STREAMS])
+        rows = TOKENS_PER_STEP // length
+        # Systematic sampling: the counts of a batch differ from the wanted shares by less than one row.
+        start = np.random.default_rng([self.seed, 999, step]).random()
+        picks = np.searchsorted(np.cumsum(share / share.sum()), (np.arange(rows) + start) / rows)
+        return torch.from_numpy(np.stack([self.draw(STREAMS[i], length) for i in picks]))
+
+    def passes(self) -> dict[str, float]:
+        """How often each stream has been gone through, both row lengths added up."""
+        done = dict.fromkeys(STREAMS, 0.0)
+        for key, count in self.counts.items():
+            name, length = key.split("/")
+            epoch, at = divmod(count, 1_000_000)
+            done[name] += epoch + at / len(self._rows(name, epoch, int(length)))
+        return done
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def decay_start(steps: int) -> int:
+    return steps - round(DECAY_SHARE * steps)
+
+
+def lr_factor(step: int, steps: int) -> float:
+    start = decay_start(steps)
+    return min(1.0, (step + 1) / WARMUP) * (1.0 if step < start else (steps - step) / (steps - start))
+
+
+def new_model() -> Qwen3MoeForCausalLM:
+    ALL_EXPERTS_FUNCTIONS.register("sorted", sorted_experts)
+    model = Qwen3MoeForCausalLM._from_config(
+        model_config(), attn_implementation="sdpa", experts_implementation="sorted"
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj")):
+                p.mul_(0.25)  # 1/sqrt(2 x layers): keeps the residual stream from growing at the start
+    return model
+
+
+def load_state(
+    out: Path, model: Qwen3MoeForCausalLM, streams: Streams, restore: Callable[[dict], None] | None = None
+) -> dict:
+    saved = torch.load(out / CHECKPOINT, weights_only=True)
+    model.load_state_dict(saved["model"])
+    streams.counts = saved["counts"]
+    if restore:
+        restore(saved)
+    return saved["log"]
+
+
+def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams) -> dict:
+    muon_params = [
+        p for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n and "mlp.gate." not in n
+    ]
+    chosen = {id(p) for p in muon_params}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    muon = Muon(muon_params)
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.dim() >= 2], "weight_decay": ADAM_DECAY},
+            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=ADAM_LR,
+        betas=(0.9, 0.95),
+        eps=1e-10,
+    )
+    path, decay_from = args.out / CHECKPOINT, decay_start(args.steps)
+    log = {"step": 0, "tokens": 0, "seconds": 0.0}
+    if args.resume and path.exists():
+
+        def restore(saved: dict) -> None:
+            adam.load_state_dict(saved["adam"])
+            muon.momentum = saved["muon"]
+
+        log = load_state(args.out, model, streams, restore)
+        if log["decay_from"] != decay_from and log["step"] > min(decay_from, log["decay_from"]):
+            raise SystemExit(
+                "error: the checkpoint is already in the decay phase of this or of its own --steps"
+            )
+        print(f"resumed at step {log['step']}", flush=True)
+    log["decay_from"] = decay_from
+
+    def save() -> None:
+        state = {"log": log, "model": model.state_dict(), "adam": adam.state_dict(), "muon": muon.momentum}
+        torch.save({**state, "counts": streams.counts}, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    stop: list[int] = []
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda number, frame: stop.append(number))
+    embed, last_save = model.get_input_embeddings().weight, time.monotonic()
+    model.train()
+    while log["step"] < args.steps and not stop:
+        begin, step = time.monotonic(), log["step"]
+        decay = step >= decay_from
+        # The decay phase uses the full context, so that positions up to 1,024 are trained as well.
+        rows = streams.batch(step, 1024 if decay else 512, decay)
+        out = model.model(input_ids=rows[:, :-1], output_router_logits=True)
+        loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, rows[:, 1:].reshape(-1))
+        aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
+        (loss + aux).backward()
+        norm = nn.utils.clip_grad_norm_(rest, 1.0)
+        factor = lr_factor(step, args.steps)
+        muon.step(MUON_LR * factor)
+        for group in adam.param_groups:
+            group["lr"] = ADAM_LR * factor
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        seconds = time.monotonic() - begin
+        log["step"] += 1
+        log["tokens"] += TOKENS_PER_STEP
+        log["seconds"] += seconds
+        if step % 10 == 9 or step < 10:
+            print(
+                f"{time.strftime('%H:%M:%S')} step {step + 1} loss {loss.item():.4f} norm {norm:.2f} "
+                f"lr {factor:.3f} share {shares.min():.2%}-{shares.max():.2%} "
+                f"{TOKENS_PER_STEP / seconds:.0f} tok/s mean {log['tokens'] / log['seconds']:.0f}",
+                flush=True,
+            )
+        if time.monotonic() - last_save > SAVE_EVERY_S:
+            save()
+            last_save = time.monotonic()
+    save()
+    if stop:
+        print(f"stopped at step {log['step']}", flush=True)
+        sys.exit(0)
+    return log
+
+
+# -------------------------------------------------------------------------------------------- saving and card
+
+
+def save_model(out: Path, model: Qwen3MoeForCausalLM, tok: PreTrainedTokenizerFast) -> None:
+    model.config.use_cache = True
+    model.generation_config = GenerationConfig(
+        bos_token_id=tok.convert_tokens_to_ids(EOT),
+        eos_token_id=tok.convert_tokens_to_ids([END, EOT]),
+        pad_token_id=tok.convert_tokens_to_ids(EOT),
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.9,
+        repetition_penalty=REPETITION_PENALTY,
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the moechat demo model on a CPU.")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the five corpus files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, model and card")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
+    parser.add_argument(
+        "--eval-only", action="store_true", help="save and measure OUT/checkpoint.pt as it is"
+    )
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(args.data)
+    go_on = (args.resume or args.eval_only) and (args.out / "tokenizer.json").exists()
+    tok = AutoTokenizer.from_pretrained(args.out) if go_on else train_tokenizer(corpus)
+    tok.save_pretrained(args.out)
+    model, streams = new_model(), Streams(corpus, tok, args.seed)
+    log = load_state(args.out, model, streams) if args.eval_only else train(args, model, streams)
+    save_model(args.out, model, tok)
+    run = {
+        "steps": log["step"],
+        "seed": args.seed,
+        "tokens": log["tokens"],
+        "tokens_per_step": TOKENS_PER_STEP,
+        "hours": log["seconds"] / 3600,
+        "tokens_per_second": log["tokens"] / log["seconds"],
+        "threads": args.threads,
+        "warmup": WARMUP,
+        "decay_steps": max(0, log["step"] - log["decay_from"]),
+        "balance_coef": BALANCE_COEF,
+        "passes": streams.passes(),
+    }
+    write_card(args.out, corpus, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The real program for the tests of the command line."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pexpect
+import pytest
+
+PROGRAM = [sys.executable, "-m", "moechat"]
+# Enough for a cold start under load; no test waits for it to pass.
+PATIENCE_S = 120
+
+
+@dataclass
+class Cli:
+    """Runs the program with a library of its own, away from the source tree.
+
+    Attributes:
+        directory: Working directory.
+        home: ``MOECHAT_HOME``.
+    """
+
+    directory: Path
+    home: Path
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONIOENCODING", "PYTHONPATH")
+        }
+        return {
+            **kept,
+            "MOECHAT_HOME": str(self.home),
+            "TERM": "xterm",
+            "LC_ALL": "C.UTF-8",
+            "HF_HUB_OFFLINE": "1",
+            **self.extra,
+        }
+
+    def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+            [*PROGRAM, *arguments],
+            cwd=self.directory,
+            env=self.environment,
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
+
+    def run(self, *arguments: str, stdin: bytes | None = None) -> Result:
+        source = {} if stdin is None else {"stdin": subprocess.PIPE}
+        process = self.start(*arguments, **source)
+        out, err = process.communicate(stdin, timeout=PATIENCE_S)
+        return Result(process.returncode, out, err.decode())
+
+    def call(self, *arguments: str, stdin: bytes = b"") -> Result:
+        """The same as :meth:`run` inside this process: no seconds for importing torch each time."""
+        from moechat.cli.main import main
+
+        streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (stdin, b"", b"")]
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+                patch.setattr(sys, name, stream)
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            patch.chdir(self.directory)
+            try:
+                status = main(arguments)
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+            _, out, err = (stream.buffer.getvalue() for stream in streams if not stream.flush())  # type: ignore[attr-defined]
+        return Result(status, out, err.decode())
+
+    def shell(self, script: str) -> Result:
+        """Run a bash script in which ``$M`` is the program; its exit status is that of the first failing
+        part."""
+        done = subprocess.run(
+            [
+                "bash",
+                "-c",
+                "set -o pipefail; " + script.replace("$M", shlex.join(PROGRAM)),
+            ],
+            cwd=self.directory,
+            env=self.environment,
+            capture_output=True,
+            timeout=PATIENCE_S,
+        )
+        return Result(done.returncode, done.stdout, done.stderr.decode())
+
+    def terminal(self, *arguments: str) -> pexpect.spawn[str]:
+        """Start the program on a pseudo-terminal."""
+        return pexpect.spawn(
+            PROGRAM[0],
+            [*PROGRAM[1:], *arguments],
+            cwd=str(self.directory),
+            env=self.environment,  # type: ignore[arg-type]
+            encoding="utf-8",
+            timeout=PATIENCE_S,
+            dimensions=(40, 200),
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the program left behind."""
+
+    status: int
+    out: bytes
+    err: str

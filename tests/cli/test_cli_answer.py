@@ -1,0 +1,198 @@
+"""One answer from a real model: pipes, signals, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import PATIENCE_S, Cli
+
+from moechat.cli.terminal import neutralise
+
+GREEDY = ["--temperature", "0"]
+
+
+def answer_json(cli: Cli, *arguments: str, stdin: bytes = b"") -> dict[str, Any]:
+    result = cli.call("run", *arguments, "--json", "-q", stdin=stdin)
+    assert (result.status, result.err) == (0, "")
+    assert result.out.count(b"\n") == 1
+    parsed: dict[str, Any] = json.loads(result.out)
+    return parsed
+
+
+def test_stdout_is_the_answer_and_nothing_else(cli: Cli, model: str) -> None:
+    options = [model, "hello", "--max-tokens", "60", *GREEDY]
+    told = answer_json(cli, *options)
+    assert told["model"] == "tiny-chat"
+    assert told["finish_reason"] == "length"
+    assert len(told["tokens"]) == 60
+    assert told["statistics"]["output_tokens"] == 60
+    assert told["statistics"]["ttft_s"] > 0
+    plain = cli.call("run", *options, "--stats", "-v")
+    assert plain.status == 0
+    assert plain.out.decode() == told["text"] + "\n"
+    for said in ("(cut off after 60 tokens)", "time to first token", "expert layers", "answer tokens"):
+        assert said in plain.err
+    assert "\x1b" not in plain.err
+
+
+def test_stdin_and_argument_make_one_prompt(cli: Cli, model: str) -> None:
+    options = ["--max-tokens", "24", *GREEDY, "--completion"]
+    whole = answer_json(cli, model, "some text\n\nand a question", *options)
+    parts = answer_json(cli, model, "and a question", *options, stdin=b"some text\n")
+    dash = answer_json(cli, model, "-", *options, stdin=b"some text\n\nand a question\n")
+    assert whole["text"] == parts["text"] == dash["text"]
+    # A byte a token: without the template nothing is added to the text.
+    assert whole["statistics"]["prompt_tokens"] == len("some text\n\nand a question")
+
+
+def test_the_template_and_the_system_prompt_are_part_of_a_chat(cli: Cli, model: str) -> None:
+    plain = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY)
+    told = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY, "--system-prompt", "Be brief.")
+    assert plain["statistics"]["prompt_tokens"] > len("hello")
+    assert told["statistics"]["prompt_tokens"] >= plain["statistics"]["prompt_tokens"] + len("Be brief.")
+
+
+def test_a_seed_repeats_an_answer(cli: Cli, model: str) -> None:
+    options = [
+        model,
+        "hello",
+        "--max-tokens",
+        "40",
+        "--temperature",
+        "1.5",
+        "--top-k",
+        "100",
+        "--top-p",
+        "0.99",
+    ]
+    first = answer_json(cli, *options, "--seed", "7")
+    assert first["statistics"]["seed"] == 7
+    assert answer_json(cli, *options, "--seed", "7")["tokens"] == first["tokens"]
+    assert answer_json(cli, *options, "--seed", "8")["tokens"] != first["tokens"]
+
+
+def test_a_reader_that_leaves_early_ends_it_quietly(cli: Cli, model: str) -> None:
+    result = cli.shell(f"$M run '{model}' hello -q --temperature 0 </dev/null | head -c 20")
+    assert (result.status, len(result.out), result.err) == (0, 20, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["run '{model}' hello -q --temperature 0", "run '{model}' hello --json", "--help"]
+)
+def test_a_closed_stdout_ends_quietly(cli: Cli, model: str, arguments: str) -> None:
+    result = cli.shell(f"$M {arguments.format(model=model)} </dev/null >&-")
+    assert (result.status, result.err) == (0, "")
+
+
+def test_closed_stdin_and_stderr_do_no_harm(cli: Cli, model: str) -> None:
+    result = cli.shell(f"$M run '{model}' hello -v --stats --max-tokens 3 --temperature 0 <&- 2>&-")
+    assert result.status == 0
+    assert result.out.endswith(b"\n")
+
+
+def test_a_full_disk_is_said(cli: Cli, model: str) -> None:
+    result = cli.shell(f"$M run '{model}' hello -q --max-tokens 9 --temperature 0 </dev/null >/dev/full")
+    assert result.status == 1
+    assert result.err.startswith("error: the output cannot be written: No space left on device\n")
+
+
+def test_empty_stdin_without_a_prompt_is_a_usage_error(cli: Cli, model: str) -> None:
+    result = cli.call("run", model)
+    assert (result.status, result.out) == (2, b"")
+    assert result.err == "error: the prompt is empty\nhint: give a prompt as an argument or on stdin\n"
+
+
+def test_stdin_that_is_not_utf8_is_a_usage_error(cli: Cli, model: str) -> None:
+    result = cli.call("run", model, stdin=b"ab\xff")
+    assert (result.status, result.out) == (2, b"")
+    assert "stdin is not UTF-8: byte 0xff at offset 2" in result.err
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(cli: Cli, model: str) -> None:
+    result = cli.call("run", model, "--completion", "--ctx", "100", stdin=b"x" * 150)
+    assert (result.status, result.out) == (2, b"")
+    assert "150 tokens" in result.err
+    assert "100" in result.err
+
+
+def test_a_context_beyond_the_model_does_not_fit(cli: Cli, model: str) -> None:
+    result = cli.call("run", model, "hello", "--ctx", "8193")
+    assert (result.status, result.out) == (4, b"")
+    assert "8193" in result.err
+    assert "8192" in result.err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_an_answer_and_keeps_its_text(
+    cli: Cli, model: str, number: signal.Signals, status: int
+) -> None:
+    process = cli.start("run", model, "hello", "-q", *GREEDY)
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 16)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (status, b"")
+    text = (first + out).decode()
+    if number == signal.SIGINT:
+        assert text.endswith("\n")
+    count = str(len(text.rstrip("\n")))
+    whole = answer_json(cli, model, "hello", *GREEDY, "--max-tokens", str(4 * int(count) + 16))["text"]
+    assert whole.startswith(text.rstrip("\n"))
+
+
+def test_a_damaged_store_is_refused_by_name(cli: Cli, model: str, tmp_path: Path) -> None:
+    store = next((cli.home / "data" / "models").iterdir())
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    experts = next(copy.glob("experts-*.safetensors"))
+    data = bytearray(experts.read_bytes())
+    data[-5000] ^= 1
+    experts.write_bytes(data)
+    result = cli.call("run", str(copy), "hello")
+    assert (result.status, result.out) == (6, b"")
+    assert experts.name in result.err
+    with experts.open("r+b") as file:
+        file.truncate(len(data) - 1)
+    result = cli.call("run", str(copy), "hello")
+    assert result.status == 6
+    assert experts.name in result.err
+
+
+def test_a_model_without_a_chat_template_continues_texts_only(cli: Cli, model: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    result = cli.call("run", str(bare), "hello", "--bits", "16")
+    assert (result.status, result.out) == (2, b"")
+    assert "has no chat template" in result.err
+    assert "--completion" in result.err
+    told = answer_json(cli, str(bare), "hello", "--bits", "16", "--completion", "--max-tokens", "2", *GREEDY)
+    assert len(told["tokens"]) == 2
+
+
+def test_on_a_terminal_the_models_control_characters_are_neutralised(cli: Cli, model: str) -> None:
+    options = [model, "hello", "--max-tokens", "200", *GREEDY]
+    text = answer_json(cli, *options)["text"]
+    assert any(ord(character) < 32 and character not in "\n\t" for character in text)
+    session = cli.terminal("run", *options, "-q")
+    shown = session.read()
+    session.close()
+    assert session.exitstatus == 0
+    assert shown.replace("\r\n", "\n").removesuffix("\n") == neutralise(text).removesuffix("\n")
+
+
+def test_json_on_a_terminal_is_plain_ascii(cli: Cli, model: str) -> None:
+    session = cli.terminal("run", model, "hello", "--max-tokens", "100", "--json", "-q", *GREEDY)
+    shown = session.read().strip()
+    session.close()
+    assert shown.isascii()
+    assert shown.isprintable()
+    assert len(json.loads(shown)["tokens"]) == 100

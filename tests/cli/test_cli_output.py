@@ -1,0 +1,208 @@
+"""What is written: the answer, its control characters, progress, statistics."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moechat.cli import progress as progress_module
+from moechat.cli import terminal
+from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
+from moechat.cli.stats import print_stats
+from moechat.cli.terminal import Answer, neutralise
+from moechat.engine import Progress, Stats
+from moechat.errors import MoechatError
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF)))
+def test_no_control_character_but_newline_and_tab_survives(text: str) -> None:
+    shown = neutralise(text)
+    assert len(shown) == len(text)
+    for before, after in zip(text, shown, strict=True):
+        control = unicodedata.category(before) == "Cc" and before not in "\n\t"
+        assert (after != before) == control
+        assert unicodedata.category(after) != "Cc" or after in "\n\t"
+
+
+def test_an_escape_sequence_becomes_readable() -> None:
+    assert neutralise("\x1b[31mred\x1b[0m\r\x9b2J\x7f\t\n") == "␛[31mred␛[0m␍\ufffd2J␡\t\n"
+
+
+def test_an_answer_is_neutralised_on_a_terminal_and_left_alone_in_a_pipe() -> None:
+    for stream, shown in ((Screen(), "a␛b\n"), (io.StringIO(), "a\x1bb\n")):
+        answer = Answer(stream)
+        answer.write("a\x1b")
+        answer.write("")
+        answer.write("b")
+        answer.end()
+        assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [([], ""), (["", ""], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n\n", ""], "a\n\n")],
+)
+def test_an_answer_ends_with_its_own_newline_or_with_one_of_ours(pieces: list[str], shown: str) -> None:
+    stream = io.StringIO()
+    answer = Answer(stream)
+    for piece in pieces:
+        answer.write(piece)
+    answer.end()
+    answer.end()
+    assert stream.getvalue() == shown
+
+
+def test_a_full_disk_is_an_error_with_its_reason() -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it would fail as well
+    with pytest.raises(MoechatError, match="No space left on device"):
+        Answer(full).write("text")
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**37, "128 GiB"),
+        (2**42, "4.0 TiB"),
+    ],
+)
+def test_bytes_for_people(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.85, "850 ms"),
+        (4.24, "4.2 s"),
+        (60, "1:00 min"),
+        (185, "3:05 min"),
+        (3723, "1:02:03 h"),
+    ],
+)
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+class Clock:
+    """Stands in for the clock of the progress display."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def fresh_console() -> None:
+    terminal.console.cache_clear()
+
+
+GIB = 2**30
+
+
+def convert(show: LoadProgress, clock: Clock, seconds: int) -> None:
+    for second in range(seconds + 1):
+        show(Progress("convert", second * GIB, seconds * GIB, f"layer {second}"))
+        clock.now += 1
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LoadProgress() as show:
+        convert(show, clock, 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "converting, 3.0 GiB of 40.0 GiB, 37.0 s left, layer 3"
+    assert [line.rpartition(" ")[2] for line in lines[:-1]] == ["3", "13", "23", "33"]
+    assert lines[-1] == "converted in 41.0 s, and kept for the next time"
+
+
+def test_what_is_quick_is_not_mentioned(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadProgress() as show:
+        for stage in ("verify", "load"):
+            show(Progress(stage, 0, 10**6, ""))
+            clock.now += 1
+            show(Progress(stage, 10**6, 10**6, ""))
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet_means_quiet(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadProgress(quiet=True) as show:
+        convert(show, clock, 40)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_conversion_that_failed_is_not_called_done(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = LoadProgress()
+    show.__enter__()
+    show(Progress("convert", 0, GIB, ""))
+    show.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with LoadProgress() as show:
+        show(Progress("convert", GIB, 4 * GIB, "layer 1"))
+        show(Progress("convert", 4 * GIB, 4 * GIB, "layer 4"))
+        time.sleep(0.3)  # the bar is drawn ten times a second
+        show(Progress("load", 0, None, "dense weights"))
+    shown = screen.getvalue()
+    assert "\x1b[2K" in shown
+    assert "4.0 GiB of 4.0 GiB" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert "converted in" in shown
+
+
+def test_a_dumb_terminal_gets_no_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "dumb")
+    with LoadProgress() as show:
+        convert(show, clock, 10)
+    assert "converting, 3.0 GiB of 10.0 GiB" in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()
+    assert "\r" not in screen.getvalue()
+
+
+def test_the_table_shows_every_statistic(capsys: pytest.CaptureFixture[str]) -> None:
+    statistics = Stats(
+        load_s=1.5, output_tokens=1234567, tpot_s=0.02, expert_bytes=3 * GIB, seed=1234567
+    ).to_json() | {"something_new": 7}
+    print_stats(statistics)
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == len(statistics) + 1
+    for text in ("1.5 s", "1,234,567", "20 ms", "3.0 GiB", "  1234567", "something new", "50.00"):
+        assert text in shown

@@ -1,0 +1,167 @@
+"""Starting: what is imported, help, version, usage errors. None of it needs torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import PROGRAM, Cli
+
+import moechat
+
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "moechat.engine")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["run", "mixtral", "hello"],
+        ["run", "demo", "hello", "--temperature", "nan"],
+        ["run"],
+    ],
+)
+def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from moechat.cli.main import main\n"
+        f"main({arguments!r})\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=cli.environment, cwd=cli.directory
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_costs_little_processor_time(cli: Cli) -> None:
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert cli.run("--help").status == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # Processor time, and the least of three, because the clock on the wall measures the other processes
+    # too. About 0.17 s where this was written; the room is for slower machines. Importing torch would cost
+    # seconds.
+    assert min(seconds() for _ in range(3)) < 0.6
+
+
+def test_version_is_that_of_the_package(cli: Cli) -> None:
+    result = cli.run("--version")
+    assert (result.status, result.out, result.err) == (0, f"moechat {moechat.__version__}\n".encode(), "")
+
+
+def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
+    text = cli.run("run", "--help").out.decode()
+    offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
+    wanted = (
+        "bits completion ctx device dtype help json max-tokens min-p quiet repetition-penalty seed stats "
+        "system-prompt temperature threads top-k top-p verbose"
+    )
+    assert offered == {f"--{name}" for name in wanted.split()}
+
+
+def test_the_installed_command_is_the_same_program(cli: Cli) -> None:
+    command = Path(sys.executable).with_name("moechat")
+    if not command.exists():
+        pytest.skip("the package is not installed here")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, env=cli.environment)
+    assert done.stdout == f"moechat {moechat.__version__}\n"
+
+
+def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
+    result = cli.run()
+    assert result.status == 2
+    assert b"Usage: moechat" in result.out
+    assert result.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "nonsense"),
+        (["--nonsense"], "--nonsense"),
+        (["run"], "MODEL"),
+        (["run", "demo", "one", "two"], "two"),
+        (["run", "demo", "hi", "--bits", "many"], "--bits"),
+        (["run", "demo", "hi", "--bits", "5"], "--bits is 5; this version knows 2, 3, 4, 8, 16"),
+        (["run", "demo", "hi", "--device", "cuda"], "--device is cuda; this version knows cpu"),
+        (["run", "demo", "hi", "--dtype", "int8"], "--dtype is int8"),
+        (
+            ["run", "demo", "hi", "--temperature", "-0.1"],
+            "--temperature is -0.1; it must be at least 0 and at most 100",
+        ),
+        (["run", "demo", "hi", "--temperature", "nan"], "--temperature is nan"),
+        (["run", "demo", "hi", "--top-p", "0"], "--top-p is 0.0; it must be above 0 and at most 1"),
+        (["run", "demo", "hi", "--top-k", "-1"], "--top-k is -1"),
+        (["run", "demo", "hi", "--min-p", "1.1"], "--min-p is 1.1"),
+        (["run", "demo", "hi", "--repetition-penalty", "inf"], "--repetition-penalty is inf"),
+        (["run", "demo", "hi", "--seed", "-1"], "--seed is -1"),
+        (["run", "demo", "hi", "--ctx", "1"], "--ctx is 1"),
+        (["run", "demo", "hi", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["run", "demo", "hi", "--threads", "0"], "--threads is 0"),
+        (["run", "demo", "hi", "--completion", "--system-prompt", "x"], "--system-prompt"),
+        (["run", "demo", "hi", "-q", "-v"], "exclude each other"),
+    ],
+)
+def test_usage_errors_name_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
+    result = cli.run(*arguments)
+    assert (result.status, result.out) == (2, b"")
+    assert result.err.startswith("error: ")
+    assert said in result.err
+    assert "Traceback" not in result.err
+
+
+def test_arguments_that_are_not_utf8_are_refused(cli: Cli) -> None:
+    done = subprocess.run(
+        [os.fsencode(part) for part in PROGRAM] + [b"run", b"demo", b"caf\xe9"],
+        env=cli.environment,
+        cwd=cli.directory,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 2
+    assert b"the prompt is not UTF-8 (character 4)" in done.stderr
+
+
+def test_an_unknown_model_is_said_before_stdin_is_read(cli: Cli) -> None:
+    process = cli.start("run", "mixtrall", stdin=subprocess.PIPE)
+    assert process.wait(timeout=30) == 3  # stdin is still open
+    _, err = process.communicate()
+    assert err == b"error: there is no model 'mixtrall'\nhint: did you mean mixtral?\n"
+
+
+def test_a_traceback_is_shown_only_when_asked_for(cli: Cli) -> None:
+    result = Cli(cli.directory, cli.home, {"MOECHAT_DEBUG": "1"}).run("run", "mixtrall", "hi")
+    assert result.status == 3
+    assert "Traceback" in result.err
+    assert "ModelNotFoundError" in result.err
+    assert result.err.endswith("hint: did you mean mixtral?\n")
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(cli: Cli) -> None:
+    result = cli.run("run", "./\x1b]0;title\x07", "hi")
+    assert result.status == 3
+    assert "\x1b" not in result.err
+    assert "\x07" not in result.err
+
+
+def test_colours_only_on_a_terminal_that_wants_them(cli: Cli) -> None:
+    def shown(**extra: str) -> str:
+        session = Cli(cli.directory, cli.home, extra).terminal("run", "mixtrall", "hi")
+        text: str = session.read()
+        session.close()
+        assert session.exitstatus == 3
+        return text
+
+    assert "\x1b[" in shown()
+    assert shown(NO_COLOR="1").replace("\x1b[1m", "").replace("\x1b[0m", "").count("\x1b[3") == 0
+    assert "\x1b" not in shown(TERM="dumb")
+    assert "\x1b" not in cli.run("run", "mixtrall", "hi").err

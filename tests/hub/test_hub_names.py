@@ -1,0 +1,237 @@
+"""What model names mean."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moechat.config import Paths, user_paths
+from moechat.errors import ModelNotFoundError
+from moechat.hub import names
+from moechat.hub.names import ALIASES, ModelRef, resolve
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return user_paths({"MOECHAT_HOME": str(tmp_path / "home")})
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def make_checkpoint(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def make_store(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{}")
+    return directory
+
+
+def refusal(model: str, paths: Paths) -> ModelNotFoundError:
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve(model, paths=paths)
+    return caught.value
+
+
+def test_every_alias_is_a_valid_repository(paths: Paths) -> None:
+    for alias, repository in ALIASES.items():
+        make_store(paths.models / f"{repository.replace('/', '--')}-4bit")
+        for spelling in (alias, alias.upper()):
+            assert resolve(spelling, paths=paths).repository == repository
+
+
+def test_a_model_of_the_hub_is_found_in_the_library(paths: Paths) -> None:
+    store = make_store(paths.models / "org--name-8bit")
+    ref = resolve("org/name", paths=paths)
+    assert ref.store == store
+    assert ref.checkpoint is None
+    assert ref.revision is None
+    preferred = make_store(paths.models / "org--name-4bit")
+    assert resolve("org/name", paths=paths).store == preferred
+    assert resolve("org/name", bits=8, paths=paths).store == store
+    with pytest.raises(ModelNotFoundError, match="with 2 bits"):
+        resolve("org/name", bits=2, paths=paths)
+
+
+def test_an_unfinished_store_is_none(paths: Paths) -> None:
+    (paths.models / "org--name-4bit").mkdir(parents=True)
+    assert "not in the library" in str(refusal("org/name", paths))
+
+
+def test_a_model_of_the_hub_that_is_not_here_says_how_to_go_on(paths: Paths) -> None:
+    error = refusal("mixtral", paths)
+    assert error.exit_code == 3
+    assert "mistralai/Mixtral-8x7B-Instruct-v0.1 is not in the library" in str(error)
+    assert "moechat download" in str(error)
+    assert "moechat run ./Mixtral-8x7B-Instruct-v0.1" in (error.hint or "")
+
+
+def test_revisions_have_stores_of_their_own(paths: Paths) -> None:
+    revisions = ["main", "v1.0", "feature/x", "feature--x", "a" * 100, "a" * 101]
+    slugs = set()
+    for revision in revisions:
+        ref = ModelRef(name="", slug=slug_of(f"org/name@{revision}", paths))
+        slugs.add(ref.slug)
+        path = make_store(ref.library_path(paths.models, 4))
+        assert path.parent == paths.models
+        assert resolve(f"org/name@{revision}", paths=paths).store == path
+        assert resolve(f"org/name@{revision}", paths=paths).revision == revision
+    assert len(slugs) == len(revisions)
+    refusal("org/name", paths)
+
+
+def slug_of(model: str, paths: Paths) -> str:
+    """The slug of a hub model, without a store being there."""
+    found: list[str] = []
+    original = ModelRef.find_in_library
+
+    def spy(self: ModelRef, models: Path, bits: int | None = None) -> Path | None:
+        found.append(self.slug)
+        return original(self, models, bits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRef, "find_in_library", spy)
+        refusal(model, paths)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "org/name/more",
+        "org//name",
+        "-org/name",
+        "org/name-",
+        "org/na--me",
+        "org/na..me",
+        "org/name.git",
+        "org/na me",
+        "org/nämé",
+        "org/" + "n" * 96,
+        "a\x1b[31m/b",
+    ],
+)
+def test_what_the_hub_would_refuse_is_refused(model: str, paths: Paths) -> None:
+    assert "neither a directory here nor a repository name" in str(refusal(model, paths))
+
+
+@pytest.mark.parametrize(
+    "revision", ["", "../x", "a/../b", "/a", "a/", "a//b", "-a", "a b", "é", "r" * 201, "a@b"]
+)
+def test_a_revision_cannot_climb_out_of_the_library(revision: str, paths: Paths) -> None:
+    assert "no valid revision" in str(refusal(f"org/name@{revision}", paths))
+    assert "no valid revision" in str(refusal(f"mixtral@{revision}", paths))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("mixtrl", "mixtral"), ("Qwen-3", "qwen3"), ("olmo", "olmoe"), ("dem", "demo"), ("./demo", "demo")],
+)
+def test_a_misspelt_name_is_recognised(typed: str, meant: str, paths: Paths) -> None:
+    assert refusal(typed, paths).hint == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("model", ["", "  ", "nothing-like-it", "a\0b"])
+def test_an_unknown_name_lists_the_known_ones(model: str, paths: Paths) -> None:
+    hint = refusal(model, paths).hint or ""
+    assert "demo" in hint
+    assert "gpt-oss-120b" in hint
+
+
+def test_a_checkpoint_directory_is_found_by_any_spelling(
+    in_an_empty_directory: Path, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_checkpoint(in_an_empty_directory / "My Model (v2)")
+    monkeypatch.setenv("HOME", str(in_an_empty_directory))
+    (in_an_empty_directory / "link").symlink_to(directory)
+    spellings = [
+        "My Model (v2)",
+        "./My Model (v2)",
+        str(directory),
+        f"{directory}/",
+        "~/My Model (v2)",
+        "./link",
+    ]
+    refs = {resolve(spelling, paths=paths) for spelling in spellings}
+    assert len(refs) == 1
+    ref = refs.pop()
+    assert ref.checkpoint == directory
+    assert ref.store is None
+    assert ref.name == "My Model (v2)"
+    assert re.fullmatch(r"My-Model-v2-[0-9a-f]{8}", ref.slug)
+    assert ref.library_path(paths.models, 3) == paths.models / f"{ref.slug}-3bit"
+
+
+def test_directories_of_one_name_do_not_share_a_store(in_an_empty_directory: Path, paths: Paths) -> None:
+    first = make_checkpoint(in_an_empty_directory / "a" / "model")
+    second = make_checkpoint(in_an_empty_directory / "b" / "model")
+    assert resolve(str(first), paths=paths).slug != resolve(str(second), paths=paths).slug
+
+
+def test_a_store_directory_is_opened_as_it_is(in_an_empty_directory: Path, paths: Paths) -> None:
+    store = make_store(in_an_empty_directory / "org" / "name")
+    assert resolve("org/name", paths=paths).store == store
+
+
+def test_an_alias_wins_over_a_directory_of_its_name(in_an_empty_directory: Path, paths: Paths) -> None:
+    directory = make_checkpoint(in_an_empty_directory / "mixtral")
+    assert "not in the library" in str(refusal("mixtral", paths))
+    assert resolve("./mixtral", paths=paths).checkpoint == directory
+
+
+def test_directories_without_a_model_and_files_are_refused(in_an_empty_directory: Path, paths: Paths) -> None:
+    (in_an_empty_directory / "empty").mkdir()
+    (in_an_empty_directory / "file.gguf").write_text("")
+    (in_an_empty_directory / "loop").symlink_to("loop")
+    assert "holds no model" in str(refusal("./empty", paths))
+    assert "is not a directory" in str(refusal("file.gguf", paths))
+    assert "no directory" in str(refusal("./missing", paths))
+    for bad in ("./loop", "~no-such-user-here/x", "/" + "x" * 5000):
+        assert refusal(bad, paths).exit_code == 3
+
+
+def test_the_demo_is_the_one_inside_the_package(
+    paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "_DEMO_STORE", tmp_path / "demo")
+    assert "lacks the demo" in str(refusal("demo", paths))
+    make_store(tmp_path / "demo")
+    assert resolve("demo", paths=paths).store == tmp_path / "demo"
+    assert resolve("Demo", paths=paths).name == "demo"
+
+
+@given(model=st.text(max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_a_model_or_not_found(model: str, paths: Paths) -> None:
+    try:
+        ref = resolve(model, paths=paths)
+    except ModelNotFoundError:
+        return
+    assert ref.checkpoint or ref.store
+
+
+@given(
+    org=st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True),
+    name=st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_slug_stays_one_name_inside_the_library(org: str, name: str, paths: Paths) -> None:
+    try:
+        slug = slug_of(f"{org}/{name}", paths)
+    except IndexError:  # refused before the library was asked
+        return
+    assert slug.split("--") == [org, name]
+    assert (paths.models / slug).parent == paths.models

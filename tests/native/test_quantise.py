@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+from native_support import pack, run_isa
+
+from moechat import _native
+
+torch = pytest.importorskip("torch")
+Quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
+
+
+def real_looking(rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
+    """Row scales that differ, heavy tails, a few outliers."""
+    scale = 0.02 * np.exp(0.4 * rng.standard_normal((rows, 1)))
+    body = np.where(
+        rng.random((rows, cols)) < 0.1, rng.standard_t(4, (rows, cols)), rng.standard_normal((rows, cols))
+    )
+    outliers = np.where(rng.random((rows, cols)) < 5e-4, 8.0, 1.0)
+    return (scale * body * outliers).astype(np.float32)
+
+
+def hqq_restored(weights: np.ndarray, bits: int) -> np.ndarray:
+    codes, meta = Quantizer.quantize(
+        torch.from_numpy(weights), nbits=bits, group_size=64, optimize=True, axis=1, device="cpu"
+    )
+    return Quantizer.dequantize(codes, dict(meta, compute_dtype=torch.float32)).numpy()
+
+
+def our_restored(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The matrix as gate and, transposed, as down."""
+    rows, cols = weights.shape
+    layout = _native.BlockLayout(cols, rows, bits)
+    gate, _, down, _ = _native.unpack_expert(layout, pack(layout, [weights, weights, weights.T], None))
+    return gate, down
+
+
+def mean_abs(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a.astype(np.float64) - b).mean())
+
+
+def rmse(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.sqrt(((a.astype(np.float64) - b) ** 2).mean()))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("spread", [1.0, 40.0])  # at 40 the errors exceed the shrink threshold: W_e is not 0
+def test_errors_do_not_exceed_those_of_hqq(bits, spread):
+    weights = real_looking(128, 256, np.random.default_rng(bits)) * np.float32(spread)
+    gate, down = our_restored(weights, bits)
+    for ours, target in ((gate, weights), (down, np.ascontiguousarray(weights.T))):
+        theirs = hqq_restored(target, bits)
+        assert mean_abs(ours, target) <= mean_abs(theirs, target)
+        assert rmse(ours, target) <= rmse(theirs, target)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("tiny", -2e-5, 3e-5), ("far from zero", 5.0, 5.01), ("one-sided", 0.1, 0.3), ("large", -6e4, 6e4)],
+)
+def test_unusual_groups_are_no_worse_than_rounding_to_their_grid(bits, name, low, high):
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(low, high, (64, 64)).astype(np.float32)
+    gate, _ = our_restored(weights, bits)
+    top = (1 << bits) - 1
+    # A grid over the range, or over the range with 0 where a zero point far outside is not representable; the
+    # scale's fp16 step of 2^-24 is felt in the tiny group.
+    span = max(high, 0.0) - min(low, 0.0)
+    assert np.abs(gate - weights).max() <= span / top * 0.5 + span * 2.0**-10 + top * 2.0**-24 or bits < 8
+    assert rmse(gate, weights) <= span / top * 0.5
+    if name == "tiny":
+        assert rmse(gate, weights) < 0.9 * rmse(hqq_restored(weights, bits), weights)
+
+
+def test_constant_groups_are_exact_where_fp16_is():
+    weights = np.full((64, 64), 0.375, np.float32)
+    weights[1] = -2.0
+    weights[2] = 0.0
+    weights[3] = 65504.0
+    for bits in (2, 3, 4, 8):
+        gate, down = our_restored(weights, bits)
+        assert np.array_equal(gate, weights)
+        assert rmse(down, weights.T) < rmse(weights, np.zeros(1))
+
+
+def test_instruction_sets_agree_on_the_quality():
+    code = """
+import numpy as np
+from native_support import pack
+from moechat import _native
+weights = (np.random.default_rng(1).standard_normal((128, 192)) * 0.02).astype(np.float32)
+for bits in (2, 3, 4, 8):
+    layout = _native.BlockLayout(192, 128, bits)
+    gate = _native.unpack_expert(layout, pack(layout, [weights, weights, weights.T], None))[0]
+    print(repr(float(np.sqrt(((gate - weights) ** 2).mean()))))
+"""
+    results = [run_isa(code, isa).stdout.split() for isa in _native.available_isas()]
+    reference = np.array(results[0], float)
+    assert len(reference) == 4
+    for result in results:
+        assert np.allclose(np.array(result, float), reference, rtol=1e-3)
+
+
+@pytest.mark.parametrize("valid", [1, 7, 33, 63])
+def test_padding_columns_do_not_spoil_the_last_group(valid):
+    rng = np.random.default_rng(valid)
+    weights = (rng.standard_normal((64, 64 + valid)) * 0.02 + 0.05).astype(np.float32)
+    gate, _ = our_restored(weights, 4)
+    last = weights[:, 64:]
+    span = last.max(1) - last.min(1)
+    assert (np.abs(gate[:, 64:] - last).max(1) <= np.maximum(span, 0.15) / 15 * 0.75 + 1e-4).all()
+
+
+def test_weights_already_on_a_grid_are_found_again():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (64, 64))
+    codes[:, 0], codes[:, 1] = 0, 15
+    weights = ((codes - 7) * 0.015625).astype(np.float32)
+    gate, _ = our_restored(weights, 4)
+    assert np.array_equal(gate, weights)

@@ -1,0 +1,157 @@
+import multiprocessing
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from native_support import Call, run_isa
+
+from moechat import _native
+
+
+def test_the_best_instruction_set_is_chosen_and_known():
+    available = _native.available_isas()
+    assert available[0] == "portable"
+    features = _native.cpu_features()
+    assert ("avx2" in available) == all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
+    done = run_isa("from moechat import _native; print(_native.active_isa())", "")
+    assert done.stdout.strip() == available[-1]
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_the_environment_overrides_the_choice(isa):
+    done = run_isa("from moechat import _native; print(_native.active_isa())", isa)
+    assert done.stdout.strip() == isa
+
+
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx512"])
+def test_an_impossible_instruction_set_fails_loudly_at_first_use(isa):
+    if isa in _native.available_isas():
+        pytest.skip("this processor runs it")
+    code = """
+import numpy as np
+from moechat import _native
+layout = _native.BlockLayout(64, 64, 4)
+weights = np.zeros((64, 64), np.float32)
+out = np.zeros((1, layout.record_bytes), np.uint8)
+empty = [np.zeros(0, t) for t in (np.uint64, np.int32, np.int32)]
+csr = [np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)]
+tokens = np.zeros((1, 64), np.float32)
+for use in (
+    _native.active_isa,
+    lambda: _native.pack_expert(layout, weights, weights, weights, None, out),
+    lambda: _native.moe_forward(layout, "silu", 0, 0, tokens, *empty, *csr, tokens.copy()),
+):
+    try:
+        use()
+    except RuntimeError as error:
+        print(error)
+print(_native.available_isas())
+"""
+    done = run_isa(code, isa)
+    assert done.returncode == 0, done.stderr
+    *errors, names = done.stdout.splitlines()
+    assert len(errors) == 3
+    assert all(f"MOECHAT_ISA={isa}" in line and "portable" in line for line in errors)
+    assert "portable" in names
+
+
+def test_thread_numbers_are_checked_and_default_to_the_cores_at_hand():
+    done = run_isa("from moechat import _native; print(_native.num_threads())")
+    assert 1 <= int(done.stdout) <= len(os.sched_getaffinity(0))
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    done = run_isa(code + "from moechat import _native; print(_native.num_threads())")
+    assert int(done.stdout) == 1
+    for bad in (0, -3, 1025):
+        with pytest.raises(ValueError, match=f"number of threads is {bad}"):
+            _native.set_num_threads(bad)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_computes_the_same_even_when_forked_during_a_call():
+    call = Call.random(1, 700, 400, 4, tokens=4)
+    _native.set_num_threads(3)
+    expected = call.run()
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            call.run()
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                code = 1
+                try:
+                    code = 0 if np.array_equal(expected, call.run()) and _native.num_threads() == 3 else 2
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            assert status == 0
+    finally:
+        stop.set()
+        busy.join(timeout=30)
+    assert np.array_equal(expected, call.run())
+    _native.set_num_threads(2)
+
+
+def _child(queue: "multiprocessing.Queue[bytes]") -> None:
+    queue.put(Call.random(1, 96, 64, 4).run().tobytes())
+
+
+def test_a_spawned_process_computes_the_same_bits():
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_child, args=(queue,))
+    process.start()
+    received = queue.get(timeout=60)
+    process.join(timeout=60)
+    assert received == Call.random(1, 96, 64, 4).run().tobytes()
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "Thread(target=lambda: [call.run() for _ in range(10**6)], daemon=True).start()",
+        "raise SystemExit(0)",
+    ],
+)
+def test_the_interpreter_ends_promptly_with_workers_alive(ending):
+    code = f"""
+from threading import Thread
+from native_support import Call
+from moechat import _native
+_native.set_num_threads(4)
+call = Call.random(1, 700, 400, 4)
+call.run()
+{ending}
+"""
+    done = run_isa(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_gil_is_free_while_the_kernels_run():
+    call = Call.random(1, 1024, 1024, 8, tokens=200)
+    ticks = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(1)
+            stop.wait(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = len(ticks)
+    for _ in range(3):
+        call.run()
+    during = len(ticks) - before
+    stop.set()
+    thread.join()
+    assert during >= 3
