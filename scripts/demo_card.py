@@ -84,7 +84,7 @@ BOOKS = (
 )
 
 
-def _held_out_texts(corpus: Corpus) -> dict[str, list[str]]:
+def held_out_texts(corpus: Corpus) -> dict[str, list[str]]:
     def text(doc: Doc) -> str:
         return render(doc.turns) if doc.turns else doc.text
 
@@ -100,7 +100,7 @@ def measure(model: Qwen3MoeForCausalLM, tok: PreTrainedTokenizerFast, corpus: Co
     layers, experts = model.config.num_hidden_layers, model.config.num_experts
     k, window = model.config.num_experts_per_tok, model.config.max_position_embeddings
     result = {}
-    for source, texts in _held_out_texts(corpus).items():
+    for source, texts in held_out_texts(corpus).items():
         nll, scored, reuse, pairs = 0.0, 0, np.zeros(layers), 0
         counts = torch.zeros(layers, experts, dtype=torch.long)
         for text in texts:
@@ -243,17 +243,19 @@ def card(facts: dict) -> str:
         {gen["temperature"]}, top-p {gen["top_p"]} and repetition penalty
         {gen["repetition_penalty"]}.""",
         "## Training",
-        f"    python scripts/train_demo.py --data DIR --out OUT --steps {run['steps']} --seed {run['seed']}",
-        f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,}
-        tokens in all, in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of
-        {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
-        second). Muon for the attention and expert matrices, AdamW for embeddings, norms and
-        routers. {run["warmup"]} warm-up steps, a constant rate, then linear decay to zero over
-        the last {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
-        512 and take more stories and chat. A balance loss of {run["balance_coef"]} per layer,
-        over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
-        Versions: {run["versions"]}. Floating-point sums depend on the processor and the number
-        of threads, so another machine gets a similar model, not the same bits.""",
+        f"    python scripts/train_demo.py --data DIR --out OUT --steps {run['first_steps']} "
+        f"--extra-steps {run['extra_steps']} --seed {run['seed']}",
+        f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,} tokens in all,
+        in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of {run["cpu"]}, which other work
+        shared ({run["tokens_per_second"]:,.0f} tokens per second). Muon for the attention and expert
+        matrices, AdamW for embeddings, norms and routers. First {run["first_steps"]:,} steps:
+        {run["warmup"]} of warm-up, a constant rate, then linear decay to zero over the last
+        {run["decay_steps"]:,}, which use sequences of 1,024 tokens instead of 512 and take more stories and
+        chat. Then {run["extra_steps"]:,} extra steps on that later mix, with the rate starting at
+        {run["restart"]} of the full one and falling to zero again. A balance loss of {run["balance_coef"]}
+        per layer, over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
+        Versions: {run["versions"]}. Floating-point sums depend on the processor and the number of threads,
+        so another machine gets a similar model, not the same bits.""",
         "## Data",
         licences,
         """The weights and this card are under Apache-2.0. The texts keep their own licences,
@@ -278,7 +280,7 @@ def card(facts: dict) -> str:
         """How far the use by one source is from the mean of all (0 = same, 1 = disjoint), and
         in brackets the expert that it prefers most compared with the others:""",
         apart,
-        "Full counts per source, layer and expert are in `eval.json`.",
+        "`train_demo.py` writes the full counts to `eval.json`, beside the checkpoint.",
         "## Samples",
         "Sampled as `generation_config.json` says, seeds 0, 1, 2 and so on; first tries, not chosen.",
         shown,

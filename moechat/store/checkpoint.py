@@ -20,7 +20,7 @@ from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source import ExpertRef, MatrixRef, VectorRef
 from moechat.store.tensors import TensorSet
 
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 32 << 20
 MAX_SIDE_FILE_BYTES = 256 << 20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

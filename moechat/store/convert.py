@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 import moechat
 from moechat import _native
-from moechat.errors import CheckpointError, StoreDamagedError, UnsupportedModelError, UsageError
+from moechat.errors import (
+    CheckpointError,
+    DoesNotFitError,
+    StoreDamagedError,
+    UnsupportedModelError,
+    UsageError,
+)
 from moechat.geometry import ExpertGeometry
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.files import explained
@@ -104,6 +110,10 @@ def convert(
             except UnsupportedModelError:
                 # The same source cannot succeed later; a changed one starts anew.
                 workspace.discard()
+                raise
+            except DoesNotFitError:
+                if not workspace.finished:
+                    workspace.discard()
                 raise
             manifest = _manifest(checkpoint, plan, outline, workspace, solver, source_name, revision)
             report.at("finishing", outline.total_bytes, "manifest")

@@ -28,6 +28,8 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     """Turn operating system errors of the block into ours; a full disk becomes ``DoesNotFitError``."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # no disk does that: it is the caller's progress output that has gone
     except OSError as problem:
         target = problem.filename or path
         if problem.errno in _FULL:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
@@ -50,11 +49,6 @@ class TensorSet:
     def files(self) -> tuple[SafetensorsFile, ...]:
         """The files, each once."""
         return tuple({id(file): file for file in self._owners.values()}.values())
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Type, shape and place of every tensor."""
-        return MappingProxyType({name: file.tensors[name] for name, file in self._owners.items()})
 
     def entry(self, name: str) -> TensorEntry:
         """Type, shape and place of one tensor.

@@ -95,11 +95,13 @@ class Workspace:
                         whole[name] = record
             except OSError:
                 continue
-        for directory, _, names in os.walk(self._store):
+        for directory, _, names in os.walk(self._store, topdown=False):
             for name in names:
                 path = Path(directory, name)
                 if str(path.relative_to(self._store)) not in whole:
                     path.unlink()
+            if directory != str(self._store) and not os.listdir(directory):
+                os.rmdir(directory)
         if whole != self.finished:
             self.finished = whole
             self._write_journal()

@@ -7,7 +7,6 @@ usage: convert_child.py SOURCE DESTINATION BITS [--kill-at N] [--count] [--limit
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import resource
@@ -25,9 +24,9 @@ from moechat.store.convert import ConvertProgress, convert
 CHANGES = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 
 
-def arm(kill_at: int) -> itertools.count[int]:
-    """Count calls that change the file system, and die before the ``kill_at``-th; a write dies half done."""
-    events = itertools.count(1)
+def arm(kill_at: int) -> list[str]:
+    """Log calls that change the file system, and die before the ``kill_at``-th; a write dies half done."""
+    log: list[str] = []
 
     def wrap(name: str) -> None:
         real = getattr(os, name)
@@ -35,7 +34,8 @@ def arm(kill_at: int) -> itertools.count[int]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "open" and not args[1] & os.O_CREAT:
                 return real(*args, **kwargs)
-            if next(events) == kill_at:
+            log.append(name)
+            if len(log) == kill_at:
                 if name == "write":
                     real(args[0], args[1][: len(args[1]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +45,7 @@ def arm(kill_at: int) -> itertools.count[int]:
 
     for name in CHANGES:
         wrap(name)
-    return events
+    return log
 
 
 def memory_bytes(*fields: str) -> int:
@@ -83,14 +83,13 @@ def main() -> None:
             print("working", flush=True)
             time.sleep(options.slow)
 
-    events = arm(options.kill_at) if options.kill_at or options.count else None
+    changes = arm(options.kill_at) if options.kill_at or options.count else []
     report: dict[str, Any] = {"stages": stages}
     try:
         convert(checkpoint, plan, options.destination, bits=options.bits, source_name="x", progress=progress)
     except MoechatError as error:
         report |= {"error": type(error).__name__, "message": str(error), "hint": error.hint}
-    if events is not None:
-        report["events"] = next(events) - 1
+    report["changes"] = list(changes)
     if options.memory:
         report |= {name: most[name] - start[name] for name in most}
     print(json.dumps(report), flush=True)

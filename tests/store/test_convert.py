@@ -356,6 +356,23 @@ def test_hqq_itself_may_quantise_and_the_store_holds_its_result(real_mixtral: Pa
             assert relative(ours, weights) < 0.12
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_hqq_on_a_gpu_is_as_close_to_the_weights_as_the_native_solver(tmp_path: Path, bits: int) -> None:
+    source = write_mixtral(
+        tmp_path / "source", layers=1, experts=2, hidden=192, intermediate=200, dtype="BF16"
+    )
+    checkpoint, plan, ours = converted(source, tmp_path / "gpu", bits)
+    assert ours.manifest.quantisation.solver == "hqq"  # what auto chooses there
+    _, _, native = converted(source, tmp_path / "cpu", bits, quantizer="native")
+    for number, expert in enumerate(plan.layers[0].experts):
+        parts = zip(expert_of(ours, 0, number)[:3], expert_of(native, 0, number)[:3], strict=True)
+        for (_, ref), (gpu, cpu) in zip(expert.matrices, parts, strict=True):
+            weights = floats(checkpoint.matrix(ref))
+            # hqq iterates in fp16 on a GPU
+            assert relative(gpu, weights) < 1.05 * relative(cpu, weights)
+
+
 def test_auto_takes_hqq_exactly_where_torch_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizer.os.path, "exists", lambda path: True)
     for available, expected in ((True, "hqq"), (False, "native")):

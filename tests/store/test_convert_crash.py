@@ -23,7 +23,7 @@ from moechat.errors import CheckpointError, DoesNotFitError, MoechatError, Store
 from moechat.store import files, workspace
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
-from moechat.store.store import Store
+from moechat.store.store import Store, removal_path
 from moechat.store.workspace import lock_path, workspace_path
 
 CHILD = [sys.executable, str(Path(__file__).with_name("convert_child.py"))]
@@ -65,15 +65,16 @@ def reference(mixtral: Path, tmp_path: Path) -> dict[str, str]:
     return tree(tmp_path / "reference" / "m")
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_change_of_the_file_system_is_recovered_to_the_same_bytes(
     real_mixtral: Path, tmp_path: Path
 ) -> None:
     counted = child(real_mixtral, tmp_path / "counted" / "m", "--count")
     expected = tree(tmp_path / "counted" / "m")
-    total = counted["events"]
+    total = len(counted["changes"])
     assert total > 100
     # Evenly over the whole run, and every single step of the end, where the store appears.
-    points = sorted({*np.linspace(1, total, 24, dtype=int).tolist(), *range(total - 11, total + 1)})
+    points = sorted({*np.linspace(1, total, 16, dtype=int).tolist(), *range(total - 11, total + 1)})
     resumed = 0
     for point in points:
         library = tmp_path / f"library-{point}"
@@ -90,6 +91,7 @@ def test_a_kill_before_any_change_of_the_file_system_is_recovered_to_the_same_by
     assert resumed >= len(points) // 2
 
 
+@pytest.mark.slow
 def test_kills_in_a_row_at_random_moments_still_end_in_the_same_store(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
@@ -199,6 +201,7 @@ def test_stray_files_in_the_work_directory_do_not_get_into_the_store(
     (inside / "additional_chat_templates" / "stray.jinja").write_bytes(b"x")
     run(mixtral, destination)
     assert tree(destination) == reference
+    assert not (destination / "additional_chat_templates").exists()
 
 
 def test_another_quantizer_does_not_continue_the_work_of_the_first(mixtral: Path, library: Path) -> None:
@@ -275,7 +278,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_file(
     with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB .* 100 KiB are free") as caught:
         run(mixtral, library / "m")
     assert "free" in (caught.value.hint or "")
-    assert not list(library.rglob("*.safetensors*"))
+    assert list(library.iterdir()) == []
 
 
 def test_what_an_interrupted_run_already_wrote_is_not_asked_for_again(
@@ -350,6 +353,15 @@ def test_a_library_that_cannot_be_written_is_a_plain_error(
         run(mixtral, library / "m")
 
 
+def test_a_closed_progress_output_is_not_taken_for_a_disk_error(mixtral: Path, library: Path) -> None:
+    def closed(event: ConvertProgress) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run(mixtral, library / "m", progress=closed)
+    run(mixtral, library / "m")
+
+
 def test_nothing_is_renamed_before_its_content_is_synced(
     mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +397,9 @@ def test_nothing_is_renamed_before_its_content_is_synced(
     for place in moves:  # and every rename is itself made durable at once
         kind, new = log[place]
         assert log[place + 1] == ("fsync", str(Path(new).parent)), (kind, new)
+    work = workspace_path(library / "m") / "store"
+    for name in tree(library / "m"):
+        assert ("fsync", f"{work / name}.tmp") in log
     renames = [new for kind, new in log if kind == "rename"]
     assert renames == [str(library / "m")]
     assert log[-2:] == [("rename", str(library / "m")), ("fsync", str(library))]
@@ -460,11 +475,14 @@ def test_an_old_store_stays_until_the_new_one_is_whole(mixtral: Path, library: P
     with pytest.raises(KeyboardInterrupt):
         run(mixtral, library / "m", progress=interrupt)
     assert tree(library / "m") == old
+    removal_path(library / "m").mkdir()  # as a kill during an earlier replacement leaves it
+    (removal_path(library / "m") / "rest").write_bytes(b"x")
     run(mixtral, library / "m")
     assert tree(library / "m") != old
     assert beside(library / "m") == []
 
 
+@pytest.mark.slow
 def test_a_kill_while_an_old_store_is_replaced_leaves_a_whole_one_or_none(
     mixtral: Path, tmp_path: Path
 ) -> None:
@@ -472,10 +490,11 @@ def test_a_kill_while_an_old_store_is_replaced_leaves_a_whole_one_or_none(
     old = tree(tmp_path / "old" / "m")
     write_mixtral(mixtral, shards=3, layers=3, experts=3, hidden=64, intermediate=128, dtype="F32", seed=2)
     shutil.copytree(tmp_path / "old", tmp_path / "counted")
-    total = child(mixtral, tmp_path / "counted" / "m", "--count")["events"]
+    changes = child(mixtral, tmp_path / "counted" / "m", "--count")["changes"]
     new = tree(tmp_path / "counted" / "m")
     outcomes = set()
-    for point in range(total - 22, total + 1, 2):
+    first, second = (number for number, change in enumerate(changes, start=1) if change == "rename")
+    for point in {first - 1, first, second, second + 1, second + 2, len(changes)}:
         library = tmp_path / f"library-{point}"
         shutil.copytree(tmp_path / "old", library)
         died = child(mixtral, library / "m", "--kill-at", str(point), check=False)
@@ -486,7 +505,7 @@ def test_a_kill_while_an_old_store_is_replaced_leaves_a_whole_one_or_none(
         run(mixtral, library / "m")
         assert tree(library / "m") == new
         assert beside(library / "m") == []
-    assert {"old", "new"} <= outcomes
+    assert outcomes == {"old", "none", "new"}
 
 
 def test_a_directory_that_is_no_store_is_never_touched(mixtral: Path, library: Path) -> None:
@@ -510,11 +529,11 @@ def test_an_empty_directory_may_become_the_store(
 
 
 def test_memory_beyond_the_page_cache_stays_at_a_few_experts(tmp_path: Path) -> None:
-    shape = {"layers": 2, "experts": 6, "hidden": 1024, "intermediate": 2048}
+    shape = {"layers": 2, "experts": 6, "hidden": 1024, "intermediate": 1536}
     source = write_mixtral(tmp_path / "source", dtype="BF16", **shape)  # type: ignore[arg-type]
     size = (source / "model.safetensors").stat().st_size
-    expert = 3 * 1024 * 2048 * 2
-    assert size > 140 << 20
+    expert = 3 * 1024 * 1536 * 2
+    assert size > 100 << 20
     report = child(source, tmp_path / "library" / "m", "--memory")
     assert report["beyond"] < 3 * expert  # one block buffer and the work space of the solver
     assert report["peak"] < 5 * expert < size // 2  # with the mapped pages of the expert at hand
