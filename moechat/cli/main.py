@@ -102,6 +102,8 @@ def _status(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         return 0
     if isinstance(error, SystemExit):
+        if isinstance(error.__context__, BrokenPipeError):
+            return 0  # rich, which writes the help, ends the program itself when nobody reads it
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     # MoechatError and the exceptions of typer's parser both say it themselves.
     status = getattr(error, "exit_code", 1)

@@ -32,7 +32,11 @@ def console() -> Console:
     """The console on stderr; it honours ``NO_COLOR`` and ``TERM=dumb``."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    class ErrorConsole(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True  # rich would end the program; but the answer may still have its reader
+
+    return ErrorConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def is_animated() -> bool:

@@ -100,9 +100,16 @@ class Cli:
 
     def terminal(self, *arguments: str) -> pexpect.spawn[str]:
         """Start the program on a pseudo-terminal."""
+        return self._spawn([*PROGRAM, *arguments])
+
+    def terminal_shell(self, script: str) -> pexpect.spawn[str]:
+        """Start a bash script on a pseudo-terminal in which ``$M`` is the program."""
+        return self._spawn(["bash", "-c", script.replace("$M", shlex.join(PROGRAM))])
+
+    def _spawn(self, command: list[str]) -> pexpect.spawn[str]:
         return pexpect.spawn(
-            PROGRAM[0],
-            [*PROGRAM[1:], *arguments],
+            command[0],
+            command[1:],
             cwd=str(self.directory),
             env=self.environment,  # type: ignore[arg-type]
             encoding="utf-8",

@@ -90,6 +90,13 @@ def test_a_closed_stdout_ends_quietly(cli: Cli, model: str, arguments: str) -> N
     assert (result.status, result.err) == (0, "")
 
 
+def test_a_stderr_that_nobody_reads_costs_no_answer(cli: Cli, model: str) -> None:
+    script = f"$M run '{model}' hello -v --stats --max-tokens 9 --temperature 0 </dev/null 2> >(exec true)"
+    result = cli.shell(script)
+    assert result.status == 0
+    assert result.out.endswith(b"\n")
+
+
 def test_closed_stdin_and_stderr_do_no_harm(cli: Cli, model: str) -> None:
     result = cli.shell(f"$M run '{model}' hello -v --stats --max-tokens 3 --temperature 0 <&- 2>&-")
     assert result.status == 0
