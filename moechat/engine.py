@@ -164,7 +164,7 @@ def load(
     _native.set_num_threads(threads or _native.num_threads())
     torch.set_num_threads(_native.num_threads())
 
-    ref = resolve(str(model))
+    ref = resolve(str(model), bits=bits)
     store = _open_store(ref, bits, report)
     store.ensure_verified(
         user_paths().state,

@@ -353,7 +353,7 @@ def test_no_python_at_all_is_said(clone: Clone) -> None:
     clone.remove("python3")
     status, _, err = clone.run()
     assert status == 1
-    assert "no Python found (looked for python3.13 python3.12 python3.11 python3)" in err
+    assert "no Python found (looked for python3 python3.13 python3.12 python3.11)" in err
     status, _, err = clone.run(MOECHAT_PYTHON="/nonexistent/python")
     assert status == 1
     assert "/nonexistent/python does not exist" in err
