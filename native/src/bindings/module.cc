@@ -2,11 +2,17 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
+
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#endif
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "kernels/block_layout.h"
 #include "kernels/cpu_info.h"
@@ -19,6 +25,31 @@ namespace py = pybind11;
 
 namespace moechat {
 namespace {
+
+// Drops the GIL for a scope. A daemon thread that comes back while the interpreter shuts down never gets the
+// GIL again: Python before 3.14 ends it by pthread_exit, whose unwinding may not leave a destructor and would
+// run others without the GIL. Such a thread waits here for the end of the process instead, as it does from
+// Python 3.14 on.
+class ReleaseGil {
+ public:
+  ReleaseGil() : state_(PyEval_SaveThread()) {}
+  ReleaseGil(const ReleaseGil&) = delete;
+  ReleaseGil& operator=(const ReleaseGil&) = delete;
+  ~ReleaseGil() {
+#if defined(__GLIBCXX__)
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (const abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+#else
+    PyEval_RestoreThread(state_);
+#endif
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 [[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
 
@@ -129,7 +160,7 @@ void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::
                             bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
-  const py::gil_scoped_release release;
+  const ReleaseGil released;
   pack_expert(layout, source, records, limit);
 }
 
@@ -155,7 +186,7 @@ void pack_quantized_py(const BlockLayout& layout, const py::array& gate_q, const
                                bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
-  const py::gil_scoped_release release;
+  const ReleaseGil released;
   pack_quantised(layout, source, records, limit);
 }
 
@@ -176,7 +207,7 @@ py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) 
     biases = py::make_tuple(gate_bias, up_bias, down_bias);
   }
   {
-    const py::gil_scoped_release release;
+    const ReleaseGil released;
     unpack_expert(layout, from, target);
   }
   return py::make_tuple(gate, up, down, biases);
@@ -219,7 +250,7 @@ void moe_forward_py(const BlockLayout& layout, const std::string& activation, fl
   call.out = checked_writable<float>("out", out, {call.tokens, layout.hidden_size});
   const std::int64_t values = call.tokens * layout.hidden_size;
   if (values > 0 && call.x < call.out + values && call.out < call.x + values) refuse("out overlaps x");
-  const py::gil_scoped_release release;
+  const ReleaseGil released;
   moe_forward(call);
 }
 

@@ -7,7 +7,7 @@
 //   e = shrink_p(w - (q - z) / k, beta),   z = mean(q - (w - e) * k),   beta = kappa * beta
 // where shrink_p(x, beta) = sign(x) * max(0, |x| - |x|^(p-1) / beta).
 //
-// Where we differ, never to a worse result:
+// Where we differ:
 // - stopping and the best zero so far are kept per group, not for the whole matrix. Best means the smallest
 // product of
 //   mean absolute and root mean square error: neither falls at the other's cost;
@@ -16,12 +16,13 @@
 // is kept:
 //   narrower ones at 2, 3 and 4 bits, which clip the outermost weights and resolve the rest better,
 //   neighbouring fp16 values at 8 bits, where their rounding is felt;
-// - shrink_p is 0 below |x| = beta^(-1/(2-p)); while a whole tile lies there, its powers are not computed;
+// - shrink_p is 0 below |x| = beta^(-1/(2-p)); while the whole tile lies there, its powers are not computed;
 // - groups whose range hits one of the guards of the initialisation (range under 1e-4, scale clamp 2e4) or
 // does not
-//   contain 0 (then zero is large and fp16 is coarse) are also solved from a start without that trouble.
+//   contain 0 (then zero is large and fp16 is coarse) have one more start, without that trouble.
 
 constexpr int kSolverIterations = 20;
+constexpr int kProbeIterations = 3;  // of each start, before the best one goes on
 constexpr float kShrinkPower = 0.7f;
 constexpr float kBetaStart = 10.0f;
 constexpr float kBetaGrowth = 1.01f;
@@ -45,7 +46,7 @@ MOECHAT_INLINE Starts other_starts(int bits) {
     case 3:
       return {4, {0.93f, 0.86f, 0.79f, 0.72f}};
     case 4:
-      return {3, {0.95f, 0.9f, 0.85f}};
+      return {4, {0.96f, 0.92f, 0.88f, 0.84f}};
     default:
       return {6,
               {1.0f - 2.0f / 2048, 1.0f - 1.0f / 2048, 1.0f + 1.0f / 2048, 1.0f + 2.0f / 2048,
@@ -69,68 +70,68 @@ MOECHAT_INLINE Vec codes(Vec scaled, Vec zeros, Vec top) {
   return round_small(min(top, max(zero(), add(scaled, zeros))));
 }
 
-// Solves all rows. multiplier = hqq's scale, the inverse of the stored one; lowest = the weight that gets
-// code 0 at the start.
-inline GroupSolution solve_groups(const float* weights, Vec multiplier, Vec lowest, int bits) {
+// Sum over the group of e = shrink_p(w - dequantised, beta), which is 0 for errors up to the threshold.
+inline Vec shrunk_sum(const float* scaled, Vec zeros, Vec scale, Vec top, float beta, float threshold) {
+  Vec sum = zero();
+  for (int c = 0; c < 64; ++c) {
+    const Vec place = add(load(scaled + c * 16), zeros);
+    const Vec residual = mul(sub(place, round_small(min(top, max(zero(), place)))), scale);
+    const Vec size = max(set1(1e-20f), absolute(residual));
+    if (!any(less(set1(threshold), size))) continue;
+    const Vec power = exp(mul(log2(size), set1((kShrinkPower - 1.0f) * 0.69314718055994531f)));
+    const Vec kept = max(zero(), fnma(power, set1(1.0f / beta), size));
+    sum = add(sum, select(less(residual, zero()), negative(kept), kept));
+  }
+  return sum;
+}
+
+MOECHAT_INLINE Vec half_range(Vec x) { return min(set1(65504.0f), max(set1(-65504.0f), x)); }
+
+// Runs the iteration on all rows from a scale (fp16 values) and a zero; at most `iterations` updates of the
+// zero.
+inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bits, int iterations) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
-  const Vec widest = set1(65504.0f);
-  GroupSolution best;
-  best.scale = through_fp16(div(set1(1.0f), multiplier));
-  const Vec inverse = div(set1(1.0f), best.scale);
+  const Vec inverse = div(set1(1.0f), scale);
   float scaled[64 * 16];
   for (int c = 0; c < 64; ++c) store(scaled + c * 16, mul(load(weights + c * 16), inverse));
 
-  Vec zeros = through_fp16(min(widest, max(negative(widest), mul(negative(lowest), inverse))));
-  best.zero = zeros;
-  best.error = set1(3.4e38f);
+  Vec zeros = through_fp16(half_range(start));
+  GroupSolution best{scale, zeros, set1(3.4e38f)};
   Mask active = equal(inverse, inverse);
   float beta = kBetaStart;
   float threshold = kThresholdStart;
-  for (int iteration = 0; iteration <= kSolverIterations; ++iteration) {
-    // Two chains each, or the latency of the additions would bound the loop. Errors are in steps of the grid.
-    Vec total[2] = {zero(), zero()};
+  for (int iteration = 0;; ++iteration) {
+    // Distances are in steps of the grid: q - z - w * k = q - (w * k + z). Two chains each, or the latency of
+    // the additions would bound the loop.
+    Vec sizes[2] = {zero(), zero()};
     Vec squares[2] = {zero(), zero()};
-    Vec moved[2] = {zero(), zero()};
-    Vec largest = zero();
+    Vec sums[2] = {zero(), zero()};
 #pragma GCC unroll 4
     for (int c = 0; c < 64; ++c) {
-      const Vec w = load(scaled + c * 16);
-      const Vec distance = sub(codes(w, zeros, top), w);
-      const Vec error = absolute(sub(distance, zeros));
-      total[c % 2] = add(total[c % 2], error);
-      squares[c % 2] = fma(error, error, squares[c % 2]);
-      moved[c % 2] = add(moved[c % 2], distance);
-      largest = max(largest, error);
+      const Vec place = add(load(scaled + c * 16), zeros);
+      const Vec distance = sub(round_small(min(top, max(zero(), place))), place);
+      sizes[c % 2] = add(sizes[c % 2], absolute(distance));
+      squares[c % 2] = fma(distance, distance, squares[c % 2]);
+      sums[c % 2] = add(sums[c % 2], distance);
     }
-    const Vec root = mul(sqrt(add(squares[0], squares[1])), best.scale);
-    const Vec error = mul(mul(add(total[0], total[1]), best.scale), root);
+    const Vec root = mul(sqrt(add(squares[0], squares[1])), scale);  // no single error is larger
+    const Vec error = mul(mul(add(sizes[0], sizes[1]), scale), root);
     const Mask better = both(active, less(error, best.error));
     best.zero = select(better, zeros, best.zero);
     best.error = select(better, error, best.error);
-    if (!any(better) || iteration == kSolverIterations) break;
+    if (iteration == iterations || !any(better)) return best;
 
-    Vec sum = add(moved[0], moved[1]);
-    if (any(less(set1(threshold), mul(largest, best.scale)))) {
-      Vec outliers = zero();  // sum of e
-      for (int c = 0; c < 64; ++c) {
-        const Vec w = load(scaled + c * 16);
-        const Vec residual = mul(sub(add(w, zeros), codes(w, zeros, top)), best.scale);
-        const Vec size = max(set1(1e-20f), absolute(residual));
-        const Vec power = exp(mul(log2(size), set1((kShrinkPower - 1.0f) * 0.69314718055994531f)));
-        const Vec kept = max(zero(), fnma(power, set1(1.0f / beta), size));
-        outliers = add(outliers, select(less(residual, zero()), negative(kept), kept));
-      }
-      sum = fma(outliers, inverse, sum);
-    }
-    const Vec next = through_fp16(min(widest, max(negative(widest), mul(sum, set1(1.0f / 64.0f)))));
+    Vec shift = add(sums[0], sums[1]);  // sum of q - w * k, less 64 z
+    if (any(less(set1(threshold), root)))
+      shift = fma(shrunk_sum(scaled, zeros, scale, top, beta, threshold), inverse, shift);
+    const Vec next = through_fp16(half_range(fma(shift, set1(1.0f / 64.0f), zeros)));
     // A group is done when its error has not fallen or its zero stands still.
     active = both(better, negate(equal(next, zeros)));
+    if (!any(active)) return best;
     zeros = next;
     beta *= kBetaGrowth;
     threshold *= kThresholdGrowth;
-    if (!any(active)) break;
   }
-  return best;
 }
 
 MOECHAT_INLINE void keep_better(Mask candidates, const GroupSolution& other, GroupSolution* best) {
@@ -155,28 +156,31 @@ inline void quantise_group(const float* weights, int valid_cols, int bits, unsig
   const Mask tiny = less(range, set1(1.0000001e-4f));
   const Mask flat = equal(range, zero());
   const Vec natural = div(top, select(flat, set1(1.0f), range));
-  const Vec multiplier = min(set1(2e4f), select(tiny, set1(1.0f), natural));
-  GroupSolution best = solve_groups(weights, multiplier, low, bits);
-
+  const Vec multiplier =
+      min(set1(2e4f), select(tiny, set1(1.0f), natural));  // hqq's scale, inverse of the stored one
+  const auto probe = [&](Vec step, Vec lowest) {           // lowest: the weight that starts with code 0
+    const Vec scale = through_fp16(step);
+    return descend(weights, scale, div(negative(lowest), scale), bits, kProbeIterations);
+  };
+  const Vec step = div(set1(1.0f), multiplier);
+  GroupSolution best = probe(step, low);
   const Starts starts = other_starts(bits);
   for (int i = 0; i < starts.count; ++i) {
-    const Vec step = mul(multiplier, set1(1.0f / starts.width[i]));
-    const Vec from = fma(range, set1(0.5f * (1.0f - starts.width[i])), low);
-    keep_better(negate(flat), solve_groups(weights, step, from, bits), &best);
+    const float width = starts.width[i];
+    const GroupSolution other = probe(mul(step, set1(width)), fma(range, set1(0.5f * (1.0f - width)), low));
+    keep_better(negate(flat), other, &best);
   }
-
   const Mask guarded = both(negate(flat), either(tiny, less(set1(2e4f), natural)));
-  if (any(guarded)) {
-    const Vec finer = div(set1(1.0f), add(div(range, top), set1(kScaleMargin)));
-    keep_better(guarded, solve_groups(weights, finer, low, bits), &best);
-  }
+  if (any(guarded))
+    keep_better(guarded, probe(fma(range, div(set1(1.0f), top), set1(kScaleMargin)), low), &best);
   const Mask one_sided = either(less(zero(), low), less(high, zero()));
   if (any(one_sided)) {
     const Vec from = min(low, zero());
-    const Vec to = max(high, zero());
-    const Vec wider = div(set1(1.0f), add(div(sub(to, from), top), set1(kScaleMargin)));
-    keep_better(one_sided, solve_groups(weights, wider, from, bits), &best);
+    const Vec span = sub(max(high, zero()), from);
+    keep_better(one_sided, probe(fma(span, div(set1(1.0f), top), set1(kScaleMargin)), from), &best);
   }
+  const GroupSolution last = descend(weights, best.scale, best.zero, bits, kSolverIterations);
+  keep_better(less(last.error, best.error), last, &best);
 
   const Vec zeros = add(best.zero, zero());  // -0 becomes +0
   store_fp16(sz, best.scale);
