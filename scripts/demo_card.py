@@ -243,19 +243,17 @@ def card(facts: dict) -> str:
         {gen["temperature"]}, top-p {gen["top_p"]} and repetition penalty
         {gen["repetition_penalty"]}.""",
         "## Training",
-        f"    python scripts/train_demo.py --data DIR --out OUT --steps {run['first_steps']} "
-        f"--extra-steps {run['extra_steps']} --seed {run['seed']}",
-        f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,} tokens in all,
-        in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of {run["cpu"]}, which other work
-        shared ({run["tokens_per_second"]:,.0f} tokens per second). Muon for the attention and expert
-        matrices, AdamW for embeddings, norms and routers. First {run["first_steps"]:,} steps:
-        {run["warmup"]} of warm-up, a constant rate, then linear decay to zero over the last
-        {run["decay_steps"]:,}, which use sequences of 1,024 tokens instead of 512 and take more stories and
-        chat. Then {run["extra_steps"]:,} extra steps on that later mix, with the rate starting at
-        {run["restart"]} of the full one and falling to zero again. A balance loss of {run["balance_coef"]}
-        per layer, over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
-        Versions: {run["versions"]}. Floating-point sums depend on the processor and the number of threads,
-        so another machine gets a similar model, not the same bits.""",
+        f"    python scripts/train_demo.py --data DIR --out OUT --steps {run['steps']} --seed {run['seed']}",
+        f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,}
+        tokens in all, in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of
+        {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
+        second). Muon for the attention and expert matrices, AdamW for embeddings, norms and
+        routers. {run["warmup"]} warm-up steps, a constant rate, then linear decay to zero over
+        the last {run["decay_steps"]:,} steps, which use sequences of 1,024 tokens instead of
+        512 and take more stories and chat. A balance loss of {run["balance_coef"]} per layer,
+        over each mixed batch, keeps the experts in use. Passes over each stream: {passes}.
+        Versions: {run["versions"]}. Floating-point sums depend on the processor and the number
+        of threads, so another machine gets a similar model, not the same bits.""",
         "## Data",
         licences,
         """The weights and this card are under Apache-2.0. The texts keep their own licences,

@@ -12,9 +12,7 @@ tokenizer. DIR must hold these five files (see demo_data.FILES):
     Taskmaster-4 coffee dialogues   CC-BY-4.0         Google Research, 2024
 
 Until the decay phase (the last quarter of --steps) nothing depends on --steps. A run that was stopped there
-and resumed with another --steps therefore equals a run that was started with that --steps. After that come
---extra-steps of a second round: the learning rate restarts lower and falls to zero again, on the texts of the
-decay phase.
+and resumed with another --steps therefore equals a run that was started with that --steps.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 TOKENS_PER_STEP = 10240
 WARMUP = 60
 DECAY_SHARE = 0.25
-RESTART = 0.6  # the learning rate, as a share of the full one, at which --extra-steps start
 MUON_LR, ADAM_LR = 0.015, 3e-3
 MUON_DECAY, ADAM_DECAY = 0.1, 0.01
 BALANCE_COEF, Z_COEF = 0.004, 1e-4
-EXTRA = 110
 SAVE_EVERY_S = 300
 CHECKPOINT = "checkpoint.pt"
 REPETITION_PENALTY = 1.0
@@ -328,9 +324,7 @@ def decay_start(steps: int) -> int:
     return steps - round(DECAY_SHARE * steps)
 
 
-def lr_factor(step: int, steps: int, extra: int) -> float:
-    if step >= steps:
-        return RESTART * (steps + extra - step) / extra
+def lr_factor(step: int, steps: int) -> float:
     start = decay_start(steps)
     return min(1.0, (step + 1) / WARMUP) * (1.0 if step < start else (steps - step) / (steps - start))
 
@@ -383,13 +377,12 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
             muon.momentum = saved["muon"]
 
         log = load_state(args.out, model, streams, restore)
-        constant = log["step"] <= min(decay_from, log["decay_from"])
-        first = log["decay_from"] == decay_from and log["step"] <= args.steps
-        same = log["decay_from"] == decay_from and log.get("extra") == args.extra_steps
-        if not (constant or first or same):
-            raise SystemExit("error: the checkpoint is in the decay phase of other --steps or --extra-steps")
+        if log["decay_from"] != decay_from and log["step"] > min(decay_from, log["decay_from"]):
+            raise SystemExit(
+                "error: the checkpoint is already in the decay phase of this or of its own --steps"
+            )
         print(f"resumed at step {log['step']}", flush=True)
-    log["decay_from"], log["extra"] = decay_from, args.extra_steps
+    log["decay_from"] = decay_from
 
     def save() -> None:
         state = {"log": log, "model": model.state_dict(), "adam": adam.state_dict(), "muon": muon.momentum}
@@ -401,19 +394,17 @@ def train(args: argparse.Namespace, model: Qwen3MoeForCausalLM, streams: Streams
         signal.signal(sig, lambda number, frame: stop.append(number))
     embed, last_save = model.get_input_embeddings().weight, time.monotonic()
     model.train()
-    while log["step"] < args.steps + args.extra_steps and not stop:
+    while log["step"] < args.steps and not stop:
         begin, step = time.monotonic(), log["step"]
         decay = step >= decay_from
-        # The decay phase uses the full context, so that positions up to 1,024 are trained as well; the extra
-        # steps do so only now and then, because long sequences are slower.
-        long = decay and (step < args.steps or step % 4 == 0)
-        rows = streams.batch(step, 1024 if long else 512, decay)
+        # The decay phase uses the full context, so that positions up to 1,024 are trained as well.
+        rows = streams.batch(step, 1024 if decay else 512, decay)
         out = model.model(input_ids=rows[:, :-1], output_router_logits=True)
         loss = ChunkedLoss.apply(out.last_hidden_state.flatten(0, 1), embed, rows[:, 1:].reshape(-1))
         aux, shares = balance_loss(out.router_logits, model.config.num_experts_per_tok)
         (loss + aux).backward()
         norm = nn.utils.clip_grad_norm_(rest, 1.0)
-        factor = lr_factor(step, args.steps, args.extra_steps)
+        factor = lr_factor(step, args.steps)
         muon.step(MUON_LR * factor)
         for group in adam.param_groups:
             group["lr"] = ADAM_LR * factor
@@ -462,7 +453,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the five corpus files")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, model and card")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--extra-steps", type=int, default=EXTRA, help="a second, shorter round on stories")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
@@ -483,9 +473,6 @@ def main() -> None:
     save_model(args.out, model, tok)
     run = {
         "steps": log["step"],
-        "first_steps": min(log["step"], args.steps),
-        "extra_steps": max(0, log["step"] - args.steps),
-        "restart": RESTART,
         "seed": args.seed,
         "tokens": log["tokens"],
         "tokens_per_step": TOKENS_PER_STEP,
@@ -493,7 +480,7 @@ def main() -> None:
         "tokens_per_second": log["tokens"] / log["seconds"],
         "threads": args.threads,
         "warmup": WARMUP,
-        "decay_steps": max(0, min(log["step"], args.steps) - log["decay_from"]),
+        "decay_steps": max(0, log["step"] - log["decay_from"]),
         "balance_coef": BALANCE_COEF,
         "passes": streams.passes(),
     }
