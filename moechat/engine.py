@@ -10,6 +10,7 @@ This is the stable Python API (DESIGN, section 9); the command line is built on 
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import secrets
 import time
@@ -25,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from moechat import _native
 from moechat.config import user_paths
 from moechat.errors import PromptTooLongError, UnsupportedModelError, UsageError
+from moechat.geometry import SUPPORTED_BITS
 from moechat.hub.names import ModelRef, resolve
 from moechat.models.assets import context_length, load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.dense import load_dense
@@ -36,12 +38,14 @@ from moechat.models.text import TextStream
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
+from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
 Message = dict[str, str]
 FinishReason = Literal["stop", "length"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_BITS = 4
+_DEFAULT_THREADS = _native.num_threads()
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Stats:
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Tokens of the prompt that were already in the attention cache from the answer before.
         output_tokens: Tokens drawn so far.
-        ttft_s: Seconds from the call to the first token; 0 before it.
+        ttft_s: Seconds from the call of ``generate`` to the first token; 0 before it.
         tpot_s: Mean seconds for each token after the first; 0 before the second.
         expert_activations: (token, layer, expert) triples computed.
         expert_bytes: Bytes of expert blocks walked by the kernels.
@@ -156,15 +160,19 @@ def load(
         raise UsageError(f"system {system!r} is not available", hint="this version knows 'auto' only")
     if dtype != "auto" and dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(_DTYPES)}")
+    if bits is not None and bits not in SUPPORTED_BITS:
+        raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"threads is {threads}; it must be between 1 and 1024")
     started = time.perf_counter()
     report = progress or (lambda _: None)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    _native.set_num_threads(threads or _native.num_threads())
+    _native.set_num_threads(threads or _DEFAULT_THREADS)
     torch.set_num_threads(_native.num_threads())
 
-    ref = resolve(str(model), bits=bits)
+    # A Path has lost its "./", so that it could be taken for the name of the demo or of an alias.
+    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
+    ref = resolve(name, bits=bits)
     store = _open_store(ref, bits, report)
     store.ensure_verified(
         user_paths().state,
@@ -186,11 +194,10 @@ def _open_store(ref: ModelRef, bits: int | None, report: Callable[[Progress], No
     wanted = _DEFAULT_BITS if bits is None else bits
     destination = ref.library_path(user_paths().models, wanted)
     checkpoint = Checkpoint.open(ref.checkpoint)
-    if (destination / "manifest.json").exists():
-        store = Store.open(destination)
-        if store.manifest.source.fingerprint == checkpoint.fingerprint():
-            return store
-        # The checkpoint has changed since: the conversion below replaces the store when it is complete.
+    manifest = destination / MANIFEST_NAME
+    # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
+    if manifest.exists() and Manifest.read(manifest).source.fingerprint == checkpoint.fingerprint():
+        return Store.open(destination)
     plan = plan_checkpoint(checkpoint)
 
     def on_convert(event: ConvertProgress) -> None:
@@ -271,6 +278,7 @@ class Engine:
             "name": self.name,
             "model_type": self._store.manifest.model_type,
             "source": self._store.manifest.source.name,
+            "source_weight_type": self._store.manifest.source.weight_type.value,
             "bits": geometry.bits,
             "expert_layers": len(self._store.manifest.layers),
             "experts_per_layer": geometry.num_experts,
@@ -293,7 +301,10 @@ class Engine:
                 f"{self.name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
             )
         if isinstance(prompt, str):
-            tokens = list(self._tokenizer(prompt)["input_ids"])
+            try:
+                tokens = list(self._tokenizer(prompt)["input_ids"])
+            except (TypeError, UnicodeError) as error:
+                raise UsageError(f"the prompt is not Unicode text: {error}") from error
         else:
             if not self.has_chat_template:
                 raise UsageError(
@@ -342,6 +353,7 @@ class Engine:
         min_p: float | None = None,
         repetition_penalty: float | None = None,
         seed: int | None = None,
+        reserve: int = 1,
     ) -> Iterator[Step]:
         """Generate an answer, token by token.
 
@@ -355,14 +367,16 @@ class Engine:
             min_p: Least probability relative to the likeliest token.
             repetition_penalty: Above 1 discourages tokens already seen.
             seed: Repeats a draw; ``None`` takes a fresh one, found in :attr:`stats`.
+            reserve: Tokens of the context that the prompt must leave for the answer.
 
         Returns:
             An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
 
         Raises:
-            PromptTooLongError: Before any work, when the prompt leaves no room for an answer.
+            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
             UsageError: A setting is out of range.
         """
+        started = time.perf_counter()
         settings = self.sampling.override(
             temperature=temperature,
             top_p=top_p,
@@ -372,30 +386,35 @@ class Engine:
         )
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        plain = not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt)
-        tokens = list(prompt) if plain else self.encode(prompt)  # type: ignore[arg-type]
-        ids = self._check(tokens, room=1)  # type: ignore[arg-type]
+        if reserve < 1:
+            raise UsageError(f"reserve is {reserve}; it must be at least 1")
+        messages = not isinstance(prompt, str | torch.Tensor) and any(
+            isinstance(item, dict) for item in prompt
+        )
+        tokens = self.encode(prompt) if messages or isinstance(prompt, str) else prompt  # type: ignore[arg-type]
+        ids = self._check(tokens, room=reserve)  # type: ignore[arg-type]
         room = self.context_length - ids.shape[1]
         limit = max_new_tokens or getattr(self._generation_config, "max_new_tokens", None) or room
         draw_seed = secrets.randbits(63) if seed is None else seed
-        if not 0 <= draw_seed < 1 << 63:
+        if not isinstance(draw_seed, int) or not 0 <= draw_seed < 1 << 63:
             raise UsageError(f"seed is {draw_seed}; it must be between 0 and {(1 << 63) - 1}")
-        return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), draw_seed)
+        stats = Stats(load_s=self._stats.load_s, prompt_tokens=ids.shape[1], seed=draw_seed)
+        return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), stats, started)
 
-    def _decode(self, ids: torch.Tensor, limit: int, sampler: Sampler, seed: int) -> Iterator[Step]:
-        started = time.perf_counter()
-        self._counters.activations = self._counters.experts_read = self._counters.bytes_read = 0
+    def _decode(
+        self, ids: torch.Tensor, limit: int, sampler: Sampler, stats: Stats, started: float
+    ) -> Iterator[Step]:
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
         cache, reused = self._prompt_cache.take(known)
-        self._stats = Stats(load_s=self._stats.load_s, prompt_tokens=prompt, reused_tokens=reused, seed=seed)
+        self._stats = stats = replace(stats, reused_tokens=reused)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
         history, fed = ids, ids[:, reused:]
         first = 0.0
-        running = False
+        running = True
         try:
             for count in range(1, limit + 1):
-                running = True
+                activations, nbytes = self._counters.activations, self._counters.bytes_read
                 with torch.inference_mode():
                     arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
                     output = self._model(input_ids=fed, past_key_values=cache, use_cache=True, **arguments)
@@ -404,13 +423,13 @@ class Engine:
                 token = sampler.draw(history, output.logits[0, -1])
                 now = time.perf_counter()
                 first = first or now
-                self._stats = replace(
-                    self._stats,
+                self._stats = stats = replace(
+                    stats,
                     output_tokens=count,
                     ttft_s=first - started,
                     tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
-                    expert_activations=self._counters.activations,
-                    expert_bytes=self._counters.bytes_read,
+                    expert_activations=stats.expert_activations + self._counters.activations - activations,
+                    expert_bytes=stats.expert_bytes + self._counters.bytes_read - nbytes,
                 )
                 reason: FinishReason | None = None
                 if token in self._stop_tokens:
@@ -426,6 +445,7 @@ class Engine:
                     return
                 fed = torch.tensor([[token]])
                 history = torch.cat([history, fed], dim=1)
+                running = True
                 known.append(token)
         finally:
             # An interrupted pass leaves layers of different lengths: only a whole one is worth keeping.
@@ -433,19 +453,24 @@ class Engine:
                 self._prompt_cache.keep(cache, known, prompt)
 
     def _check(self, tokens: Sequence[int], room: int) -> torch.Tensor:
+        if isinstance(tokens, torch.Tensor):
+            tokens = tokens.flatten().tolist()
+        try:
+            tokens = [operator.index(token) for token in tokens]
+        except TypeError as error:
+            raise UsageError(f"token ids must be integers: {error}") from error
         if not tokens:
             raise UsageError("the prompt is empty")
         if len(tokens) + room > self.context_length:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; the context holds {self.context_length}"
-                + (" including the answer" if room else ""),
+                + (f", of which {room} for the answer" if room else ""),
                 hint="shorten the prompt, or raise the context with --ctx where the model allows it",
             )
-        ids = torch.tensor([list(tokens)], dtype=torch.int64)
         vocabulary: int = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[index,assignment]
-        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
-        return ids
+        return torch.tensor([tokens], dtype=torch.int64)
 
 
 def _check_same_experts(experts: Any, store: Store) -> None:

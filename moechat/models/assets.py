@@ -50,7 +50,9 @@ def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any
     found: set[int] = set()
     for source in (generation, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        found.update(
+            token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)
+        )
     return frozenset(found)
 
 

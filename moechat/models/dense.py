@@ -12,21 +12,8 @@ import torch
 from torch import nn
 
 from moechat.errors import CheckpointError
-from moechat.models.mapping import combine, map_keys, missing_dense
+from moechat.models.mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.skeleton import Skeleton
-
-_TORCH_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class TensorSource(Protocol):
@@ -52,15 +39,15 @@ def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
         CheckpointError: torch has no such type.
     """
     dtype, shape = source.info(key)
-    if dtype not in _TORCH_TYPES:
+    if dtype not in READABLE_TYPES:
         raise CheckpointError(f"dense tensor {key!r} has type {dtype}, which moechat does not read")
     array = source.array(key)
     if array.size == 0:
-        return torch.empty(shape, dtype=_TORCH_TYPES[dtype])
+        return torch.empty(shape, dtype=READABLE_TYPES[dtype])
     with warnings.catch_warnings():
         # The mapping is read-only on purpose; nothing writes through the tensor.
         warnings.filterwarnings("ignore", message=".*not writable.*")
-        flat = torch.frombuffer(array.data, dtype=_TORCH_TYPES[dtype])
+        flat = torch.frombuffer(array.data, dtype=READABLE_TYPES[dtype])
     return flat.reshape(shape)
 
 

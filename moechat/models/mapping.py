@@ -25,7 +25,19 @@ from moechat.store.checkpoint import Checkpoint
 from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
-_MXFP4_SUFFIXES = ("_blocks", "_scales")
+# Safetensors types that dense weights may have.
+READABLE_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass
@@ -106,6 +118,9 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         CheckpointError: Expert tensors are missing or do not have the shapes that the configuration says.
     """
     config = load_config(checkpoint.path)
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(depth, int) and depth > len(checkpoint.keys()):
+        raise CheckpointError(f"{checkpoint.path} has {len(checkpoint.keys())} tensors for {depth} layers")
     skeleton = build_skeleton(config, torch.float32)
     expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
     plain: list[str] = []
@@ -152,6 +167,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         layers=layers,
         dense_keys=tuple(dense_keys),
     )
+    _check_dense(skeleton, checkpoint, [t for t in targets.values() if t.name not in expert_names])
     missing = missing_dense(skeleton, set(targets) | expert_names)
     if missing:
         raise CheckpointError(
@@ -168,6 +184,20 @@ def missing_dense(skeleton: Skeleton, present: set[str]) -> list[str]:
         for name in skeleton.state
         if name not in present and tied.get(name, name) not in present - {name}
     )
+
+
+def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Target]) -> None:
+    """Find out before an hour of conversion what would keep the dense weights from being loaded after it."""
+    for target in targets:
+        for key in (key for group in target.sources.values() for key in group):
+            dtype, shape = checkpoint.info(key)
+            if dtype not in READABLE_TYPES:
+                raise UnsupportedModelError(
+                    f"dense tensor {key!r} has type {dtype}, which moechat does not read"
+                )
+            wanted = tuple(skeleton.state[target.name].shape)
+            if target.converter is None and tuple(shape) != wanted:
+                raise CheckpointError(f"{key} has shape {list(shape)}; the configuration says {list(wanted)}")
 
 
 def _plan_layer(

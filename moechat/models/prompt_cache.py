@@ -40,7 +40,7 @@ class PromptCache:
         if common <= prompt or not _can_crop(cache):
             return None, 0
         if common < len(known):
-            cache.crop(common)
+            cache.crop(common - len(known))  # negative: how many to remove from the end
         return cache, common
 
     def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:

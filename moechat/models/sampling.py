@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from transformers import (
 )
 
 from moechat.errors import UsageError
+
+# Below this, dividing logits overflows float32 before it could change which token wins.
+_GREEDY_BELOW = 1e-4
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class SamplingSettings:
                 "above 0 and at most 10",
             ),
         }
+        if not isinstance(self.top_k, int):
+            raise UsageError(f"top-k is {self.top_k!r}; it must be a whole number")
         for name, (value, good, wanted) in checks.items():
             if not good:
                 raise UsageError(f"{name} is {value}; it must be {wanted}")
@@ -54,18 +60,16 @@ class SamplingSettings:
         if config is None:
             return cls()
         sample = bool(getattr(config, "do_sample", False))
-
-        def value(name: str, default: float) -> float:
+        settings = cls(temperature=1.0 if sample else 0.0)
+        names = ("temperature", "top_k", "top_p", "min_p") if sample else ()
+        for name in (*names, "repetition_penalty"):
             found = getattr(config, name, None)
-            return default if found is None else found
-
-        return cls(
-            temperature=float(value("temperature", 1.0)) if sample else 0.0,
-            top_k=int(value("top_k", 0)) if sample else 0,
-            top_p=float(value("top_p", 1.0)) if sample else 1.0,
-            min_p=float(value("min_p", 0.0)) if sample else 0.0,
-            repetition_penalty=float(value("repetition_penalty", 1.0)),
-        )
+            if isinstance(found, int | float) and not isinstance(found, bool):
+                # A value out of range that a model ships must not make it unusable: it is as if not there.
+                shipped: dict[str, Any] = {name: int(found) if name == "top_k" else float(found)}
+                with suppress(UsageError):
+                    settings = replace(settings, **shipped)
+        return settings
 
     def override(self, **flags: float | None) -> SamplingSettings:
         """These settings with every flag that is not ``None`` in its place."""
@@ -94,7 +98,8 @@ class Sampler:
         processors = LogitsProcessorList()
         if settings.repetition_penalty != 1.0:
             processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
-        if settings.temperature > 0.0:
+        self._greedy = settings.temperature < _GREEDY_BELOW
+        if not self._greedy:
             if settings.temperature != 1.0:
                 processors.append(TemperatureLogitsWarper(settings.temperature))
             if settings.top_k > 0:
@@ -113,7 +118,7 @@ class Sampler:
             logits: ``[vocab]`` of the last position.
         """
         scores = self._processors(history, logits.float().unsqueeze(0))  # type: ignore[arg-type]
-        if self.settings.temperature == 0.0:
+        if self._greedy:
             return int(scores.argmax(dim=-1))
         probabilities = torch.softmax(scores, dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))

@@ -81,17 +81,21 @@ def load_config(directory: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError) as error:
-        reason = str(error)
-        if "trust_remote_code" in reason:
-            reason = "it needs code of its own, which moechat never runs"
-        raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
     except OSError as error:
         raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
+    except Exception as error:  # transformers raises whatever a malformed value leads to
+        reason = f"its config.json is not understood: {_summary(error)}"
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own, which moechat never runs"
+        raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
+    for part in (config, config.get_text_config()):
+        # A checkpoint may not choose how attention is computed: that name can stand for code from a
+        # repository.
+        part._attn_implementation = None
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
-        as_dict = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-        method = str(as_dict.get("quant_method", "unknown"))
+        as_dict = quantisation.to_dict() if hasattr(quantisation, "to_dict") else quantisation
+        method = str(as_dict.get("quant_method", "unknown") if isinstance(as_dict, dict) else "unknown")
         if method not in _READABLE_QUANTISATION:
             raise UnsupportedModelError(
                 f"the weights in {directory} are packed with {method!r}",
@@ -118,14 +122,14 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # a configuration can be wrong in as many ways as there are models
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} is not a causal language model"
+            f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}"
         ) from error
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
-    _check_uniform(experts, config.model_type)
+    _check_uniform(experts, config)
     for entry in experts:
         for name in entry.parameter_names:
             del entry.module._parameters[name.rsplit(".", 1)[1]]
@@ -172,7 +176,14 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
     return found
 
 
-def _check_uniform(experts: tuple[ExpertsModule, ...], model_type: str) -> None:
+def _summary(error: Exception) -> str:
+    """The first line of what went wrong; transformers' texts can be pages long."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
+    model_type = config.model_type
     if not experts:
         raise UnsupportedModelError(
             f"model type {model_type!r} has no routed experts that moechat understands",
@@ -190,3 +201,6 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], model_type: str) -> None:
         raise UnsupportedModelError(
             f"model type {model_type!r} has expert layers of {len(shapes)} different shapes"
         )
+    top_k = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    if isinstance(top_k, int) and not 0 < top_k <= experts[0].num_experts:
+        raise UnsupportedModelError(f"{top_k} experts a token of {experts[0].num_experts} make no sense")

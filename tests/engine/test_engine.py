@@ -228,6 +228,7 @@ def test_unknown_names_are_refused(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        {"bits": "4"},
         {"device": "cuda"},
         {"vram": "12G"},
         {"ram": "2G"},
@@ -299,3 +300,83 @@ def test_caches_that_cannot_be_cut_are_not_reused(family: str, home: Path, tmp_p
     loaded = moechat.load(tmp_path / "model")
     _, reused = conversation(loaded, 2)
     assert reused == [0, 0]
+
+
+def test_answer_that_was_edited_reuses_what_is_still_the_same(engine: Engine) -> None:
+    prompt = engine.encode("Once upon a time")
+    _, answer, _ = collect(engine.generate(prompt, max_new_tokens=12, temperature=0.0))
+    edited = [*prompt, *answer[:5], *engine.encode(" something else")]
+    assert edited[len(prompt) + 5] != answer[5]
+    again = collect(engine.generate(edited, max_new_tokens=8, temperature=0.0))
+    assert engine.stats.reused_tokens == len(prompt) + 5
+    engine._prompt_cache.drop()
+    assert collect(engine.generate(edited, max_new_tokens=8, temperature=0.0)) == again
+
+
+def test_room_for_the_answer_can_be_reserved(engine: Engine) -> None:
+    engine.generate([5] * 200, reserve=56)
+    with pytest.raises(PromptTooLongError, match="of which 57 for the answer"):
+        engine.generate([5] * 200, reserve=57)
+
+
+def test_statistics_belong_to_the_answer_that_moved_last(engine: Engine) -> None:
+    first = engine.generate([5] * 7, max_new_tokens=4, temperature=0.0)
+    second = engine.generate([6] * 9, max_new_tokens=2, temperature=0.0)
+    next(first)
+    list(second)
+    list(first)
+    stats = engine.stats
+    assert (stats.prompt_tokens, stats.output_tokens) == (7, 4)
+    assert stats.expert_activations == (7 + 3) * 2 * 2
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_almost_no_temperature_is_greedy(engine: Engine, temperature: float) -> None:
+    greedy = collect(engine.generate("Hello", max_new_tokens=6, temperature=0.0))
+    assert collect(engine.generate("Hello", max_new_tokens=6, temperature=temperature)) == greedy
+
+
+def test_token_ids_may_be_a_tensor_and_must_be_integers(engine: Engine) -> None:
+    assert torch.equal(engine.logits(torch.tensor([1, 2, 3])), engine.logits([1, 2, 3]))  # type: ignore[arg-type]
+    for bad in ([1.5], ["a"], [2**70]):
+        with pytest.raises(UsageError, match="token ids"):
+            engine.logits(bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not Unicode"):
+        engine.encode("\udc80")
+
+
+def test_threads_default_does_not_depend_on_the_engine_before(chat_model: Path, home: Path) -> None:
+    usual = moechat.load(chat_model).describe()["threads"]
+    assert moechat.load(chat_model, threads=usual + 1).describe()["threads"] == usual + 1
+    assert moechat.load(chat_model).describe()["threads"] == usual
+
+
+def test_a_path_is_never_taken_for_a_name(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_chat_model(tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert moechat.load(Path("demo")).describe()["expert_layers"] == 2
+
+
+def test_values_out_of_range_in_generation_config_are_as_if_not_there(
+    chat_model: Path, home: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(chat_model, source)
+    shipped = {"do_sample": True, "top_k": -1, "top_p": 7, "temperature": 0.5, "eos_token_id": {"a": 1}}
+    (source / "generation_config.json").write_text(json.dumps(shipped))
+    loaded = moechat.load(source)
+    assert loaded.sampling.temperature == 0.5
+    assert (loaded.sampling.top_k, loaded.sampling.top_p) == (0, 1.0)
+
+
+def test_store_of_an_older_checkpoint_is_replaced_even_when_it_is_damaged(home: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_chat_model(source)
+    path = moechat.load(source)._store.path
+    next(path.glob("experts-*")).unlink()
+    with pytest.raises(StoreDamagedError):
+        moechat.load(source)
+    write_tiny_chat_model(source, "olmoe", num_key_value_heads=4)
+    assert moechat.load(source).describe()["model_type"] == "olmoe"

@@ -183,3 +183,42 @@ def test_expert_of_the_wrong_shape_is_refused(tmp_path: Path, moechat_home: Path
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.1\.w2"):
         moechat.load(source, bits=4)
+
+
+def test_a_checkpoint_does_not_choose_how_attention_is_computed(tmp_path: Path, moechat_home: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_checkpoint(source, tiny_config("mixtral"))
+    edit_config(source, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
+    engine = moechat.load(source)
+    assert "somebody" not in str(engine._model.config._attn_implementation)
+    assert engine.logits([1, 2, 3]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": "abc"},
+        {"hidden_size": 64.5},
+        {"hidden_size": -64},
+        {"hidden_act": "nope"},
+        {"dtype": "weird"},
+        {"model_type": ["x"]},
+        {"quantization_config": "x"},
+        {"num_hidden_layers": 10**9},
+        {"num_experts_per_tok": 100},
+        {"rope_parameters": 5},
+    ],
+)
+def test_malformed_configurations_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError):
+        plan(tmp_path)
+
+
+def test_dense_weights_are_checked_before_the_conversion(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_config("mixtral"))
+    edit_config(tmp_path, vocab_size=300)
+    with pytest.raises(CheckpointError, match=r"weight has shape \[101, 64\].*\[300, 64\]"):
+        plan(tmp_path)

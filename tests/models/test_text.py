@@ -40,6 +40,25 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
     )
 
 
+END = TOKENIZER.convert_tokens_to_ids("<|end|>")
+EMOJI = TOKENIZER("\N{GRINNING FACE}")["input_ids"]
+
+
+@given(
+    st.lists(st.sampled_from([*range(0, 256, 7), *EMOJI, *TOKENIZER("é x")["input_ids"], END]), max_size=40)
+)
+@settings(deadline=None, max_examples=300)
+def test_any_tokens_add_up_to_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
+    whole = TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(stream(tokens)) == whole
+
+
+@pytest.mark.parametrize("specials", [[END] * 3, [END] * 9])
+def test_special_tokens_do_not_make_a_character_give_up(specials: list[int]) -> None:
+    tokens = [*specials, *EMOJI[:2], *specials, *EMOJI[2:], *TOKENIZER("é")["input_ids"]]
+    assert "".join(stream(tokens)) == "\N{GRINNING FACE}é"
+
+
 @pytest.mark.parametrize("text", ["naïve", "日本語", "👩‍🚀 and 🏳️‍🌈", "a\u0301", "Ω"])
 def test_no_piece_holds_half_a_character(text: str) -> None:
     pieces = stream(TOKENIZER(text)["input_ids"])
