@@ -131,8 +131,7 @@ def load(
     library.
 
     Args:
-        model: ``demo``, a name of the library, a directory with a block store or with a transformers
-            checkpoint.
+        model: ``demo``, or a directory with a block store or with a transformers checkpoint.
         device: ``cpu``.
         vram: Reserved for the GPU cache; only ``None`` works so far.
         ram: Reserved for the near-tier budget; only ``None`` works so far.

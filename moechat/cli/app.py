@@ -88,7 +88,7 @@ def _run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="'demo', a directory (transformers checkpoint or block store), or a model of the library.",
+            help="'demo', or a directory with a transformers checkpoint or a block store.",
             show_default=False,
         ),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from moechat.cli.run import Reply, opening, say_if_cut
+from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats
 from moechat.cli.terminal import Answer, print_error, print_notice
 from moechat.errors import PromptTooLongError, UsageError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from moechat.cli.options import RunOptions
 
 _PROMPT = ">>> "
+# What an answer needs to be worth reading; a long conversation loses its oldest turns before it gets less.
+_ANSWER_TOKENS = 256
 _HELP = """\
 /help   this list
 /clear  forget the conversation
@@ -123,27 +125,33 @@ class Chat:
             print_stats(self._engine.stats.to_json())
 
     def _start_answer(self) -> Iterator[Step]:
-        """Start generating; when the conversation has outgrown the context, without its oldest turns.
+        """Start generating; without the oldest turns when the conversation leaves too little room to answer.
+
+        The last message alone may take all but one token of the context.
 
         Raises:
             PromptTooLongError: The last message alone is too long.
         """
+        wanted = min(self._options.max_tokens or _ANSWER_TOKENS, self._engine.context_length // 4)
         dropped = 0
         while True:
+            alone = dropped + 1 == len(self._turns)
             try:
                 steps = self._engine.generate(
-                    self._opening + self._turns[dropped:], **self._options.generation
+                    self._opening + self._turns[dropped:],
+                    reserve=1 if alone else max(1, wanted),
+                    **self._options.generation,
                 )
             except PromptTooLongError:
-                if dropped + 1 == len(self._turns):
+                if alone:
                     raise  # it is the message itself; the conversation stays as it is
                 dropped += 2
                 continue
             if dropped:
                 del self._turns[:dropped]
                 print_notice(
-                    f"(the {dropped} oldest messages no longer fit into {self._engine.context_length} tokens "
-                    "and were left out)"
+                    f"(the {dropped} oldest messages were left out: {self._engine.context_length} tokens no "
+                    "longer hold them and an answer)"
                 )
             return steps
 

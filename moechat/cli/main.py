@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    _prepare_standard_streams()
-    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        _prepare_standard_streams()
         # Imported here so that an interrupt or a broken installation ends as every other error does.
         from moechat.cli.app import parse
 

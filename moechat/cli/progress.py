@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.terminal import console, is_animated, print_notice
+from moechat.cli.terminal import console, is_animated, neutralise, print_notice
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -86,7 +86,7 @@ class LoadProgress:
                 completed=report.done,
                 total=report.total,
                 size=f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else "",
-                detail=report.detail,
+                detail=_one_line(report.detail),
             )
         elif self._line_is_due(now):
             self._shown_at, self._printed = now, True
@@ -106,7 +106,7 @@ class LoadProgress:
                 left = (report.total - report.done) * (now - self._stage_started) / gained
                 words.append(f"{format_seconds(left)} left")
         if report.detail:
-            words.append(report.detail)
+            words.append(_one_line(report.detail))
         return ", ".join(words)
 
     def _end_stage(self) -> None:
@@ -115,6 +115,11 @@ class LoadProgress:
             took = format_seconds(time.monotonic() - self._stage_started)
             print_notice(f"converted in {took}, and kept for the next time")
         self._stage = ""
+
+
+def _one_line(detail: str) -> str:
+    """Details hold names of files and tensors, which are whatever the maker of a model chose."""
+    return neutralise(detail).replace("\n", "␊").replace("\t", "␉")
 
 
 def format_bytes(count: float) -> str:

@@ -25,14 +25,14 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
         quiet: Do not say that stdin is awaited.
 
     Raises:
-        UsageError: There is no text at all, it is not UTF-8, or it is larger than 64 MiB.
+        UsageError: There is nothing but white space, it is not UTF-8, or it is larger than 64 MiB.
     """
     piped = not sys.stdin.isatty()
     if argument is None and not piped:
         return None
     given = _read_stdin(quiet=quiet) if piped or argument == "-" else ""
     own = "" if argument in (None, "-") else argument
-    parts = [part for part in (given, own) if part]
+    parts = [part for part in (given, own) if part and not part.isspace()]
     if not parts:
         raise UsageError("the prompt is empty", hint="give a prompt as an argument or on stdin")
     return "\n\n".join(parts)

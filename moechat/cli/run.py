@@ -5,46 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
+from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats
 from moechat.cli.terminal import Answer, ClosedStream, print_notice, write_output
 from moechat.errors import UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from moechat import Engine, Step
+    from moechat import Engine
 
 _INTERRUPTED = 128 + signal.SIGINT
-
-
-@dataclass
-class Reply:
-    """What came of one answer so far; complete when ``finish_reason`` is set."""
-
-    pieces: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self.pieces)
-
-    def follow(self, steps: Iterator[Step], answer: Answer | None) -> None:
-        """Take all steps, showing the text as it comes; an interrupt leaves what was taken so far."""
-        for step in steps:
-            self.pieces.append(step.text)
-            self.tokens.append(step.token_id)
-            self.finish_reason = step.finish_reason
-            if answer is not None:
-                answer.write(step.text)
 
 
 def run(options: RunOptions) -> int:
@@ -120,19 +95,6 @@ def _answer_once(engine: Engine, prompt: str, options: RunOptions) -> int:
     if options.stats:
         print_stats(engine.stats.to_json())
     return status
-
-
-def opening(options: RunOptions) -> list[dict[str, str]]:
-    """The messages that every conversation starts with."""
-    if options.system_prompt is None:
-        return []
-    return [{"role": "system", "content": options.system_prompt}]
-
-
-def say_if_cut(reply: Reply) -> None:
-    """Say so when a limit ended the answer, not the model."""
-    if reply.finish_reason == "length":
-        print_notice(f"(cut off after {len(reply.tokens)} tokens)")
 
 
 def _print_json(engine: Engine, reply: Reply) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ DEMO = "demo"
 _DEMO_STORE = Path(__file__).parent / "demo"
 _MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
 _CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # no store has files of these names
+_MAX_MANIFEST_BYTES = 16 << 20
 _PREFERRED_BITS = (4, 8, 16, 3, 2)
 
 # The hub's own rules: 96 characters in all; letters, digits, "-", "_", "." with no "--" or "..", and no "-"
@@ -126,7 +129,7 @@ def _directory(model: str) -> ModelRef:
     name = path.name or "root"
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
     slug = f"{_safe(name)}-{digest}"
-    if (path / _MANIFEST).is_file():
+    if _is_store(path):
         return ModelRef(name=name, slug=slug, store=path)
     if not (path / _CONFIG).is_file():
         raise ModelNotFoundError(
@@ -134,6 +137,25 @@ def _directory(model: str) -> ModelRef:
             hint="name the directory that holds config.json and the .safetensors files",
         )
     return ModelRef(name=name, slug=slug, checkpoint=path)
+
+
+def _is_store(path: Path) -> bool:
+    """Whether a directory is, or was before some damage, a block store.
+
+    Exports for the web have a ``manifest.json`` too, so beside a checkpoint's weights it has to look like
+    ours.
+    """
+    manifest = path / _MANIFEST
+    if not manifest.is_file():
+        return False
+    if not any((path / name).exists() for name in _WEIGHTS):
+        return True
+    try:
+        with open(manifest, "rb") as file:
+            content = json.loads(file.read(_MAX_MANIFEST_BYTES + 1))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "format_version" in content
 
 
 def _hub(model: str, bits: int | None, paths: Paths) -> ModelRef:

@@ -44,6 +44,9 @@ _SIDE_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+)
+# Copied too, but for people: nothing is computed from them, so they are no part of a source's identity.
+_DOCUMENTS = (
     "README.md",
     "LICENSE",
     "LICENSE.*",
@@ -202,18 +205,23 @@ class Checkpoint:
 
         Returns:
             Name relative to the checkpoint -> real file. Symbolic links (hub cache) are resolved; what is not
-            a regular file is left out, and so are code and pickles whatever they are called.
+            a regular file is left out, and so are code and pickles whatever they are called, and names with
+            characters that cannot be printed.
 
         Raises:
             CheckpointError: A file is larger than 256 MiB.
         """
+        return self._side_files(_SIDE_FILES + _DOCUMENTS)
+
+    def _side_files(self, patterns: tuple[str, ...]) -> dict[str, Path]:
         found: dict[str, Path] = {}
         names = os.listdir(self.path)
         templates = self.path / "additional_chat_templates"
         if templates.is_dir():
             names += [f"additional_chat_templates/{entry}" for entry in os.listdir(templates)]
         for name in sorted(names):
-            allowed = any(_matches(name, pattern) for pattern in _SIDE_FILES)
+            # Control characters in a name would drive the terminal that a message shows them on.
+            allowed = name.isprintable() and any(_matches(name, pattern) for pattern in patterns)
             if not allowed or any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _NEVER):
                 continue
             real = (self.path / name).resolve()
@@ -226,7 +234,10 @@ class Checkpoint:
         return found
 
     def fingerprint(self) -> str:
-        """Identity of the source as opened: hash of the config and of name, size, time of all files used."""
+        """Identity of the source as opened: hash of the config and of name, size, time of all files used.
+
+        Licence and card do not count: a store need not be made again because its README was edited.
+        """
         return self._fingerprint
 
     def require_unchanged(self) -> None:
@@ -242,7 +253,7 @@ class Checkpoint:
 
     def _current_fingerprint(self) -> str:
         files = {"config.json": self.path / "config.json"}
-        files.update(self.tokenizer_files())
+        files.update(self._side_files(_SIDE_FILES))
         files.update({str(file.path.relative_to(self.path)): file.path for file in self.tensors.files})
         index = self.path / INDEX_FILE
         if index.exists():

@@ -16,11 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from moechat.config import HOME_VARIABLE
 from moechat.errors import DoesNotFitError, MoechatError
 
 TEMPORARY_SUFFIX = ".tmp"
 _HASH_CHUNK = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR)
 
 
 @contextmanager
@@ -37,7 +40,22 @@ def explained(doing: str, path: Path) -> Iterator[None]:
                 f"the disk of {path} is full while {doing}: {problem.strerror}",
                 hint="free some space and run the same command again; finished work is kept",
             ) from problem
-        raise MoechatError(f"{doing} failed at {target}: {problem.strerror or problem}") from problem
+        hint = None
+        if _cannot_be_written(problem, path):
+            hint = f"set {HOME_VARIABLE} to a directory that can be written to: models are kept there"
+        raise MoechatError(
+            f"{doing} failed at {target}: {problem.strerror or problem}", hint=hint
+        ) from problem
+
+
+def _cannot_be_written(problem: OSError, path: Path) -> bool:
+    """Whether the directory of ``path`` cannot be made or written to, rather than something else failed."""
+    if isinstance(problem.filename, int):  # a descriptor
+        return False
+    target = path if problem.filename is None else Path(os.fsdecode(problem.filename))
+    if problem.errno in _NO_DIRECTORY:
+        return target in path.parents  # making a directory in /proc, for one, says "no such file"
+    return problem.errno in _FORBIDDEN and (path.is_relative_to(target) or target.is_relative_to(path.parent))
 
 
 def sync_directory(path: Path) -> None:

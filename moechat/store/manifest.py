@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from moechat.config import user_paths
 from moechat.errors import StoreDamagedError, UnsupportedModelError, UsageError
 from moechat.geometry import GROUP_SIZE, ExpertGeometry, WeightType
 from moechat.store.safetensors_file import strict_json
@@ -26,6 +28,22 @@ MAX_LAYERS = 100_000
 _ROOT_FIELDS = ["format_version", "source", "created_by", "model_type", "geometry", "layers"]
 _ROOT_FIELDS += ["neuron_order", "quantisation", "files", "checksum"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def damage_hint(store: Path) -> str:
+    """What to do about a damaged store; that depends on whether it can be made again, and from what."""
+    place = store.absolute()
+    if place.resolve().is_relative_to(_PACKAGE):
+        return "install moechat again: this model is a part of it"
+    try:
+        in_library = place.is_relative_to(user_paths().models)
+    except UsageError:
+        in_library = False
+    remove = f"rm -r {shlex.quote(str(place))}"
+    if in_library:
+        return f"remove the store and run the same command again, which makes it anew: {remove}"
+    return f"remove the store ({remove}) and copy it here again, or run the checkpoint that it was made from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +172,23 @@ class Manifest:
         """
         try:
             if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise StoreDamagedError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+                raise StoreDamagedError(
+                    f"{path} is larger than {MAX_MANIFEST_BYTES} bytes", hint=damage_hint(path.parent)
+                )
             data = path.read_bytes()
         except OSError as problem:
-            raise StoreDamagedError(f"{path} cannot be read: {problem.strerror}") from problem
-        return cls.parse(data, str(path))
+            raise StoreDamagedError(
+                f"{path} cannot be read: {problem.strerror}", hint=damage_hint(path.parent)
+            ) from problem
+        return cls.parse(data, path)
 
     @classmethod
-    def parse(cls, data: bytes, where: str) -> Manifest:
+    def parse(cls, data: bytes, where: Path) -> Manifest:
         """Check the content of a manifest: types, ranges, names, and that layers and files agree.
+
+        Args:
+            data: The content.
+            where: The file, for messages.
 
         Raises:
             StoreDamagedError: Anything is not as :meth:`to_bytes` writes it; the message names the field.
@@ -179,7 +205,7 @@ class Manifest:
             return cls._from_reader(root)
         except (ValueError, UsageError) as problem:
             raise StoreDamagedError(
-                f"{where} is damaged: {problem}", hint="remove the model and convert or download it again"
+                f"{where} is damaged: {problem}", hint=damage_hint(where.parent)
             ) from None
 
     @classmethod

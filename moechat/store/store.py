@@ -5,26 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from moechat.errors import MoechatError, StoreDamagedError
 from moechat.geometry import ExpertGeometry
 from moechat.store.files import explained, format_bytes, hash_file, write_durably
-from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest
+from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest, damage_hint
 from moechat.store.safetensors_file import DIRECT_IO_ALIGNMENT, SafetensorsFile
 from moechat.store.tensors import TensorSet
 
 EXPERTS_TENSOR = "experts"
 DENSE_PREFIX = "dense-"
 VerifyCallback = Callable[[int, int, str], None]
-_DAMAGED_HINT = "remove the model and convert or download it again"
 
 
 def removal_path(store: Path) -> Path:
@@ -44,6 +44,9 @@ class ExpertExtent:
 class Store:
     """A complete store, checked by manifest, names and sizes; no weight is read before it is asked for.
 
+    Invariant: the directory holds the manifest, the files that it lists, and nothing else. Tokenizers are
+    read by the names of files, so one file more can change what a model says.
+
     Attributes:
         path: The store directory.
         manifest: Its manifest.
@@ -58,17 +61,23 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
-        """Check the manifest, and that every file is there with its size.
+        """Check the manifest, and that every file is there with its size and no other file is.
 
         Raises:
-            StoreDamagedError: It is no store, or a file is missing or has another size; the message names it.
+            StoreDamagedError: It is no store, or a file is missing, has another size or does not belong
+                there; the message names it.
             UnsupportedModelError: A newer moechat wrote it.
         """
         directory = Path(path)
         if not (directory / MANIFEST_NAME).is_file():
             raise StoreDamagedError(f"{directory} is not a finished store: it has no {MANIFEST_NAME}")
         store = cls(directory, Manifest.read(directory / MANIFEST_NAME))
-        store._stamp()
+        try:
+            store._stamp()
+        except StoreDamagedError:
+            if not store._reload():
+                raise
+            store._stamp()
         return store
 
     @property
@@ -99,7 +108,7 @@ class Store:
                 file = SafetensorsFile.open(self.path / name, error=StoreDamagedError)
                 for key in file.tensors:
                     if key in owners:
-                        raise StoreDamagedError(f"{file.path} repeats tensor {key!r}", hint=_DAMAGED_HINT)
+                        raise self._damaged(f"{file.path} repeats tensor {key!r}")
                     owners[key] = file
         return TensorSet(owners, where=str(self.path), error=StoreDamagedError)
 
@@ -116,11 +125,9 @@ class Store:
         entry = tensors.get(EXPERTS_TENSOR)
         shape = (geometry.num_experts, geometry.blocks_per_expert, geometry.record_bytes)
         if entry is None or len(tensors) != 1 or entry.dtype != "U8" or entry.shape != shape:
-            raise StoreDamagedError(
-                f"{path} does not hold experts of shape {list(shape)}", hint=_DAMAGED_HINT
-            )
+            raise self._damaged(f"{path} does not hold experts of shape {list(shape)}")
         if entry.start % DIRECT_IO_ALIGNMENT:
-            raise StoreDamagedError(
+            raise self._damaged(
                 f"the experts in {path} begin at byte {entry.start}, not at a multiple of 4096"
             )
         return ExpertExtent(path, entry.start, entry.nbytes)
@@ -168,18 +175,18 @@ class Store:
             try:
                 digest = hash_file(path, advance)
             except OSError as problem:
-                raise StoreDamagedError(
-                    f"{path} cannot be read: {problem.strerror}", hint=_DAMAGED_HINT
-                ) from problem
+                raise self._damaged(f"{path} cannot be read: {problem.strerror}") from problem
             if digest != record.sha256:
-                raise StoreDamagedError(
+                raise self._damaged(
                     f"{path} ({format_bytes(record.bytes)}) is damaged: its SHA-256 is {digest[:12]}…, "
-                    f"the manifest says {record.sha256[:12]}…",
-                    hint=_DAMAGED_HINT,
+                    f"the manifest says {record.sha256[:12]}…"
                 )
 
     def ensure_verified(self, state_dir: Path, progress: VerifyCallback | None = None) -> bool:
         """Verify, but only if size, times or inode of any file differ from the last time it was done.
+
+        A store that another process has put in the place of this one since it was opened is taken instead, if
+        its experts have the same shape and encoding and nothing was read of this one.
 
         Args:
             state_dir: Where the stamp of the last verification is kept. If it cannot be written, every call
@@ -190,8 +197,16 @@ class Store:
             Whether the files were hashed.
 
         Raises:
-            StoreDamagedError: As :meth:`verify`.
+            StoreDamagedError: As :meth:`open` and :meth:`verify`.
         """
+        try:
+            return self._verify_unless_stamped(state_dir, progress)
+        except StoreDamagedError:
+            if not self._reload():
+                raise
+            return self._verify_unless_stamped(state_dir, progress)
+
+    def _verify_unless_stamped(self, state_dir: Path, progress: VerifyCallback | None) -> bool:
         stamp_path = self._stamp_path(state_dir)
         stamp = self._stamp()
         try:
@@ -225,8 +240,48 @@ class Store:
         name = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:32]
         return Path(state_dir) / "verified" / f"{name}.json"
 
+    def _damaged(self, message: str) -> StoreDamagedError:
+        return StoreDamagedError(message, hint=damage_hint(self.path))
+
+    def _reload(self) -> bool:
+        """Take the manifest that is there now; ``False`` if it is the same, or can no longer be taken."""
+        if self._maps or "dense" in self.__dict__:
+            return False  # somebody holds views of the old files
+        try:
+            manifest = Manifest.read(self.path / MANIFEST_NAME)
+        except MoechatError:
+            return False
+        if manifest == self.manifest or manifest.geometry != self.manifest.geometry:
+            return False
+        self.manifest = manifest
+        self._layers = {item.layer: item for item in manifest.layers}
+        return True
+
+    def _require_no_other_entry(self) -> None:
+        """Refuse anything in the directory that the manifest does not list."""
+        listed = {MANIFEST_NAME, *self.manifest.files}
+        parents = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
+        for parent in sorted(parents):  # "." among them; no others are entered, so no link leads astray
+            directory = self.path / parent
+            try:
+                entries = sorted(os.listdir(directory))
+            except OSError as problem:
+                raise self._damaged(f"{directory} cannot be read: {problem.strerror}") from problem
+            for entry in entries:
+                name = str(PurePosixPath(parent, entry))
+                if name not in listed and name not in parents:
+                    path = self.path / name
+                    raise StoreDamagedError(
+                        f"{path} does not belong to the store: its manifest does not list it",
+                        hint=f"remove it, or move it away: rm -r {shlex.quote(str(path.absolute()))}",
+                    )
+
     def _stamp(self) -> bytes:
-        """Size, mtime, ctime and inode of every file, as JSON; refuses a missing file or another size."""
+        """Name, size, mtime, ctime and inode of every file, and the hash of the manifest in use, as JSON.
+
+        Raises:
+            StoreDamagedError: A file is missing, has another size, or is not in the manifest.
+        """
         stamps: dict[str, list[int]] = {}
         sizes: Mapping[str, int | None] = {
             MANIFEST_NAME: None,
@@ -237,14 +292,13 @@ class Store:
             try:
                 status = path.stat()
             except OSError as problem:
-                raise StoreDamagedError(
-                    f"{path} is missing: {problem.strerror}", hint=_DAMAGED_HINT
-                ) from problem
+                raise self._damaged(f"{path} is missing: {problem.strerror}") from problem
             if not stat.S_ISREG(status.st_mode):
-                raise StoreDamagedError(f"{path} is not a regular file", hint=_DAMAGED_HINT)
+                raise self._damaged(f"{path} is not a regular file")
             if size is not None and status.st_size != size:
-                raise StoreDamagedError(
-                    f"{path} has {status.st_size} bytes, the manifest says {size}", hint=_DAMAGED_HINT
-                )
+                raise self._damaged(f"{path} has {status.st_size} bytes, the manifest says {size}")
             stamps[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        return json.dumps(stamps, sort_keys=True).encode()
+        self._require_no_other_entry()
+        # Else the stamp of a store that took this one's place would vouch for the manifest read before.
+        manifest = hashlib.sha256(self.manifest.to_bytes()).hexdigest()
+        return json.dumps({"manifest": manifest, "files": stamps}, sort_keys=True).encode()

@@ -27,7 +27,8 @@ class ScriptedEngine:
 
     Attributes:
         answers: The pieces of one answer after the other.
-        room: Most characters of all messages together.
+        room: Most characters of all messages together, with what is reserved for the answer.
+        reserves: What every call reserved.
         asked: The messages of every call that was not refused.
     """
 
@@ -37,10 +38,12 @@ class ScriptedEngine:
     name: str = "scripted"
     context_length: int = 100
     stats: Stats = field(default_factory=Stats)
+    reserves: list[int] = field(default_factory=list)
 
-    def generate(self, prompt: Messages, **settings: Any) -> Iterator[Step]:
+    def generate(self, prompt: Messages, *, reserve: int = 1, **settings: Any) -> Iterator[Step]:
         size = sum(len(message["content"]) for message in prompt)
-        if size > self.room:
+        self.reserves.append(reserve)
+        if size + reserve > self.room:
             raise PromptTooLongError(f"{size} tokens; the context holds {self.room}")
         self.asked.append([dict(message) for message in prompt])
         return self._steps(self.answers.pop(0))
@@ -119,7 +122,7 @@ def test_a_question_that_got_no_answer_is_forgotten(
 def test_the_oldest_turns_make_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = ScriptedEngine([["a" * 10], ["b" * 10], ["c" * 10], ["d"]], room=50)
+    engine = ScriptedEngine([["a" * 10], ["b" * 10], ["c" * 10], ["d"]], room=75)
     talk(monkeypatch, engine, ["1" * 10, "2" * 10, "3" * 10, "4" * 10])
     assert engine.asked[2][0] == user("1" * 10)
     assert engine.asked[3] == [
@@ -129,7 +132,27 @@ def test_the_oldest_turns_make_room(
         assistant("c" * 10),
         user("4" * 10),
     ]
-    assert "the 2 oldest messages no longer fit into 100 tokens" in capsys.readouterr().err
+    assert "the 2 oldest messages were left out: 100 tokens no longer hold" in capsys.readouterr().err
+    assert engine.reserves == [1, 25, 25, 25, 25]
+
+
+@pytest.mark.parametrize(
+    ("context", "max_tokens", "reserve"),
+    [(8192, None, 256), (8192, 40, 40), (400, None, 100), (400, 8000, 100), (400, 7, 7), (2, None, 1)],
+)
+def test_an_answer_has_room_before_old_turns_have(
+    monkeypatch: pytest.MonkeyPatch, context: int, max_tokens: int | None, reserve: int
+) -> None:
+    engine = ScriptedEngine([["a"], ["b"]], context_length=context)
+    talk(monkeypatch, engine, ["first", "second"], max_tokens=max_tokens)
+    assert engine.reserves == [1, reserve]
+
+
+def test_the_last_message_alone_may_fill_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine([["a"], ["b"]], room=50)
+    talk(monkeypatch, engine, ["first", "x" * 49])
+    assert engine.asked[1] == [user("x" * 49)]
+    assert engine.reserves == [1, 25, 1]
 
 
 def test_the_system_prompt_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,31 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyP
     assert "converted in" in shown
 
 
+def test_names_in_progress_cannot_drive_the_terminal(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;title\x07\x9b2J\r\nLICENSE\t[red]"
+    shown = "␛]0;title␇\ufffd2J␍␊LICENSE␉[red]"
+    with LoadProgress() as show:
+        show(Progress("verify", 0, 2 * GIB, evil))
+        clock.now += 5
+        show(Progress("verify", GIB, 2 * GIB, evil))
+    assert capsys.readouterr().err.endswith(f", {shown}\n")
+
+    terminal.console.cache_clear()
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with LoadProgress() as show:
+        show(Progress("verify", GIB, 2 * GIB, evil))
+        time.sleep(0.3)  # the bar is drawn ten times a second
+    assert shown in screen.getvalue()
+    assert "\x1b]0;" not in screen.getvalue()
+    assert "\x07" not in screen.getvalue()
+    assert "\x9b" not in screen.getvalue()
+
+
 def test_a_dumb_terminal_gets_no_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)

@@ -48,7 +48,9 @@ def give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-un
         (None, b"\xef\xbb\xbfmarked\n", "marked"),
         (None, "日本\n".encode(), "日本"),
         ("-", b"text\n", "text"),
-        ("  ", b"", "  "),
+        (" question ", b"", " question "),
+        ("  ", b"text\n", "text"),
+        ("question", b" \t\n\n", "question"),
     ],
 )
 def test_stdin_then_a_blank_line_then_the_argument(give, argument, data, prompt) -> None:  # type: ignore[no-untyped-def]
@@ -62,7 +64,19 @@ def test_on_a_terminal_stdin_is_read_only_when_asked_for(give) -> None:  # type:
         assert read_prompt(argument) == prompt
 
 
-@pytest.mark.parametrize(("argument", "data"), [(None, b""), (None, b"\n"), ("-", b""), ("", b"")])
+@pytest.mark.parametrize(
+    ("argument", "data"),
+    [
+        (None, b""),
+        (None, b"\n"),
+        ("-", b""),
+        ("", b""),
+        ("  ", b""),
+        ("\n\t", b" \n"),
+        (None, b" \r\n \n"),
+        ("\u3000", b""),
+    ],
+)
 def test_no_text_at_all_is_a_usage_error(give, argument, data) -> None:  # type: ignore[no-untyped-def]
     give(data)
     with pytest.raises(UsageError, match="the prompt is empty"):

@@ -138,6 +138,24 @@ def test_an_unknown_model_is_said_before_stdin_is_read(cli: Cli) -> None:
     assert err == b"error: there is no model 'mixtrall'\nhint: did you mean mixtral?\n"
 
 
+def test_an_interrupt_before_anything_is_done_shows_no_traceback(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moechat.cli.main._prepare_standard_streams", interrupted)
+    result = cli.call("--version")
+    assert (result.status, result.out, result.err) == (130, b"", "")
+
+
+def test_a_home_that_cannot_be_made_is_said_with_a_way_out(cli: Cli, model: str) -> None:
+    result = Cli(cli.directory, Path("/proc/nobody")).call("run", model, "hi", "--bits", "8")
+    assert (result.status, result.out) == (1, b"")
+    assert "error: converting failed at /proc/nobody" in result.err
+    assert "hint: set MOECHAT_HOME to a directory that can be written to" in result.err
+
+
 def test_a_traceback_is_shown_only_when_asked_for(cli: Cli) -> None:
     result = Cli(cli.directory, cli.home, {"MOECHAT_DEBUG": "1"}).run("run", "mixtrall", "hi")
     assert result.status == 3

@@ -186,6 +186,30 @@ def test_a_store_directory_is_opened_as_it_is(in_an_empty_directory: Path, paths
     assert resolve("org/name", paths=paths).store == store
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "foreign", [b'{"name": "an app", "manifest_version": 3}', b"[]", b"{", b"\xff", b"[" * 100_000]
+)
+def test_a_checkpoint_with_a_manifest_of_something_else_stays_a_checkpoint(
+    in_an_empty_directory: Path, paths: Paths, foreign: bytes, weights: str
+) -> None:
+    directory = make_checkpoint(in_an_empty_directory / "exported")
+    (directory / "manifest.json").write_bytes(foreign)
+    (directory / weights).write_bytes(b"")
+    assert resolve("./exported", paths=paths).checkpoint == directory
+    (directory / "manifest.json").write_text('{"format_version": 1}')
+    assert resolve("./exported", paths=paths).store == directory
+
+
+def test_a_store_whose_manifest_is_damaged_is_still_taken_for_a_store(
+    in_an_empty_directory: Path, paths: Paths
+) -> None:
+    directory = make_store(in_an_empty_directory / "store")
+    (directory / "config.json").write_text("{}")
+    (directory / "manifest.json").write_bytes(b"\0")
+    assert resolve("./store", paths=paths).store == directory
+
+
 def test_an_alias_wins_over_a_directory_of_its_name(in_an_empty_directory: Path, paths: Paths) -> None:
     directory = make_checkpoint(in_an_empty_directory / "mixtral")
     assert "not in the library" in str(refusal("mixtral", paths))

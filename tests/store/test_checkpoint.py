@@ -371,6 +371,29 @@ def test_the_fingerprint_follows_content_and_not_the_place(tmp_path: Path) -> No
         assert Checkpoint.open(copy).fingerprint() != first
 
 
+def test_documents_are_no_part_of_the_identity(mixtral: Path) -> None:
+    first = Checkpoint.open(mixtral)
+    for name in ("README.md", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"):
+        (mixtral / name).write_text("new")
+        assert name in Checkpoint.open(mixtral).tokenizer_files()
+    assert Checkpoint.open(mixtral).fingerprint() == first.fingerprint()
+    first.require_unchanged()
+    (mixtral / "special_tokens_map.json").write_text("{}")
+    assert Checkpoint.open(mixtral).fingerprint() != first.fingerprint()
+
+
+@pytest.mark.parametrize("odd", ["\x1b[31m", "\x07", "\n", "\x9b", "\u202e", "\udcff"])
+def test_side_files_whose_names_cannot_be_printed_are_left_out(mixtral: Path, odd: str) -> None:
+    for name in (f"LICENSE.{odd}", f"{odd}.tiktoken"):
+        (mixtral / name).write_text("x")
+    (mixtral / "additional_chat_templates").mkdir()
+    (mixtral / "additional_chat_templates" / f"{odd}.jinja").write_text("x")
+    (mixtral / "日本.tiktoken").write_text("x")
+    found = Checkpoint.open(mixtral).tokenizer_files()
+    assert "日本.tiktoken" in found
+    assert not [name for name in found if odd in name]
+
+
 def test_a_source_that_changes_after_opening_is_noticed(mixtral: Path) -> None:
     checkpoint = Checkpoint.open(mixtral)
     checkpoint.require_unchanged()

@@ -20,6 +20,7 @@ import pytest
 from store_support import beside, mixtral_plan, tree, write_mixtral
 
 from moechat.errors import CheckpointError, DoesNotFitError, MoechatError, StoreDamagedError, UsageError
+from moechat.store import convert as convert_module
 from moechat.store import files, workspace
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
@@ -351,6 +352,43 @@ def test_a_library_that_cannot_be_written_is_a_plain_error(
     monkeypatch.setattr(files.os, "replace", denied)
     with pytest.raises(MoechatError, match="somewhere: Permission denied"):
         run(mixtral, library / "m")
+
+
+@pytest.mark.parametrize("home", ["/proc/nobody", "file/home"])
+def test_a_home_that_cannot_be_written_is_explained(mixtral: Path, tmp_path: Path, home: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MoechatError, match="converting failed at") as caught:
+        run(mixtral, tmp_path / home / "models" / "m")
+    assert "set MOECHAT_HOME to a directory that can be written to" in (caught.value.hint or "")
+
+
+def test_a_source_that_cannot_be_read_is_not_blamed_on_the_library(
+    mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object, **__: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(mixtral / "tokenizer.json"))
+
+    monkeypatch.setattr(convert_module._Conversion, "_copy", denied)
+    with pytest.raises(MoechatError, match=r"tokenizer\.json: Permission denied") as caught:
+        run(mixtral, library / "m")
+    assert caught.value.hint is None
+
+
+def test_a_store_with_a_file_too_many_is_replaced(
+    mixtral: Path, library: Path, reference: dict[str, str]
+) -> None:
+    run(mixtral, library / "m")
+    (library / "m" / "added_tokens.json").write_text("{}")
+    run(mixtral, library / "m")
+    assert tree(library / "m") == reference
+
+
+def test_an_edited_readme_makes_no_new_store(mixtral: Path, library: Path) -> None:
+    run(mixtral, library / "m")
+    before = (library / "m").stat().st_ino
+    (mixtral / "README.md").write_text("edited")
+    run(mixtral, library / "m")
+    assert (library / "m").stat().st_ino == before
 
 
 def test_a_closed_progress_output_is_not_taken_for_a_disk_error(mixtral: Path, library: Path) -> None:

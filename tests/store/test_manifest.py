@@ -67,7 +67,7 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path.write_bytes(MANIFEST.to_bytes())
     assert Manifest.read(path) == MANIFEST
     without_revision = replace(MANIFEST, source=replace(MANIFEST.source, revision=None))
-    assert Manifest.parse(without_revision.to_bytes(), "m") == without_revision
+    assert Manifest.parse(without_revision.to_bytes(), Path("m")) == without_revision
 
 
 def test_the_same_manifest_gives_the_same_bytes_whatever_the_order_of_its_files() -> None:
@@ -81,13 +81,13 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(place: int, bit: int) -> None:
     data = bytearray(MANIFEST.to_bytes())
     data[place] ^= 1 << bit
     with suppress(StoreDamagedError, UnsupportedModelError):
-        assert Manifest.parse(bytes(data), "m") == MANIFEST  # another white space at most
+        assert Manifest.parse(bytes(data), Path("m")) == MANIFEST  # another white space at most
 
 
 def test_a_store_of_a_newer_moechat_is_refused_as_such() -> None:
     data = resealed(lambda content: content.update(format_version=FORMAT_VERSION + 1, novelty=1))
     with pytest.raises(UnsupportedModelError, match="format 2") as caught:
-        Manifest.parse(data, "m")
+        Manifest.parse(data, Path("m"))
     assert "newer moechat" in (caught.value.hint or "")
 
 
@@ -136,7 +136,7 @@ REFUSALS: dict[str, Any] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_manifest_with_a_wrong_field_is_refused_by_name(case: str) -> None:
     with pytest.raises(StoreDamagedError, match=r"here/manifest\.json is damaged"):
-        Manifest.parse(resealed(REFUSALS[case]), "here/manifest.json")
+        Manifest.parse(resealed(REFUSALS[case]), Path("here/manifest.json"))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_manifest_with_a_wrong_field_is_refused_by_name(case: str) -> None:
 )
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(StoreDamagedError):
-        Manifest.parse(data, "m")
+        Manifest.parse(data, Path("m"))
 
 
 json_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -168,7 +168,7 @@ def test_a_field_of_any_other_type_never_ends_in_anything_but_a_refusal(data: st
             return
 
     with suppress(StoreDamagedError, UnsupportedModelError):
-        Manifest.parse(resealed(change), "m")
+        Manifest.parse(resealed(change), Path("m"))
 
 
 def test_a_missing_or_oversized_manifest_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from store_support import mixtral_plan, tree, write_mixtral
 
+import moechat
 from moechat.errors import StoreDamagedError
+from moechat.store import manifest as manifest_module
 from moechat.store import store as store_module
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
-from moechat.store.manifest import MANIFEST_NAME
+from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
 
@@ -126,6 +129,88 @@ def test_a_link_to_a_device_in_place_of_a_file_is_refused(path: Path) -> None:
         Store.open(path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "special_tokens_map.json",
+        ".hidden",
+        "experts-00002.safetensors",
+        "extra/file",
+        "additional_chat_templates/other.jinja",
+        "\udcff",
+    ],
+)
+def test_a_file_that_the_manifest_does_not_list_is_refused_and_named(
+    path: Path, tmp_path: Path, name: str
+) -> None:
+    store = Store.open(path)
+    store.ensure_verified(tmp_path / "state")
+    added = path / name
+    added.parent.mkdir(exist_ok=True)
+    added.write_text("{}")
+    entry = added if added.parent == path else added.parent
+    for check in (lambda: Store.open(path), lambda: store.ensure_verified(tmp_path / "state")):
+        with pytest.raises(StoreDamagedError) as caught:
+            check()
+        assert str(caught.value).startswith(f"{entry} does not belong to the store")
+        assert f"rm -r {shlex.quote(str(entry))}" in (caught.value.hint or "")
+    subprocess.run(["bash", "-c", f"rm -r {shlex.quote(str(entry))}"], check=True)
+    assert Store.open(path).ensure_verified(tmp_path / "state") is False
+
+
+def test_directories_and_links_that_the_manifest_does_not_list_are_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    (path / "empty").mkdir()
+    with pytest.raises(StoreDamagedError, match="empty does not belong"):
+        Store.open(path)
+    (path / "empty").rmdir()
+    (path / "dangling").symlink_to(tmp_path / "nothing")
+    with pytest.raises(StoreDamagedError, match="dangling does not belong"):
+        Store.open(path)
+
+
+def test_a_listed_subdirectory_holds_listed_files_only(tmp_path: Path) -> None:
+    source = write_mixtral(tmp_path / "source", layers=1, experts=2, hidden=64, intermediate=64)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    checkpoint = Checkpoint.open(source)
+    convert(checkpoint, mixtral_plan(checkpoint), tmp_path / "made", bits=4, source_name="tiny")
+    assert "additional_chat_templates/tools.jinja" in Store.open(tmp_path / "made").manifest.files
+    (tmp_path / "made" / "additional_chat_templates" / "other.jinja").write_text("")
+    with pytest.raises(StoreDamagedError, match=r"other\.jinja does not belong"):
+        Store.open(tmp_path / "made")
+
+
+def test_the_hint_about_damage_is_one_that_works_where_the_store_lies(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "a home"))
+    library = tmp_path / "a home" / "data" / "models"
+    library.mkdir(parents=True)
+    os.rename(path, library / "tiny-4bit")
+
+    def hint(place: Path) -> str:
+        with pytest.raises(StoreDamagedError) as caught:
+            Store.open(place)
+        return caught.value.hint or ""
+
+    os.truncate(library / "tiny-4bit" / "config.json", 1)
+    remove = f"rm -r {shlex.quote(str(library / 'tiny-4bit'))}"
+    assert "run the same command again" in hint(library / "tiny-4bit")
+    assert remove in hint(library / "tiny-4bit")
+    (library / "tiny-4bit" / MANIFEST_NAME).write_text("{")
+    assert remove in hint(library / "tiny-4bit")
+    os.rename(library / "tiny-4bit", path)  # nothing would make this one again
+    assert f"remove the store (rm -r {path}) and copy it here again" in hint(path)
+    monkeypatch.setattr(manifest_module, "_PACKAGE", tmp_path)
+    assert hint(path) == "install moechat again: this model is a part of it"
+
+
+def test_the_packaged_demo_holds_nothing_that_its_manifest_does_not_list() -> None:
+    Store.open(Path(moechat.__file__).parent / "hub" / "demo")
+
+
 def test_a_directory_without_manifest_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(StoreDamagedError, match=MANIFEST_NAME):
         Store.open(tmp_path)
@@ -193,6 +278,80 @@ def test_a_store_changed_while_it_is_verified_gets_no_stamp(path: Path, tmp_path
     with pytest.raises(StoreDamagedError, match="changed while"):
         store.ensure_verified(tmp_path / "state", touch)
     assert store.ensure_verified(tmp_path / "state") is True
+
+
+def other_store(directory: Path, **shape: int) -> Path:
+    shape = {"layers": 2, "experts": 3, "hidden": 64, "intermediate": 128} | shape
+    source = write_mixtral(directory / "source", dtype="F16", seed=7, **shape)
+    checkpoint = Checkpoint.open(source)
+    convert(checkpoint, mixtral_plan(checkpoint), directory / "made", bits=4, source_name="other")
+    return directory / "made"
+
+
+def exchange(path: Path, other: Path) -> None:
+    shutil.rmtree(path)
+    os.rename(other, path)
+
+
+def test_a_store_that_was_replaced_between_opening_and_verifying_is_taken(path: Path, tmp_path: Path) -> None:
+    store = Store.open(path)
+    old = store.manifest
+    exchange(path, other_store(tmp_path / "other"))
+    assert store.ensure_verified(tmp_path / "state") is True
+    assert store.manifest == Store.open(path).manifest != old
+    store.verify()
+
+
+def test_the_stamp_of_a_replacement_does_not_vouch_for_what_was_opened_before(
+    path: Path, tmp_path: Path
+) -> None:
+    store = Store.open(path)
+    exchange(path, other_store(tmp_path / "other"))
+    Store.open(path).ensure_verified(tmp_path / "state")
+    store.ensure_verified(tmp_path / "state")
+    assert store.manifest.source.name == "other"
+
+
+def test_a_store_that_is_replaced_while_it_is_verified_is_taken(path: Path, tmp_path: Path) -> None:
+    store = Store.open(path)
+    other = other_store(tmp_path / "other")
+
+    def replace(done: int, total: int, name: str) -> None:
+        if other.exists():
+            exchange(path, other)
+
+    assert store.ensure_verified(tmp_path / "state", replace) is True
+    assert store.manifest.source.name == "other"
+
+
+def test_a_store_that_is_replaced_while_it_is_opened_is_taken(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = other_store(tmp_path / "other", layers=3)
+    read = Manifest.read
+
+    def read_then_replace(file: Path) -> Manifest:
+        manifest = read(file)
+        if other.exists():
+            exchange(path, other)
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", read_then_replace)
+    assert Store.open(path).manifest.source.name == "other"
+
+
+@pytest.mark.parametrize("why", ["other shape", "experts in use", "dense tensors in use"])
+def test_a_replacement_is_not_mixed_with_what_was_taken_from_the_old_store(
+    path: Path, tmp_path: Path, why: str
+) -> None:
+    store = Store.open(path)
+    if why == "experts in use":
+        store.expert_layer(0)
+    elif why == "dense tensors in use":
+        assert store.dense.keys()
+    exchange(path, other_store(tmp_path / "other", experts=4 if why == "other shape" else 3))
+    with pytest.raises(StoreDamagedError):
+        store.ensure_verified(tmp_path / "state")
 
 
 def test_verification_reports_every_byte(path: Path) -> None:
