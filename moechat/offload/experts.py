@@ -8,6 +8,7 @@ module. One layer costs one native call, whatever the number of experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,25 @@ from moechat.geometry import ExpertGeometry
 IMPLEMENTATION = "moechat"
 
 
+@lru_cache(maxsize=1024)
+def _block_lists(rows: int, blocks: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """For ``rows`` experts with all their blocks in order: index of each block in its expert, and its row."""
+    index = np.tile(np.arange(blocks, dtype=np.int32), rows)
+    row = np.repeat(np.arange(rows, dtype=np.int32), blocks)
+    index.flags.writeable = row.flags.writeable = False
+    return index, row
+
+
 @dataclass
 class ExpertCounters:
-    """What the expert layers have done since the last reset; the engine reads it between steps.
+    """What the expert layers have done since they were made; the engine reads the differences.
 
     Attributes:
         activations: (token, expert) pairs computed.
-        experts_read: Distinct experts walked, summed over layers and passes.
         bytes_read: Bytes of block records walked.
     """
 
     activations: int = 0
-    experts_read: int = 0
     bytes_read: int = 0
 
 
@@ -51,6 +59,9 @@ class ExpertLayer:
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
     _addresses: npt.NDArray[np.uint64] = field(init=False, repr=False)
+    _layout: _native.BlockLayout = field(init=False, repr=False)
+    _gate: tuple[str, float, float] = field(init=False, repr=False)
+    _expert_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         experts, blocks, record_bytes = self.records.shape
@@ -59,6 +70,9 @@ class ExpertLayer:
         start = np.uint64(self.records.ctypes.data)
         offsets = np.arange(experts * blocks, dtype=np.uint64) * np.uint64(record_bytes)
         self._addresses = (start + offsets).reshape(experts, blocks)
+        self._layout = self.geometry.layout
+        self._gate = (self.geometry.activation.value, self.geometry.alpha, self.geometry.limit)
+        self._expert_bytes = self.geometry.expert_bytes
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -79,34 +93,34 @@ class ExpertLayer:
         x = hidden.detach().to(torch.float32).contiguous()
         index = top_k_index.reshape(-1).numpy()
         weight = top_k_weights.detach().reshape(-1).to(torch.float32).numpy()
-        k = top_k_index.shape[-1]
-
-        order = np.argsort(index, kind="stable")
-        sorted_index = index[order]
-        inside = (sorted_index >= 0) & (sorted_index < geometry.num_experts)
-        if not inside.all():
-            order, sorted_index = order[inside], sorted_index[inside]
-        experts, row_start = np.unique(sorted_index, return_index=True)
-        rows, blocks = len(experts), geometry.blocks_per_expert
+        order = index.argsort(kind="stable")
+        picked = index[order]
+        if len(picked) and (picked[0] < 0 or picked[-1] >= geometry.num_experts):
+            inside = (picked >= 0) & (picked < geometry.num_experts)
+            order, picked = order[inside], picked[inside]
+        if len(x) == 1:
+            # Decode: a router picks an expert once, so every pick is a row of its own.
+            experts, starts = picked, np.arange(len(picked) + 1, dtype=np.int32)
+        else:
+            experts, first = np.unique(picked, return_index=True)
+            starts = np.append(first, len(order)).astype(np.int32)
+        block_index, block_row = _block_lists(len(experts), geometry.blocks_per_expert)
 
         out = torch.zeros_like(x)
         _native.moe_forward(
-            geometry.layout,
-            geometry.activation.value,
-            geometry.alpha,
-            geometry.limit,
+            self._layout,
+            *self._gate,
             x.numpy(),
             self._addresses[experts].reshape(-1),
-            np.tile(np.arange(blocks, dtype=np.int32), rows),
-            np.repeat(np.arange(rows, dtype=np.int32), blocks),
-            np.append(row_start, len(order)).astype(np.int32),
-            (order // k).astype(np.int32),
+            block_index,
+            block_row,
+            starts,
+            (order // top_k_index.shape[-1]).astype(np.int32),
             weight[order],
             out.numpy(),
         )
         self.counters.activations += len(order)
-        self.counters.experts_read += rows
-        self.counters.bytes_read += rows * geometry.expert_bytes
+        self.counters.bytes_read += len(experts) * self._expert_bytes
         return out.to(hidden.dtype)
 
 
