@@ -383,19 +383,21 @@ class Engine:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        if reserve < 1:
-            raise UsageError(f"reserve is {reserve}; it must be at least 1")
+        if max_new_tokens is not None:
+            max_new_tokens = _whole("max_new_tokens", max_new_tokens)
+        reserve = _whole("reserve", reserve)
+        if isinstance(prompt, Iterator):
+            raise UsageError("the prompt is an iterator", hint="give a list")
         messages = not isinstance(prompt, str | torch.Tensor) and any(
             isinstance(item, dict) for item in prompt
         )
         tokens = self.encode(prompt) if messages or isinstance(prompt, str) else prompt  # type: ignore[arg-type]
         ids = self._check(tokens, room=reserve)  # type: ignore[arg-type]
         room = self.context_length - ids.shape[1]
-        limit = max_new_tokens or getattr(self._generation_config, "max_new_tokens", None) or room
-        draw_seed = secrets.randbits(63) if seed is None else seed
-        if not isinstance(draw_seed, int) or not 0 <= draw_seed < 1 << 63:
+        shipped = getattr(self._generation_config, "max_new_tokens", None)
+        limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
+        draw_seed = secrets.randbits(63) if seed is None else _whole("seed", seed, least=0)
+        if draw_seed >= 1 << 63:
             raise UsageError(f"seed is {draw_seed}; it must be between 0 and {(1 << 63) - 1}")
         stats = Stats(load_s=self._stats.load_s, prompt_tokens=ids.shape[1], seed=draw_seed)
         return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), stats, started)
@@ -447,9 +449,10 @@ class Engine:
                 running = True
                 known.append(token)
         finally:
-            # An interrupted pass leaves layers of different lengths: only a whole one is worth keeping.
-            if not running and cache is not None:
-                self._prompt_cache.keep(cache, known, prompt)
+            if cache is not None:
+                # An interrupted pass leaves layers of different lengths: what it added is cut off again.
+                complete = len(known) - fed.shape[1] if running else len(known)
+                self._prompt_cache.keep(cache, known[:complete], prompt)
 
     def _check(self, tokens: Sequence[int], room: int) -> torch.Tensor:
         if isinstance(tokens, torch.Tensor):
@@ -470,6 +473,17 @@ class Engine:
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)
+
+
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    """A whole number of at least ``least``; numpy's count too, booleans do not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    return number
 
 
 def _check_same_experts(experts: Any, store: Store) -> None:

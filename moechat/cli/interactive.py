@@ -104,6 +104,7 @@ class Chat:
             reply.follow(self._start_answer(), answer)
         except UsageError as error:
             print_error(str(error), error.hint)
+            return
         except KeyboardInterrupt:
             reply.finish_reason = "interrupted"
         finally:

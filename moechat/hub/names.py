@@ -116,6 +116,7 @@ def _directory(model: str) -> ModelRef:
     try:
         path = Path(model).expanduser().resolve()
         is_directory, exists = path.is_dir(), path.exists()
+        is_store, has_config = _is_store(path), (path / _CONFIG).is_file()
     except (OSError, RuntimeError) as error:  # a loop of links, a name too long, no such user's home
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(f"the directory {model} cannot be opened: {reason}") from error
@@ -129,9 +130,9 @@ def _directory(model: str) -> ModelRef:
     name = path.name or "root"
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
     slug = f"{_safe(name)}-{digest}"
-    if _is_store(path):
+    if is_store:
         return ModelRef(name=name, slug=slug, store=path)
-    if not (path / _CONFIG).is_file():
+    if not has_config:
         raise ModelNotFoundError(
             f"{path} holds no model: there is neither {_CONFIG} nor {_MANIFEST}",
             hint="name the directory that holds config.json and the .safetensors files",

@@ -64,6 +64,7 @@ def context_length(config: Any, wanted: int | None) -> int:
         DoesNotFitError: More than the model was made for.
     """
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own = own if isinstance(own, int) and own > 1 else None
     if wanted is None:
         return int(own or _DEFAULT_CONTEXT)
     if wanted < 2:

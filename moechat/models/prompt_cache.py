@@ -37,14 +37,23 @@ class PromptCache:
             if ours != theirs:
                 break
             common += 1
-        if common <= prompt or not _can_crop(cache):
+        if common <= prompt:
             return None, 0
         if common < len(known):
             cache.crop(common - len(known))  # negative: how many to remove from the end
         return cache, common
 
     def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:
-        """Remember a cache that holds ``tokens``, of which the first ``prompt`` were the prompt."""
+        """Remember a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
+
+        Layers may hold more, and are cut to that length; where that cannot be done nothing is remembered.
+        """
+        self.drop()
+        excess = [layer.get_seq_length() - len(tokens) for layer in cache.layers] if _can_crop(cache) else []
+        if not excess or min(excess) < 0:
+            return
+        for layer, tail in zip(cache.layers, excess, strict=True):
+            layer.crop(-tail)
         self._cache, self._tokens, self._prompt = cache, tokens, prompt
 
     def drop(self) -> None:

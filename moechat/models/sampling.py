@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,9 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            _coerce(self, name, float)
+        _coerce(self, "top_k", operator.index)
         checks = {
             "temperature": (self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             "top-k": (self.top_k, self.top_k >= 0, "0 (off) or more"),
@@ -48,8 +53,6 @@ class SamplingSettings:
                 "above 0 and at most 10",
             ),
         }
-        if not isinstance(self.top_k, int):
-            raise UsageError(f"top-k is {self.top_k!r}; it must be a whole number")
         for name, (value, good, wanted) in checks.items():
             if not good:
                 raise UsageError(f"{name} is {value}; it must be {wanted}")
@@ -64,9 +67,9 @@ class SamplingSettings:
         names = ("temperature", "top_k", "top_p", "min_p") if sample else ()
         for name in (*names, "repetition_penalty"):
             found = getattr(config, name, None)
-            if isinstance(found, int | float) and not isinstance(found, bool):
+            if found is not None:
                 # A value out of range that a model ships must not make it unusable: it is as if not there.
-                shipped: dict[str, Any] = {name: int(found) if name == "top_k" else float(found)}
+                shipped: dict[str, Any] = {name: found}
                 with suppress(UsageError):
                     settings = replace(settings, **shipped)
         return settings
@@ -82,6 +85,17 @@ class SamplingSettings:
             # Asking how to cut the distribution is asking to sample from it.
             given["temperature"] = 1.0
         return replace(self, **given)
+
+
+def _coerce(settings: SamplingSettings, name: str, to: Callable[[Any], float]) -> None:
+    """Give a field its type: callers pass ints, numpy scalars, or by mistake something else."""
+    value = getattr(settings, name)
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        object.__setattr__(settings, name, to(value))
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{name.replace('_', '-')} is {value!r}; it must be a number") from None
 
 
 class Sampler:

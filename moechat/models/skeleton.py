@@ -81,6 +81,9 @@ def load_config(directory: Path) -> Any:
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        for part in (config, config.get_text_config()):
+            # A checkpoint may not choose how attention is computed: the name may stand for code elsewhere.
+            part._attn_implementation = None
     except OSError as error:
         raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
     except Exception as error:  # transformers raises whatever a malformed value leads to
@@ -88,10 +91,6 @@ def load_config(directory: Path) -> Any:
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which moechat never runs"
         raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
-    for part in (config, config.get_text_config()):
-        # A checkpoint may not choose how attention is computed: that name can stand for code from a
-        # repository.
-        part._attn_implementation = None
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         as_dict = quantisation.to_dict() if hasattr(quantisation, "to_dict") else quantisation

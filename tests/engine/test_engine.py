@@ -133,6 +133,9 @@ def test_answer_stops_where_the_context_ends(engine: Engine) -> None:
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"top_p": 2.0}, "top-p is 2.0"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": True}, "seed is True"),
+        ({"reserve": "3"}, "reserve is '3'"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
     ],
 )
 def test_bad_settings_are_refused(engine: Engine, arguments: dict[str, Any], message: str) -> None:
@@ -380,3 +383,25 @@ def test_store_of_an_older_checkpoint_is_replaced_even_when_it_is_damaged(home: 
         moechat.load(source)
     write_tiny_chat_model(source, "olmoe", num_key_value_heads=4)
     assert moechat.load(source).describe()["model_type"] == "olmoe"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupted_answer_keeps_what_was_computed(engine: Engine, layer: int) -> None:
+    """Ctrl-C in the middle of a pass: some layers hold the new token, others not."""
+    prompt = engine.encode("Once upon a time")
+    steps = engine.generate(prompt, max_new_tokens=12, temperature=0.0)
+    answer = [next(steps).token_id for _ in range(5)]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    module = engine._model.get_submodule(f"model.layers.{layer}.mlp")
+    hook = module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    hook.remove()
+    longer = [*prompt, *answer, *engine.encode(" and then")]
+    again = collect(engine.generate(longer, max_new_tokens=8, temperature=0.0))
+    assert engine.stats.reused_tokens == len(prompt) + 4
+    engine._prompt_cache.drop()
+    assert collect(engine.generate(longer, max_new_tokens=8, temperature=0.0)) == again

@@ -209,6 +209,7 @@ def test_a_checkpoint_does_not_choose_how_attention_is_computed(tmp_path: Path, 
         {"num_hidden_layers": 10**9},
         {"num_experts_per_tok": 100},
         {"rope_parameters": 5},
+        {"text_config": 5},
     ],
 )
 def test_malformed_configurations_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:

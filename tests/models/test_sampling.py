@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -79,3 +81,18 @@ def test_a_cut_alone_asks_for_sampling() -> None:
 def test_values_out_of_range_are_refused_with_the_value(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=str(next(iter(bad.values())))):
         SamplingSettings(**bad)  # type: ignore[arg-type]
+
+
+def test_numbers_of_other_types_are_taken_and_others_refused() -> None:
+    settings = SamplingSettings(temperature=2, top_k=np.int64(3), repetition_penalty=np.float32(1.5))  # type: ignore[arg-type]
+    assert Sampler(settings, 0).draw(HISTORY, LOGITS) in (1, 2, 3)
+    for bad in ({"temperature": "a"}, {"top_k": 1.5}, {"top_k": True}, {"top_p": None}, {"min_p": 10**400}):
+        with pytest.raises(UsageError, match="must be a number"):
+            SamplingSettings(**bad)  # type: ignore[arg-type]
+
+
+def test_shipped_values_that_are_no_numbers_are_as_if_not_there() -> None:
+    shipped = SimpleNamespace(
+        do_sample=True, top_k=float("nan"), top_p=float("inf"), repetition_penalty=10**400
+    )
+    assert SamplingSettings.from_generation_config(shipped) == SamplingSettings(temperature=1.0)

@@ -1,6 +1,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -155,3 +157,30 @@ def test_the_gil_is_free_while_the_kernels_run():
     stop.set()
     thread.join()
     assert during >= 3
+
+
+@pytest.mark.parametrize("name", ["row_token", "row_start", "block_row", "block_index"])
+def test_indices_that_share_memory_with_the_output_are_read_before_it_is_written(name):
+    """In a process of its own: were they read again after the check, the kernels would leave the arrays."""
+    code = f"""
+import numpy as np
+from moechat import _native
+layout = _native.BlockLayout(64, 64, 16)
+record = np.zeros((1, layout.record_bytes), np.uint8)
+eye = np.eye(64, dtype=np.float32)
+_native.pack_expert(layout, eye, eye, eye * 1e30, None, record)
+out = np.zeros((4, 64), np.float32)
+index = dict(row_token=np.zeros(1, np.int32), row_start=np.array([0, 1], np.int32),
+             block_row=np.zeros(1, np.int32), block_index=np.zeros(1, np.int32))
+shared = out.view(np.int32)[0, : len(index[{name!r}])]
+shared[:] = index[{name!r}]
+index[{name!r}] = shared
+for _ in range(3):
+    try:
+        _native.moe_forward(layout, "silu", 0.0, 0.0, np.full((4, 64), 3.0, np.float32),
+            np.array([record.ctypes.data], np.uint64), index["block_index"], index["block_row"],
+            index["row_start"], index["row_token"], np.ones(1, np.float32), out)
+    except ValueError:
+        pass
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -224,6 +224,20 @@ ActivationSpec activation_spec(const std::string& name, float alpha, float limit
   return {Activation::kClampedSwiglu, alpha, limit};
 }
 
+// The numbers that the kernels compute addresses from, as they were when they were checked: the caller's
+// arrays may share memory with out, or change in another thread while the GIL is released. Kept between calls
+// of a thread, so that decoding does not allocate.
+struct IndexCopies {
+  std::vector<std::uint64_t> block_ptr;
+  std::vector<std::int32_t> block_index, block_row, row_start, row_token;
+};
+
+template <class T>
+const T* copied(const T* from, std::int64_t count, std::vector<T>* to) {
+  to->assign(from, from + count);
+  return to->data();
+}
+
 void moe_forward_py(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
                     const py::array& x, const py::array& block_ptr, const py::array& block_index,
                     const py::array& block_row, const py::array& row_start, const py::array& row_token,
@@ -250,6 +264,12 @@ void moe_forward_py(const BlockLayout& layout, const std::string& activation, fl
   call.out = checked_writable<float>("out", out, {call.tokens, layout.hidden_size});
   const std::int64_t values = call.tokens * layout.hidden_size;
   if (values > 0 && call.x < call.out + values && call.out < call.x + values) refuse("out overlaps x");
+  static thread_local IndexCopies copies;
+  call.block_ptr = copied(call.block_ptr, call.entries, &copies.block_ptr);
+  call.block_index = copied(call.block_index, call.entries, &copies.block_index);
+  call.block_row = copied(call.block_row, call.entries, &copies.block_row);
+  call.row_start = copied(call.row_start, call.rows + 1, &copies.row_start);
+  call.row_token = copied(call.row_token, call.nonzeros, &copies.row_token);
   const ReleaseGil released;
   moe_forward(call);
 }
