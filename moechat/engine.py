@@ -14,7 +14,7 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -386,8 +386,11 @@ class Engine:
         if max_new_tokens is not None:
             max_new_tokens = _whole("max_new_tokens", max_new_tokens)
         reserve = _whole("reserve", reserve)
-        if isinstance(prompt, Iterator):
-            raise UsageError("the prompt is an iterator", hint="give a list")
+        if not isinstance(prompt, Sized):
+            raise UsageError(
+                f"the prompt is of type {type(prompt).__name__}",
+                hint="give a text, chat messages, or token ids",
+            )
         messages = not isinstance(prompt, str | torch.Tensor) and any(
             isinstance(item, dict) for item in prompt
         )

@@ -344,6 +344,9 @@ def test_token_ids_may_be_a_tensor_and_must_be_integers(engine: Engine) -> None:
     for bad in ([1.5], ["a"], [2**70]):
         with pytest.raises(UsageError, match="token ids"):
             engine.logits(bad)  # type: ignore[arg-type]
+    for prompt in (None, 5, iter([1, 2])):
+        with pytest.raises(UsageError, match="the prompt is of type"):
+            engine.generate(prompt)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not Unicode"):
         engine.encode("\udc80")
 
