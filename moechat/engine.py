@@ -389,7 +389,7 @@ class Engine:
         if not isinstance(prompt, Sized):
             raise UsageError(
                 f"the prompt is of type {type(prompt).__name__}",
-                hint="give a text, chat messages, or token ids",
+                hint="give a text, messages or token ids",
             )
         messages = not isinstance(prompt, str | torch.Tensor) and any(
             isinstance(item, dict) for item in prompt
