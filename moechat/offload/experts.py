@@ -8,7 +8,6 @@ module. One layer costs one native call, whatever the number of experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,6 @@ from moechat import _native
 from moechat.geometry import ExpertGeometry
 
 IMPLEMENTATION = "moechat"
-
-
-@lru_cache(maxsize=1024)
-def _block_lists(rows: int, blocks: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """For ``rows`` experts with all their blocks in order: index of each block in its expert, and its row."""
-    index = np.tile(np.arange(blocks, dtype=np.int32), rows)
-    row = np.repeat(np.arange(rows, dtype=np.int32), blocks)
-    index.flags.writeable = row.flags.writeable = False
-    return index, row
 
 
 @dataclass
@@ -58,21 +48,15 @@ class ExpertLayer:
     geometry: ExpertGeometry
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
-    _addresses: npt.NDArray[np.uint64] = field(init=False, repr=False)
     _layout: _native.BlockLayout = field(init=False, repr=False)
     _gate: tuple[str, float, float] = field(init=False, repr=False)
-    _expert_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        experts, blocks, record_bytes = self.records.shape
+        blocks, record_bytes = self.records.shape[1:]
         if (blocks, record_bytes) != (self.geometry.blocks_per_expert, self.geometry.record_bytes):
             raise ValueError(f"records of shape {self.records.shape} do not fit {self.geometry}")
-        start = np.uint64(self.records.ctypes.data)
-        offsets = np.arange(experts * blocks, dtype=np.uint64) * np.uint64(record_bytes)
-        self._addresses = (start + offsets).reshape(experts, blocks)
         self._layout = self.geometry.layout
         self._gate = (self.geometry.activation.value, self.geometry.alpha, self.geometry.limit)
-        self._expert_bytes = self.geometry.expert_bytes
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -85,42 +69,19 @@ class ExpertLayer:
             top_k_weights: ``[tokens, k]`` router weights.
 
         Returns:
-            ``[tokens, hidden_size]`` in the type of ``hidden``. Block partial sums are accumulated in
-            float32, experts ascending and blocks ascending (DESIGN, invariant 6), so that the result does not
-            depend on who computes.
+            ``[tokens, hidden_size]`` in the type of ``hidden``. Every expert's blocks are summed in float32
+            in ascending order, then the experts in ascending order (DESIGN, invariant 6), so that the result
+            does not depend on who computes, or when.
         """
-        geometry = self.geometry
         x = hidden.detach().to(torch.float32).contiguous()
-        index = top_k_index.reshape(-1).numpy()
-        weight = top_k_weights.detach().reshape(-1).to(torch.float32).numpy()
-        order = index.argsort(kind="stable")
-        picked = index[order]
-        if len(picked) and (picked[0] < 0 or picked[-1] >= geometry.num_experts):
-            inside = (picked >= 0) & (picked < geometry.num_experts)
-            order, picked = order[inside], picked[inside]
-        if len(x) == 1:
-            # Decode: a router picks an expert once, so every pick is a row of its own.
-            experts, starts = picked, np.arange(len(picked) + 1, dtype=np.int32)
-        else:
-            experts, first = np.unique(picked, return_index=True)
-            starts = np.append(first, len(order)).astype(np.int32)
-        block_index, block_row = _block_lists(len(experts), geometry.blocks_per_expert)
-
-        out = torch.zeros_like(x)
-        _native.moe_forward(
-            self._layout,
-            *self._gate,
-            x.numpy(),
-            self._addresses[experts].reshape(-1),
-            block_index,
-            block_row,
-            starts,
-            (order // top_k_index.shape[-1]).astype(np.int32),
-            weight[order],
-            out.numpy(),
+        index = top_k_index.reshape(len(x), -1).to(torch.int64).contiguous().numpy()
+        weight = top_k_weights.detach().reshape(len(x), -1).to(torch.float32).contiguous().numpy()
+        out = torch.empty_like(x)
+        walked = _native.resident_forward(
+            self._layout, *self._gate, self.records, x.numpy(), index, weight, out.numpy()
         )
-        self.counters.activations += len(order)
-        self.counters.bytes_read += len(experts) * self._expert_bytes
+        self.counters.activations += index.size
+        self.counters.bytes_read += walked
         return out.to(hidden.dtype)
 
 

@@ -2,11 +2,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
-
-#if defined(__GLIBCXX__)
-#include <cxxabi.h>
-#endif
 
 #include <cstdint>
 #include <optional>
@@ -14,6 +9,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/activation.h"
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
 #include "kernels/block_layout.h"
 #include "kernels/cpu_info.h"
 #include "kernels/dispatch.h"
@@ -21,78 +20,8 @@
 #include "kernels/pack.h"
 #include "kernels/thread_pool.h"
 
-namespace py = pybind11;
-
 namespace moechat {
 namespace {
-
-// Drops the GIL for a scope. A daemon thread that comes back while the interpreter shuts down never gets the
-// GIL again: Python before 3.14 ends it by pthread_exit, whose unwinding may not leave a destructor and would
-// run others without the GIL. Such a thread waits here for the end of the process instead, as it does from
-// Python 3.14 on.
-class ReleaseGil {
- public:
-  ReleaseGil() : state_(PyEval_SaveThread()) {}
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
-  ~ReleaseGil() {
-#if defined(__GLIBCXX__)
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (const abi::__forced_unwind&) {
-      for (;;) pause();
-    }
-#else
-    PyEval_RestoreThread(state_);
-#endif
-  }
-
- private:
-  PyThreadState* state_;
-};
-
-[[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const std::int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
-std::vector<std::int64_t> shape_of(const py::array& array) {
-  return {array.shape(), array.shape() + array.ndim()};
-}
-
-void require_shape(const char* name, const py::array& array, const std::vector<std::int64_t>& shape) {
-  if (shape_of(array) != shape) {
-    refuse(std::string(name) + " has shape " + shape_text(shape_of(array)) + "; it must be " +
-           shape_text(shape));
-  }
-}
-
-template <class T>
-void require_type(const char* name, const py::array& array) {
-  if (!py::isinstance<py::array_t<T>>(array)) {
-    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() + "; it must be " +
-           py::str(py::dtype::of<T>()).cast<std::string>());
-  }
-}
-
-// Contiguous array of one type and shape.
-template <class T>
-const T* checked(const char* name, const py::array& array, const std::vector<std::int64_t>& shape) {
-  require_type<T>(name, array);
-  require_shape(name, array, shape);
-  if (!(array.flags() & py::array::c_style)) refuse(std::string(name) + " is not C-contiguous");
-  return static_cast<const T*>(array.data());
-}
-
-template <class T>
-T* checked_writable(const char* name, py::array& array, const std::vector<std::int64_t>& shape) {
-  checked<T>(name, array, shape);
-  if (!array.writeable()) refuse(std::string(name) + " is read-only");
-  return static_cast<T*>(array.mutable_data());
-}
 
 bool is_float16(const py::array& array) {
   return array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() != '>';
@@ -211,17 +140,6 @@ py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) 
     unpack_expert(layout, from, target);
   }
   return py::make_tuple(gate, up, down, biases);
-}
-
-ActivationSpec activation_spec(const std::string& name, float alpha, float limit) {
-  if (name == "silu") return {Activation::kSilu, alpha, limit};
-  if (name == "gelu") return {Activation::kGelu, alpha, limit};
-  if (name == "gelu_tanh") return {Activation::kGeluTanh, alpha, limit};
-  if (name != "clamped_swiglu") {
-    refuse("activation \"" + name + "\" is unknown; choose silu, gelu, gelu_tanh or clamped_swiglu");
-  }
-  if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; clamped_swiglu needs a positive one");
-  return {Activation::kClampedSwiglu, alpha, limit};
 }
 
 // The numbers that the kernels compute addresses from, as they were when they were checked: the caller's
@@ -358,6 +276,9 @@ PYBIND11_MODULE(_native, m) {
         py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"));
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
+  bind_link(m);
+  bind_cache(m);
+  bind_offload(m);
 }
 
 }  // namespace moechat

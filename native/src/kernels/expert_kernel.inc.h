@@ -203,7 +203,7 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// out[row, row + 16) += weight * (partial + bias) for one token.
+// out[row, row + 16) += weight * (partial + bias) for one item.
 MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec partial) {
   if (valid >= kTileRows) {
     store(out, fma(set1(weight), partial, load(out)));
@@ -218,7 +218,7 @@ MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec
 // Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
 template <class E, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                                 std::int64_t tile, const std::int32_t* tokens, const float* weights,
+                                 std::int64_t tile, const std::int32_t* out_rows, const float* weights,
                                  const float* activations, const float (&act_sums)[kTokens]) {
   const BlockLayout& layout = *task.layout;
   const unsigned char* q[kTiles];
@@ -244,7 +244,7 @@ MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* r
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }
-      add_output(task.out + tokens[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
+      add_output(task.out + out_rows[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
                  partial);
     }
   }
@@ -252,7 +252,7 @@ MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* r
 
 template <class E, int kTokens>
 void output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                  std::int64_t begin, std::int64_t end, const std::int32_t* tokens, const float* weights,
+                  std::int64_t begin, std::int64_t end, const std::int32_t* out_rows, const float* weights,
                   std::int64_t slot, const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   const float* activations = task.activations + slot * kBlockNeurons;
@@ -275,11 +275,11 @@ void output_range(const ForwardTask& task, const unsigned char* record, std::int
       if constexpr (E::kScaled)
         prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
     }
-    output_tiles<E, kStep, kTokens>(task, record, block, tile, tokens, weights, activations, act_sums);
+    output_tiles<E, kStep, kTokens>(task, record, block, tile, out_rows, weights, activations, act_sums);
   }
   if constexpr (kStep > 1) {
     for (; tile < end; ++tile) {
-      output_tiles<E, 1, kTokens>(task, record, block, tile, tokens, weights, activations, act_sums);
+      output_tiles<E, 1, kTokens>(task, record, block, tile, out_rows, weights, activations, act_sums);
     }
   }
 }
@@ -293,21 +293,21 @@ void outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
                                     ? reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1])
                                     : nullptr;
     const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-    const std::int32_t* tokens = task.row_token + item;
+    const std::int32_t* out_rows = task.row_out + item;
     const float* weights = task.row_weight + item;
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const std::int64_t block = task.block_index[entry];
     std::int64_t t = 0;
     for (; t + 4 <= count; t += 4) {
-      output_range<E, 4>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+      output_range<E, 4>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
     }
     if (t + 2 <= count) {
-      output_range<E, 2>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+      output_range<E, 2>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
       t += 2;
     }
     if (t < count)
-      output_range<E, 1>(task, record, block, begin, end, tokens + t, weights + t, slot + t, next);
+      output_range<E, 1>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
   }
 }
 

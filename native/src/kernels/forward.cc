@@ -26,6 +26,7 @@ enum Scratch : int {
   kSlotStarts,
   kRowStarts,
   kRowTokens,
+  kRowOuts,
   kRowWeights
 };
 
@@ -61,6 +62,12 @@ void check(const ForwardCall& call) {
       refuse("row_token", i, call.row_token[i], 0, call.tokens - 1);
     }
   }
+  if (call.row_out == nullptr) return;
+  for (std::int64_t i = 0; i < call.nonzeros; ++i) {
+    if (call.row_out[i] < 0 || call.row_out[i] >= call.out_rows) {
+      refuse("row_out", i, call.row_out[i], 0, call.out_rows - 1);
+    }
+  }
 }
 
 // Keeps of every row the tokens in [first, last), in their order.
@@ -68,6 +75,7 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
                  ForwardTask* task) {
   auto* start = session.scratch<std::int32_t>(kRowStarts, call.rows + 1);
   auto* token = session.scratch<std::int32_t>(kRowTokens, call.nonzeros);
+  auto* out = call.row_out != nullptr ? session.scratch<std::int32_t>(kRowOuts, call.nonzeros) : token;
   auto* weight = session.scratch<float>(kRowWeights, call.nonzeros);
   std::int32_t kept = 0;
   for (std::int64_t r = 0; r < call.rows; ++r) {
@@ -75,6 +83,7 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
     for (std::int32_t i = call.row_start[r]; i < call.row_start[r + 1]; ++i) {
       if (call.row_token[i] < first || call.row_token[i] >= last) continue;
       token[kept] = call.row_token[i];
+      if (call.row_out != nullptr) out[kept] = call.row_out[i];
       weight[kept] = call.row_weight[i];
       ++kept;
     }
@@ -82,6 +91,7 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
   start[call.rows] = kept;
   task->row_start = start;
   task->row_token = token;
+  task->row_out = out;
   task->row_weight = weight;
 }
 
@@ -123,6 +133,7 @@ void moe_forward(const ForwardCall& call) {
   task.list_end = call.entries;
   task.row_start = call.row_start;
   task.row_token = call.row_token;
+  task.row_out = call.row_out != nullptr ? call.row_out : call.row_token;
   task.row_weight = call.row_weight;
   task.out = call.out;
 

@@ -1,4 +1,4 @@
-// Partial outputs of a list of blocks, added to the outputs of their tokens.
+// Partial outputs of a list of blocks, added to rows of an output matrix.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +19,22 @@ struct ForwardCall {
   const std::int32_t* block_row;    // [entries] which row of the CSR
   std::int64_t entries;
   const std::int32_t* row_start;  // [rows + 1]
-  const std::int32_t* row_token;  // [nonzeros]
+  const std::int32_t* row_token;  // [nonzeros] whose x is read
+  const std::int32_t* row_out;    // [nonzeros] which row of out is added to; null: row_token
   const float* row_weight;        // [nonzeros]
   std::int64_t rows;
   std::int64_t nonzeros;
-  float* out;  // [tokens, hidden], accumulated in place
+  float* out;             // [out_rows, hidden], accumulated in place
+  std::int64_t out_rows;  // ignored when row_out is null: tokens
 };
 
-// For every entry in order and every token t of its row: out[t] += weight * (partial output of the block for
-// x[t]).
+// For every entry in order and every item of its row, of token t and output row o:
+// out[o] += weight * (partial output of the block for x[t]).
 //
 // Every element of out is one chain out = fma(weight, partial, out) in list order, and a partial depends on
 // nothing but the block and x[t]: results are bitwise equal for any number of threads, any grouping of tokens
-// and any cut of the list into consecutive calls.
+// and any cut of the list into consecutive calls. One output row must not be shared by items of different
+// tokens: the order of such additions would depend on how the tokens are cut.
 //
 // Throws std::invalid_argument for an index out of range or a null address, before anything is computed.
 void moe_forward(const ForwardCall& call);

@@ -44,6 +44,7 @@ struct ForwardTask {
   const std::int32_t* block_row;
   const std::int32_t* row_start;
   const std::int32_t* row_token;
+  const std::int32_t* row_out;
   const float* row_weight;
 
   // List entries [entry_begin, entry_end); of each, the tokens [part_begin, part_begin + slots of the entry)
@@ -56,7 +57,7 @@ struct ForwardTask {
 
   float* activations;      // [slots, 64], neuron n multiplied by column_scale(encoding, n)
   float* activation_sums;  // [slots, 4], sums of the unscaled activations of a tile
-  float* out;              // [all tokens, hidden]
+  float* out;              // [out rows, hidden]
 };
 
 struct KernelTable {

@@ -1,0 +1,199 @@
+"""Find the routers of a model by what they choose, not by the name of its family.
+
+A router is a parameter ``[experts, hidden]`` somewhere beside the experts module; some add a bias to its
+output, some a correction that only serves the choice (DeepSeek-V3 and others). Which of these a family does,
+and with which function before the correction, is found out by letting the module that owns both choose
+experts for known hidden states and comparing. A router whose choice cannot be reproduced is left out: it
+cannot predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_PROBES = 64
+# How far the agreement with the model's own choice must lie above chance. Routers that first choose among
+# groups of experts (DeepSeek-V2 and -V3) agree in part only: their groups are not modelled.
+_LEAST_AGREEMENT = 0.25
+
+
+class ExpertsPlace(Protocol):
+    """Where the experts of a layer are; a :class:`moechat.models.skeleton.ExpertsModule` says it, and more.
+
+    Attributes:
+        name: Name of the experts module inside the model.
+        module: The module.
+        num_experts: Experts in the layer.
+        hidden_size: Width of the hidden states.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+
+
+class Scoring(StrEnum):
+    """What is applied to a router's output before the correction is added."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True)
+class Router:
+    """What ranks the experts of a layer.
+
+    Attributes:
+        weight: float32 ``[experts, hidden]``, contiguous; a copy unless the model holds it so.
+        bias: float32 ``[experts]`` added to the product, or ``None``.
+        scoring: Applied before the correction; without a correction it changes no ranking and is ``NONE``.
+        correction: float32 ``[experts]`` added after it, for the choice only, or ``None``.
+        agreement: Share of the model's own choices for random hidden states that are among the best k of
+            :meth:`scores`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scoring: Scoring = Scoring.NONE
+    correction: torch.Tensor | None = None
+    agreement: float = 0.0
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores by which the experts rank: float32 ``[tokens, experts]`` for hidden states ``[tokens,
+        hidden]``.
+        """
+        logits = torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+        if self.scoring is Scoring.SIGMOID:
+            logits = logits.sigmoid()
+        elif self.scoring is Scoring.SOFTMAX:
+            logits = logits.softmax(dim=-1)
+        return logits if self.correction is None else logits + self.correction
+
+
+def find_routers(model: nn.Module, experts: Iterable[ExpertsPlace]) -> list[Router | None]:
+    """The router of each expert layer.
+
+    Args:
+        model: With its dense weights loaded.
+        experts: Its expert layers, in order.
+
+    Returns:
+        One router a layer; ``None`` where none was found whose choice agrees with the model's own.
+    """
+    # Not inference tensors: they are used inside and outside of inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        return [_find(model.get_submodule(entry.name.rpartition(".")[0]), entry) for entry in experts]
+
+
+def _find(owner: nn.Module, entry: ExpertsPlace) -> Router | None:
+    named = [
+        (name, tensor)
+        for name, tensor in [*owner.named_parameters(), *owner.named_buffers()]
+        if not name.startswith(entry.name.rpartition(".")[2] + ".") and not tensor.is_meta
+    ]
+    weights = [(name, _weight(tensor, entry)) for name, tensor in named]
+    vectors = [
+        (name, _float32(tensor.reshape(-1)))
+        for name, tensor in named
+        if tensor.is_floating_point() and tensor.numel() == entry.num_experts and tensor.ndim <= 2
+    ]
+    candidates = [
+        candidate
+        for name, weight in weights
+        if weight is not None
+        for candidate in _readings(name, weight, vectors)
+    ]
+    if not candidates:
+        return None
+    hidden, chosen = _probe(owner, entry, candidates[0].weight)
+    if chosen is None:
+        return None
+    judged = [replace(item, agreement=_agreement(item, hidden, chosen)) for item in candidates]
+    # The simplest reading comes first and wins where several agree alike, as with corrections that are all
+    # zero.
+    best = max(judged, key=lambda item: item.agreement)
+    chance = chosen.shape[-1] / entry.num_experts
+    return best if best.agreement >= chance + _LEAST_AGREEMENT * (1 - chance) else None
+
+
+def _weight(tensor: torch.Tensor, entry: ExpertsPlace) -> torch.Tensor | None:
+    """The tensor as ``[experts, hidden]``, if it can be a router's."""
+    if tensor.shape == (entry.num_experts, entry.hidden_size):
+        return _float32(tensor)
+    if tensor.shape == (entry.hidden_size, entry.num_experts):
+        return _float32(tensor.T)
+    return None
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float().contiguous()
+
+
+def _readings(name: str, weight: torch.Tensor, vectors: Sequence[tuple[str, torch.Tensor]]) -> list[Router]:
+    """Everything that the weight and the vectors beside it can mean, the simplest first."""
+    own = name.rpartition(".")[0]
+    biases = [vector for key, vector in vectors if key == (f"{own}.bias" if own else "bias")]
+    readings = [Router(weight), *(Router(weight, bias) for bias in biases)]
+    for reading in list(readings):
+        for _, vector in vectors:
+            if not any(vector is bias for bias in biases):
+                readings += [replace(reading, scoring=kind, correction=vector) for kind in Scoring]
+    return readings
+
+
+class _ChosenError(Exception):
+    """Carries what the router gave out of the module, before the experts would be computed."""
+
+    def __init__(self, index: torch.Tensor | None) -> None:
+        super().__init__()
+        self.index = index
+
+
+def _probe(
+    owner: nn.Module, entry: ExpertsPlace, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Hidden states ``[tokens, hidden]`` and the experts ``[tokens, k]`` that the module chooses for them."""
+    generator = torch.Generator().manual_seed(20260)
+    hidden = torch.randn((_PROBES, entry.hidden_size), generator=generator)
+    # As large as makes the products differ by about 1, as trained routers do: neither rounding nor a
+    # saturated sigmoid then hides the order.
+    spread = float((hidden @ weight.T).std(dim=-1).mean())
+    hidden /= spread if spread > 0 else 1.0
+    dtype = next((p.dtype for p in owner.parameters() if p.is_floating_point()), torch.float32)
+    hidden = hidden.to(dtype)
+
+    def catch(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        index = named.get("top_k_index", arguments[1] if len(arguments) > 1 else None)
+        raise _ChosenError(index)
+
+    hook = entry.module.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        owner(hidden[None].clone())
+    except _ChosenError as caught:
+        index = caught.index
+        if isinstance(index, torch.Tensor) and index.numel() and index.numel() % _PROBES == 0:
+            return hidden.float(), index.reshape(_PROBES, -1)
+    except Exception:
+        # The module wants more than hidden states (it may be a whole decoder layer): there is nothing to
+        # compare.
+        return hidden.float(), None
+    finally:
+        hook.remove()
+    return hidden.float(), None
+
+
+def _agreement(router: Router, hidden: torch.Tensor, chosen: torch.Tensor) -> float:
+    best = router.scores(hidden).topk(chosen.shape[-1], dim=-1).indices
+    return float((chosen[:, :, None] == best[:, None, :]).any(dim=-1).float().mean())

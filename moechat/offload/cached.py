@@ -1,0 +1,277 @@
+"""The near tier of a model: pages, link and cache of all its expert layers, and the layers over it.
+
+Sources: split experts, LCP and next-layer speculation are MoEpic's (sections 3.2 and 3.3); what differs is
+said in ``native/src/cache/split_cache.h`` and ``native/src/offload/runner.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat import _native
+from moechat.errors import UsageError
+from moechat.geometry import ExpertGeometry
+from moechat.offload.experts import ExpertCounters
+from moechat.offload.settings import CacheSettings, LinkSettings
+from moechat.predict import Predictor
+from moechat.routing import Replay
+from moechat.store.store import Store
+
+# A page to compute from while another one is filled.
+MIN_PAGES = 2
+# A pass is treated as a prefill, whose next layer is streamed whole, when it needs this share of a layer.
+_STREAM_SHARE = 0.5
+
+
+def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) -> int:
+    """Pages that blocks on their way can use: one token's experts, and those fetched ahead."""
+    ahead = 0
+    if settings.prefetch == "whole-layer":
+        ahead = geometry.num_experts
+    elif settings.prefetch == "next-router":
+        per_layer = top_k if settings.prefetch_experts is None else settings.prefetch_experts
+        ahead = min(per_layer, geometry.num_experts) * settings.lookahead
+    return (min(top_k, geometry.num_experts) + ahead) * geometry.blocks_per_expert
+
+
+def uniform_targets(
+    geometry: ExpertGeometry, layers: int, pages: int, top_k: int, settings: CacheSettings
+) -> tuple[npt.NDArray[np.int32], int]:
+    """The same number of experts, to within one, and the same split for every layer.
+
+    Args:
+        geometry: Of the experts.
+        layers: Expert layers.
+        pages: Of the slab.
+        top_k: Experts a token.
+        settings: For ``split`` and ``keep``.
+
+    Returns:
+        int32 ``[layers, 2]``: experts kept and blocks kept of each; and the pages left for blocks on their
+        way.
+    """
+    everything = layers * geometry.num_experts * geometry.blocks_per_expert
+    reserve = max(1, min(in_transit(geometry, top_k, settings), pages // 2))
+    if pages >= everything + 1:
+        reserve = min(reserve, pages - everything)
+    kept = int((pages - reserve) * settings.keep)
+    blocks = max(1, round(settings.split * geometry.blocks_per_expert))
+    experts, rest = divmod(kept // blocks, layers)
+    if experts >= geometry.num_experts:
+        # Every expert has its share: the rest makes the share larger (MoEpic: theta = min(1, V / (C * U))).
+        experts, rest = geometry.num_experts, 0
+        blocks = min(geometry.blocks_per_expert, kept // (layers * experts))
+    targets = np.full((layers, 2), (experts, blocks), dtype=np.int32)
+    targets[:rest, 0] += 1
+    return targets, reserve
+
+
+class NearTier:
+    """Pages, link and cache of an engine's expert layers.
+
+    Args:
+        store: Where the experts lie.
+        pages: Pages of one block record each, at least :data:`MIN_PAGES`.
+        top_k: Experts that the model's routers choose for a token.
+        settings: What is kept and what is fetched ahead.
+        link: How blocks come.
+        predictor: Ranks the experts of layers to come; ``None``: none are fetched ahead by prediction.
+        replay: Chooses the experts in place of the routers.
+        counters: Of the engine.
+
+    Raises:
+        UsageError: The settings cannot work, such as ``belady`` without a replay.
+        MoechatError: Files of the store cannot be opened, or memory is refused.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        pages: int,
+        top_k: int,
+        settings: CacheSettings,
+        link: LinkSettings | None = None,
+        predictor: Predictor | None = None,
+        replay: Replay | None = None,
+        counters: ExpertCounters | None = None,
+    ) -> None:
+        link = LinkSettings() if link is None else link
+        geometry = store.geometry
+        self.geometry = geometry
+        self.settings = settings
+        self.layers = len(store.layers)
+        self.top_k = top_k
+        self.predictor = predictor if settings.prefetch == "next-router" else None
+        self.replay = replay
+        self.counters = ExpertCounters() if counters is None else counters
+        if pages < MIN_PAGES:
+            raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
+        self.targets, self.reserve = uniform_targets(geometry, self.layers, pages, top_k, settings)
+        self.runner = _native.ExpertRunner(
+            geometry.layout,
+            geometry.activation.value,
+            geometry.alpha,
+            geometry.limit,
+            layers=self.layers,
+            experts=geometry.num_experts,
+            pages=pages,
+            targets=self.targets,
+            reserve=self.reserve,
+            policy=_policy(settings, self.layers, geometry.num_experts, replay),
+            link=_link(store, link),
+            stall_seconds=link.stall_seconds,
+            whole_experts=settings.whole_experts,
+            # Bytes that never arrive must be memory of their own, or the kernels would read one zero page.
+            populate=link.kind == "sim" and not link.copy,
+        )
+        experts = settings.prefetch_experts
+        self.prefetch_experts = min(top_k if experts is None else experts, geometry.num_experts)
+        # Tokens from which a pass needs so much of a layer that the next one is streamed whole.
+        share = min(top_k, geometry.num_experts) / geometry.num_experts
+        stream = np.log(1 - _STREAM_SHARE) / np.log1p(-share) if share < 1 else 1.0
+        self.stream_tokens = max(2, int(np.ceil(stream)))
+
+    def layer(self, ordinal: int) -> CachedExpertLayer:
+        """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
+        if not 0 <= ordinal < self.layers:
+            raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
+        return CachedExpertLayer(self, ordinal)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the last reset, as the native runner gives them."""
+        return self.runner.stats()
+
+    def reset_stats(self) -> None:
+        """Set all counters to 0."""
+        self.runner.reset_stats()
+
+    def set_targets(self, targets: npt.NDArray[np.int32]) -> None:
+        """Another plan, at once and without moving a block; the budget stays.
+
+        Raises:
+            ValueError: The targets take more pages than there are besides the reserve.
+        """
+        self.runner.set_targets(targets)
+        self.targets = targets
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or in flight."""
+        self.runner.drain()
+
+    def close(self) -> None:
+        """Stop the link and give the pages back; harmless when repeated."""
+        self.runner.close()
+
+
+@dataclass
+class CachedExpertLayer:
+    """The routed experts of one decoder layer, over the near tier.
+
+    Attributes:
+        near: Shared by all layers of an engine.
+        ordinal: Number among the expert layers.
+    """
+
+    near: NearTier
+    ordinal: int
+    _ahead: Sequence[tuple[int, int]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        layers = self.near.layers
+        depth = min(self.near.settings.lookahead, layers - 1)
+        self._ahead = [(ahead, (self.ordinal + ahead) % layers) for ahead in range(1, depth + 1)]
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts; as :meth:`ExpertLayer.forward`, bit by bit.
+
+        Raises:
+            LinkError: A block cannot be read, or nothing has arrived for the link's stall limit. The near
+                tier stays usable.
+        """
+        near = self.near
+        runner = near.runner
+        x = hidden.detach().to(torch.float32).contiguous()
+        tokens = len(x)
+        index = top_k_index.reshape(tokens, -1).to(torch.int64).contiguous().numpy()
+        if near.replay is not None:
+            index = near.replay.route(self.ordinal, tokens)
+        weight = top_k_weights.detach().reshape(tokens, -1).to(torch.float32).contiguous().numpy()
+        runner.begin(self.ordinal, index, weight)
+        if near.settings.prefetch != "none":
+            self._prefetch(x)
+        out = torch.empty_like(x)
+        near.counters.bytes_read += runner.finish(x.numpy(), out.numpy())
+        near.counters.activations += index.size
+        return out.to(hidden.dtype)
+
+    def _prefetch(self, x: torch.Tensor) -> None:
+        near = self.near
+        settings = near.settings
+        last = self.ordinal == near.layers - 1
+        if settings.prefetch == "whole-layer" or (len(x) >= near.stream_tokens and not last):
+            if self._ahead:
+                near.runner.prefetch(
+                    self._ahead[0][1], None, near.geometry.num_experts, settings.prefetch_bytes
+                )
+            return
+        if near.predictor is None or (len(x) > 1 and not last):
+            return
+        for ahead, layer in self._ahead:
+            scores = near.predictor.scores(self.ordinal, ahead, x[-1:])
+            if scores is not None:
+                near.runner.prefetch(
+                    layer, scores, near.prefetch_experts, settings.prefetch_bytes, far=ahead > 1
+                )
+
+
+def _policy(
+    settings: CacheSettings, layers: int, experts: int, replay: Replay | None
+) -> _native.EvictionPolicy:
+    ranks = future = None
+    if settings.policy == "static":
+        # Without statistics any set is as good as another: the first experts of each layer.
+        ranks = np.tile(-np.arange(experts, dtype=np.float64), (layers, 1))
+    if settings.policy == "belady":
+        if replay is None:
+            raise UsageError("the policy belady looks into the future, so it needs a replayed trace")
+        future = np.ascontiguousarray(replay.future(), dtype=np.int32)
+    return _native.EvictionPolicy(
+        settings.policy,
+        layers,
+        experts,
+        omega=settings.omega,
+        rho=settings.rho,
+        gamma=settings.gamma,
+        ranks=ranks,
+        future=future,
+    )
+
+
+def _link(store: Store, settings: LinkSettings) -> _native.Link:
+    if settings.kind == "sim":
+        return _native.sim_link(
+            [store.expert_layer(record.layer).reshape(-1) for record in store.layers],
+            bandwidth=settings.bandwidth,
+            latency=settings.latency,
+            jitter=settings.jitter,
+            seed=settings.seed,
+            reorder=settings.reorder,
+            in_flight_bytes=settings.in_flight_bytes,
+            copy=settings.copy,
+        )
+    extents = [store.expert_extent(record.layer) for record in store.layers]
+    return _native.file_link(
+        [(str(extent.path), extent.offset, extent.nbytes) for extent in extents],
+        io=settings.io,
+        direct=settings.direct,
+        in_flight_bytes=settings.in_flight_bytes,
+    )

@@ -1,0 +1,216 @@
+"""Routing traces: the experts that the routers of a model chose for each token.
+
+A trace is an ``.npz`` file (``numpy.savez``) without pickled objects, with these arrays; others are ignored:
+
+- ``experts``, integers ``[tokens, layers, k]``: experts of each token and expert layer, in the model's own
+  order, best first where that is known; no expert twice for one token.
+- ``offsets``, integers ``[sequences + 1]``, ascending from 0 to ``tokens``: sequence i is rows ``offsets[i]``
+  to ``offsets[i + 1] - 1``. Optional: without it there is one sequence.
+- ``num_experts``, one integer: experts in a layer. Optional: without it, the largest one seen, plus 1.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.errors import UsageError
+
+# 1 GiB of int32: 10 million tokens of a model with 27 choices each. More than that is a mistake, or an
+# attack.
+MAX_CHOICES = 1 << 28
+MAX_EXPERTS = 1 << 20
+_MAX_SEQUENCES = 1 << 24
+_ALIKE_CHUNK = 8192
+_NPY_HEADER_BYTES = 1 << 12
+_KNOWN = ("experts", "offsets", "num_experts")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Routing of a number of sequences.
+
+    Attributes:
+        experts: int32 ``[tokens, layers, k]``; no expert twice for one token and layer.
+        offsets: int64 ``[sequences + 1]``, ascending from 0 to ``tokens``.
+        num_experts: Experts in a layer.
+
+    Raises:
+        ValueError: Shapes or values do not fit together.
+    """
+
+    experts: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        if self.experts.ndim != 3 or 0 in self.experts.shape:
+            raise ValueError(f"experts has shape {list(self.experts.shape)}, not [tokens, layers, k]")
+        offsets = self.offsets
+        if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(self.experts):
+            raise ValueError(f"offsets does not run from 0 to the number of tokens, {len(self.experts)}")
+        if (np.diff(offsets) <= 0).any():
+            raise ValueError("offsets is not strictly ascending")
+        low, high = int(self.experts.min()), int(self.experts.max())
+        if low < 0 or high >= self.num_experts:
+            raise ValueError(f"experts runs from {low} to {high}; there are {self.num_experts} experts")
+        at = _first_repeated(self.experts)
+        if at is not None:
+            raise ValueError(f"token {at[0]} names expert {self.experts[*at]} twice in layer {at[1]}")
+
+    @property
+    def tokens(self) -> int:
+        """Rows."""
+        return len(self.experts)
+
+    @property
+    def layers(self) -> int:
+        """Expert layers."""
+        return int(self.experts.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token in a layer."""
+        return int(self.experts.shape[2])
+
+    @property
+    def sequences(self) -> int:
+        """Sequences."""
+        return len(self.offsets) - 1
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Read a trace file.
+
+        Raises:
+            UsageError: There is no such file, or it is no trace; the message says what is wrong with it.
+        """
+        place = Path(path)
+        try:
+            with np.load(place, allow_pickle=False) as file:
+                if not isinstance(file, np.lib.npyio.NpzFile):
+                    raise ValueError("it is a single array, not an .npz file")
+                _require_small(place)
+                return _from_arrays({name: file[name] for name in _KNOWN if name in file.files})
+        except FileNotFoundError:
+            raise UsageError(f"there is no trace {place}") from None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
+            raise UsageError(
+                f"{place} is no routing trace: {problem}",
+                hint="a trace is an .npz file with integers 'experts' [tokens, layers, k] and 'offsets'",
+            ) from problem
+
+    def write(self, path: str | Path) -> None:
+        """Write a file that :meth:`read` understands; integers are as narrow as the experts allow.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        narrow = np.min_scalar_type(self.num_experts - 1)
+        with open(path, "wb") as file:
+            np.savez_compressed(
+                file,
+                experts=self.experts.astype(narrow),
+                offsets=self.offsets,
+                num_experts=np.int64(self.num_experts),
+            )
+
+    def head(self, tokens: int, *, first_sequence: int = 0) -> Trace:
+        """The first tokens from the beginning of a sequence on, over the ends of sequences.
+
+        Args:
+            tokens: At most so many.
+            first_sequence: Where to begin.
+
+        Raises:
+            UsageError: There is no such sequence, or no token was asked for.
+        """
+        if tokens < 1 or not 0 <= first_sequence < self.sequences:
+            raise UsageError(
+                f"{tokens} tokens from sequence {first_sequence} on: the trace has {self.sequences} sequences"
+            )
+        start = int(self.offsets[first_sequence])
+        experts = self.experts[start : start + tokens]
+        inner = self.offsets[first_sequence:] - start
+        offsets = np.append(inner[inner < len(experts)], len(experts))
+        return Trace(np.ascontiguousarray(experts), offsets, self.num_experts)
+
+    def locality(self) -> float:
+        """Share of a token's experts that the token before it used in the same layer, within sequences.
+
+        Random routing would give ``top_k / num_experts``. NaN where no sequence has two tokens.
+        """
+        same_sequence = np.ones(self.tokens - 1, dtype=bool)
+        same_sequence[self.offsets[1:-1] - 1] = False
+        rows = np.flatnonzero(same_sequence)
+        if not len(rows):
+            return float("nan")
+        shared = 0
+        for start in range(0, len(rows), _ALIKE_CHUNK):
+            chunk = rows[start : start + _ALIKE_CHUNK]
+            now, before = self.experts[chunk + 1], self.experts[chunk]
+            shared += int((now[..., :, None] == before[..., None, :]).any(axis=-1).sum())
+        return shared / (len(rows) * self.layers * self.top_k)
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How often each expert was chosen: int64 ``[layers, num_experts]``."""
+        flat = self.experts + np.arange(self.layers, dtype=np.int64)[None, :, None] * self.num_experts
+        size = self.layers * self.num_experts
+        return np.bincount(flat.reshape(-1), minlength=size).reshape(self.layers, self.num_experts)
+
+
+def _require_small(path: Path) -> None:
+    """Refuse by the archive's directory what would unpack to more than a trace can hold."""
+    limits = {"experts": 8 * MAX_CHOICES, "offsets": 8 * _MAX_SEQUENCES, "num_experts": 8}
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            limit = limits.get(entry.filename.removesuffix(".npy"))
+            if limit is not None and entry.file_size > limit + _NPY_HEADER_BYTES:
+                raise ValueError(f"{entry.filename} would unpack to {entry.file_size} bytes")
+
+
+def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
+    if "experts" not in arrays:
+        raise ValueError("it has no array 'experts'")
+    for name, array in arrays.items():
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"{name} has type {array.dtype}, not integers")
+    experts = arrays["experts"]
+    if experts.ndim != 3 or 0 in experts.shape:
+        raise ValueError(f"experts has shape {list(experts.shape)}, not [tokens, layers, k]")
+    if experts.size > MAX_CHOICES:
+        raise ValueError(f"experts has {experts.size} entries, more than {MAX_CHOICES}")
+    # Before they become int32, which would wrap large values around.
+    low, high = int(experts.min()), int(experts.max())
+    if low < 0 or high >= MAX_EXPERTS:
+        raise ValueError(f"experts runs from {low} to {high}; possible are 0 to {MAX_EXPERTS - 1}")
+    offsets = arrays.get("offsets", np.array([0, len(experts)]))
+    if offsets.size and int(offsets.max()) > len(experts):
+        raise ValueError(f"offsets ends at {int(offsets.max())}; there are {len(experts)} tokens")
+    num_experts = high + 1
+    if "num_experts" in arrays:
+        if arrays["num_experts"].size != 1:
+            raise ValueError("num_experts is not one number")
+        num_experts = int(arrays["num_experts"].reshape(-1)[0])
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts is {num_experts}; possible are at most {MAX_EXPERTS}")
+    return Trace(
+        np.ascontiguousarray(experts, dtype=np.int32), np.asarray(offsets, dtype=np.int64), num_experts
+    )
+
+
+def _first_repeated(experts: npt.NDArray[np.int32]) -> tuple[int, int, int] | None:
+    """Token, layer and place of an expert named twice, or ``None``."""
+    for place in range(1, experts.shape[2]):
+        for other in range(place):
+            same = experts[:, :, place] == experts[:, :, other]
+            if same.any():
+                token, layer = np.unravel_index(int(same.argmax()), same.shape)
+                return int(token), int(layer), place
+    return None

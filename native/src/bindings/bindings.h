@@ -1,0 +1,12 @@
+// Each file of bindings adds its part to the module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moechat {
+
+void bind_link(pybind11::module_& m);
+void bind_cache(pybind11::module_& m);
+void bind_offload(pybind11::module_& m);
+
+}  // namespace moechat

@@ -1,0 +1,299 @@
+// Python face of the expert runner: checks arrays, drops the GIL, calls.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/activation.h"
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "bindings/link_holder.h"
+#include "bindings/policy_holder.h"
+#include "offload/expert_sum.h"
+#include "offload/runner.h"
+
+namespace moechat {
+namespace {
+
+// The router's choice as it was when it was checked: the caller's arrays may change in another thread while
+// the GIL is released. Kept between calls of a thread, so that decoding does not allocate.
+struct Choice {
+  std::int64_t tokens;
+  std::int64_t k;
+  const std::int64_t* index;
+  const float* weight;
+};
+
+Choice copied_choice(const py::array& index, const py::array& weights) {
+  if (index.ndim() != 2) {
+    refuse("top_k_index has " + std::to_string(index.ndim()) + " dimensions; it must be [tokens, k]");
+  }
+  const std::int64_t tokens = index.shape(0);
+  const std::int64_t k = index.shape(1);
+  const auto* indices = checked<std::int64_t>("top_k_index", index, {tokens, k});
+  const auto* values = checked<float>("top_k_weights", weights, {tokens, k});
+  static thread_local std::vector<std::int64_t> index_copy;
+  static thread_local std::vector<float> weight_copy;
+  index_copy.assign(indices, indices + tokens * k);
+  weight_copy.assign(values, values + tokens * k);
+  return {tokens, k, index_copy.data(), weight_copy.data()};
+}
+
+struct Matrices {
+  std::int64_t tokens;
+  const float* x;
+  float* out;
+};
+
+Matrices checked_matrices(const BlockLayout& layout, const py::array& x, py::array& out) {
+  if (x.ndim() != 2) refuse("x has " + std::to_string(x.ndim()) + " dimensions; it must be [tokens, hidden]");
+  Matrices matrices{};
+  matrices.tokens = x.shape(0);
+  matrices.x = checked<float>("x", x, {matrices.tokens, layout.hidden_size});
+  matrices.out = checked_writable<float>("out", out, {matrices.tokens, layout.hidden_size});
+  const std::int64_t values = matrices.tokens * layout.hidden_size;
+  if (values > 0 && matrices.x < matrices.out + values && matrices.out < matrices.x + values) {
+    refuse("out overlaps x");
+  }
+  return matrices;
+}
+
+std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& activation, float alpha,
+                                 float limit, const py::array& records, const py::array& x,
+                                 const py::array& index, const py::array& weights, py::array out) {
+  const ActivationSpec spec = activation_spec(activation, alpha, limit);
+  if (records.ndim() != 3) {
+    refuse("records has " + std::to_string(records.ndim()) +
+           " dimensions; it must be [experts, blocks, record_bytes]");
+  }
+  const std::int64_t experts = records.shape(0);
+  if (experts > std::numeric_limits<std::int32_t>::max()) refuse("records has too many experts");
+  const auto* bytes =
+      checked<std::uint8_t>("records", records, {experts, layout.blocks, layout.record_bytes});
+  const Matrices matrices = checked_matrices(layout, x, out);
+  const Choice choice = copied_choice(index, weights);
+  if (choice.tokens != matrices.tokens) {
+    refuse("top_k_index has " + std::to_string(choice.tokens) + " rows for " +
+           std::to_string(matrices.tokens) + " tokens");
+  }
+  const ReleaseGil released;
+  return resident_forward(layout, spec, bytes, static_cast<std::int32_t>(experts), matrices.x, choice.index,
+                          choice.weight, choice.tokens, choice.k, matrices.out);
+}
+
+// Called by a runner that waits, on a thread that has dropped the GIL: a pending Ctrl-C comes out as
+// KeyboardInterrupt.
+void check_signals() {
+  const py::gil_scoped_acquire held;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// A runner with what its link reads from. The last reference may be dropped by any thread that has the GIL.
+struct RunnerParts {
+  RunnerParts(RunnerOptions options, PolicyHolder& policy, LinkHolder& link)
+      : alive(link.alive()),
+        runner(std::make_unique<ExpertRunner>(std::move(options), policy.take(), link.take())) {}
+  ~RunnerParts() {
+    const ReleaseGil released;  // stopping the link waits
+    runner.reset();
+  }
+  RunnerParts(const RunnerParts&) = delete;
+  RunnerParts& operator=(const RunnerParts&) = delete;
+
+  std::vector<py::object> alive;
+  std::unique_ptr<ExpertRunner> runner;
+};
+
+// What Python holds. A call that runs in another thread keeps the parts through a close().
+class RunnerObject {
+ public:
+  RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
+               std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
+               std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
+               bool whole_experts, bool populate) {
+    RunnerOptions options;
+    options.layout = layout;
+    options.activation = activation_spec(activation, alpha, limit);
+    options.layers = layers;
+    options.experts = experts;
+    options.pages = pages;
+    options.targets = targets_of(targets, layers);
+    options.reserve = reserve;
+    options.stall_seconds = stall_seconds;
+    options.whole_experts = whole_experts;
+    options.populate = populate;
+    policy.get();  // both are there, before either is taken
+    link.get();
+    parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
+  }
+
+  std::shared_ptr<RunnerParts> parts() const {
+    if (!parts_) throw std::runtime_error("the expert cache is closed");
+    return parts_;
+  }
+  void close() { parts_.reset(); }
+
+  // Calls body(runner) without the GIL.
+  template <class Body>
+  auto call(const Body& body) const {
+    const std::shared_ptr<RunnerParts> parts = this->parts();
+    const ReleaseGil released;
+    return body(*parts->runner);
+  }
+
+ private:
+  std::shared_ptr<RunnerParts> parts_;
+};
+
+void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index,
+              const py::array& weights) {
+  const Choice choice = copied_choice(index, weights);
+  self.call([&](ExpertRunner& runner) {
+    runner.begin(layer, choice.index, choice.weight, choice.tokens, choice.k);
+  });
+}
+
+std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std::optional<py::array>& scores,
+                         std::int64_t experts, std::optional<std::int64_t> max_bytes, bool far) {
+  const RunnerOptions& options = self.parts()->runner->options();
+  std::vector<float> copy;
+  if (scores) {
+    const float* values = checked<float>("scores", *scores, {options.experts});
+    copy.assign(values, values + options.experts);
+  }
+  if (experts < 0) refuse("experts is " + std::to_string(experts) + "; it cannot be negative");
+  if (max_bytes && *max_bytes < 0) {
+    refuse("max_bytes is " + std::to_string(*max_bytes) + "; it cannot be negative");
+  }
+  const std::int64_t page_bytes = options.layout.record_bytes;
+  const std::int64_t most = max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max();
+  const auto limit = static_cast<std::int32_t>(experts < options.experts ? experts : options.experts);
+  return page_bytes * self.call([&](ExpertRunner& runner) {
+    return runner.prefetch(layer, scores ? copy.data() : nullptr, limit, most,
+                           far ? Priority::kFar : Priority::kNear);
+  });
+}
+
+std::int64_t finish_py(const RunnerObject& self, const py::array& x, py::array out) {
+  const Matrices matrices = checked_matrices(self.parts()->runner->options().layout, x, out);
+  return self.call([&](ExpertRunner& runner) {
+    return runner.finish(matrices.x, matrices.tokens, matrices.out, check_signals);
+  });
+}
+
+py::dict stats_py(const RunnerObject& self) {
+  const RunnerStats stats = self.call([](ExpertRunner& runner) { return runner.stats(); });
+  py::dict flat;
+  constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
+  for (int kind = 0; kind < 4; ++kind) {
+    flat[py::str(std::string("hits_") + kHitNames[kind])] = stats.cache.hits[kind];
+    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = stats.cache.prefill_hits[kind];
+  }
+  flat["blocks_wanted"] = stats.cache.blocks_wanted;
+  flat["blocks_resident"] = stats.cache.blocks_resident;
+  flat["blocks_prefetched"] = stats.cache.blocks_prefetched;
+  flat["fetched_demand"] = stats.cache.fetched_demand;
+  flat["fetched_prefetch"] = stats.cache.fetched_prefetch;
+  flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
+  flat["evicted"] = stats.cache.evicted;
+  flat["admitted"] = stats.cache.admitted;
+
+  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
+  std::int64_t bytes = 0;
+  for (int priority = 0; priority < kPriorities; ++priority) {
+    const std::string name = kPriorityNames[priority];
+    flat[py::str("link_bytes_" + name)] = stats.link.bytes[priority];
+    flat[py::str("link_transfers_" + name)] = stats.link.transfers[priority];
+    bytes += stats.link.bytes[priority];
+  }
+  flat["link_bytes"] = bytes;
+  flat["link_operations"] = stats.link.operations;
+  flat["link_errors"] = stats.link.errors;
+  flat["link_cancelled"] = stats.link.cancelled;
+  flat["link_queued"] = stats.link.queued;
+  flat["link_in_flight"] = stats.link.in_flight;
+  flat["link_busy_seconds"] = stats.link.busy_seconds;
+  flat["link_bandwidth"] = stats.link.bandwidth;
+
+  flat["compute_seconds"] = stats.compute_seconds;
+  flat["stall_seconds"] = stats.stall_seconds;
+  flat["begin_seconds"] = stats.begin_seconds;
+  flat["layers_run"] = stats.layers_run;
+  flat["activations"] = stats.activations;
+  flat["bytes_computed"] = stats.bytes_computed;
+  flat["kernel_calls"] = stats.kernel_calls;
+  flat["blocks_staged"] = stats.blocks_staged;
+  flat["pages"] = stats.pages;
+  flat["pages_peak"] = stats.pages_peak;
+  flat["page_bytes"] = stats.page_bytes;
+  return flat;
+}
+
+py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
+  const RunnerOptions& options = self.parts()->runner->options();
+  const std::vector<std::int16_t> blocks = self.call([](ExpertRunner& runner) { return runner.residency(); });
+  py::array_t<std::int16_t> array({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
+  std::copy(blocks.begin(), blocks.end(), array.mutable_data());
+  return array;
+}
+
+}  // namespace
+
+void bind_offload(py::module_& m) {
+  py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
+  m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
+        py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
+        py::arg("out"));
+
+  using Self = RunnerObject;
+  py::class_<Self>(m, "ExpertRunner")
+      .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
+                    std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
+                    bool>(),
+           py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
+           py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
+           py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
+           py::arg("whole_experts") = false, py::arg("populate") = false)
+      .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"))
+      .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
+           py::arg("max_bytes"), py::arg("far") = false)
+      .def("finish", &finish_py, py::arg("x"), py::arg("out"))
+      .def("abort", [](const Self& self) { self.call([](ExpertRunner& runner) { runner.abort(); }); })
+      .def(
+          "set_targets",
+          [](const Self& self, const py::array& targets) {
+            const auto list = targets_of(targets, self.parts()->runner->options().layers);
+            self.call([&](ExpertRunner& runner) { runner.set_targets(list); });
+          },
+          py::arg("targets"))
+      .def("stats", &stats_py)
+      .def("reset_stats",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_stats(); }); })
+      .def("drain",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.drain(check_signals); }); })
+      .def("residency", &residency_py)
+      .def("check",
+           [](const Self& self) { return self.call([](ExpertRunner& runner) { return runner.check(); }); })
+      .def("close", &Self::close)
+      .def_property_readonly("huge_bytes",
+                             [](const Self& self) {
+                               return self.call([](ExpertRunner& runner) { return runner.huge_bytes(); });
+                             })
+      .def_property_readonly("resident_bytes",
+                             [](const Self& self) {
+                               return self.call([](ExpertRunner& runner) { return runner.resident_bytes(); });
+                             })
+      .def_property_readonly("pages", [](const Self& self) { return self.parts()->runner->options().pages; })
+      .def_property_readonly(
+          "page_bytes", [](const Self& self) { return self.parts()->runner->options().layout.record_bytes; });
+}
+
+}  // namespace moechat

@@ -1,0 +1,62 @@
+// Eviction policies: pure bookkeeping over (layer, expert). A policy never sees a page.
+//
+// A policy gives every expert of a layer a key; the cache keeps the experts with the highest keys. Keys
+// change only in `access` (and `predict`), never by the passing of time: a priority that decays alike for all
+// experts, such as mu * rho^(nu/omega), is kept as a logarithm in which the common decay is left out, log(mu)
+// + last * log(1/rho)/omega. So one comparison of stored numbers ranks experts at any time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moechat {
+
+struct PolicySpec {
+  std::string name;  // "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"
+  std::int32_t layers = 0;
+  std::int32_t experts = 0;
+  double omega = 128;         // lcp: tokens in which an unused expert's priority falls by the factor rho
+  double rho = 0.25;          // lcp
+  double gamma = 0.9;         // discount: factor of the counts at each token
+  std::vector<double> ranks;  // static: [layers * experts], higher is kept
+  std::vector<std::int32_t> future;  // belady: [tokens, layers, top_k], -1 for none
+  std::int64_t future_tokens = 0;
+  std::int32_t future_top_k = 0;
+};
+
+class EvictionPolicy {
+ public:
+  virtual ~EvictionPolicy() = default;
+  const std::string& name() const { return name_; }
+  std::int32_t layers() const { return layers_; }
+  std::int32_t experts() const { return experts_; }
+
+  // The router of `layer` has chosen experts[i] for tokens[i] of the pass_tokens tokens of a pass. No expert
+  // occurs twice. The layer's clock advances by pass_tokens.
+  virtual void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens,
+                      std::int64_t count, std::int64_t pass_tokens) = 0;
+  // A predictor expects these experts (best first) at the next access of `layer`. Most policies do not care.
+  virtual void predict(std::int32_t layer, const std::int32_t* experts, std::int64_t count) {
+    (void)layer, (void)experts, (void)count;
+  }
+  // [experts] keys of a layer, valid until the next access or predict.
+  const double* keys(std::int32_t layer) const { return keys_.data() + std::int64_t{layer} * experts_; }
+  // Forgets everything, as after construction.
+  virtual void reset() = 0;
+
+ protected:
+  EvictionPolicy(std::string name, std::int32_t layers, std::int32_t experts)
+      : name_(std::move(name)), layers_(layers), experts_(experts) {}
+  std::string name_;
+  std::int32_t layers_;
+  std::int32_t experts_;
+  std::vector<double> keys_;
+};
+
+// Throws std::invalid_argument naming the field that is wrong.
+std::unique_ptr<EvictionPolicy> make_policy(const PolicySpec& spec);
+std::vector<std::string> policy_names();
+
+}  // namespace moechat

@@ -1,0 +1,641 @@
+#include "offload/runner.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "link/mutation.h"
+
+namespace moechat {
+namespace {
+
+// Work of one kernel call in (token, block) pairs, rows being whole: some milliseconds. So pages come back,
+// and the link gets new work, while a long pass computes.
+constexpr std::int64_t kWorkOfCall = 1024;
+constexpr std::chrono::milliseconds kSlice{50};  // of waiting, between two looks at signals
+constexpr std::chrono::milliseconds kStopLimit{2000};
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+double seconds(std::chrono::steady_clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+std::string decimal(double value) {
+  std::string text = std::to_string(value);
+  text.erase(text.find('.') + 2);
+  return text;
+}
+
+RunnerOptions checked(RunnerOptions options, const EvictionPolicy* policy, const Link* link) {
+  const auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
+  if (policy == nullptr || link == nullptr) refuse("a runner needs a policy and a link");
+  if (options.layers < 1 || options.experts < 1) {
+    refuse("a runner needs at least one layer and one expert, not " + std::to_string(options.layers) +
+           " and " + std::to_string(options.experts));
+  }
+  if (policy->layers() != options.layers || policy->experts() != options.experts) {
+    refuse("the policy is for " + std::to_string(policy->layers()) + " layers of " +
+           std::to_string(policy->experts()) + " experts, the runner for " + std::to_string(options.layers) +
+           " of " + std::to_string(options.experts));
+  }
+  if (options.pages < 1 || options.pages >= kNoPage) {
+    refuse("pages is " + std::to_string(options.pages) + "; it must be from 1 to " +
+           std::to_string(kNoPage - 1));
+  }
+  if (!(options.stall_seconds > 0) || !std::isfinite(options.stall_seconds)) {
+    refuse("stall_seconds is " + std::to_string(options.stall_seconds) + "; it must be positive");
+  }
+  if (link->regions() != options.layers) {
+    refuse("the link has " + std::to_string(link->regions()) + " regions for " +
+           std::to_string(options.layers) + " layers");
+  }
+  const std::int64_t bytes = options.experts * options.layout.blocks * options.layout.record_bytes;
+  for (std::int32_t layer = 0; layer < options.layers; ++layer) {
+    if (link->region_bytes(layer) == bytes) continue;
+    refuse("region " + std::to_string(layer) + " of the link has " +
+           std::to_string(link->region_bytes(layer)) + " bytes; the records of a layer have " +
+           std::to_string(bytes));
+  }
+  return options;
+}
+
+}  // namespace
+
+// ---- turns
+
+ExpertRunner::Turn::Turn(const ExpertRunner* runner)
+    : runner_(runner), lock_(runner->mutex_, std::defer_lock) {
+  if (getpid() != runner->process_) {
+    throw std::runtime_error("the expert cache belongs to process " + std::to_string(runner->process_) +
+                             "; a forked child cannot use it: load the model there");
+  }
+  if (runner->holder_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    throw std::logic_error("the expert cache is in use by this very thread (a signal handler?)");
+  }
+  // Wait 21: for the other threads.
+  MOECHAT_WAIT(21, lock_.lock());
+  runner->holder_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+}
+
+ExpertRunner::Turn::~Turn() { runner_->holder_.store(std::thread::id(), std::memory_order_relaxed); }
+
+ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy> policy,
+                           std::unique_ptr<Link> link)
+    : options_(checked(std::move(options), policy.get(), link.get())),
+      process_(getpid()),
+      policy_(std::move(policy)),
+      slab_(options_.pages, options_.layout.record_bytes),
+      cache_(options_.layers, options_.experts, static_cast<std::int32_t>(options_.layout.blocks), &slab_,
+             policy_.get(), options_.targets, options_.reserve),
+      link_(std::move(link)),
+      transfers_(&cache_, &slab_, link_.get()),
+      layer_(options_.layers - 1) {
+  if (options_.populate) slab_.populate();
+}
+
+ExpertRunner::~ExpertRunner() {
+  if (getpid() != process_) return;
+  // Wait 22: for what still writes into pages.
+  bool stopped = true;
+  MOECHAT_WAIT(22, stopped = link_->stop(kStopLimit));
+  if (!stopped) slab_.leak();
+}
+
+// ---- a layer
+
+void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const float* weight,
+                         std::int64_t tokens, std::int64_t k) {
+  const Turn turn(this);
+  const Clock::time_point begun = Clock::now();
+  if (layer < 0 || layer >= options_.layers) {
+    throw std::invalid_argument("layer is " + std::to_string(layer) + "; it must be from 0 to " +
+                                std::to_string(options_.layers - 1));
+  }
+  if (tokens < 0 || k < 0) throw std::invalid_argument("tokens and k cannot be negative");
+  if (active_) abort_now();
+  group_by_expert(index, weight, tokens, k, options_.experts, &grouped_);
+  settle();
+  if (tokens > 0) {
+    cache_.access(layer, grouped_.experts.data(), grouped_.tokens_of.data(), grouped_.rows(), tokens,
+                  nullptr);
+  }
+  active_ = true;
+  layer_ = layer;
+  tokens_ = tokens;
+  ++pass_;
+  failure_.clear();
+  starved_ = freed_ = false;
+  ahead_.blocks = 0;
+  let_go_ = 0;
+  first_ = end_ = 0;
+  if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
+  bool complete = true;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    rows_[at(i)].next = 0;
+    rows_[at(i)].pinned = true;
+    const std::int32_t expert = grouped_.experts[at(i)];
+    complete = complete && cache_.assigned(layer, expert) == blocks();
+  }
+  try {
+    if (transfers_.cancel_stale(layer) > 0) freed_ = true;
+    if (cache_.in_flight() > 0) {
+      for (const std::int32_t expert : grouped_.experts) transfers_.promote(layer, expert, Priority::kDemand);
+    }
+    if (!complete) acquire();
+  } catch (...) {
+    abort_now();
+    throw;
+  }
+  own_.begin_seconds += seconds(Clock::now() - begun);
+}
+
+std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* out,
+                                  const Interrupted& interrupted) {
+  const Turn turn(this);
+  if (!active_) throw std::logic_error("finish without begin");
+  if (tokens != tokens_) {
+    throw std::invalid_argument("finish was given " + std::to_string(tokens) + " tokens, begin " +
+                                std::to_string(tokens_));
+  }
+  const std::int64_t walked = own_.bytes_computed;
+  idle_since_ = asked_ = Clock::now();
+  try {
+    sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes);
+    while (sum_.next_group()) run_group(interrupted);
+  } catch (...) {
+    abort_now();
+    throw;
+  }
+  active_ = false;
+  ++own_.layers_run;
+  own_.activations += grouped_.items();
+  return own_.bytes_computed - walked;
+}
+
+void ExpertRunner::abort() {
+  const Turn turn(this);
+  if (active_) abort_now();
+}
+
+// Every expert is released first: only then may what is queued for it be cancelled.
+void ExpertRunner::abort_now() {
+  active_ = false;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    Row& row = rows_[at(i)];
+    if (row.pinned) cache_.release(layer_, grouped_.experts[at(i)]);
+    row.pinned = false;
+    for (const Staged& staged : row.staged) {
+      if (!staged.landed) transfers_.cancel(staged.page);
+      transfers_.give_staging(staged.page);
+    }
+    row.staged.clear();
+  }
+  for (const std::int32_t expert : grouped_.experts) transfers_.cancel_queued(layer_, expert);
+  let_go_ = 0;
+}
+
+// What has arrived goes to the cache and to the rows. A demand that failed is noted in failure_; a prefetch
+// that failed is only not there, and will be demanded if its expert is needed.
+void ExpertRunner::settle() {
+  const std::vector<Transfers::Arrival>& arrivals = transfers_.poll();
+  if (arrivals.empty()) return;
+  idle_since_ = Clock::now();
+  for (const Transfers::Arrival& arrival : arrivals) {
+    const Transfers::Flight& flight = arrival.flight;
+    const bool of_pass = active_ && flight.pass == pass_;
+    bool demanded = of_pass && arrival.owned && flight.kind == Transfers::Kind::kDemand;
+    if (of_pass && flight.kind == Transfers::Kind::kStaging) {
+      const auto found = std::lower_bound(grouped_.experts.begin(), grouped_.experts.end(), flight.expert);
+      for (Staged& staged : rows_[at(found - grouped_.experts.begin())].staged) {
+        if (staged.page == arrival.page) staged.landed = demanded = true;
+      }
+    }
+    if (arrival.error != 0 && demanded && failure_.empty()) {
+      failure_ = transfers_.describe(flight.layer, flight.expert, flight.block) +
+                 " could not be read: " + std::generic_category().message(arrival.error);
+      const std::string whole = link_->failure();
+      if (!whole.empty()) failure_ += " (" + whole + ")";
+    }
+    const bool held = arrival.owned && arrival.error == 0 && cache_.pins(flight.layer, flight.expert) > 0;
+    if (!held) freed_ = true;
+    if (arrival.error != 0) starved_ = true;
+  }
+}
+
+void ExpertRunner::note_refusal() {
+  if (transfers_.refusal().empty()) return;
+  if (failure_.empty()) failure_ = "the link takes no more reads: " + transfers_.refusal();
+  transfers_.forget_refusal();
+}
+
+// ---- pages for what is missing
+
+// Queues fetches, in the order in which the rows will be computed, as far as there are pages: for the rows of
+// the group that were let go, then for all that are pinned. Returns how many blocks.
+std::int64_t ExpertRunner::acquire() {
+  starved_ = freed_ = false;
+  std::int64_t count = 0;
+  for (std::int32_t i = first_; let_go_ > 0 && i < end_; ++i) count += stage(i);
+  std::int64_t missing = 0;
+  wanted_.clear();
+  for (std::int32_t i = first_; i < grouped_.rows(); ++i) {
+    if (!rows_[at(i)].pinned) continue;
+    const std::int32_t expert = grouped_.experts[at(i)];
+    const std::int64_t lacks = blocks() - cache_.assigned(layer_, expert);
+    if (lacks == 0) continue;
+    missing += lacks;
+    wanted_.push_back(expert);
+  }
+  if (missing > 0) {
+    const Want want{layer_, layer_,  wanted_.data(), static_cast<std::int64_t>(wanted_.size()),
+                    false,  missing, false};
+    cache_.plan(want, &plan_);
+    const std::int64_t fetched = transfers_.fetch(&plan_, Priority::kDemand, pass_);
+    if (fetched < missing) starved_ = true;
+    count += fetched;
+  }
+  note_refusal();
+  return count;
+}
+
+// For a row that was let go: staging pages for the blocks that the cache does not have any more.
+std::int64_t ExpertRunner::stage(std::int32_t index) {
+  Row& row = rows_[at(index)];
+  if (row.pinned || done(row)) return 0;
+  const std::int32_t expert = grouped_.experts[at(index)];
+  // What of it is there, or on its way, comes first.
+  if (row.staged.empty() && row.next < cache_.assigned(layer_, expert)) {
+    starved_ = true;
+    return 0;
+  }
+  std::int64_t count = 0;
+  for (;;) {
+    const std::int32_t block = row.next + static_cast<std::int32_t>(row.staged.size());
+    if (block == blocks()) return count;
+    row.staged.reserve(row.staged.size() + 1);
+    const PageId page = transfers_.stage(layer_, expert, block, pass_);
+    if (page == kNoPage) break;
+    row.staged.push_back({page, false});
+    ++count;
+  }
+  starved_ = true;
+  return count;
+}
+
+// ---- computing what is there
+
+// Adds to sum_ what of the group is ready, whole rows until there is enough for one call.
+void ExpertRunner::collect() {
+  steps_.clear();
+  for (std::int32_t i = first_; i < end_ && sum_.pending() < kWorkOfCall; ++i) {
+    if (done(rows_[at(i)])) continue;
+    const std::int32_t added = add_ready(i);
+    if (added > 0) steps_.push_back({i, added});
+  }
+}
+
+std::int32_t ExpertRunner::add_ready(std::int32_t index) {
+  const Row& row = rows_[at(index)];
+  std::int32_t block = row.next;
+  if (!row.staged.empty()) {
+    for (const Staged& staged : row.staged) {
+      // Wait 23: for a staging page to be filled.
+      bool ready = true;
+      MOECHAT_WAIT(23, ready = staged.landed);
+      if (!ready) break;
+      sum_.add(index, block++, slab_.data(staged.page));
+    }
+    return block - row.next;
+  }
+  const std::int32_t expert = grouped_.experts[at(index)];
+  // Wait 24: for a page to be filled.
+  std::int32_t end = cache_.assigned(layer_, expert);
+  MOECHAT_WAIT(24, end = cache_.resident(layer_, expert));
+  // A row that was let go may never be whole.
+  if (options_.whole_experts && row.pinned && end < blocks()) return 0;
+  for (; block < end; ++block) sum_.add(index, block, slab_.data(cache_.page(layer_, expert, block)));
+  return block - row.next;
+}
+
+void ExpertRunner::compute() {
+  const Clock::time_point begun = Clock::now();
+  own_.bytes_computed += sum_.compute() * options_.layout.record_bytes;
+  ++own_.kernel_calls;
+  idle_since_ = Clock::now();
+  own_.compute_seconds += seconds(idle_since_ - begun);
+  for (const Step& step : steps_) {
+    Row& row = rows_[at(step.row)];
+    row.next += step.blocks;
+    if (!row.staged.empty()) {
+      for (std::int32_t i = 0; i < step.blocks; ++i) transfers_.give_staging(row.staged[at(i)].page);
+      row.staged.erase(row.staged.begin(), row.staged.begin() + step.blocks);
+      own_.blocks_staged += step.blocks;
+      freed_ = true;
+    }
+    if (!done(row)) continue;
+    if (row.pinned) {
+      row.pinned = false;
+      cache_.release(layer_, grouped_.experts[at(step.row)]);
+    } else {
+      --let_go_;
+    }
+    freed_ = true;
+  }
+}
+
+bool ExpertRunner::group_done() const {
+  return std::all_of(rows_.begin() + first_, rows_.begin() + end_,
+                     [this](const Row& row) { return done(row); });
+}
+
+// Something is on its way that the group can compute.
+bool ExpertRunner::group_pending() const {
+  for (std::int32_t i = first_; i < end_; ++i) {
+    const Row& row = rows_[at(i)];
+    if (done(row)) continue;
+    if (!row.staged.empty()) return true;  // what has landed of it would have been computed
+    const std::int32_t expert = grouped_.experts[at(i)];
+    if (cache_.assigned(layer_, expert) > cache_.resident(layer_, expert)) return true;
+  }
+  return false;
+}
+
+// Computes the rows of one group, each as far as it is there, in any order.
+//
+// Why it ends. A turn of the loop computes something, or waits for a transfer of this group (which ends, or
+// fails, or stalls: then the pass ends), or `make_room` is asked, which
+//   1. queues fetches for the group if there is any page to be had: acquire() serves the group before all
+//      rows after it, so the next turn waits for a transfer of the group;
+//   2. else cancels prefetches that have not started, or says that some transfer that is not of a pinned row
+//      is under way: when it ends its page is free or surplus;
+//   3. else lets the last row go that holds pages which could be taken, from the end of the layer down to the
+//      group itself.
+// Each happens a bounded number of times without a block being computed. When none of them is left, all pages
+// are free, surplus or protected, nothing is under way, and the cache has promised that targets leave
+// `reserve` pages, at least one: so 1 would have found a page. A row that was let go computes what is left of
+// it in the cache, then passes the rest through as few as one staging page; that never depends on a page that
+// another row holds. Its blocks are computed before anything else is fetched (the order in the loop below),
+// so they are not taken, and fetched, over and over.
+void ExpertRunner::run_group(const Interrupted& interrupted) {
+  first_ = sum_.first_row();
+  end_ = sum_.end_row();
+  if (let_go_ > 0) starved_ = freed_ = true;
+  for (;;) {
+    settle();
+    if (failure_.empty() && let_go_ == 0 && starved_ && freed_) acquire();
+    if (ahead_.blocks > 0 && freed_ && !starved_ && let_go_ == 0) {
+      freed_ = false;
+      fetch_ahead();
+    }
+    if (!failure_.empty()) {
+      throw LinkError(failure_ + "; check the store's files and their disk, then try again");
+    }
+    collect();
+    if (!steps_.empty()) {
+      compute();
+      ask(interrupted, idle_since_);
+      continue;
+    }
+    if (group_done()) break;
+    if (let_go_ > 0 && starved_ && freed_ && acquire() > 0) continue;
+    if (!group_pending() && make_room()) continue;
+    if (failure_.empty()) wait(interrupted);
+  }
+  const Clock::time_point begun = Clock::now();
+  sum_.finish_group();
+  own_.compute_seconds += seconds(Clock::now() - begun);
+}
+
+// True: look again. False: wait.
+bool ExpertRunner::make_room() {
+  if (acquire() > 0 || !failure_.empty()) return true;
+  for (std::int32_t i = 1; i <= options_.layers; ++i) {
+    // The layer whose turn is farthest away first.
+    const std::int32_t layer = (layer_ + options_.layers + 1 - i) % options_.layers;
+    if (transfers_.cancel_stale(layer) > 0) return true;
+  }
+  if (others_in_flight()) return false;
+  if (let_one_go()) return true;
+  throw std::logic_error("no page for " + missing_block() + ", although nothing is in flight: " +
+                         std::to_string(cache_.available()) + " of " + std::to_string(slab_.pages()) +
+                         " pages are available; the cache says: " + cache_.check());
+}
+
+bool ExpertRunner::others_in_flight() const {
+  std::int64_t held = 0;
+  for (std::int32_t i = first_; i < grouped_.rows(); ++i) {
+    if (!rows_[at(i)].pinned) continue;
+    const std::int32_t expert = grouped_.experts[at(i)];
+    const std::int32_t end = cache_.assigned(layer_, expert);
+    for (std::int32_t block = cache_.resident(layer_, expert); block < end; ++block) {
+      if (cache_.filling(cache_.page(layer_, expert, block))) ++held;
+    }
+  }
+  return cache_.in_flight() > held;
+}
+
+bool ExpertRunner::let_one_go() {
+  const std::int32_t protected_blocks = cache_.targets()[at(layer_)].blocks;
+  for (std::int32_t i = grouped_.rows(); i-- > first_;) {
+    Row& row = rows_[at(i)];
+    const std::int32_t expert = grouped_.experts[at(i)];
+    const std::int32_t kept = cache_.is_protected(layer_, expert) ? protected_blocks : 0;
+    if (!row.pinned || cache_.assigned(layer_, expert) <= kept) continue;
+    row.pinned = false;
+    cache_.release(layer_, expert);
+    ++let_go_;
+    starved_ = freed_ = true;
+    return true;
+  }
+  return false;
+}
+
+// ---- waiting
+
+void ExpertRunner::wait(const Interrupted& interrupted) {
+  const Clock::time_point begun = Clock::now();
+  const bool arrived = wait_for_link(interrupted);
+  const Clock::time_point now = Clock::now();
+  own_.stall_seconds += seconds(now - begun);
+  if (arrived || seconds(now - idle_since_) < options_.stall_seconds) return;
+  throw LinkError(missing_block() + " has not arrived, and nothing else has, for " +
+                  decimal(seconds(now - idle_since_)) + " seconds (the limit is " +
+                  decimal(options_.stall_seconds) + "); check the disk that holds the store, then try again");
+}
+
+// One slice; true when something has arrived.
+bool ExpertRunner::wait_for_link(const Interrupted& interrupted) {
+  const std::chrono::duration<double> limit(options_.stall_seconds);
+  const auto slice = std::min(std::chrono::duration_cast<std::chrono::microseconds>(kSlice),
+                              std::chrono::duration_cast<std::chrono::microseconds>(
+                                  std::min(limit, std::chrono::duration<double>(1.0))));
+  // Wait 25: for the link.
+  bool arrived = false;
+  MOECHAT_WAIT(25, arrived = link_->wait(slice));
+  ask(interrupted, Clock::now());
+  return arrived;
+}
+
+void ExpertRunner::ask(const Interrupted& interrupted, Clock::time_point now) {
+  if (!interrupted || now - asked_ < kSlice) return;
+  asked_ = now;
+  interrupted();
+}
+
+std::string ExpertRunner::missing_block() const {
+  for (std::int32_t i = first_; i < end_; ++i) {
+    if (!done(rows_[at(i)])) return transfers_.describe(layer_, grouped_.experts[at(i)], rows_[at(i)].next);
+  }
+  return "a block";
+}
+
+void ExpertRunner::drain(const Interrupted& interrupted) {
+  const Turn turn(this);
+  idle_since_ = asked_ = Clock::now();
+  for (;;) {
+    settle();
+    // Wait 26: for all that is under way.
+    bool idle = true;
+    MOECHAT_WAIT(26, idle = cache_.in_flight() == 0);
+    if (idle) return;
+    if (wait_for_link(interrupted) || seconds(Clock::now() - idle_since_) < options_.stall_seconds) continue;
+    throw LinkError(std::to_string(cache_.in_flight()) +
+                    " blocks are on their way, but none has arrived for " + decimal(options_.stall_seconds) +
+                    " seconds; check the disk that holds the store");
+  }
+}
+
+// ---- speculation
+
+std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std::int32_t experts,
+                                    std::int64_t max_blocks, Priority priority) {
+  const Turn turn(this);
+  const Clock::time_point begun = Clock::now();
+  if (layer < 0 || layer >= options_.layers) {
+    throw std::invalid_argument("layer is " + std::to_string(layer) + "; it must be from 0 to " +
+                                std::to_string(options_.layers - 1));
+  }
+  settle();
+  std::vector<std::int32_t>& ranked = ahead_.ranked;
+  ranked.resize(at(options_.experts));
+  for (std::int32_t expert = 0; expert < options_.experts; ++expert) ranked[at(expert)] = expert;
+  if (scores != nullptr) {
+    const auto key = [scores](std::int32_t expert) {
+      return std::isnan(scores[expert]) ? -std::numeric_limits<float>::infinity() : scores[expert];
+    };
+    const std::int32_t best = std::clamp(experts, 0, options_.experts);
+    std::partial_sort(
+        ranked.begin(), ranked.begin() + best, ranked.end(),
+        [&key](std::int32_t a, std::int32_t b) { return key(a) > key(b) || (key(a) == key(b) && a < b); });
+    ranked.resize(at(best));
+    policy_->predict(layer, ranked.data(), best);
+  }
+  const bool nearer = priority == Priority::kNear && cache_.in_flight() > 0;
+  if (nearer) {
+    for (const std::int32_t expert : ranked) transfers_.promote(layer, expert, priority);
+  }
+  ahead_.layer = layer;
+  ahead_.priority = priority;
+  ahead_.blocks = std::max<std::int64_t>(max_blocks, 0);
+  const std::int64_t count = fetch_ahead();
+  own_.begin_seconds += seconds(Clock::now() - begun);
+  return count;
+}
+
+// Queues what of ahead_ has a page. Returns how many blocks.
+std::int64_t ExpertRunner::fetch_ahead() {
+  std::int64_t missing = 0;
+  wanted_.clear();
+  for (const std::int32_t expert : ahead_.ranked) {
+    const std::int64_t lacks = blocks() - cache_.assigned(ahead_.layer, expert);
+    if (lacks == 0) continue;
+    missing += lacks;
+    wanted_.push_back(expert);
+  }
+  if (missing == 0 || ahead_.blocks == 0 || !link_->failure().empty()) {
+    ahead_.blocks = 0;
+    return 0;
+  }
+  const Want want{
+      ahead_.layer, layer_,        wanted_.data(),        static_cast<std::int64_t>(wanted_.size()),
+      true,         ahead_.blocks, options_.whole_experts};
+  cache_.plan(want, &plan_);
+  const std::int64_t count = transfers_.fetch(&plan_, ahead_.priority, pass_);
+  transfers_.forget_refusal();
+  ahead_.blocks = count == missing ? 0 : ahead_.blocks - count;
+  return count;
+}
+
+// ---- figures
+
+std::int64_t ExpertRunner::begun_tokens() const {
+  const Turn turn(this);
+  return active_ ? tokens_ : -1;
+}
+
+void ExpertRunner::set_targets(const std::vector<LayerTarget>& targets) {
+  const Turn turn(this);
+  cache_.set_targets(targets);
+  freed_ = true;
+}
+
+RunnerStats ExpertRunner::stats() const {
+  const Turn turn(this);
+  RunnerStats stats = own_;
+  stats.cache = cache_.counters();
+  stats.link = link_->stats();
+  for (int priority = 0; priority < kPriorities; ++priority) {
+    stats.link.bytes[priority] -= link_base_.bytes[priority];
+    stats.link.transfers[priority] -= link_base_.transfers[priority];
+  }
+  stats.link.operations -= link_base_.operations;
+  stats.link.errors -= link_base_.errors;
+  stats.link.cancelled -= link_base_.cancelled;
+  stats.link.busy_seconds -= link_base_.busy_seconds;
+  stats.pages = slab_.pages();
+  stats.pages_peak = transfers_.pages_peak();
+  stats.page_bytes = slab_.page_bytes();
+  return stats;
+}
+
+void ExpertRunner::reset_stats() {
+  const Turn turn(this);
+  own_ = {};
+  cache_.reset_counters();
+  link_base_ = link_->stats();
+  transfers_.reset_peak();
+}
+
+std::vector<std::int16_t> ExpertRunner::residency() const {
+  const Turn turn(this);
+  std::vector<std::int16_t> blocks;
+  blocks.reserve(at(std::int64_t{options_.layers} * options_.experts));
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+    for (std::int32_t expert = 0; expert < options_.experts; ++expert) {
+      blocks.push_back(static_cast<std::int16_t>(cache_.resident(layer, expert)));
+    }
+  }
+  return blocks;
+}
+
+std::string ExpertRunner::check() const {
+  const Turn turn(this);
+  return cache_.check();
+}
+
+std::int64_t ExpertRunner::huge_bytes() const {
+  const Turn turn(this);
+  return slab_.huge_bytes();
+}
+
+std::int64_t ExpertRunner::resident_bytes() const {
+  const Turn turn(this);
+  return slab_.resident_bytes();
+}
+
+}  // namespace moechat

@@ -1,0 +1,223 @@
+// Runs the experts of a layer over the cache and a link: what is resident is computed while what is missing
+// arrives. One native object an engine; every call of a pass takes microseconds, but `finish`, which
+// computes.
+//
+// Order of calls, for each layer of a pass:
+//   begin(layer, ...)     the router has spoken: stale prefetches are cancelled, demand fetches queued
+//   prefetch(layer, ...)  any number of times: speculation for layers to come
+//   finish(x, out)        compute, add up, release
+// abort() drops a begun layer. begin() on a begun layer aborts it first: an exception between the two
+// (Ctrl-C) leaves the runner usable. The sum that finish computes is that of expert_sum.h, bit by bit.
+//
+// Calls from several threads are safe: they take turns, a `finish` being one turn. A call from within the
+// `interrupted` of another (a signal handler) throws std::logic_error, any call in a forked child
+// std::runtime_error; only the destructor is allowed there.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cache/policy.h"
+#include "cache/split_cache.h"
+#include "kernels/block_layout.h"
+#include "kernels/forward.h"
+#include "link/link.h"
+#include "memory/slab.h"
+#include "offload/expert_sum.h"
+#include "offload/transfers.h"
+
+namespace moechat {
+
+// A demand fetch failed, or nothing has arrived for the stall limit. The layer was aborted; the runner stays
+// usable.
+class LinkError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct RunnerOptions {
+  BlockLayout layout{};
+  ActivationSpec activation{};
+  // Expert layers, numbered from 0; region i of the link holds the [experts, blocks] records of layer i.
+  std::int32_t layers = 0;
+  std::int32_t experts = 0;
+  std::int64_t pages = 0;
+  std::vector<LayerTarget> targets;
+  std::int64_t reserve = 1;
+  double stall_seconds = 30;
+  std::int64_t accumulator_bytes = ExpertSum::kBytes;
+  bool whole_experts = false;  // as most published systems: an expert is computed once all of it has arrived
+  bool populate = false;       // commit all pages at once, not one by one as they are first filled
+};
+
+struct RunnerStats {
+  CacheCounters cache;
+  LinkStats link;
+  double compute_seconds = 0;  // in kernels, and adding up
+  double stall_seconds = 0;    // in finish, with nothing to compute: the link was waited for
+  double begin_seconds = 0;    // bookkeeping: begin and prefetch
+  std::int64_t layers_run = 0;
+  std::int64_t activations = 0;     // (token, expert) pairs computed
+  std::int64_t bytes_computed = 0;  // of block records walked
+  std::int64_t kernel_calls = 0;
+  std::int64_t blocks_staged = 0;  // computed from pages that belong to no expert
+  std::int64_t pages = 0;
+  std::int64_t pages_peak = 0;  // most pages not free at a time
+  std::int64_t page_bytes = 0;
+};
+
+class ExpertRunner {
+ public:
+  using Interrupted = std::function<void()>;
+
+  // Throws std::invalid_argument for sizes that do not fit together (link regions included),
+  // std::runtime_error when memory is refused.
+  ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy> policy, std::unique_ptr<Link> link);
+  // Stops the link; leaks the slab if something in flight cannot be waited for (2 s).
+  ~ExpertRunner();
+  ExpertRunner(const ExpertRunner&) = delete;
+  ExpertRunner& operator=(const ExpertRunner&) = delete;
+
+  // index, weight [tokens, k]; copied. Throws std::invalid_argument, and nothing has changed.
+  void begin(std::int32_t layer, const std::int64_t* index, const float* weight, std::int64_t tokens,
+             std::int64_t k);
+  // Queues missing blocks of experts of `layer` in descending score (of equal ones, and those that are not a
+  // number last, the lower index first): of the best `experts`, and at most `max_blocks` blocks. scores null:
+  // ascending order, the whole layer. An expert that is resident in part gets what is missing of it. Only
+  // pages that are free or surplus are used. Returns the number of blocks queued; 0 when the link has failed
+  // (the next demand will say so).
+  // What finds no page yet is queued by `finish`, as the experts at work give theirs back; the last prefetch
+  // that was cut short in this way goes on, until the next begin.
+  std::int64_t prefetch(std::int32_t layer, const float* scores, std::int32_t experts,
+                        std::int64_t max_blocks, Priority priority);
+  // x, out [tokens, hidden], not overlapping; out is overwritten. `interrupted` is called a few times a
+  // second; it may throw, and the layer is aborted. Throws LinkError, std::logic_error when no layer has
+  // begun, std::invalid_argument when `tokens` is not that of begin (the layer stays begun).
+  // Returns the bytes of block records that were walked.
+  std::int64_t finish(const float* x, std::int64_t tokens, float* out, const Interrupted& interrupted);
+  void abort();
+  std::int64_t begun_tokens() const;  // -1: no layer has begun
+
+  void set_targets(const std::vector<LayerTarget>& targets);
+  RunnerStats stats() const;
+  void reset_stats();
+  // Waits until nothing is queued or in flight (tests, end of a measurement). Throws LinkError at a stall.
+  void drain(const Interrupted& interrupted);
+  std::vector<std::int16_t> residency() const;  // [layers * experts] resident blocks
+  // Empty, or what is inconsistent. For tests; slow.
+  std::string check() const;
+  const RunnerOptions& options() const { return options_; }
+  std::int64_t huge_bytes() const;
+  std::int64_t resident_bytes() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // One call's turn. Refuses children of the process and calls from within a call.
+  class Turn {
+   public:
+    explicit Turn(const ExpertRunner* runner);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    const ExpertRunner* runner_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+  struct Staged {
+    PageId page;
+    bool landed;
+  };
+  struct Step {
+    std::int32_t row;
+    std::int32_t blocks;
+  };
+  // One expert of the begun layer. Pinned from begin until it is done or had to be let go: then its blocks
+  // may be taken by others, and those that are not there any more when their turn comes pass through staging
+  // pages.
+  struct Row {
+    std::int32_t next = 0;       // blocks [0, next) have been computed
+    bool pinned = false;         // else done, or let go
+    std::vector<Staged> staged;  // of blocks next, next + 1, ...; empty while pinned
+  };
+
+  // A prefetch that has not found pages for all it wants.
+  struct Ahead {
+    std::int32_t layer = 0;
+    Priority priority = Priority::kNear;
+    std::int64_t blocks = 0;  // that it may still queue; 0: nothing is left to do
+    std::vector<std::int32_t> ranked;
+  };
+
+  void settle();
+  void abort_now();
+  std::int64_t fetch_ahead();
+  std::int64_t blocks() const { return options_.layout.blocks; }
+  bool done(const Row& row) const { return row.next == blocks(); }
+
+  std::int64_t acquire();
+  std::int64_t stage(std::int32_t index);
+  void note_refusal();
+  void collect();
+  std::int32_t add_ready(std::int32_t index);
+  void compute();
+  void run_group(const Interrupted& interrupted);
+  bool group_done() const;
+  bool group_pending() const;
+  bool make_room();
+  bool others_in_flight() const;
+  bool let_one_go();
+  void wait(const Interrupted& interrupted);
+  bool wait_for_link(const Interrupted& interrupted);
+  void ask(const Interrupted& interrupted, Clock::time_point now);
+  std::string missing_block() const;
+
+  const RunnerOptions options_;
+  const int process_;
+  mutable std::mutex mutex_;
+  mutable std::atomic<std::thread::id> holder_{};
+
+  // The link goes first: it writes into the slab.
+  std::unique_ptr<EvictionPolicy> policy_;
+  Slab slab_;
+  SplitExpertCache cache_;
+  std::unique_ptr<Link> link_;
+  Transfers transfers_;
+
+  // The begun layer.
+  bool active_ = false;
+  std::int32_t layer_;  // or the one before it
+  std::int64_t tokens_ = 0;
+  std::uint64_t pass_ = 0;
+  Grouped grouped_;
+  std::vector<Row> rows_;
+  ExpertSum sum_;
+  std::int32_t first_ = 0;  // the group at work is rows [first_, end_)
+  std::int32_t end_ = 0;
+  std::int32_t let_go_ = 0;  // rows that are neither done nor pinned
+  bool starved_ = false;     // some row, pinned or let go and in the group, waits for pages
+  bool freed_ = false;       // there may be more pages than at the last acquire
+  std::string failure_;      // of a demand
+  Clock::time_point idle_since_{};
+  Clock::time_point asked_{};  // when `interrupted` was last called
+
+  std::vector<Step> steps_;  // what the blocks added to sum_ complete
+  Plan plan_;                // scratch
+  std::vector<std::int32_t> wanted_;
+  Ahead ahead_;
+
+  RunnerStats own_;      // the runner's own figures
+  LinkStats link_base_;  // the link's at the last reset
+};
+
+}  // namespace moechat

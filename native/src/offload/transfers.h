@@ -1,0 +1,85 @@
+// Between the cache and the link: what the cache has committed is queued, what has arrived is reported back.
+//
+// - One record a page says what its transfer is for, from `fetch` or `stage` until the cache has been told
+//   that it landed or was cancelled. Slots of the link are page numbers.
+// - A page is given up only once the link says that the transfer has not started and never will.
+// - Not thread-safe; the runner serialises.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cache/split_cache.h"
+#include "link/link.h"
+#include "memory/slab.h"
+
+namespace moechat {
+
+class Transfers {
+ public:
+  enum class Kind : std::uint8_t { kNone, kPrefetch, kDemand, kStaging };
+
+  struct Flight {
+    Kind kind = Kind::kNone;
+    std::int32_t layer = 0;
+    std::int32_t expert = 0;
+    std::int32_t block = 0;
+    std::uint64_t pass = 0;  // which began when it was queued
+  };
+  struct Arrival {
+    PageId page;
+    int error;
+    bool owned;  // an expert of the cache has, or has just lost, the page
+    Flight flight;
+  };
+
+  // Region i of the link holds [experts, blocks] records of layer i. Opens the link. All three outlive this.
+  Transfers(SplitExpertCache* cache, Slab* slab, Link* link);
+
+  // Commits the plan and queues its fetches; returns how many. When the link refuses, the cache has forgotten
+  // them again, `refusal` says why, and 0 is returned.
+  std::int64_t fetch(Plan* plan, Priority priority, std::uint64_t pass);
+  // Takes a staging page and queues a demand for one block into it; kNoPage when there is no page or the link
+  // refuses (see `refusal`).
+  PageId stage(std::int32_t layer, std::int32_t expert, std::int32_t block, std::uint64_t pass);
+  const std::string& refusal() const { return refusal_; }
+  void forget_refusal() { refusal_.clear(); }
+
+  // Hands everything that has arrived to the cache. Valid until the next call.
+  const std::vector<Arrival>& poll();
+
+  // False: it has started, and the page stays what it is until it has landed.
+  bool cancel(PageId page);
+  // The prefetches of a layer that nobody has asked for; returns how many could be cancelled.
+  std::int64_t cancel_stale(std::int32_t layer);
+  // What is queued for one expert, from its last block down.
+  void cancel_queued(std::int32_t layer, std::int32_t expert);
+  // Moves what is queued for one expert to a higher priority.
+  void promote(std::int32_t layer, std::int32_t expert, Priority priority);
+  void give_staging(PageId page) { cache_->give_staging(page); }
+
+  // Most pages that were not free at a time.
+  std::int64_t pages_peak() const { return peak_; }
+  void reset_peak() { peak_ = slab_->pages() - slab_->free_pages(); }
+  std::string describe(std::int32_t layer, std::int32_t expert, std::int32_t block) const;
+
+ private:
+  Transfer transfer(PageId page, const Flight& flight, Priority priority);
+  std::int64_t offset(std::int32_t expert, std::int32_t block) const;
+  bool submit();
+  void note_peak();
+
+  SplitExpertCache* cache_;
+  Slab* slab_;
+  Link* link_;
+  std::vector<Flight> flights_;  // [pages]
+  std::vector<Transfer> queue_;  // scratch
+  std::vector<Completion> completions_;
+  std::vector<Arrival> arrivals_;
+  std::vector<Fetch> stale_;
+  std::string refusal_;
+  std::int64_t peak_ = 0;
+};
+
+}  // namespace moechat
