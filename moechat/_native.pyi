@@ -1,22 +1,29 @@
-"""Native core: block layout, packing and CPU expert kernels (sources in ``native/``).
+"""Native core: block layout, packing, CPU expert kernels, links and the split-expert cache (``native/``).
 
 Every call that computes drops the GIL. Calls from several threads are safe; they take the one thread pool
 in turns.
 """
 
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 BLOCK_FORMAT_VERSION: Final[int]
+DEMAND: Final[int]
+NEAR: Final[int]
+FAR: Final[int]
 
 _F32: TypeAlias = npt.NDArray[np.float32]
 _F16: TypeAlias = npt.NDArray[np.float16]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _I32: TypeAlias = npt.NDArray[np.int32]
+_I64: TypeAlias = npt.NDArray[np.int64]
 _U64: TypeAlias = npt.NDArray[np.uint64]
+_F64: TypeAlias = npt.NDArray[np.float64]
 _Biases: TypeAlias = tuple[_F32, _F32, _F32]
+_HitKind: TypeAlias = Literal["full", "prefetch", "top", "miss"]
 _Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 
 class BlockLayout:
@@ -248,3 +255,567 @@ def apply_activation(activation: str, alpha: float, limit: float, gate: _F32, up
     Raises:
         ValueError: Unknown activation, wrong shapes or types.
     """
+
+class Link:
+    """Moves block records from the far tier into pages; made by `file_link` and `sim_link`.
+
+    An `ExpertRunner` takes the link out of this object; until then the calls below work, afterwards they
+    raise ValueError. A transfer is named by its slot, a number below the ``slots`` of `open`: two unfinished
+    transfers never share one, and a transfer is unfinished until `poll` has handed its completion out.
+    Queued transfers start in the order DEMAND (0), NEAR (1), FAR (2), within one priority in the order in
+    which they were submitted. All calls are safe from any thread; those that wait drop the GIL. Contract:
+    ``native/src/link/link.h``.
+    """
+
+    def name(self) -> str:
+        """``file (io_uring)``, ``file (threads)`` or ``sim``."""
+    def describe(self, region: int, offset: int) -> str:
+        """Where these bytes come from, for messages: ``FILE at byte N``.
+
+        Raises:
+            IndexError: There is no such region.
+        """
+    def regions(self) -> int:
+        """How many regions the link was made with; they are numbered from 0."""
+    def region_bytes(self, region: int) -> int:
+        """Bytes of a region.
+
+        Raises:
+            IndexError: There is no such region.
+        """
+    def open(self, slots: int) -> None:
+        """Makes slots 0 to ``slots`` - 1 available; once, before the first `submit`.
+
+        Raises:
+            RuntimeError: The link is open already.
+            ValueError: ``slots`` is not positive.
+        """
+    def submit(self, transfers: Sequence[tuple[int, int, int, int, int]], target: _U8) -> None:
+        """Queues transfers into rows of ``target``, and starts what there is room for.
+
+        Args:
+            transfers: (slot, region, offset, bytes, priority) each; the bytes go to ``target[slot]``.
+            target: uint8 [slots, page_bytes], C-contiguous, writable; kept alive by the link, which writes
+                to it until the completion of the transfer. Direct reads want rows at multiples of 4096.
+
+        Raises:
+            ValueError: A transfer is impossible or its slot is taken; nothing was queued.
+            RuntimeError: The link is not open, has failed, or was stopped.
+        """
+    def cancel(self, slot: int) -> bool:
+        """True: the transfer had not started and never will; there will be no completion."""
+    def promote(self, slot: int, priority: int) -> None:
+        """Moves a queued transfer to the end of a higher priority's queue; otherwise nothing happens."""
+    def poll(self) -> list[tuple[int, int]]:
+        """Completions since the last call, (slot, error) each; error is 0 or an errno."""
+    def wait(self, seconds: float) -> bool:
+        """Waits until `poll` has something (True), the limit has passed, or the link stopped or failed."""
+    def failure(self) -> str:
+        """Empty, or why the whole link has failed."""
+    def stats(self) -> dict[str, float]:
+        """Counters since the start.
+
+        ``bytes_*`` and ``transfers_*`` (finished without an error) for ``demand``, ``near``, ``far``;
+        ``operations`` (reads or copies issued), ``errors``, ``cancelled``, ``queued`` (now), ``in_flight``
+        (bytes, now), ``busy_seconds`` (with at least one transfer in flight), ``bandwidth`` (bytes a second
+        while busy, a moving estimate).
+        """
+    def stop(self, seconds: float) -> bool:
+        """Cancels what is queued and waits until nothing is in flight.
+
+        Returns:
+            True: nothing will be written to any target any more. False: something is stuck.
+        """
+
+def file_link(
+    regions: Sequence[tuple[str, int, int]],
+    io: str = "auto",
+    direct: bool = True,
+    in_flight_bytes: int = 0,
+    operation_bytes: int = 0,
+    reader_threads: int = 0,
+) -> Link:
+    """A link that reads files.
+
+    Args:
+        regions: (path, offset, bytes) each; offset and bytes in multiples of 4096.
+        io: ``uring``, ``threads``, or ``auto``: io_uring where it is to be had.
+        direct: Read past the page cache (O_DIRECT) where the file system allows it.
+        in_flight_bytes: Most bytes in flight; 0: a measured default.
+        operation_bytes: Most bytes of one read, up to which neighbours merge; 0: a measured default.
+        reader_threads: With ``threads``; 0: default.
+
+    Raises:
+        OSError: A file cannot be opened (``filename`` says which), or ``uring`` is not to be had
+            (``filename`` is ``io_uring``).
+        ValueError: A region is not aligned or lies beyond its file; an option is out of range.
+    """
+
+def sim_link(
+    regions: Sequence[_U8],
+    bandwidth: float = 0.0,
+    latency: float = 0.0,
+    jitter: float = 0.0,
+    seed: int = 0,
+    reorder: int = 1,
+    in_flight_bytes: int = 0,
+    copy: bool = True,
+    fault_rate: float = 0.0,
+    fail_after: int = -1,
+    stall_after: int = -1,
+) -> Link:
+    """A link out of host memory with a programmed speed, for tests and measurements.
+
+    Args:
+        regions: uint8, C-contiguous, of any shape; kept alive.
+        bandwidth: Bytes a second; 0: as fast as memory.
+        latency: Seconds from the start of a transfer to its first byte, overlapping with other transfers.
+        jitter: Up to that many more seconds for each transfer, drawn from ``seed``.
+        seed: Of everything that is drawn.
+        reorder: Up to that many started transfers finish in a drawn order; 1: in order.
+        in_flight_bytes: Most bytes in flight; 0: default.
+        copy: False: time passes, bytes do not move.
+        fault_rate: Share of transfers that end with EIO, half of their bytes written.
+        fail_after: The whole link fails after that many transfers; -1: never.
+        stall_after: After that many transfers nothing finishes any more, until `Link.stop`; -1: never.
+
+    Raises:
+        ValueError: An option is out of range, or a region is not a contiguous uint8 array.
+    """
+
+def policy_names() -> list[str]:
+    """Names that :class:`EvictionPolicy` knows."""
+
+class EvictionPolicy:
+    """Which experts of a layer are worth keeping: bookkeeping over (layer, expert), never over pages.
+
+    A cache or a runner takes the policy that it is made with; every later call raises ValueError.
+
+    Args:
+        name: ``lcp`` (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount`` (MELINOE, definition C.1),
+            ``two_level_lru`` (ExpertFlow, section 3.3.1), ``static`` or ``belady``.
+        layers: Expert layers.
+        experts: Experts of a layer.
+        omega: ``lcp``: tokens in which an unused expert's priority falls by the factor ``rho``; above 0.
+        rho: ``lcp``: above 0, at most 1.
+        gamma: ``discount``: factor of the counts at each token; above 0, at most 1.
+        ranks: ``static``: float64 [layers, experts]; experts of higher rank are kept.
+        future: ``belady``: int32 [tokens, layers, top_k], the experts that will be chosen; -1 for none. Each
+            layer's clock is its position in the future.
+
+    Raises:
+        ValueError: A value is out of range, or ``ranks`` or ``future`` is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layers: int,
+        experts: int,
+        omega: float = 128.0,
+        rho: float = 0.25,
+        gamma: float = 0.9,
+        ranks: _F64 | None = None,
+        future: _I32 | None = None,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    def access(self, layer: int, experts: _I32, tokens: _I32, pass_tokens: int = 1) -> None:
+        """The router of ``layer`` has chosen experts [n], no two alike; its clock goes on by ``pass_tokens``.
+
+        Args:
+            layer: Expert layer.
+            experts: int32 [n].
+            tokens: int32 [n], tokens of the pass that chose each expert, at least 1.
+            pass_tokens: Tokens of the pass, at least 1.
+
+        Raises:
+            IndexError: A layer or an expert does not exist.
+            ValueError: A count below 1; wrong dtype or shape.
+        """
+    def predict(self, layer: int, experts: _I32) -> None:
+        """These experts [n], best first, are expected at the next access of ``layer``.
+
+        Raises:
+            IndexError: A layer or an expert does not exist.
+            ValueError: Wrong dtype or shape.
+        """
+    def keys(self, layer: int) -> _F64:
+        """Finite keys [experts] of a layer, a copy; the lowest goes first.
+
+        Raises:
+            IndexError: The layer does not exist.
+        """
+    def reset(self) -> None:
+        """Forget everything, as after construction."""
+
+class CachePlan:
+    """What :meth:`SplitExpertCache.plan` has decided."""
+
+    @property
+    def version(self) -> int:
+        """Version of the cache that the plan was made for."""
+    @property
+    def prefetch(self) -> bool: ...
+    @property
+    def satisfied(self) -> int:
+        """Leading experts of the want that have all their blocks once the plan is committed."""
+    @property
+    def victims(self) -> list[tuple[int, int, int]]:
+        """(layer, expert, blocks): so many blocks go, from the last one down."""
+    @property
+    def fetches(self) -> list[tuple[int | None, int, int, int]]:
+        """(page, layer, expert, block); the page is ``None`` until the plan is committed."""
+
+class SplitExpertCache:
+    """Which blocks of which experts lie in which page: the state machine that the runner works with.
+
+    For tests and simulation: transfers are up to the caller, who reports what became of them. Rules and
+    invariants are in ``native/src/cache/split_cache.h``.
+
+    Args:
+        layers: Expert layers.
+        experts: Experts of a layer.
+        blocks: Blocks of an expert.
+        pages: Pages of the slab, one block each.
+        page_bytes: Bytes of a page, a multiple of 4096.
+        policy: Taken over by the cache.
+        targets: int32 [layers, 2]: experts that a layer keeps, and blocks of each.
+        reserve: Pages that the targets must leave for blocks on their way; at least 1.
+
+    Raises:
+        ValueError: Sizes out of range, targets that take more than ``pages - reserve`` pages, or a policy for
+            other sizes or taken already.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        blocks: int,
+        pages: int,
+        page_bytes: int,
+        policy: EvictionPolicy,
+        targets: _I32,
+        reserve: int,
+    ) -> None: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def version(self) -> int:
+        """Rises with every change."""
+    def resident(self, layer: int, expert: int) -> int:
+        """Leading blocks that are ready. IndexError: no such expert; so for the next three."""
+    def assigned(self, layer: int, expert: int) -> int:
+        """Leading blocks that have a page, ready or being filled."""
+    def is_protected(self, layer: int, expert: int) -> bool: ...
+    def pins(self, layer: int, expert: int) -> int: ...
+    def page(self, layer: int, expert: int, block: int) -> int | None:
+        """Page of a block; ``None`` where it has none.
+
+        Raises:
+            IndexError: There is no such block.
+        """
+    def free_pages(self) -> int: ...
+    def available(self) -> int:
+        """Pages that a demand could have at once: free, or surplus of experts that are not pinned."""
+    def in_flight(self) -> int:
+        """Pages whose transfer has not been reported back, orphans and staging included."""
+    def staging(self) -> int: ...
+    def orphans(self) -> int:
+        """Pages that nobody wants any more and whose transfer has not finished."""
+    def counters(self) -> dict[str, int]:
+        """``hits_*`` and ``prefill_hits_*`` by hit kind, and the other fields of ``CacheCounters``."""
+    def reset_counters(self) -> None: ...
+    def targets(self) -> _I32:
+        """[layers, 2], a copy."""
+    def check(self) -> str:
+        """Empty, or what is inconsistent; recounts everything."""
+    def keys(self, layer: int) -> _F64:
+        """As :meth:`EvictionPolicy.keys` of the cache's policy."""
+    def predict(self, layer: int, experts: _I32) -> None:
+        """As :meth:`EvictionPolicy.predict` of the cache's policy."""
+    def access(
+        self, layer: int, experts: _I32, tokens: _I32 | None = None, pass_tokens: int = 1
+    ) -> list[_HitKind]:
+        """The router has chosen experts [n]: tells the policy, counts hits, pins the experts.
+
+        Args:
+            layer: Expert layer.
+            experts: int32 [n], no two alike.
+            tokens: int32 [n], tokens of the pass that chose each expert; ``None``: one each.
+            pass_tokens: Tokens of the pass; hits of passes with one token are counted apart.
+
+        Raises:
+            ValueError: A number is out of range, or an expert is named twice; nothing has changed.
+        """
+    def release(self, layer: int, expert: int) -> None:
+        """Unpin an expert of an access and let it in if its key is high enough.
+
+        Raises:
+            RuntimeError: The expert is not pinned.
+            ValueError: There is no such expert.
+        """
+    def plan(
+        self,
+        layer: int,
+        experts: _I32,
+        *,
+        at: int | None = None,
+        prefetch: bool = False,
+        max_blocks: int | None = None,
+        whole: bool = True,
+    ) -> CachePlan:
+        """Decide how the missing blocks of experts [n] get pages; changes nothing.
+
+        Args:
+            layer: Whose experts.
+            experts: int32 [n], no two alike; without ``prefetch`` they must be pinned.
+            at: The layer at work; ``None``: ``layer``.
+            prefetch: Speculation, which takes only what it may.
+            max_blocks: Most fetches; ``None`` sets no limit.
+            whole: An expert of which not all missing blocks get a page gets none.
+
+        Raises:
+            ValueError: A number is out of range, an expert is named twice, or a demanded one is not pinned.
+        """
+    def commit(self, plan: CachePlan) -> list[tuple[int | None, int, int, int]]:
+        """Do what the plan says; returns its fetches, now with their pages.
+
+        Raises:
+            RuntimeError: The cache has changed since the plan was made; nothing has changed.
+        """
+    def take_staging(self, at: int) -> int | None:
+        """A page that belongs to no expert, in flight until reported; ``None`` when none is available.
+
+        Raises:
+            ValueError: The layer does not exist.
+        """
+    def give_staging(self, page: int) -> None:
+        """Give a staging page back; while it is in flight it becomes an orphan.
+
+        Raises:
+            RuntimeError: This is no staging page.
+        """
+    def landed(self, page: int, error: int = 0) -> bool:
+        """The transfer into ``page`` has finished; False if the page was an orphan or staging.
+
+        Raises:
+            RuntimeError: The page is not being filled.
+        """
+    def cancelled(self, page: int) -> None:
+        """The transfer into ``page`` was cancelled before it started.
+
+        Raises:
+            RuntimeError: The page is not being filled.
+        """
+    def filling(self, page: int) -> bool:
+        """Whether the page's transfer has not been reported back. IndexError: no such page."""
+    def stale_prefetches(self, layer: int) -> list[tuple[int, int, int, int]]:
+        """Fetches of prefetches for unpinned experts of ``layer``, in the order in which to cancel them.
+
+        Raises:
+            ValueError: The layer does not exist.
+        """
+    def set_targets(self, targets: _I32) -> None:
+        """New targets int32 [layers, 2]; no block moves, protection follows at once.
+
+        Raises:
+            ValueError: As for the constructor; nothing has changed.
+        """
+
+class LinkError(RuntimeError):
+    """A demanded block could not be read, or nothing has arrived for the stall limit."""
+
+def resident_forward(
+    layout: BlockLayout,
+    activation: str,
+    alpha: float,
+    limit: float,
+    records: _U8,
+    x: _F32,
+    top_k_index: _I64,
+    top_k_weights: _F32,
+    out: _F32,
+) -> int:
+    """Weighted sum of each token's experts when all records of a layer lie in memory.
+
+    ``out[t] = ((0 + acc_1) + acc_2) + ...`` over the token's experts in ascending order, where ``acc_e`` is
+    the chain of fused multiply-adds over the blocks of ``e`` from 0: bit by bit what
+    :meth:`ExpertRunner.finish` computes, whatever lies where.
+
+    Args:
+        layout: Of the records.
+        activation: As in :func:`moe_forward`.
+        alpha: As in :func:`moe_forward`.
+        limit: As in :func:`moe_forward`.
+        records: uint8 [experts, blocks, record_bytes], C order.
+        x: [tokens, hidden], C order.
+        top_k_index: int64 [tokens, k], C order; an index outside the layer selects no expert.
+        top_k_weights: [tokens, k], C order.
+        out: [tokens, hidden], C order, overwritten; must not overlap ``x``.
+
+    Returns:
+        Bytes of block records walked.
+
+    Raises:
+        ValueError: Shapes or types do not match.
+        RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
+    """
+
+class ExpertRunner:
+    """Runs the experts of a layer over the split-expert cache and a link.
+
+    For each layer of a pass: :meth:`begin`, then :meth:`prefetch` for layers to come, then :meth:`finish`.
+    Resident blocks are computed while missing ones arrive. Calls from several threads take turns. After
+    :meth:`close`, in a forked child, and from within a signal handler that interrupts a call of the same
+    thread, every call but ``close`` raises RuntimeError. Rules: ``native/src/offload/runner.h``.
+
+    Args:
+        layout: Of the records.
+        activation: As in :func:`moe_forward`.
+        alpha: As in :func:`moe_forward`.
+        limit: As in :func:`moe_forward`.
+        layers: Expert layers; region i of the link holds the records [experts, blocks] of layer i.
+        experts: Experts of a layer.
+        pages: Pages of the near tier, of ``layout.record_bytes`` each; two are enough to make progress.
+        targets: int32 [layers, 2]: experts that a layer keeps, and blocks of each.
+        reserve: Pages that the targets must leave for blocks on their way; at least 1.
+        policy: Taken over.
+        link: Taken over.
+        stall_seconds: How long nothing may arrive before :meth:`finish` gives up.
+        whole_experts: Compute an expert once all of it has arrived, prefetch whole ones only.
+        populate: Commit the memory of all pages now.
+
+    Raises:
+        ValueError: Sizes do not fit together or are out of range, or ``policy`` or ``link`` was taken
+            already. Those that were given are used up.
+        RuntimeError: The memory was refused.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        activation: str,
+        alpha: float,
+        limit: float,
+        *,
+        layers: int,
+        experts: int,
+        pages: int,
+        targets: _I32,
+        reserve: int,
+        policy: EvictionPolicy,
+        link: Link,
+        stall_seconds: float = 30.0,
+        whole_experts: bool = False,
+        populate: bool = False,
+    ) -> None: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the pages that lie in memory, as the system reports them; slow."""
+    @property
+    def huge_bytes(self) -> int:
+        """Of these, in huge pages."""
+    def begin(self, layer: int, top_k_index: _I64, top_k_weights: _F32) -> None:
+        """The router of ``layer`` has spoken: what is missing is queued, stale prefetches are cancelled.
+
+        A layer that had begun and was not finished is dropped.
+
+        Args:
+            layer: Expert layer.
+            top_k_index: int64 [tokens, k], C order; an index outside the layer selects no expert.
+            top_k_weights: [tokens, k], C order.
+
+        Raises:
+            ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
+        """
+    def prefetch(
+        self, layer: int, scores: _F32 | None, experts: int, max_bytes: int | None, far: bool = False
+    ) -> int:
+        """Queue missing blocks of ``layer`` into pages that are free or surplus.
+
+        What finds no page yet is queued by :meth:`finish` as the experts at work give theirs back.
+
+        Args:
+            layer: Expert layer.
+            scores: [experts], C order: the best come first, NaN last; ``None``: all, in ascending order.
+            experts: How many of the best, those that are resident included; ignored without scores.
+            max_bytes: Most bytes; ``None`` sets no limit.
+            far: At the lower of the two priorities of speculation.
+
+        Returns:
+            Bytes queued now; 0 if the link has failed.
+
+        Raises:
+            ValueError: Shapes or types do not match, a number is negative, or the layer does not exist.
+        """
+    def finish(self, x: _F32, out: _F32) -> int:
+        """Compute the begun layer and release its experts; result as :func:`resident_forward`.
+
+        Args:
+            x: [tokens, hidden], C order, with the tokens of :meth:`begin`.
+            out: [tokens, hidden], C order, overwritten; must not overlap ``x``.
+
+        Returns:
+            Bytes of block records walked.
+
+        Raises:
+            LinkError: A block could not be read, or nothing has arrived for ``stall_seconds``. The layer was
+                dropped; the next :meth:`begin` tries again.
+            KeyboardInterrupt: Ctrl-C while waiting or computing (whatever the signal's handler raises); the
+                layer was dropped.
+            RuntimeError: No layer has begun.
+            ValueError: Shapes or types do not match; the layer stays begun.
+        """
+    def abort(self) -> None:
+        """Drop the begun layer, if there is one; what it had queued is cancelled."""
+    def set_targets(self, targets: _I32) -> None:
+        """New targets int32 [layers, 2]; no block moves, protection follows at once.
+
+        Raises:
+            ValueError: As for the constructor; nothing has changed.
+        """
+    def stats(self) -> dict[str, float]:
+        """Figures since the last reset.
+
+        ``hits_*`` and ``prefill_hits_*`` for ``full``, ``prefetch``, ``top``, ``miss``: (expert, pass)
+        pairs of passes with one token, and with more. In blocks: ``blocks_wanted``, ``blocks_resident``,
+        ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
+        ``blocks_staged``; ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
+        ``link_transfers_*`` by ``demand``, ``near``, ``far``, and the other fields of :meth:`Link.stats` with
+        ``link_`` before them. ``compute_seconds``; ``stall_seconds`` waiting for the link with nothing to
+        compute; ``begin_seconds`` of bookkeeping. ``layers_run``, ``kernel_calls``, ``activations``
+        (token, expert pairs), ``bytes_computed``. ``pages``, ``pages_peak`` (most that were not free),
+        ``page_bytes``.
+        """
+    def reset_stats(self) -> None: ...
+    def drain(self) -> None:
+        """Wait until nothing is queued or in flight.
+
+        Raises:
+            LinkError: Nothing has arrived for ``stall_seconds``.
+            KeyboardInterrupt: As in :meth:`finish`.
+        """
+    def residency(self) -> npt.NDArray[np.int16]:
+        """[layers, experts] leading blocks that are ready, a copy."""
+    def check(self) -> str:
+        """Empty, or what is inconsistent in the cache; slow."""
+    def close(self) -> None:
+        """Stop the link and give the memory back, once calls in other threads have returned; idempotent."""

@@ -1,4 +1,4 @@
-"""Load a model and run it: prefill in one pass, decode with a KV cache, sample, stream text, count.
+"""Load a model and run it: prefill in parts, decode with a KV cache, sample, stream text, count.
 
 This is the stable Python API (DESIGN, section 9); the command line is built on it::
 
@@ -11,58 +11,37 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
-import psutil
 import torch
 from transformers.utils import logging as transformers_logging
 
 from moechat import _native
-from moechat.config import user_paths
-from moechat.errors import PromptTooLongError, UnsupportedModelError, UsageError
+from moechat.errors import MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
-from moechat.hub.names import ModelRef, resolve
-from moechat.models.assets import context_length, load_generation_config, load_tokenizer, stop_tokens
-from moechat.models.dense import load_dense
-from moechat.models.mapping import plan_checkpoint
+from moechat.hardware.memory import peak_resident_bytes
+from moechat.hub.names import resolve
+from moechat.loading import DTYPES, LoadedModel, Progress, dense_type, load_model, open_store, parse_budget
+from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
-from moechat.models.skeleton import build_skeleton, load_config
 from moechat.models.text import TextStream
-from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
-from moechat.store.checkpoint import Checkpoint
-from moechat.store.convert import ConvertProgress, convert
-from moechat.store.manifest import MANIFEST_NAME, Manifest
+from moechat.models.threads import steady_pass
+from moechat.offload.settings import OffloadOptions, settings_of
+from moechat.statistics import Meter, Stats
 from moechat.store.store import Store
+
+__all__ = ["Engine", "Message", "Progress", "Stats", "Step", "load"]
 
 Message = dict[str, str]
 FinishReason = Literal["stop", "length"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEFAULT_BITS = 4
 _DEFAULT_THREADS = _native.num_threads()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far loading has come.
-
-    Attributes:
-        stage: ``convert``, ``wait``, ``verify`` or ``load``.
-        done: Bytes done.
-        total: Bytes in all, or ``None`` where unknown.
-        detail: What is being worked on.
-    """
-
-    stage: str
-    done: int
-    total: int | None
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,39 +60,6 @@ class Step:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Measurements of the last answer (or of the one under way).
-
-    Attributes:
-        load_s: Seconds that loading the model took, conversion and verification included.
-        prompt_tokens: Tokens of the prompt.
-        reused_tokens: Tokens of the prompt that were already in the attention cache from the answer before.
-        output_tokens: Tokens drawn so far.
-        ttft_s: Seconds from the call of ``generate`` to the first token; 0 before it.
-        tpot_s: Mean seconds for each token after the first; 0 before the second.
-        expert_activations: (token, layer, expert) triples computed.
-        expert_bytes: Bytes of expert blocks walked by the kernels.
-        peak_rss_bytes: Largest resident set of the process so far, mapped files included.
-        seed: What makes the same draw again.
-    """
-
-    load_s: float = 0.0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    output_tokens: int = 0
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    expert_activations: int = 0
-    expert_bytes: int = 0
-    peak_rss_bytes: int = 0
-    seed: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-
 def load(
     model: str | Path,
     *,
@@ -125,6 +71,7 @@ def load(
     system: str = "auto",
     threads: int | None = None,
     ctx: int | None = None,
+    offload: OffloadOptions | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Engine:
     """Load a model; a checkpoint directory is converted to a block store on first use and kept in the
@@ -134,31 +81,37 @@ def load(
         model: ``demo``, or a directory with a block store or with a transformers checkpoint.
         device: ``cpu``.
         vram: Reserved for the GPU cache; only ``None`` works so far.
-        ram: Reserved for the near-tier budget; only ``None`` works so far.
+        ram: Memory budget of the whole process, ``"2G"`` or a number of bytes; ``None`` takes what is
+            available, less a reserve. Experts that do not fit beside the rest are read from the store when
+            they are needed.
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
         dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the
             CPU multiplies it natively, else float32).
-        system: ``auto``.
+        system: How experts are kept and fetched ahead: a name in ``moechat.offload.settings.SYSTEMS``. The
+            answer is the same for all.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
-        ctx: Context length in tokens; ``None`` takes the model's own.
+        ctx: Context length in tokens; ``None`` takes the model's own, or what the memory allows.
+        offload: For tests and measurements.
         progress: Called now and then while converting, verifying and loading.
 
     Raises:
+        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
         MoechatError: See :mod:`moechat.errors`; the subclass says what is wrong.
     """
     if device != "cpu":
         raise UsageError(
             f"device {device!r} is not available", hint="this version computes on the CPU: use 'cpu'"
         )
-    if vram is not None or ram is not None:
+    if vram is not None:
         raise UsageError(
-            "memory budgets (vram=, ram=) are not available in this version",
-            hint="expert blocks are mapped from the store; the system's page cache keeps what fits",
+            "a budget of graphics memory (vram=) is not available in this version",
+            hint="this version computes on the CPU; ram= limits the memory of the process",
         )
-    if system != "auto":
-        raise UsageError(f"system {system!r} is not available", hint="this version knows 'auto' only")
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(_DTYPES)}")
+    budget = parse_budget(ram)
+    offload = offload or OffloadOptions()
+    settings = offload.cache or settings_of(system)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
     if bits is not None and bits not in SUPPORTED_BITS:
         raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
     if threads is not None and not 1 <= threads <= 1024:
@@ -172,88 +125,78 @@ def load(
     # A Path has lost its "./", so that it could be taken for the name of the demo or of an alias.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     ref = resolve(name, bits=bits)
-    store = _open_store(ref, bits, report)
-    store.ensure_verified(
-        user_paths().state,
-        lambda done, total, name: report(Progress("verify", done, total, name)),
+    loaded = load_model(
+        open_store(ref, bits, report),
+        dtype=dense_type(dtype),
+        ctx=ctx,
+        budget=budget,
+        settings=settings,
+        offload=offload,
+        report=report,
     )
-    return Engine(store, name=ref.name, dtype=_dense_type(dtype), ctx=ctx, started=started, report=report)
-
-
-def _open_store(ref: ModelRef, bits: int | None, report: Callable[[Progress], None]) -> Store:
-    if ref.store is not None:
-        store = Store.open(ref.store)
-        if bits is not None and bits != store.geometry.bits:
-            raise UsageError(
-                f"{ref.name} is stored with {store.geometry.bits} bits, not {bits}",
-                hint="name the checkpoint that it was made from to convert it anew",
-            )
-        return store
-    assert ref.checkpoint is not None
-    wanted = _DEFAULT_BITS if bits is None else bits
-    destination = ref.library_path(user_paths().models, wanted)
-    checkpoint = Checkpoint.open(ref.checkpoint)
-    manifest = destination / MANIFEST_NAME
-    # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
-    if manifest.exists() and Manifest.read(manifest).source.fingerprint == checkpoint.fingerprint():
-        return Store.open(destination)
-    plan = plan_checkpoint(checkpoint)
-
-    def on_convert(event: ConvertProgress) -> None:
-        stage = "wait" if event.stage == "waiting" else "convert"
-        report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
-
-    return convert(checkpoint, plan, destination, bits=wanted, source_name=ref.name, progress=on_convert)
-
-
-def _dense_type(dtype: str) -> torch.dtype:
-    if dtype != "auto":
-        return _DTYPES[dtype]
-    # Without native support torch multiplies bf16 on a CPU several times slower than float32.
-    features = _native.cpu_features()
-    native_bf16 = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
-    return torch.bfloat16 if native_bf16 else torch.float32
+    engine = Engine(loaded, name=ref.name, system="custom" if offload.cache else system, started=started)
+    report(Progress("load", 1, 1, "ready"))
+    return engine
 
 
 class Engine:
     """A loaded model. Not safe for use by two threads at once; make one engine a thread.
+
+    A context manager: at its end the memory of experts and conversation is given back.
 
     Attributes:
         name: What the user called the model.
         context_length: Most tokens of prompt and answer together.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        name: str,
-        dtype: torch.dtype,
-        ctx: int | None,
-        started: float,
-        report: Callable[[Progress], None],
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, *, name: str, system: str, started: float) -> None:
+        """Use :func:`load`."""
         self.name = name
-        self._store = store
-        self._counters = ExpertCounters()
-        report(Progress("load", 0, None, "dense weights"))
-        register()
-        config = load_config(store.path)
-        self.context_length = context_length(config, ctx)
-        skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
-        _check_same_experts(skeleton.experts, store)
-        load_dense(skeleton, store.dense)
-        for entry in skeleton.experts:
-            attach(entry.module, ExpertLayer(store.geometry, store.expert_layer(entry.layer), self._counters))
-        self._model = skeleton.model
-        self._dtype = dtype
+        self.context_length = loaded.plan.context
+        self._system = system
+        self._loaded = loaded
+        self._store: Store = loaded.store
+        self._model: Any = loaded.model
+        self._near = loaded.near
+        self._counters = loaded.counters
         self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._tokenizer = load_tokenizer(store.path)
-        self._generation_config = load_generation_config(store.path)
-        self._stop_tokens = stop_tokens(self._generation_config, config, self._tokenizer)
+        self._tokenizer = load_tokenizer(loaded.store.path)
+        self._generation_config = load_generation_config(loaded.store.path)
+        self._stop_tokens = stop_tokens(self._generation_config, loaded.config, self._tokenizer)
         self._prompt_cache = PromptCache()
-        self._stats = Stats(load_s=time.perf_counter() - started)
-        report(Progress("load", 1, 1, "ready"))
+        self._meter = Meter(loaded.near, loaded.counters)
+        plan = loaded.plan
+        self._stats = Stats(
+            load_s=time.perf_counter() - started,
+            pages=plan.pages,
+            page_bytes=plan.page_bytes,
+            budget_bytes=plan.budget,
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # An engine whose making failed has no parts yet.
+        if "_prompt_cache" in self.__dict__:
+            self.close()
+
+    def close(self) -> None:
+        """Give back what the experts, the weights and the conversation take; harmless when repeated.
+
+        Answers under way and later calls that compute end with :class:`MoechatError`.
+        """
+        near, self._near, self._model = self._near, None, None
+        self._meter.close()
+        self._prompt_cache.drop()
+        self._loaded = replace(self._loaded, model=None, near=None)
+        if near is not None:
+            near.close()
 
     @property
     def has_chat_template(self) -> bool:
@@ -263,7 +206,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Measurements of the last answer."""
-        return replace(self._stats, peak_rss_bytes=_peak_rss())
+        return replace(self._stats, peak_rss_bytes=peak_resident_bytes())
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -273,6 +216,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Facts about the loaded model, for people and programs."""
         geometry = self._store.geometry
+        plan = self._loaded.plan
         return {
             "name": self.name,
             "model_type": self._store.manifest.model_type,
@@ -283,10 +227,27 @@ class Engine:
             "experts_per_layer": geometry.num_experts,
             "blocks_per_expert": geometry.blocks_per_expert,
             "expert_bytes": len(self._store.manifest.layers) * geometry.layer_bytes,
-            "dense_dtype": str(self._dtype).removeprefix("torch."),
+            "dense_dtype": str(self._loaded.dtype).removeprefix("torch."),
             "context_length": self.context_length,
+            "context_limited_by_memory": plan.context_limited,
             "threads": _native.num_threads(),
             "isa": _native.active_isa(),
+            "memory_budget_bytes": plan.budget,
+            "memory_budget_given": plan.given,
+            "memory_process_bytes": plan.base,
+            "memory_dense_bytes": plan.dense,
+            "memory_attention_cache_bytes": plan.kv,
+            "memory_attention_cache_exact": self._loaded.cache.exact,
+            "memory_workspace_bytes": plan.workspace,
+            "memory_scratch_bytes": plan.scratch,
+            "memory_margin_bytes": plan.margin,
+            "memory_experts_bytes": plan.expert_bytes,
+            "experts": "mapped: all of them fit" if plan.mapped else "in pages, the rest read when needed",
+            "pages": plan.pages,
+            "page_bytes": plan.page_bytes,
+            "blocks": len(self._store.layers) * geometry.num_experts * geometry.blocks_per_expert,
+            "system": self._system,
+            **self._meter.describe(),
         }
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
@@ -336,9 +297,18 @@ class Engine:
             PromptTooLongError: More tokens than the context holds.
         """
         ids = self._check(tokens, room=0)
-        with torch.inference_mode():
-            output = self._model(input_ids=ids, use_cache=False)
-        result: torch.Tensor = output.logits[0].float()
+        parts = self._parts(ids, ids.shape[1])
+        if len(parts) == 1:
+            result: torch.Tensor = self._forward(ids, use_cache=False).logits[0].float()
+            return result
+        cache, done = self._new_cache(), 0
+        for part in parts:
+            output = self._forward(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            if done == 0:
+                result = torch.empty((ids.shape[1], output.logits.shape[-1]), dtype=torch.float32)
+            result[done : done + part.shape[1]] = output.logits[0]
+            done += part.shape[1]
         return result
 
     def generate(
@@ -402,7 +372,15 @@ class Engine:
         draw_seed = secrets.randbits(63) if seed is None else _whole("seed", seed, least=0)
         if draw_seed >= 1 << 63:
             raise UsageError(f"seed is {draw_seed}; it must be between 0 and {(1 << 63) - 1}")
-        stats = Stats(load_s=self._stats.load_s, prompt_tokens=ids.shape[1], seed=draw_seed)
+        before = self._stats
+        stats = Stats(
+            load_s=before.load_s,
+            prompt_tokens=ids.shape[1],
+            seed=draw_seed,
+            pages=before.pages,
+            page_bytes=before.page_bytes,
+            budget_bytes=before.budget_bytes,
+        )
         return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), stats, started)
 
     def _decode(
@@ -411,29 +389,30 @@ class Engine:
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
         cache, reused = self._prompt_cache.take(known)
+        if cache is None:
+            cache = self._new_cache()
         self._stats = stats = replace(stats, reused_tokens=reused)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
-        history, fed = ids, ids[:, reused:]
+        history, parts = ids, self._parts(ids[:, reused:], prompt)
         first = 0.0
-        running = True
+        computed = reused
+        self._meter.start()
         try:
             for count in range(1, limit + 1):
-                activations, nbytes = self._counters.activations, self._counters.bytes_read
-                with torch.inference_mode():
+                for part in parts:
                     arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
-                    output = self._model(input_ids=fed, past_key_values=cache, use_cache=True, **arguments)
-                cache = output.past_key_values
-                running = False
+                    output = self._forward(part, past_key_values=cache, use_cache=True, **arguments)
+                    cache = output.past_key_values
+                    computed += part.shape[1]
                 token = sampler.draw(history, output.logits[0, -1])
                 now = time.perf_counter()
                 first = first or now
                 self._stats = stats = replace(
-                    stats,
+                    self._meter.add(stats),
                     output_tokens=count,
                     ttft_s=first - started,
                     tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
-                    expert_activations=stats.expert_activations + self._counters.activations - activations,
-                    expert_bytes=stats.expert_bytes + self._counters.bytes_read - nbytes,
+                    busy_s=now - started,
                 )
                 reason: FinishReason | None = None
                 if token in self._stop_tokens:
@@ -445,17 +424,47 @@ class Engine:
                     text = "" if reason == "stop" else stream.push(token)
                     text += stream.flush() if reason else ""
                 yield Step(text, token, reason)
+                self._meter.start()
                 if reason:
                     return
-                fed = torch.tensor([[token]])
-                history = torch.cat([history, fed], dim=1)
-                running = True
+                parts = [torch.tensor([[token]])]
+                history = torch.cat([history, parts[0]], dim=1)
                 known.append(token)
         finally:
-            if cache is not None:
+            if cache is not None and self._model is not None:
                 # An interrupted pass leaves layers of different lengths: what it added is cut off again.
-                complete = len(known) - fed.shape[1] if running else len(known)
-                self._prompt_cache.keep(cache, known[:complete], prompt)
+                self._prompt_cache.keep(cache, known[:computed], prompt)
+
+    def _new_cache(self) -> Any:
+        """An empty attention cache; ``None`` where the model makes its own."""
+        if self._model is None:
+            return None
+        return self._loaded.cache.new(self._model.config, self.context_length)
+
+    def _parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
+        """The tokens still to be computed of a prompt of ``prompt`` tokens, in the parts of its passes."""
+        if prompt > self._loaded.cache.appendable:
+            return [ids]
+        return list(torch.split(ids, self._loaded.chunk, dim=1))
+
+    def _forward(self, ids: torch.Tensor, **arguments: Any) -> Any:
+        """One pass.
+
+        Raises:
+            StoreDamagedError: Experts cannot be read because a file of the store is no longer what it was.
+            MoechatError: Experts cannot be read for another reason, or the engine is closed.
+        """
+        if self._model is None:
+            raise MoechatError(f"{self.name} was closed", hint="load it again")
+        try:
+            with torch.inference_mode(), steady_pass(ids.shape[1]):
+                return self._model(input_ids=ids, **arguments)
+        except _native.LinkError as error:
+            Store.open(self._store.path)  # raises if a file is missing or has another size
+            raise MoechatError(
+                f"experts of {self.name} cannot be read: {error}",
+                hint="the model is still loaded: try again; if it stays so, check the disk",
+            ) from error
 
     def _check(self, tokens: Sequence[int], room: int) -> torch.Tensor:
         if isinstance(tokens, torch.Tensor):
@@ -467,12 +476,20 @@ class Engine:
         if not tokens:
             raise UsageError("the prompt is empty")
         if len(tokens) + room > self.context_length:
+            hint = "shorten the prompt, or raise the context with --ctx where the model allows it"
+            if self._loaded.plan.context_limited:
+                hint = (
+                    "memory made the context shorter than the model allows: give more with --ram, or say "
+                    "with --ctx how many tokens are wanted, at the price of room for experts"
+                )
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; the context holds {self.context_length}"
                 + (f", of which {room} for the answer" if room else ""),
-                hint="shorten the prompt, or raise the context with --ctx where the model allows it",
+                hint=hint,
             )
-        vocabulary: int = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[index,assignment]
+        if self._model is None:
+            raise MoechatError(f"{self.name} was closed", hint="load it again")
+        vocabulary: int = self._model.get_input_embeddings().weight.shape[0]
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)
@@ -487,29 +504,3 @@ def _whole(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or number < least:
         raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}")
     return number
-
-
-def _check_same_experts(experts: Any, store: Store) -> None:
-    built = [
-        (entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size) for entry in experts
-    ]
-    geometry = store.geometry
-    shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
-    stored = [(record.layer, *shape) for record in store.manifest.layers]
-    if built != stored:
-        raise UnsupportedModelError(
-            f"{store.path} holds {len(stored)} expert layers unlike the {len(built)} of its configuration",
-            hint="it was made with another version of transformers; convert the checkpoint again",
-        )
-
-
-def _peak_rss() -> int:
-    """Peak resident set in bytes; the present one where the system keeps no peak."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return int(psutil.Process(os.getpid()).memory_info().rss)

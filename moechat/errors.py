@@ -51,9 +51,17 @@ class CheckpointError(UnsupportedModelError):
 
 
 class DoesNotFitError(MoechatError):
-    """Disk, RAM or VRAM is too small for what was asked."""
+    """Disk, RAM or VRAM is too small for what was asked.
+
+    Attributes:
+        least_bytes: The least memory budget that works, where one would.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, hint: str | None = None, least_bytes: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.least_bytes = least_bytes
 
 
 class OfflineError(MoechatError):

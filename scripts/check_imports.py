@@ -21,8 +21,9 @@ PACKAGE = "moechat"
 # Rooms that share a level do not import each other. The last three levels are single modules.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"chat", "serve", "tune"}),
+    frozenset({"bench", "chat", "serve", "tune"}),
     frozenset({"engine"}),
+    frozenset({"loading", "statistics"}),
     frozenset({"offload", "simulate"}),
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing"}),

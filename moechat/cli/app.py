@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from moechat.offload.settings import SYSTEMS
 
 Action = Callable[[], int]
 
@@ -26,7 +29,22 @@ moechat run demo
 
 moechat run demo "Tell me a story about a fox" --max-tokens 200
 
+moechat run ./some-model --ram 2G
+
 git diff | moechat run ./some-model "Write a commit message for this change"
+"""
+
+_BENCH_HELP = """\
+Measure systems side by side on this machine.
+
+Tokens are given instead of sampled, and the systems are measured in turns at each share of the experts \
+that fits into memory. A synthetic shape has random weights; with --routing a recorded trace chooses its \
+experts.
+"""
+_BENCH_EXAMPLES = """\
+moechat bench demo --fractions 1/4,1/2
+
+moechat bench --synthetic olmoe-1b-7b --layers 4 --systems "on-demand,auto,auto:split=0.5" --link sim:4x
 """
 
 app = typer.Typer(
@@ -109,8 +127,25 @@ def _run(
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="Where to compute; this version knows 'cpu'.")
     ] = "cpu",
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory budget of the whole process, such as 2G or 800M; what is available if not given. "
+            "Experts that do not fit are read from disk when they are needed.",
+        ),
+    ] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How experts are kept and fetched ahead; the answer is the same for all. "
+            f"One of: {', '.join(SYSTEMS)}.",
+        ),
+    ] = "auto",
     ctx: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Context length; the model's own if not given.")
+        int | None,
+        typer.Option(metavar="TOKENS", help="Context length; the model's own, or what memory allows."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens of an answer.")] = None,
     temperature: Annotated[
@@ -168,6 +203,8 @@ def _run(
         prompt=prompt,
         bits=bits,
         device=device,
+        ram=ram,
+        system=system,
         ctx=ctx,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -192,3 +229,96 @@ def _run(
         return run(options)
 
     return action
+
+
+@app.command("bench", help=_BENCH_HELP, epilog=_BENCH_EXAMPLES)
+def _bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="As for run; or --synthetic.", show_default=False),
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(metavar="SHAPE", help="Random weights in a known model's shape: qwen3-30b-a3b, ..."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help="Decoder layers to keep of a shape; all if not given.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(metavar="N", help="Vocabulary to keep of a shape; all if not given.")
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where synthetic stores are kept; else moechat's cache."),
+    ] = None,
+    bits: Annotated[int | None, typer.Option(metavar="BITS", help="As for run.")] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory for experts, such as 2G, instead of --fractions."),
+    ] = None,
+    fractions: Annotated[
+        str | None,
+        typer.Option(metavar="F,F", help="Shares of all experts that fit; 1/4,1/2 if not given."),
+    ] = None,
+    systems: Annotated[
+        str,
+        typer.Option(metavar="S,S", help="NAME or NAME:KEY=VALUE,KEY=VALUE; the first one is compared with."),
+    ] = "mixtral-offloading,auto",
+    routing: Annotated[
+        Path | None, typer.Option(metavar="TRACE", help="An .npz file with recorded routing to replay.")
+    ] = None,
+    accuracy: Annotated[
+        float, typer.Option(metavar="P", help="Share of a replay's experts that is predicted.")
+    ] = 0.7,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that are timed.")] = 64,
+    warmup_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens between the two, which are not timed.")
+    ] = 32,
+    runs: Annotated[int, typer.Option(metavar="N", help="Runs of each system.")] = 3,
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="LINK", help="file; sim:2G is 2 GiB/s; sim:16x is 16 times slower than computing."
+        ),
+    ] = "file",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of everything that is drawn.")] = 0,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run.")] = "auto",
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write that object to a file as well.")
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="Only the result, and errors.")
+    ] = False,
+) -> Action:
+    from moechat.cli.bench import BenchCommand, bench
+
+    command = BenchCommand(
+        model=model,
+        synthetic=synthetic,
+        layers=layers,
+        vocabulary=vocabulary,
+        directory=directory,
+        bits=bits,
+        ram=ram,
+        fractions=fractions,
+        systems=systems,
+        routing=routing,
+        accuracy=accuracy,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        warmup_tokens=warmup_tokens,
+        runs=runs,
+        link=link,
+        seed=seed,
+        threads=threads,
+        dtype=dtype,
+        json=json,
+        out=out,
+        quiet=quiet,
+    )
+    return lambda: bench(command)

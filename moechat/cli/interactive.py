@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats
 from moechat.cli.terminal import Answer, print_error, print_notice
-from moechat.errors import PromptTooLongError, UsageError
+from moechat.errors import MoechatError, PromptTooLongError, StoreDamagedError
 
 try:
     import readline  # gives input() line editing; Python may be built without it
@@ -102,7 +102,10 @@ class Chat:
         answer = Answer(sys.stdout)
         try:
             reply.follow(self._start_answer(), answer)
-        except UsageError as error:
+        except StoreDamagedError:
+            raise  # no answer will come from it any more
+        except MoechatError as error:  # the disk may have failed in the middle of the answer
+            answer.end()
             print_error(str(error), error.hint)
             return
         except KeyboardInterrupt:

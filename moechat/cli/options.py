@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from moechat.config import parse_size
 from moechat.errors import UsageError
+from moechat.offload.settings import settings_of
 
 BITS = (2, 3, 4, 8, 16)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -25,6 +27,8 @@ class RunOptions:
     prompt: str | None = None
     bits: int | None = None
     device: str = "cpu"
+    ram: str | None = None
+    system: str = "auto"
     ctx: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -46,6 +50,9 @@ class RunOptions:
         _one_of("--bits", self.bits, BITS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--dtype", self.dtype, DTYPES)
+        if self.ram is not None and parse_size(self.ram) == 0:
+            raise UsageError("--ram is 0", hint="leave it out to use the memory that is available")
+        settings_of(self.system)
         _between("--ctx", self.ctx, 2, 1 << 24)
         _between("--max-tokens", self.max_tokens, 1, 1 << 24)
         _between("--threads", self.threads, 1, 1024)

@@ -62,6 +62,8 @@ def _load(options: RunOptions) -> Engine:
         engine = moechat.load(
             options.model,
             device=options.device,
+            ram=options.ram,
+            system=options.system,
             bits=options.bits,
             dtype=options.dtype,
             threads=options.threads,

@@ -11,13 +11,38 @@ from moechat.cli.terminal import console
 _TITLES = {
     "load_s": "loading",
     "prompt_tokens": "prompt tokens",
+    "reused_tokens": "reused tokens",
     "output_tokens": "answer tokens",
     "ttft_s": "time to first token",
     "tpot_s": "time per token after it",
+    "busy_s": "time in all",
     "expert_activations": "expert activations",
     "expert_bytes": "expert bytes read",
+    "hit_rate_full": "experts found in memory",
+    "hit_rate_prefetched": "on their way",
+    "hit_rate_top": "found in part",
+    "hit_rate_miss": "missed",
+    "demand_bytes": "fetched on demand",
+    "prefetch_bytes": "fetched ahead",
+    "stall_s": "waiting for the disk",
+    "link_busy_share": "disk busy",
+    "pages_peak_bytes": "memory for experts, peak",
+    "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
     "seed": "seed",
+}
+# Only what is read from disk has these; zeros would say nothing where all experts are in memory.
+_OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_")
+# For programs; the table has them in another form.
+_HIDDEN = {
+    "hits_full",
+    "hits_prefetched",
+    "hits_top",
+    "misses",
+    "link_busy_s",
+    "pages",
+    "pages_peak",
+    "page_bytes",
 }
 
 
@@ -25,14 +50,15 @@ def print_stats(statistics: Mapping[str, Any]) -> None:
     """Print ``Stats.to_json()``; names the table does not know are shown as they are.
 
     Args:
-        statistics: Keys that end in ``_s`` are seconds, those that end in ``_bytes`` bytes.
+        statistics: Keys that end in ``_s`` are seconds, those that end in ``_bytes`` bytes; those that begin
+            with ``hit_rate_`` or end in ``_share`` are shares.
     """
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(justify="right")
-    for key, value in statistics.items():
+    for key, value in rows(statistics):
         table.add_row(_TITLES.get(key, key.replace("_", " ")), _format(key, value))
     pace = statistics.get("tpot_s")
     if pace:
@@ -40,9 +66,26 @@ def print_stats(statistics: Mapping[str, Any]) -> None:
     console().print(table)
 
 
+def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What the table shows, in its order: that of the titles, then what has none."""
+    pages = statistics.get("pages")
+    known = dict(statistics)
+    if pages:
+        known["pages_peak_bytes"] = statistics.get("pages_peak", 0) * statistics.get("page_bytes", 0)
+    order = {key: place for place, key in enumerate(_TITLES)}
+    shown = [
+        (key, value)
+        for key, value in known.items()
+        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES))
+    ]
+    return sorted(shown, key=lambda row: order.get(row[0], len(order)))
+
+
 def _format(key: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
+    if key.startswith("hit_rate_") or key.endswith("_share"):
+        return f"{100 * value:.1f} %"
     if key.endswith("_s"):
         return format_seconds(value)
     if key.endswith("_bytes"):

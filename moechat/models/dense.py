@@ -31,6 +31,10 @@ class TensorSource(Protocol):
         """The tensor's values, read-only, mapped from its file; bf16 as uint16."""
         ...
 
+    def release(self, names: Iterable[str]) -> None:
+        """Drop the mapped pages of tensors from this process; what still views them reads them again."""
+        ...
+
 
 def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
     """A read-only torch view of one tensor, without a copy.
@@ -72,6 +76,9 @@ def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
         for name, tensor in combine(target, tensors, model).items():
             _assign(skeleton, name, tensor)
             loaded.add(name)
+        del tensors
+        # What was converted is not needed a second time; what is used as it is comes back when it is used.
+        source.release(keys)
     missing = missing_dense(skeleton, loaded | expert_names)
     if missing:
         raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from moechat.models.attention_cache import can_crop
 
 
 class PromptCache:
@@ -46,10 +46,13 @@ class PromptCache:
     def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:
         """Remember a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
 
-        Layers may hold more, and are cut to that length; where that cannot be done nothing is remembered.
+        Layers may hold more, and are cut to that length; where that cannot be done nothing is remembered,
+        nor where there is no more than the prompt or a part of it.
         """
         self.drop()
-        excess = [layer.get_seq_length() - len(tokens) for layer in cache.layers] if _can_crop(cache) else []
+        if len(tokens) <= prompt or not can_crop(cache):
+            return
+        excess = [layer.get_seq_length() - len(tokens) for layer in cache.layers]
         if not excess or min(excess) < 0:
             return
         for layer, tail in zip(cache.layers, excess, strict=True):
@@ -59,8 +62,3 @@ class PromptCache:
     def drop(self) -> None:
         """Forget everything."""
         self._cache, self._tokens, self._prompt = None, [], 0
-
-
-def _can_crop(cache: Any) -> bool:
-    """Plain attention layers can be cut anywhere and extended by several tokens; windows and states not."""
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -1,8 +1,9 @@
 """What a memory budget is spent on. Pure: numbers in, a plan or a refusal out.
 
-A budget is for the whole process. In it are, in this order: the process as it is when the plan is made (interpreter
-and libraries), the dense weights, the attention cache for the context, what a pass takes, the kernels' scratch, a
-margin, and what is left in pages of one block each for the experts. If all experts fit, they are mapped instead.
+A budget is for the whole process. In it are, in this order: the process as it is when the plan is made
+(interpreter and libraries), the dense weights, the attention cache for the context, what a pass takes, the
+kernels' scratch, a margin, and what is left in pages of one block each for the experts. If all experts fit,
+they are mapped instead.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from moechat.errors import DoesNotFitError
 
 MEBI = 1 << 20
-# Library code, the compute libraries' own buffers and thread stacks that come into use with the first passes: 20 to
-# 30 MiB were measured.
-_FIRST_USE_BYTES = 40 * MEBI
+# Library code that comes into use with the first passes: about 16 MiB were measured. And for each thread
+# its stack, its heap and the buffers of the compute libraries.
+_FIRST_USE_BYTES = 24 * MEBI
+_THREAD_BYTES = 4 * MEBI
 # Of dense weights, attention cache and pages: page tables, the heap's gaps, bookkeeping of the cache.
 _MARGIN_SHARE = 0.015
 # The context is as long as the model allows while it takes at most this share of what the fixed parts leave.
@@ -41,6 +43,7 @@ class Needs:
         blocks: Of all experts.
         min_pages: Fewest pages that work.
         own_context: Tokens that the model was made for.
+        threads: That compute.
     """
 
     base: int
@@ -53,6 +56,7 @@ class Needs:
     blocks: int
     min_pages: int
     own_context: int
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide a budget.
 
-    Without a wanted context, it is the model's own if all experts fit beside it, or if it takes at most a quarter of
-    what the fixed parts leave; else the largest multiple of 256 that does; at least 4096, or the model's own if that is
-    shorter.
+    Without a wanted context, it is the model's own if all experts fit beside it, or if it takes at most a
+    quarter of what the fixed parts leave; else the largest multiple of 256 that does; at least 4096, or the
+    model's own if that is shorter.
 
     Args:
         needs: What the model takes.
@@ -137,9 +141,9 @@ def plan_memory(
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
     smallest = -(-needs.min_pages * needs.page_bytes // MEBI)
     given_as = "the memory budget" if given else "the memory that is available"
-    hints = [
-        f"give at least {least // MEBI}M with --ram (ram=)" if given else f"free at least {least // MEBI} MiB"
-    ]
+    hints = [f"give at least {least // MEBI}M with --ram (ram=)"]
+    if not given:
+        hints = [f"end other programs, or insist on {least // MEBI}M with --ram (ram=),"]
     if context > _CONTEXT_STEP:
         hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
     raise DoesNotFitError(
@@ -151,7 +155,9 @@ def plan_memory(
 
 
 def least_budget(needs: Needs, ctx: int | None = None) -> int:
-    """The smallest budget that works, rounded up: to 16 MiB, above 4 GiB to 64 MiB, above 32 GiB to 256 MiB."""
+    """The smallest budget that works, rounded up: to 16 MiB, above 4 GiB to 64 MiB, above 32 GiB to 256
+    MiB.
+    """
     budget = sum(_fixed(needs, _least_context(needs, ctx)).values()) + needs.min_pages * needs.page_bytes
     while True:
         step = MEBI * (16 if budget <= 4096 * MEBI else 64 if budget <= 32768 * MEBI else 256)
@@ -205,7 +211,7 @@ def _fixed(needs: Needs, context: int) -> dict[str, int]:
         # Loading is over before the first pass.
         "workspace": max(needs.workspace(context), needs.loading - kv),
         "scratch": needs.scratch,
-        "margin": _FIRST_USE_BYTES + int(_MARGIN_SHARE * (needs.dense + kv)),
+        "margin": _FIRST_USE_BYTES + needs.threads * _THREAD_BYTES + int(_MARGIN_SHARE * (needs.dense + kv)),
     }
 
 

@@ -143,7 +143,7 @@ class OffloadOptions:
 _LRU_WHOLE = CacheSettings(policy="lru", split=1.0, whole_experts=True)
 
 SYSTEMS: Mapping[str, CacheSettings] = {
-    "auto": CacheSettings(),
+    "auto": CacheSettings(policy="blend"),
     "moepic": CacheSettings(policy="lcp", split=0.5),
     "mixtral-offloading": _LRU_WHOLE,
     "on-demand": replace(_LRU_WHOLE, prefetch="none"),

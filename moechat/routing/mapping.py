@@ -76,9 +76,9 @@ def map_trace(trace: Trace, layers: int, experts: int, top_k: int, *, seed: int 
     for layer in range(layers):
         at = 0
         for group in range(groups):
-            # Every time round, the groups are paired with other layers.
+            # Every time round the groups come closer together: other layers meet.
             turn = layer // trace.layers
-            source = (layer + offsets[group] + turn * group) % trace.layers
+            source = (layer + offsets[group] - turn * group) % trace.layers
             size, pick = sizes[group], picks[group]
             chosen, replaced = _take(trace.experts[:, source], trace.num_experts, size, pick, generator)
             out[:, layer, at : at + pick] = chosen + starts[group]

@@ -93,10 +93,11 @@ class Trace:
         """
         place = Path(path)
         try:
+            if not zipfile.is_zipfile(place):
+                place.stat()
+                raise ValueError("it is not an .npz file")
+            _require_small(place)
             with np.load(place, allow_pickle=False) as file:
-                if not isinstance(file, np.lib.npyio.NpzFile):
-                    raise ValueError("it is a single array, not an .npz file")
-                _require_small(place)
                 return _from_arrays({name: file[name] for name in _KNOWN if name in file.files})
         except FileNotFoundError:
             raise UsageError(f"there is no trace {place}") from None

@@ -612,6 +612,23 @@ void a_failed_link_wakes_its_waiters() {
   }
 }
 
+void prefetches_leave_room_for_demands() {
+  Pages pages(32);
+  SimLinkOptions options;
+  options.latency = 20e-3;
+  options.in_flight_bytes = 9 * kPage;
+  const Made link = sim(options);
+  link->open(32);
+  std::vector<Transfer> transfers;
+  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNear));
+  submit(link.get(), transfers);
+  EXPECT(link->stats().in_flight == 3 * kPage);
+  for (Transfer& transfer : transfers) transfer = pages.transfer(transfer.slot + 16, 0, Priority::kDemand);
+  submit(link.get(), transfers);
+  EXPECT(link->stats().in_flight == 9 * kPage);
+  EXPECT(collect(link.get(), 32).size() == 32);
+}
+
 void a_stalled_link_stops() {
   Pages pages(32);
   SimLinkOptions options;
@@ -620,7 +637,7 @@ void a_stalled_link_stops() {
   const Made link = sim(options);
   link->open(32);
   std::vector<Transfer> transfers;
-  for (std::uint32_t i = 0; i < 32; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNear));
+  for (std::uint32_t i = 0; i < 32; ++i) transfers.push_back(pages.transfer(i, i, Priority::kDemand));
   submit(link.get(), transfers);
   EXPECT(collect(link.get(), 3).size() == 3);
   const Clock::time_point start = Clock::now();
@@ -1003,6 +1020,7 @@ void run(double time, unsigned seed) {
   impossible_transfers();
   faults_stay_with_their_transfer();
   a_failed_link_wakes_its_waiters();
+  prefetches_leave_room_for_demands();
   a_stalled_link_stops();
   completions_out_of_order();
   stop_waits_for_what_is_in_flight();

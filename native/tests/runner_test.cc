@@ -619,6 +619,62 @@ void definition() {
   }
 }
 
+// A pass longer than the kernels' scratch and than one group's accumulators equals its halves; indices out of
+// range are refused.
+void long_passes() {
+  Random random(19);
+  const Model model(random, 1, 2, 64, 1);
+  constexpr std::int64_t kTokens = 70000;
+  const std::int64_t hidden = model.layout.hidden_size;
+  std::vector<std::int64_t> index(kTokens);
+  std::vector<float> weight(kTokens, 0.5f);
+  std::vector<float> x(static_cast<std::size_t>(kTokens * hidden));
+  for (std::int64_t& one : index) one = chance(random, 0.9) ? 0 : 1;
+  for (float& value : x) value = static_cast<float>(between(random, -100, 100)) * 0.01f;
+  std::vector<float> whole(x.size());
+  std::vector<float> halves(x.size());
+  const auto run = [&](std::int64_t first, std::int64_t count, std::vector<float>* out) {
+    ++operations;
+    resident_forward(model.layout, kSilu, model.records[0].data(), 2, x.data() + first * hidden,
+                     index.data() + first, weight.data() + first, count, 1, out->data() + first * hidden);
+  };
+  run(0, kTokens, &whole);
+  run(0, kTokens / 2, &halves);
+  run(kTokens / 2, kTokens - kTokens / 2, &halves);
+  EXPECT(std::memcmp(whole.data(), halves.data(), whole.size() * sizeof(float)) == 0);
+
+  const std::uint64_t record = reinterpret_cast<std::uintptr_t>(model.records[0].data());
+  const std::int32_t zero = 0;
+  const std::int32_t starts[] = {0, 1};
+  for (const std::int32_t target : {-1, 2}) {
+    std::vector<float> out(static_cast<std::size_t>(2 * hidden), 0.0f);
+    ForwardCall call{};
+    call.layout = &model.layout;
+    call.activation = kSilu;
+    call.x = x.data();
+    call.tokens = 1;
+    call.block_ptr = &record;
+    call.block_index = &zero;
+    call.block_row = &zero;
+    call.entries = 1;
+    call.row_start = starts;
+    call.row_token = &zero;
+    call.row_out = &target;
+    call.row_weight = weight.data();
+    call.rows = 1;
+    call.nonzeros = 1;
+    call.out = out.data();
+    call.out_rows = 2;
+    bool refused = false;
+    try {
+      moe_forward(call);
+    } catch (const std::invalid_argument& error) {
+      refused = std::strstr(error.what(), "row_out[0] is") != nullptr;
+    }
+    EXPECT(refused);
+  }
+}
+
 // Bookkeeping for 8 of 128 experts, all resident, and what the sum costs beyond one kernel call.
 void bench() {
   Random random(18);
@@ -729,7 +785,7 @@ constexpr Case kCases[] = {
     {"definition", definition},     {"two_pages", two_pages},     {"stall", stall},
     {"interruption", interruption}, {"failure", failure},         {"faults", faults},
     {"drained", drained},           {"two_threads", two_threads}, {"in_a_child", in_a_child},
-    {"stuck_link", stuck_link},
+    {"stuck_link", stuck_link},     {"long_passes", long_passes},
 };
 
 int run(int count, char** arguments) {
@@ -762,15 +818,23 @@ int run(int count, char** arguments) {
     }
   }
   alarm(static_cast<unsigned>(patience + static_cast<int>(limit)));
-  const Clock::time_point start = Clock::now();
   for (const Case& each : kCases) {
     if (only.empty() || only == each.name) each.run();
   }
+  const Clock::time_point start = Clock::now();
   if (only.empty() || only == "random_layers") {
-    do {
-      Random random(seed++);
-      random_layers(random);
-    } while (since(start) < limit);
+    // Several at once: most of the time a runner waits for its link.
+    std::atomic<std::uint64_t> next{seed};
+    std::vector<std::thread> drivers;
+    for (int i = 0; i < 3; ++i) {
+      drivers.emplace_back([&] {
+        do {
+          Random random(next++);
+          random_layers(random);
+        } while (since(start) < limit);
+      });
+    }
+    for (std::thread& driver : drivers) driver.join();
   }
   std::printf("operations %lld\n", static_cast<long long>(operations.load()));
   return 0;

@@ -36,6 +36,8 @@ namespace {
     }                                                                      \
   } while (false)
 
+std::atomic<std::int64_t> operations{0};  // kernel calls
+
 std::vector<float> random_values(std::mt19937& generator, std::int64_t count) {
   std::normal_distribution<float> normal(0.0f, 0.1f);
   std::vector<float> values(static_cast<std::size_t>(count));
@@ -121,6 +123,7 @@ struct Case {
     call.nonzeros = call.tokens;
     call.out = out.data();
     moe_forward(call);
+    ++operations;
     return out;
   }
 };
@@ -214,5 +217,6 @@ int main() {
   moechat::exceptions_reach_the_caller();
   moechat::callers_at_once();
   std::printf("passed on %s\n", moechat::kernels().name);
+  std::printf("operations %lld\n", static_cast<long long>(moechat::operations.load()));
   return 0;
 }

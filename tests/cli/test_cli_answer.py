@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_a_context_beyond_the_model_does_not_fit(cli: Cli, model: str) -> None:
     assert (result.status, result.out) == (4, b"")
     assert "8193" in result.err
     assert "8192" in result.err
+
+
+def test_a_budget_too_small_is_refused_with_one_that_works(cli: Cli, model: str) -> None:
+    refused = cli.call("run", model, "hello", "--ram", "64M", "--ctx", "300")
+    assert (refused.status, refused.out) == (4, b"")
+    assert "the memory budget is 64 MiB" in refused.err
+    for part in ("process", "dense weights", "attention cache", "workspace", "margin", "experts"):
+        assert part in refused.err
+    least = re.search(r"at least (\d+M) with --ram", refused.err)
+    assert least is not None
+    # This process grows a little between the two.
+    budget = f"{int(least[1][:-1]) + 64}M"
+    options = ["--ctx", "300", "--system", "moepic", "--max-tokens", "2", "--stats", "-v"]
+    answered = cli.call("run", model, "hello", "--ram", budget, *options)
+    assert answered.status == 0
+    assert "memory budget" in answered.err
+    assert "memory attention cache bytes" in answered.err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -15,7 +15,7 @@ from moechat.cli.interactive import Chat
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _answer_once
 from moechat.engine import Stats, Step
-from moechat.errors import PromptTooLongError, StoreDamagedError, UsageError
+from moechat.errors import MoechatError, PromptTooLongError, StoreDamagedError, UsageError
 
 Messages = list[dict[str, str]]
 PROMPT_TOKENS = r"prompt tokens(?:\x1b\[\d+m| )+(\d+)\r\n"
@@ -193,6 +193,17 @@ def test_two_interrupts_in_a_row_leave_and_one_does_not(monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match="left before"):
         talk(monkeypatch, engine, [stop, "first", stop, "/help", stop, stop, "never read"])
     assert engine.asked == [[user("first")]]
+
+
+def test_a_disk_that_fails_in_the_middle_of_an_answer_leaves_the_chat_usable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = ScriptedEngine([["half ", MoechatError("experts cannot be read", hint="try again")], ["more"]])
+    assert talk(monkeypatch, engine, ["first", "second"]) == 0
+    assert engine.asked[1] == [user("first"), assistant("half "), user("second")]
+    captured = capsys.readouterr()
+    assert captured.out == "half \nmore\n"
+    assert "error: experts cannot be read\nhint: try again\n" in captured.err
 
 
 def test_a_damaged_store_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,12 +222,50 @@ def test_a_dumb_terminal_gets_no_bar(clock: Clock, monkeypatch: pytest.MonkeyPat
     assert "\r" not in screen.getvalue()
 
 
-def test_the_table_shows_every_statistic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_statistics_and_names_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     statistics = Stats(
         load_s=1.5, output_tokens=1234567, tpot_s=0.02, expert_bytes=3 * GIB, seed=1234567
     ).to_json() | {"something_new": 7}
     print_stats(statistics)
     shown = capsys.readouterr().err
-    assert len(shown.splitlines()) == len(statistics) + 1
     for text in ("1.5 s", "1,234,567", "20 ms", "3.0 GiB", "  1234567", "something new", "50.00"):
         assert text in shown
+
+
+def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_stats(Stats(output_tokens=3).to_json())
+    mapped = capsys.readouterr().err
+    assert "missed" not in mapped
+    assert "disk" not in mapped
+    print_stats(
+        Stats(
+            hits_full=6,
+            hits_prefetched=1,
+            hits_top=1,
+            misses=2,
+            demand_bytes=GIB,
+            stall_s=0.5,
+            link_busy_s=1.0,
+            busy_s=4.0,
+            pages=100,
+            pages_peak=50,
+            page_bytes=GIB // 100,
+            budget_bytes=2 * GIB,
+        ).to_json()
+    )
+    lines = dict(line.rsplit("  ", 1) for line in capsys.readouterr().err.splitlines())
+    shown = {title.strip(): value.strip() for title, value in lines.items()}
+    expected = {
+        "experts found in memory": "60.0 %",
+        "on their way": "10.0 %",
+        "found in part": "10.0 %",
+        "missed": "20.0 %",
+        "fetched on demand": "1.0 GiB",
+        "waiting for the disk": "500 ms",
+        "disk busy": "25.0 %",
+        "memory for experts, peak": "512 MiB",
+        "memory budget": "2.0 GiB",
+    }
+    assert {title: shown[title] for title in expected} == expected

@@ -62,8 +62,8 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "bits completion ctx device dtype help json max-tokens min-p quiet repetition-penalty seed stats "
-        "system-prompt temperature threads top-k top-p verbose"
+        "bits completion ctx device dtype help json max-tokens min-p quiet ram repetition-penalty seed stats "
+        "system system-prompt temperature threads top-k top-p verbose"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
@@ -105,6 +105,9 @@ def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
         (["run", "demo", "hi", "--repetition-penalty", "inf"], "--repetition-penalty is inf"),
         (["run", "demo", "hi", "--seed", "-1"], "--seed is -1"),
         (["run", "demo", "hi", "--ctx", "1"], "--ctx is 1"),
+        (["run", "demo", "hi", "--ram", "much"], "'much' is not a size"),
+        (["run", "demo", "hi", "--ram", "0"], "--ram is 0"),
+        (["run", "demo", "hi", "--system", "magic"], "system 'magic' is not known"),
         (["run", "demo", "hi", "--max-tokens", "0"], "--max-tokens is 0"),
         (["run", "demo", "hi", "--threads", "0"], "--threads is 0"),
         (["run", "demo", "hi", "--completion", "--system-prompt", "x"], "--system-prompt"),

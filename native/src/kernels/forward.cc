@@ -96,10 +96,10 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
 }
 
 // Both phases for the entries and slots of the task.
-void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, const ForwardTask& task) {
+void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, const ForwardTask& task,
+               std::int64_t threads) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t entries = task.entry_end - task.entry_begin;
-  const std::int64_t threads = ThreadPool::num_threads();
   const int limit = static_cast<int>(
       std::clamp<std::int64_t>(entries * layout.payload_bytes / kBytesPerThread, std::int64_t{1}, threads));
 
@@ -137,6 +137,9 @@ void moe_forward(const ForwardCall& call) {
   task.row_weight = call.row_weight;
   task.out = call.out;
 
+  const std::int64_t available = ThreadPool::num_threads();
+  const std::int64_t threads =
+      call.most_threads > 0 ? std::min<std::int64_t>(call.most_threads, available) : available;
   const auto token_bytes = static_cast<std::int64_t>(sizeof(float)) * (layout.hidden_padded + layout.groups);
   const std::int64_t token_step = std::max<std::int64_t>(1, kTokenBytes / token_bytes);
   for (std::int64_t first = 0; first < call.tokens; first += token_step) {
@@ -146,7 +149,7 @@ void moe_forward(const ForwardCall& call) {
     auto* input_sums = session.scratch<float>(kInputSums, count * layout.groups);
     const float* from = call.x + first * layout.hidden_size;
     const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / token_bytes);
-    session.parallel_for(ThreadPool::num_threads(), count, grain, [&](std::int64_t begin, std::int64_t end) {
+    session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
       kernel.prepare_tokens(layout, from + begin * layout.hidden_size, end - begin,
                             inputs + begin * layout.hidden_padded, input_sums + begin * layout.groups);
     });
@@ -177,7 +180,7 @@ void moe_forward(const ForwardCall& call) {
         task.entry_end = entry;
         task.activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
         task.activation_sums = session.scratch<float>(kActivationSums, slots * kTilesPerBlock);
-        run_chunk(session, kernel, task);
+        run_chunk(session, kernel, task, threads);
         continue;
       }
       task.entry_end = entry + 1;
@@ -185,7 +188,7 @@ void moe_forward(const ForwardCall& call) {
       task.activation_sums = session.scratch<float>(kActivationSums, kMaxSlots * kTilesPerBlock);
       for (; task.part_begin < tokens_of(entry); task.part_begin += kMaxSlots) {
         slot_start[1] = std::min(kMaxSlots, tokens_of(entry) - task.part_begin);
-        run_chunk(session, kernel, task);
+        run_chunk(session, kernel, task, threads);
       }
       ++entry;
     }

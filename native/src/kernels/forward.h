@@ -26,6 +26,7 @@ struct ForwardCall {
   std::int64_t nonzeros;
   float* out;             // [out_rows, hidden], accumulated in place
   std::int64_t out_rows;  // ignored when row_out is null: tokens
+  int most_threads;       // 0: as many as there is work for
 };
 
 // For every entry in order and every item of its row, of token t and output row o:

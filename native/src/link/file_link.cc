@@ -163,7 +163,7 @@ void FileEngine::take(Operation* operation) {
     const Transfer& next = nodes_[slot].transfer;
     if (next.region != first.region || next.offset != first.offset + operation->missing ||
         next.priority != first.priority || operation->missing + next.bytes > operation_bytes_ ||
-        !room(next.bytes)) {
+        !room(next)) {
       break;
     }
   }

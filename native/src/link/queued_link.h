@@ -8,7 +8,9 @@
 // - A slot is idle, queued (in exactly one of the lists), started, or done (its completion has not been
 // handed
 //   out). Only `begin` makes a transfer started, only `finish` ends it; in_flight_ and started_ follow.
-// - While something is started, at most in_flight_limit bytes are, except for one transfer that is larger.
+// - While something is started, at most in_flight_limit bytes are, except for one transfer that is larger. A
+//   prefetch starts only below a third of that: a demand that comes then waits for little, and demands by
+//   themselves still fill the link.
 // - After open() nothing is allocated on the way of a transfer.
 // - stopping_ and failure_ are never taken back; both mean that nothing more is begun.
 #pragma once
@@ -53,6 +55,7 @@ class LinkEngine {
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
   static constexpr std::uint32_t kNone = 0xffffffffu;
+  static constexpr std::int64_t kPrefetchShare = 3;
   enum class State : std::uint8_t { kIdle, kQueued, kStarted, kDone };
 
   struct Node {
@@ -82,10 +85,14 @@ class LinkEngine {
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
   std::uint32_t front() const;  // the next transfer to start, or kNone
-  bool room(std::int64_t bytes) const { return started_ == 0 || in_flight_ + bytes <= in_flight_limit_; }
+  bool room(const Transfer& transfer) const {
+    const std::int64_t limit =
+        transfer.priority == Priority::kDemand ? in_flight_limit_ : in_flight_limit_ / kPrefetchShare;
+    return started_ == 0 || in_flight_ + transfer.bytes <= limit;
+  }
   bool startable() const {
     const std::uint32_t slot = front();
-    return slot != kNone && !halted() && room(nodes_[slot].transfer.bytes);
+    return slot != kNone && !halted() && room(nodes_[slot].transfer);
   }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }

@@ -1,0 +1,174 @@
+"""Decoding with given tokens: no sampling, so every system computes the same passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from moechat.engine import Engine
+from moechat.offload.experts import ExpertCounters, ExpertLayer, attach
+from moechat.store.store import Store
+
+
+class ExpertsRunner(Protocol):
+    """What is attached to an experts module; see :class:`moechat.offload.experts.ExpertLayer`."""
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """The experts module of one layer; a :class:`moechat.models.routers.ExpertsPlace`."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    hidden_size: int
+
+
+class Bench:
+    """A loaded model under measurement: forced decoding, and experts that can be exchanged.
+
+    The dense weights are loaded once; only what computes the experts is replaced between measurements.
+
+    Attributes:
+        engine: The loaded model.
+        store: Its store.
+        parts: Its experts modules, in order.
+        top_k: Experts of a token.
+        vocabulary: Tokens of the vocabulary.
+        seconds_in_experts: Spent in expert layers while :meth:`experts` was in effect.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.store: Store = engine._store
+        geometry = self.store.geometry
+        self.parts = [
+            ExpertsPart(
+                record.module,
+                engine._model.get_submodule(record.module),
+                geometry.num_experts,
+                geometry.hidden_size,
+            )
+            for record in self.store.layers
+        ]
+        self.vocabulary = int(engine._model.get_input_embeddings().weight.shape[0])
+        self.seconds_in_experts = 0.0
+        self.top_k = self._observe_top_k()
+
+    @property
+    def model(self) -> nn.Module:
+        """The transformers model."""
+        model: nn.Module = self.engine._model
+        return model
+
+    @property
+    def layers(self) -> int:
+        """Expert layers."""
+        return len(self.parts)
+
+    @contextmanager
+    def experts(self, runners: Sequence[ExpertsRunner]) -> Iterator[None]:
+        """Let ``runners`` compute the expert layers, and time them; afterwards it is as before."""
+        before: list[Any] = [part.module._moechat_layer for part in self.parts]
+        try:
+            for part, runner in zip(self.parts, runners, strict=True):
+                attach(part.module, _Timed(self, runner))  # type: ignore[arg-type]
+            yield
+        finally:
+            for part, layer in zip(self.parts, before, strict=True):
+                attach(part.module, layer)
+
+    def mapped(self) -> list[ExpertsRunner]:
+        """Experts computed straight from the mapped store, as the model's routers choose them."""
+        counters = ExpertCounters()
+        return [
+            ExpertLayer(self.store.geometry, self.store.expert_layer(record.layer), counters)
+            for record in self.store.layers
+        ]
+
+    def start(self, prompt: Sequence[int]) -> tuple[float, Decoding]:
+        """Compute a prompt; returns the seconds it took and what goes on from there."""
+        decoding = Decoding(self.engine)
+        return decoding.feed(prompt), decoding
+
+    def watch(self, seen: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
+        """Call ``seen(ordinal, hidden, top_k_index)`` before each expert layer; returns what ends it."""
+
+        def hook_of(ordinal: int) -> Callable[..., None]:
+            def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+                hidden = named.get("hidden_states", arguments[0] if arguments else None)
+                index = named.get("top_k_index", arguments[1] if len(arguments) > 1 else None)
+                assert isinstance(hidden, torch.Tensor)
+                assert isinstance(index, torch.Tensor)
+                flat = hidden.detach().reshape(-1, hidden.shape[-1])
+                seen(ordinal, flat.float(), index.detach().reshape(len(flat), -1))
+
+            return hook
+
+        handles = [
+            part.module.register_forward_pre_hook(hook_of(ordinal), with_kwargs=True)
+            for ordinal, part in enumerate(self.parts)
+        ]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
+    def _observe_top_k(self) -> int:
+        # Families call it by a dozen names, and in some it is no constant of the configuration.
+        found: list[int] = []
+        end = self.watch(lambda _, __, index: found.append(index.shape[-1]))
+        try:
+            self.start([0])
+        finally:
+            end()
+        return found[0]
+
+
+class Decoding:
+    """One sequence on its way, in the same passes as an answer of the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cache: Any = engine._new_cache()
+
+    def feed(self, tokens: Sequence[int]) -> float:
+        """Compute tokens, and the logits after the last one; returns the seconds it took."""
+        engine = self._engine
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if engine._keeps_last else {}
+        started = time.perf_counter()
+        ids = torch.tensor([list(tokens)])
+        for part in [ids] if len(tokens) == 1 else engine._parts(ids, len(tokens)):
+            output = engine._forward(part, past_key_values=self._cache, use_cache=True, **arguments)
+            self._cache = output.past_key_values
+        return time.perf_counter() - started
+
+
+class _Timed:
+    """Adds up the seconds that an expert layer takes."""
+
+    def __init__(self, bench: Bench, runner: ExpertsRunner) -> None:
+        self._bench = bench
+        self._runner = runner
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        started = time.perf_counter()
+        out = self._runner.forward(hidden, top_k_index, top_k_weights)
+        self._bench.seconds_in_experts += time.perf_counter() - started
+        return out

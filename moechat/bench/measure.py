@@ -1,0 +1,341 @@
+"""Systems measured side by side on one loaded model.
+
+All systems of a fraction are measured in turns, A B C, A B C, so that a machine that becomes slower or faster
+meanwhile does so for all of them. Each turn makes a new near tier, computes the prompt, then tokens that are
+not timed, then those that are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+
+from moechat import _native
+from moechat.bench.accuracy import prediction_accuracy
+from moechat.bench.decode import Bench
+from moechat.bench.figures import Run, case_figures, spread
+from moechat.bench.options import BenchOptions, System
+from moechat.bench.speeds import compute_rate, link_bandwidth
+from moechat.bench.timing import TimedCalls, TimedPredictor
+from moechat.engine import Engine
+from moechat.errors import UsageError
+from moechat.models.routers import find_routers
+from moechat.offload.cached import MIN_PAGES, NearTier
+from moechat.offload.settings import CacheSettings, LinkSettings
+from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
+from moechat.routing import MappedTrace, Replay, Trace, map_trace
+
+FORMAT = 1
+Report = Callable[[str], None]
+# Share of the free memory that may be taken for measuring with everything in it.
+_RESIDENT_SHARE = 0.6
+
+
+def run_bench(
+    engine: Engine,
+    options: BenchOptions,
+    *,
+    prompt: Sequence[int] | None = None,
+    report: Report = lambda _: None,
+) -> dict[str, Any]:
+    """Measure.
+
+    Args:
+        engine: The model; it is as before afterwards.
+        options: What to measure.
+        prompt: Tokens to begin the prompt with; repeated or cut to the length asked for. ``None`` draws some.
+        report: Told in a few words what was measured, now and then.
+
+    Returns:
+        The result, as plain values; the keys are stable, see :mod:`moechat.bench.report`.
+
+    Raises:
+        UsageError: The trace cannot stand for the model, or the prompt is longer than the context.
+        MoechatError: Blocks cannot be read.
+    """
+    return _Measurement(Bench(engine), options, prompt, report).run()
+
+
+class _Measurement:
+    """One measurement under way."""
+
+    def __init__(
+        self, bench: Bench, options: BenchOptions, prompt: Sequence[int] | None, report: Report
+    ) -> None:
+        self.bench = bench
+        self.options = options
+        self.report = report
+        if options.all_tokens > bench.engine.context_length:
+            raise UsageError(
+                f"{options.all_tokens} tokens are asked for; the context holds {bench.engine.context_length}",
+                hint="use fewer prompt-tokens, warmup-tokens or tokens",
+            )
+        self.tokens = self._forced_tokens(prompt)
+        self.mapping = self._mapping()
+        self.replay = None if self.mapping is None else Replay(self.mapping.trace)
+        self.routers = NextRouterPredictor(find_routers(bench.model, bench.parts))
+        self.predictor = self._predictor()
+
+    # ---- what is computed
+
+    def _forced_tokens(self, prompt: Sequence[int] | None) -> list[int]:
+        """Tokens of one run: a prompt, then the model's own greedy answer to it; or all of them drawn."""
+        options, bench = self.options, self.bench
+        answer = options.warmup_tokens + options.tokens
+        if prompt is None:
+            generator = np.random.default_rng(options.seed)
+            drawn: list[int] = generator.integers(0, bench.vocabulary, size=options.all_tokens).tolist()
+            return drawn
+        start = [prompt[at % len(prompt)] for at in range(options.prompt_tokens)]
+        steps = bench.engine.generate(start, max_new_tokens=answer, temperature=0.0)
+        given = [step.token_id for step in steps]
+        # A model may end its answer early: it then begins again.
+        return start + [given[at % len(given)] for at in range(answer)]
+
+    def _mapping(self) -> MappedTrace | None:
+        options, bench = self.options, self.bench
+        if options.routing is None:
+            return None
+        trace = Trace.read(options.routing)
+        wanted = options.all_tokens + 1  # the last token's prediction looks at the one after it
+        lengths = np.diff(trace.offsets)
+        # One sequence if any is long enough; else several, one after the other, and from the beginning again.
+        first = int((lengths >= wanted).argmax())
+        part = trace.head(wanted, first_sequence=first)
+        if part.tokens < wanted:
+            self.report(f"the trace has {part.tokens} tokens; they are repeated")
+        experts = bench.store.geometry.num_experts
+        return map_trace(part, bench.layers, experts, bench.top_k, seed=options.seed)
+
+    def _predictor(self) -> Predictor:
+        if self.replay is None:
+            return self.routers
+        lookahead = max(system.settings.lookahead for system in self.options.systems)
+        return ReplayPredictor(
+            self.replay,
+            accuracy=self.options.accuracy,
+            seed=self.options.seed,
+            lookahead=lookahead,
+            instead_of=self.routers,
+        )
+
+    # ---- measuring
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        link, link_facts = self._link()
+        sizes = self._sizes()
+        floor = self._resident_tier(max(pages for _, pages in sizes))
+        cases, floors = [], []
+        try:
+            for fraction, pages in sizes:
+                runs: dict[str, list[Run]] = {system.name: [] for system in options.systems}
+                here = []
+                for turn in range(options.runs):
+                    said = f"{fraction:.3g} of the experts, run {turn + 1} of {options.runs}"
+                    if floor is not None:
+                        here.append(self._pass(floor))
+                        self.report(f"{said}, everything in memory: {1000 * here[-1].tpot:.1f} ms a token")
+                    for system in options.systems:
+                        done = self._turn(system, pages, link)
+                        runs[system.name].append(done)
+                        self.report(f"{said}, {system.name}: {1000 * done.tpot:.1f} ms a token")
+                floors += here
+                least = statistics.median(run.tpot for run in here) if here else None
+                cases += [
+                    case_figures(
+                        system,
+                        runs[system.name],
+                        fraction=fraction,
+                        pages=pages,
+                        page_bytes=self.bench.store.geometry.record_bytes,
+                        bandwidth=link_facts["bandwidth"],
+                        floor=least,
+                    )
+                    for system in options.systems
+                ]
+        finally:
+            if floor is not None:
+                floor.close()
+        return {
+            "format": FORMAT,
+            "model": self._model_facts(),
+            "machine": {
+                "threads": _native.num_threads(),
+                "isa": _native.active_isa(),
+                "memory_bytes": psutil.virtual_memory().total,
+            },
+            "tokens": {
+                "prompt": options.prompt_tokens,
+                "warmup": options.warmup_tokens,
+                "timed": options.tokens,
+                "runs": options.runs,
+            },
+            "routing": self._routing_facts(),
+            "prediction": self._prediction_facts(),
+            "link": link_facts,
+            "resident": {
+                "ttft_s": spread([run.ttft for run in floors]),
+                "tpot_s": spread([run.tpot for run in floors]),
+            }
+            if floors
+            else None,
+            "cases": cases,
+        }
+
+    def _sizes(self) -> list[tuple[float, int]]:
+        record_bytes = self.bench.store.geometry.record_bytes
+        everything = self._all_blocks
+        if self.options.ram is not None:
+            pages = self.options.ram // record_bytes
+            if pages < MIN_PAGES:
+                raise UsageError(
+                    f"{self.options.ram} bytes hold {pages} blocks of {record_bytes} bytes; "
+                    f"at least {MIN_PAGES} are needed"
+                )
+            return [(min(1.0, pages / everything), pages)]
+        return [(share, max(MIN_PAGES, round(share * everything))) for share in self.options.fractions]
+
+    @property
+    def _all_blocks(self) -> int:
+        geometry = self.bench.store.geometry
+        return self.bench.layers * geometry.num_experts * geometry.blocks_per_expert
+
+    def _link(self) -> tuple[LinkSettings, dict[str, Any]]:
+        choice = self.options.link
+        rate = compute_rate(self.bench.store, self.bench.top_k, seed=self.options.seed)
+        facts: dict[str, Any] = {"kind": choice.kind, "compute_rate": rate, "copy": True}
+        if choice.kind == "file":
+            settings = LinkSettings()
+            facts["bandwidth"] = link_bandwidth(self.bench.store, settings, seed=self.options.seed)
+        else:
+            bandwidth = rate / choice.ratio if choice.ratio else choice.bandwidth
+            assert bandwidth is not None
+            settings = LinkSettings(kind="sim", bandwidth=bandwidth, copy=self._bytes_matter)
+            facts |= {"bandwidth": bandwidth, "copy": settings.copy}
+        facts["compute_to_link"] = rate / facts["bandwidth"]
+        self.report(
+            f"expert blocks: {rate / 1e9:.2f} GB/s computed, "
+            f"{facts['bandwidth'] / 1e9:.3f} GB/s over the link"
+        )
+        return settings, facts
+
+    @property
+    def _bytes_matter(self) -> bool:
+        """Where a trace chooses the experts nothing depends on what they compute, so no byte need move."""
+        return self.replay is None
+
+    def _resident_tier(self, largest: int) -> NearTier | None:
+        """A near tier that holds everything beside the largest that is measured: the floor of all systems."""
+        geometry = self.bench.store.geometry
+        pages = self._all_blocks + self.bench.top_k * geometry.blocks_per_expert
+        if (pages + largest) * geometry.record_bytes > _RESIDENT_SHARE * psutil.virtual_memory().available:
+            self.report("there is not enough memory to measure with all experts in it")
+            return None
+        near = self._near(
+            CacheSettings(policy="lru", prefetch="none"),
+            pages,
+            LinkSettings(kind="sim", copy=self._bytes_matter),
+        )
+        self._pass(near)
+        return near
+
+    def _near(self, settings: CacheSettings, pages: int, link: LinkSettings) -> NearTier:
+        if self.replay is not None:
+            self.replay.rewind()
+        near = NearTier(
+            self.bench.store,
+            pages=pages,
+            top_k=self.bench.top_k,
+            settings=settings,
+            link=link,
+            predictor=TimedPredictor(self.predictor),
+            replay=self.replay,
+        )
+        near.runner = TimedCalls(near.runner)  # type: ignore[assignment]
+        return near
+
+    def _turn(self, system: System, pages: int, link: LinkSettings) -> Run:
+        near = self._near(system.settings, pages, link)
+        try:
+            return self._pass(near)
+        finally:
+            near.close()
+
+    def _pass(self, near: NearTier) -> Run:
+        """Prompt, warm-up, timed tokens."""
+        options, bench = self.options, self.bench
+        calls: Any = near.runner
+        if self.replay is not None:
+            self.replay.rewind()
+        with bench.experts([near.layer(ordinal) for ordinal in range(bench.layers)]):
+            ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
+            rest = self.tokens[options.prompt_tokens :]
+            for token in rest[: options.warmup_tokens]:
+                decoding.feed([token])
+            near.drain()
+            peak = near.stats()["pages_peak"]
+            near.reset_stats()
+            calls.reset()
+            predictor: Any = near.predictor
+            if predictor is not None:
+                predictor.seconds = 0.0
+            bench.seconds_in_experts = 0.0
+            steps = tuple(decoding.feed([token]) for token in rest[options.warmup_tokens :])
+        seconds = {
+            **calls.seconds,
+            "predict": 0.0 if predictor is None else predictor.seconds,
+            "experts": bench.seconds_in_experts,
+        }
+        return Run(ttft, steps, seconds, near.stats(), peak / calls.pages)
+
+    # ---- figures
+
+    def _model_facts(self) -> dict[str, Any]:
+        store = self.bench.store
+        geometry = store.geometry
+        return {
+            "name": self.bench.engine.name,
+            "source": store.manifest.source.name,
+            "type": store.manifest.model_type,
+            "expert_layers": self.bench.layers,
+            "experts": geometry.num_experts,
+            "top_k": self.bench.top_k,
+            "bits": geometry.bits,
+            "expert_bytes": geometry.expert_bytes,
+            "block_bytes": geometry.record_bytes,
+            "all_expert_bytes": self.bench.layers * geometry.layer_bytes,
+            "vocabulary": self.bench.vocabulary,
+        }
+
+    def _routing_facts(self) -> dict[str, Any]:
+        if self.mapping is None:
+            return {"source": "model", "trace": None}
+        mapping = self.mapping
+        return {
+            "source": "trace",
+            "trace": str(self.options.routing),
+            "mapping": mapping.how,
+            "locality_before": mapping.locality_before,
+            "locality_after": mapping.locality_after,
+            "locality_chance": mapping.chance_after,
+            "filled": mapping.filled,
+        }
+
+    def _prediction_facts(self) -> dict[str, Any]:
+        if isinstance(self.predictor, ReplayPredictor):
+            ahead = range(1, self.predictor.lookahead + 1)
+            return {
+                "source": "drawn",
+                "accuracy": self.predictor.accuracy,
+                "measured": [self.predictor.measured(a) for a in ahead],
+            }
+        prompt = self.tokens[: self.options.prompt_tokens]
+        rest = self.tokens[self.options.prompt_tokens :]
+        with self.bench.experts(self.bench.mapped()):
+            figures = prediction_accuracy(self.bench, self.predictor, prompt, rest)
+        return {"source": "next-router", **figures}

@@ -1,0 +1,143 @@
+"""Shapes of known models, filled with random weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from moechat.errors import UsageError
+from moechat.geometry import ExpertGeometry, WeightType
+from moechat.models.skeleton import build_skeleton
+from moechat.store.progress import ProgressCallback
+from moechat.store.store import Store
+from moechat.store.synthetic import SyntheticModel, write_synthetic_store
+
+# Part of the directory name of a synthetic store.
+_REVISION = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A known model's shape, cut down if asked for.
+
+    Attributes:
+        name: As in ``moechat/bench/shapes``.
+        layers: Decoder layers taken.
+        all_layers: Decoder layers of the model.
+        vocabulary: Tokens of the vocabulary taken.
+        all_vocabulary: Tokens of the model's vocabulary.
+        config: The transformers configuration, cut down.
+    """
+
+    name: str
+    layers: int
+    all_layers: int
+    vocabulary: int
+    all_vocabulary: int
+    config: Any
+
+    @property
+    def cuts(self) -> list[str]:
+        """What is smaller than in the model, in words for people."""
+        cuts = []
+        if self.layers < self.all_layers:
+            cuts.append(f"{self.layers} of {self.all_layers} decoder layers")
+        if self.vocabulary < self.all_vocabulary:
+            cuts.append(f"a vocabulary of {self.vocabulary} instead of {self.all_vocabulary} tokens")
+        return cuts
+
+
+def shape_names() -> list[str]:
+    """Names that :func:`load_shape` knows."""
+    files = (resources.files("moechat.bench") / "shapes").iterdir()
+    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def load_shape(name: str, *, layers: int | None = None, vocabulary: int | None = None) -> Shape:
+    """A known model's shape.
+
+    Args:
+        name: One of :func:`shape_names`.
+        layers: Decoder layers to keep; ``None`` keeps all.
+        vocabulary: Tokens to keep; ``None`` keeps all.
+
+    Raises:
+        UsageError: The name is unknown, or there are fewer layers or tokens than asked for.
+    """
+    if name not in shape_names():
+        raise UsageError(f"there is no shape {name!r}", hint=f"choose one of: {', '.join(shape_names())}")
+    values = json.loads((resources.files("moechat.bench") / "shapes" / f"{name}.json").read_text("utf-8"))
+    all_layers, all_tokens = values["num_hidden_layers"], values["vocab_size"]
+    dense = values.get("first_k_dense_replace", 0)
+    kept = all_layers if layers is None else layers
+    if not dense < kept <= all_layers:
+        raise UsageError(f"{name} has {all_layers} layers; {kept} of them cannot be kept")
+    tokens = all_tokens if vocabulary is None else vocabulary
+    if not 2 <= tokens <= all_tokens:
+        raise UsageError(f"{name} has a vocabulary of {all_tokens} tokens; {tokens} of them cannot be kept")
+    # Special tokens would lie outside of a smaller vocabulary, and random weights give them no meaning.
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    changes = {"num_hidden_layers": kept, "vocab_size": tokens, "dtype": "bfloat16", **special}
+    config = AutoConfig.for_model(**{**values, **changes})
+    return Shape(name, kept, all_layers, tokens, all_tokens, config)
+
+
+def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticModel:
+    """What a store of this shape holds: found by building the model without weights.
+
+    Raises:
+        UnsupportedModelError: The installed transformers cannot build it.
+        UsageError: ``bits`` is out of range.
+    """
+    skeleton = build_skeleton(shape.config, torch.bfloat16)
+    first = skeleton.experts[0]
+    geometry = ExpertGeometry(
+        hidden_size=first.hidden_size,
+        intermediate_size=first.intermediate_size,
+        num_experts=first.num_experts,
+        bits=bits,
+        weight_type=WeightType.BF16,
+        activation=first.gate.activation,
+        alpha=first.gate.alpha,
+        limit=first.gate.limit,
+        has_bias=first.has_bias,
+    )
+    experts = {name for entry in skeleton.experts for name in entry.parameter_names}
+    tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
+    dense = {
+        name: tuple(tensor.shape)
+        for name, tensor in skeleton.state.items()
+        if name not in experts and name not in tied
+    }
+    return SyntheticModel(
+        name=f"synthetic {shape.name}",
+        config=shape.config.to_dict(),
+        geometry=geometry,
+        layers=[(entry.layer, entry.name) for entry in skeleton.experts],
+        dense=dense,
+        seed=seed,
+    )
+
+
+def store_name(shape: Shape, bits: int) -> str:
+    """Directory name of a shape's store."""
+    return f"{shape.name}-{shape.layers}l-{shape.vocabulary}v-{bits}bit-r{_REVISION}"
+
+
+def synthetic_store(
+    shape: Shape, parent: Path, *, bits: int = 4, progress: ProgressCallback | None = None
+) -> Store:
+    """The store of a shape below ``parent``; written if it is not there yet.
+
+    Raises:
+        MoechatError: See :func:`describe_shape` and
+            :func:`moechat.store.synthetic.write_synthetic_store`.
+    """
+    model = describe_shape(shape, bits=bits)
+    return write_synthetic_store(model, parent / store_name(shape, bits), progress=progress)

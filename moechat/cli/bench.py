@@ -1,0 +1,256 @@
+"""``moechat bench``: measure systems side by side, and show what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
+from moechat.cli.terminal import neutralise, print_notice, write_output
+from moechat.config import user_paths
+from moechat.errors import MoechatError, UsageError
+from moechat.hub.names import resolve
+
+if TYPE_CHECKING:
+    from moechat import Engine
+
+_PROMPT = "Once upon a time, in a village between the hills and the sea, there lived a clockmaker who "
+
+
+@dataclass(frozen=True)
+class BenchCommand:
+    """What ``moechat bench`` was asked for; see its help."""
+
+    model: str | None
+    synthetic: str | None
+    layers: int | None
+    vocabulary: int | None
+    directory: Path | None
+    bits: int | None
+    ram: str | None
+    fractions: str | None
+    systems: str
+    routing: Path | None
+    accuracy: float
+    prompt_tokens: int
+    tokens: int
+    warmup_tokens: int
+    runs: int
+    link: str
+    seed: int
+    threads: int | None
+    dtype: str
+    json: bool
+    out: Path | None
+    quiet: bool
+
+
+def bench(command: BenchCommand) -> int:
+    """Do what ``moechat bench`` was asked for.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    if (command.model is None) == (command.synthetic is None):
+        raise UsageError("name either a model or, with --synthetic, a shape")
+    if command.synthetic is None and (command.layers is not None or command.vocabulary is not None):
+        raise UsageError("--layers and --vocabulary cut a shape down; they need --synthetic")
+    if command.ram is not None and command.fractions is not None:
+        raise UsageError("--ram and --fractions both say how much fits; give one of them")
+    if command.model is not None:
+        resolve(command.model, bits=command.bits)
+    out = None if command.out is None else _writable(command.out)
+
+    from moechat.bench.measure import run_bench
+    from moechat.bench.report import assumptions
+
+    options = _options(command)
+    engine, cuts = _load(command)
+    said = (lambda _: None) if command.quiet else print_notice
+    result = run_bench(engine, options, prompt=_prompt(engine), report=said)
+    synthetic = str(result["model"]["source"]).startswith("synthetic ")
+    result["assumptions"] = assumptions(result, cuts, random_weights=synthetic)
+    text = json.dumps(result, indent=1) + "\n"
+    if out is not None:
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise MoechatError(f"{out} cannot be written: {problem.strerror}") from problem
+    if command.json:
+        write_output(sys.stdout, text)
+    else:
+        write_output(sys.stdout, render(result))
+    return 0
+
+
+def _options(command: BenchCommand) -> Any:
+    from moechat.bench.options import (
+        DEFAULT_FRACTIONS,
+        BenchOptions,
+        parse_fractions,
+        parse_link,
+        parse_systems,
+    )
+    from moechat.config import parse_size
+
+    return BenchOptions(
+        systems=parse_systems(command.systems),
+        fractions=DEFAULT_FRACTIONS if command.fractions is None else parse_fractions(command.fractions),
+        ram=None if command.ram is None else parse_size(command.ram),
+        link=parse_link(command.link),
+        routing=command.routing,
+        accuracy=command.accuracy,
+        prompt_tokens=command.prompt_tokens,
+        tokens=command.tokens,
+        warmup_tokens=command.warmup_tokens,
+        runs=command.runs,
+        seed=command.seed,
+    )
+
+
+def _writable(path: Path) -> Path:
+    """Find out before minutes of measuring that the result could not be kept."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"{path} cannot be written: it is a directory, or lies in none")
+    return path
+
+
+def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
+    import moechat
+    from moechat.offload.settings import OffloadOptions
+
+    cuts: list[str] = []
+    model: str | Path
+    with LoadProgress(quiet=command.quiet) as progress:
+        if command.synthetic is not None:
+            from moechat.bench.models import load_shape, synthetic_store
+
+            shape = load_shape(command.synthetic, layers=command.layers, vocabulary=command.vocabulary)
+            cuts = shape.cuts
+            parent = user_paths().cache / "synthetic" if command.directory is None else command.directory
+
+            def on_write(event: Any) -> None:
+                done, total = event.done_bytes, event.total_bytes
+                progress(moechat.Progress("synthetic", done, total, event.detail))
+
+            model = synthetic_store(shape, parent, bits=command.bits or 4, progress=on_write).path
+        else:
+            assert command.model is not None
+            model = command.model
+        engine = moechat.load(
+            model,
+            bits=command.bits,
+            dtype=command.dtype,
+            threads=command.threads,
+            # The measurement makes the near tiers itself; the dense weights stay as they are.
+            offload=OffloadOptions(pages=0),
+            progress=progress,
+        )
+    return engine, cuts
+
+
+def _prompt(engine: Engine) -> list[int] | None:
+    """Tokens to begin with, where the model can read; else they are drawn."""
+    try:
+        return engine.encode(_PROMPT)
+    except UsageError:
+        return None
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The result as tables for people, one for each fraction, and what it assumes."""
+    import io
+
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = sys.stdout.isatty()
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=None if terminal else 200,
+        force_terminal=terminal or None,
+        highlight=False,
+        soft_wrap=False,
+        legacy_windows=False,
+    )
+    console.print(_headline(result), soft_wrap=True, markup=False)
+    by_fraction: dict[float, list[Mapping[str, Any]]] = {}
+    for case in result["cases"]:
+        by_fraction.setdefault(case["fraction"], []).append(case)
+    for fraction, cases in by_fraction.items():
+        title = f"{fraction:.3g} of the experts in {format_bytes(cases[0]['pages_bytes'])}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for name, justify in _COLUMNS:
+            table.add_column(name, justify=justify, no_wrap=True, overflow="fold")
+        for case in cases:
+            table.add_row(*_row(case, cases[0]))
+        console.print()
+        console.print(table)
+    console.print()
+    for sentence in result["assumptions"]:
+        console.print(neutralise(sentence), style="dim", soft_wrap=True, markup=False)
+    return buffer.getvalue()
+
+
+_COLUMNS: Sequence[tuple[str, Any]] = (
+    ("system", "left"),
+    ("first token", "right"),
+    ("ms/token", "right"),
+    ("range", "right"),
+    ("speed", "right"),
+    ("full/ahead/top/miss %", "right"),
+    ("MB/token demand+ahead (wasted)", "right"),
+    ("link", "right"),
+    ("stall", "right"),
+    ("compute", "right"),
+    ("floor ms", "right"),
+    ("µs/layer python+predict+native", "right"),
+)
+
+
+def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    pace, moved, hits = case["tpot_s"], case["bytes_per_token"], case["hits"]
+    costs = case["us_per_layer"]
+    native = costs["begin"] + costs["prefetch"] + costs["finish"]
+    floors = [value for value in case["floor_s"].values() if value is not None]
+    return [
+        case["system"],
+        format_seconds(case["ttft_s"]["median"]),
+        f"{1000 * pace['median']:.1f}",
+        f"{1000 * pace['min']:.1f}-{1000 * pace['max']:.1f}",
+        f"{first['tpot_s']['median'] / pace['median']:.2f}x",
+        "/".join(f"{100 * hits[kind]:.0f}" for kind in ("full", "prefetch", "top", "miss")),
+        f"{moved['demand'] / 1e6:.1f}+{moved['prefetch'] / 1e6:.1f} ({moved['wasted'] / 1e6:.1f})",
+        f"{case['link_busy_share']:.0%}",
+        f"{case['stall_share']:.0%}",
+        f"{case['compute_share']:.0%}",
+        f"{1000 * max(floors):.1f}",
+        f"{costs['python']:.0f}+{costs['predict']:.0f}+{native:.0f}",
+    ]
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    model, link, machine = result["model"], result["link"], result["machine"]
+    resident = result["resident"]
+    lines = [
+        f"{neutralise(str(model['name']))}: {model['expert_layers']} layers of {model['experts']} experts, "
+        f"{model['top_k']} a token, {model['bits']} bits, {format_bytes(model['all_expert_bytes'])} "
+        f"of experts; {machine['threads']} threads, {machine['isa']}",
+        f"expert blocks: {link['compute_rate'] / 1e9:.2f} GB/s computed, "
+        f"{link['bandwidth'] / 1e9:.3f} GB/s over the link ({link['kind']})",
+    ]
+    if resident is not None:
+        lines.append(f"everything in memory: {1000 * resident['tpot_s']['median']:.1f} ms a token")
+    if result["prediction"].get("right_of_top_k"):
+        right = result["prediction"]["right_of_top_k"]
+        figures = " ".join("-" if value is None else f"{value:.2f}" for value in right)
+        lines.append(f"right of {model['top_k']} predicted, by layer: {figures}")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Memory of the process and of the machine, as the system reports it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, mapped files included."""
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far; the present one where the system keeps no peak."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resident_bytes()
+
+
+def give_back_unused() -> None:
+    """Return memory that the process has freed to the system."""
+    with suppress(OSError, AttributeError):  # not glibc: the system sees it when it sees it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+    """Memory that this process could still take: the least of the machine's and of every control group's
+    rest.
+
+    What a group holds of files counts as free: the system drops it when memory is wanted.
+
+    Args:
+        cgroups: Where control groups are mounted.
+        own: The list of this process's groups.
+    """
+    rest = [int(psutil.virtual_memory().available), *_cgroup_rests(cgroups, own)]
+    return max(0, min(rest))
+
+
+def _cgroup_rests(cgroups: Path, own: Path) -> Iterator[int]:
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, tail = line.partition(":")
+        controllers, _, path = tail.partition(":")
+        if "memory" in controllers.split(","):
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+                "total_active_file",
+            )
+            yield from _rests(cgroups / "memory", path, names)
+        elif not controllers:
+            names = ("memory.max", "memory.current", "inactive_file", "active_file")
+            for root in (cgroups, cgroups / "unified"):
+                yield from _rests(root, path, names)
+
+
+def _rests(root: Path, path: str, names: tuple[str, str, str, str]) -> Iterator[int]:
+    """What is left in a group and in those above it; a container does not show the groups above it."""
+    limit_name, usage_name, *file_names = names
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        group = root.joinpath(*parts[:depth])
+        try:
+            limit = (group / limit_name).read_text(encoding="ascii").strip()
+            usage = int((group / usage_name).read_text(encoding="ascii"))
+            counts = dict(
+                line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            )
+            files = sum(int(counts.get(name, 0)) for name in file_names)
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) < 1 << 60:
+            yield int(limit) - max(0, usage - files)

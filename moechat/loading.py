@@ -1,0 +1,309 @@
+"""From a name to a model that can run: open or convert the store, plan the memory, load the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moechat import _native
+from moechat.config import parse_size, user_paths
+from moechat.errors import UnsupportedModelError, UsageError
+from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
+from moechat.hub.names import ModelRef
+from moechat.models.assets import context_length
+from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.dense import load_dense
+from moechat.models.footprint import (
+    one_pass_bytes,
+    pass_tokens,
+    prefill_chunk,
+    scratch_bytes,
+    workspace_bytes,
+)
+from moechat.models.mapping import plan_checkpoint
+from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.models.threads import steady_modules
+from moechat.offload.budget import MemoryPlan, Needs, automatic_budget, plan_memory
+from moechat.offload.cached import MIN_PAGES, NearTier
+from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
+from moechat.offload.settings import CacheSettings, OffloadOptions
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import ConvertProgress, convert
+from moechat.store.manifest import MANIFEST_NAME, Manifest
+from moechat.store.store import Store
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_BITS = 4
+# Where neither a trial pass nor the configuration says how many experts a token takes.
+_USUAL_TOP_K = 8
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far loading has come.
+
+    Attributes:
+        stage: ``convert``, ``wait``, ``verify`` or ``load``.
+        done: Bytes done.
+        total: Bytes in all, or ``None`` where unknown.
+        detail: What is being worked on.
+    """
+
+    stage: str
+    done: int
+    total: int | None
+    detail: str = ""
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        store: Its block store.
+        config: transformers' configuration.
+        model: With its dense weights, and expert layers attached.
+        dtype: Type of the dense weights.
+        cache: Shape of its attention cache.
+        chunk: Tokens of a prompt computed in one pass, where a prompt may come in parts.
+        plan: How the memory is spent.
+        near: Pages and link of the experts; ``None`` if they are mapped.
+        counters: Of the expert layers.
+    """
+
+    store: Store
+    config: Any
+    model: Any
+    dtype: torch.dtype
+    cache: CacheShape
+    chunk: int
+    plan: MemoryPlan
+    near: NearTier | None
+    counters: ExpertCounters
+
+
+def parse_budget(ram: str | int | None) -> int | None:
+    """Bytes of a memory budget.
+
+    Raises:
+        UsageError: It is neither a size nor a positive number of bytes.
+    """
+    if ram is None:
+        return None
+    size = parse_size(ram) if isinstance(ram, str) else ram
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise UsageError(f"ram is {ram!r}", hint="give a size such as '2G', or a number of bytes")
+    return size
+
+
+def dense_type(dtype: str) -> torch.dtype:
+    """The torch type of a name; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    # Without native support torch multiplies bf16 on a CPU several times slower than float32.
+    features = _native.cpu_features()
+    native_bf16 = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
+    return torch.bfloat16 if native_bf16 else torch.float32
+
+
+def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+    """The verified store of a model; a checkpoint is converted first, unless that was done before.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    store = _find_store(ref, bits, report)
+    store.ensure_verified(
+        user_paths().state,
+        lambda done, total, name: report(Progress("verify", done, total, name)),
+    )
+    return store
+
+
+def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
+    if ref.store is not None:
+        store = Store.open(ref.store)
+        if bits is not None and bits != store.geometry.bits:
+            raise UsageError(
+                f"{ref.name} is stored with {store.geometry.bits} bits, not {bits}",
+                hint="name the checkpoint that it was made from to convert it anew",
+            )
+        return store
+    assert ref.checkpoint is not None
+    wanted = _DEFAULT_BITS if bits is None else bits
+    destination = ref.library_path(user_paths().models, wanted)
+    checkpoint = Checkpoint.open(ref.checkpoint)
+    manifest = destination / MANIFEST_NAME
+    # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
+    if manifest.exists() and Manifest.read(manifest).source.fingerprint == checkpoint.fingerprint():
+        return Store.open(destination)
+    plan = plan_checkpoint(checkpoint)
+
+    def on_convert(event: ConvertProgress) -> None:
+        stage = "wait" if event.stage == "waiting" else "convert"
+        report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
+
+    return convert(checkpoint, plan, destination, bits=wanted, source_name=ref.name, progress=on_convert)
+
+
+@dataclass
+class _Trial:
+    """Stands in for an expert layer in the trial pass, and notes how many experts a token takes."""
+
+    top_k: list[int] = field(default_factory=list)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+        self.top_k.append(index.shape[-1])
+        return torch.empty_like(hidden)
+
+
+def load_model(
+    store: Store,
+    *,
+    dtype: torch.dtype,
+    ctx: int | None,
+    budget: int | None,
+    settings: CacheSettings,
+    offload: OffloadOptions,
+    report: Report,
+) -> LoadedModel:
+    """Plan the memory and load.
+
+    Args:
+        store: Verified.
+        dtype: Of the dense weights.
+        ctx: Context length wanted; ``None`` leaves it to the model and the memory.
+        budget: Bytes for the whole process; ``None`` takes what is available.
+        settings: Of the near tier.
+        offload: Link, pages, predictor and replay for tests and measurements.
+        report: Progress.
+
+    Raises:
+        DoesNotFitError: The budget is too small, or the context is longer than the model allows.
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    report(Progress("load", 0, None, "dense weights"))
+    register()
+    config = load_config(store.path)
+    own = context_length(config, None)
+    wanted = None if ctx is None else context_length(config, ctx)
+    skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
+    _check_same_experts(skeleton, store)
+    trial = _Trial()
+    for entry in skeleton.experts:
+        attach(entry.module, trial)  # type: ignore[arg-type]
+    shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    top_k = min(max(trial.top_k, default=_configured_top_k(config)), store.geometry.num_experts)
+    needs = _needs(store, skeleton, dtype, shape, top_k, own)
+    limit = automatic_budget(available_bytes(), needs.base) if budget is None else budget
+    plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
+
+    load_dense(skeleton, store.dense)
+    steady_modules(skeleton.model)
+    counters = ExpertCounters()
+    near = (
+        None if plan.mapped else _near_tier(store, skeleton, plan.pages, top_k, settings, offload, counters)
+    )
+    for ordinal, entry in enumerate(skeleton.experts):
+        if near is None:
+            records = store.expert_layer(entry.layer)
+            attach(entry.module, ExpertLayer(store.geometry, records, counters))
+        else:
+            attach(entry.module, near.layer(ordinal))  # type: ignore[arg-type]
+    chunk = prefill_chunk(skeleton.model.config)
+    return LoadedModel(store, config, skeleton.model, dtype, shape, chunk, plan, near, counters)
+
+
+def _near_tier(
+    store: Store,
+    skeleton: Skeleton,
+    pages: int,
+    top_k: int,
+    settings: CacheSettings,
+    offload: OffloadOptions,
+    counters: ExpertCounters,
+) -> NearTier:
+    predictor = offload.predictor
+    if predictor is None and settings.prefetch == "next-router":
+        from moechat.models.routers import find_routers
+        from moechat.predict import NextRouterPredictor
+
+        predictor = NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
+    return NearTier(
+        store,
+        pages=pages,
+        top_k=top_k,
+        settings=settings,
+        link=offload.link,
+        predictor=predictor,
+        replay=offload.replay,
+        counters=counters,
+    )
+
+
+def _configured_top_k(config: Any) -> int:
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            value = max(value, default=None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _USUAL_TOP_K
+
+
+def _needs(
+    store: Store, skeleton: Skeleton, dtype: torch.dtype, shape: CacheShape, top_k: int, own_context: int
+) -> Needs:
+    config = skeleton.model.config
+    geometry = store.geometry
+    # Tied weights come once. On the meta device they take nothing yet.
+    weights = [*skeleton.model.parameters(), *skeleton.model.buffers()]
+    sizes = [tensor.nbytes for tensor in weights]
+    routers = 0
+    if dtype != torch.float32:
+        # Prediction keeps the routers in float32.
+        routers = len(skeleton.experts) * geometry.num_experts * geometry.hidden_size * 4
+
+    def workspace(context: int) -> int:
+        tokens = pass_tokens(config, shape, context)
+        if shape.appendable:
+            return workspace_bytes(config, dtype, tokens, context)
+        return one_pass_bytes(config, dtype, context)
+
+    longest = pass_tokens(config, shape, own_context)
+    give_back_unused()
+    return Needs(
+        base=resident_bytes(),
+        dense=sum(sizes) + routers,
+        loading=2 * max(sizes, default=0),
+        kv=shape.nbytes,
+        workspace=workspace,
+        scratch=scratch_bytes(geometry.hidden_size, top_k, longest),
+        page_bytes=geometry.record_bytes,
+        blocks=len(store.layers) * geometry.num_experts * geometry.blocks_per_expert,
+        min_pages=MIN_PAGES,
+        own_context=own_context,
+        threads=_native.num_threads(),
+    )
+
+
+def _check_same_experts(skeleton: Skeleton, store: Store) -> None:
+    built = [
+        (entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size)
+        for entry in skeleton.experts
+    ]
+    geometry = store.geometry
+    shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
+    stored = [(record.layer, *shape) for record in store.manifest.layers]
+    if built != stored:
+        raise UnsupportedModelError(
+            f"{store.path} holds {len(stored)} expert layers unlike the {len(built)} of its configuration",
+            hint="it was made with another version of transformers; convert the checkpoint again",
+        )

@@ -1,0 +1,229 @@
+"""The attention cache of one answer: what it costs, how it grows, whether a prompt may come in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+# Tokens of a prompt that are computed in one pass. A constant: with other parts a prompt's logits round
+# differently, and they may not depend on a budget.
+PREFILL_CHUNK = 1024
+# Layers to which several tokens can be appended with the same meaning as in one pass.
+_APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+# Tokens of the trial pass. No other dimension of a cache has this size, so the axis of the tokens shows.
+_TRIAL = 1009
+_UNLIMITED = 1 << 62
+
+
+class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer in memory that is reserved once for the whole context.
+
+    transformers' own layer copies everything it holds for each new token. Here a token costs its own bytes,
+    and the system gives memory to a reserved part only when it is first written.
+
+    Invariant: ``keys`` and ``values`` are the first tokens of the two reserved tensors, or both are cut
+    shorter.
+
+    Args:
+        capacity: Tokens to reserve; more can be appended at the price of a copy.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capacity = capacity
+        self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; returns all keys ``[1, heads, tokens, dim]`` and all values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self.get_seq_length()
+        length = held + key_states.shape[-2]
+        if self._reserved is None or length > self._reserved[0].shape[-2]:
+            self._reserve(key_states, value_states, held, max(length, self._capacity))
+        assert self._reserved is not None
+        keys, values = self._reserved
+        keys[..., held:length, :] = key_states
+        values[..., held:length, :] = value_states
+        self.keys, self.values = keys[..., :length, :], values[..., :length, :]
+        return self.keys, self.values
+
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
+        fresh = tuple(
+            states.new_empty((*states.shape[:-2], capacity, states.shape[-1])) for states in (keys, values)
+        )
+        if held:
+            for new, old in zip(fresh, (self.keys, self.values), strict=True):
+                assert old is not None
+                new[..., :held, :] = old
+        self._reserved = (fresh[0], fresh[1])
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model's attention cache looks like.
+
+    Attributes:
+        exact: Learnt from a trial pass of the model itself; else computed from the configuration, upwards.
+        reserved: The cache is transformers' ``DynamicCache``, so plain layers of it can be
+            :class:`ReservedLayer`.
+        appendable: Most tokens of a prompt that may be computed in parts; 0: none may.
+        fixed_bytes: Bytes that do not depend on the tokens.
+        growing: For each tensor that grows: bytes a token, and the tokens after which it stops growing (or
+            ``None``).
+        copied: The same pairs for layers that are copied whenever they grow, one at a time.
+    """
+
+    exact: bool
+    reserved: bool
+    appendable: int
+    fixed_bytes: int
+    growing: tuple[tuple[int, int | None], ...]
+    copied: tuple[tuple[int, int | None], ...] = ()
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the cache when it holds ``tokens`` tokens, the copy of a growing layer included."""
+
+        def held(pair: tuple[int, int | None]) -> int:
+            each, most = pair
+            return each * (tokens if most is None else min(tokens, most))
+
+        return self.fixed_bytes + sum(map(held, self.growing)) + max(map(held, self.copied), default=0)
+
+    def new(self, config: Any, capacity: int) -> Any:
+        """A fresh cache for ``capacity`` tokens; ``None`` where the model makes its own."""
+        if not self.reserved:
+            return None
+        cache = DynamicCache(config=config.get_text_config())
+        cache.layers = [
+            ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers
+        ]
+        return cache
+
+
+def can_crop(cache: Any) -> bool:
+    """Plain attention layers can be cut anywhere and extended by several tokens; windows and states not."""
+    return type(cache) is DynamicCache and all(
+        type(layer) in (DynamicLayer, ReservedLayer) for layer in cache.layers
+    )
+
+
+def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype) -> CacheShape:
+    """Find out what cache a model makes, by a pass on the meta device: nothing is allocated or computed.
+
+    Args:
+        model: The whole model on the meta device; its experts return tensors like what they receive.
+        config: Its configuration.
+        dtype: Type of the keys and values, for the formula that stands in where no trial pass is possible.
+    """
+    text = config.get_text_config()
+    try:
+        cache = _trial(model)
+        found = [type(layer) for layer in cache.layers]
+        plain = type(cache) is DynamicCache and found == [
+            type(layer) for layer in DynamicCache(config=text).layers
+        ]
+    except Exception:  # whatever a family does that needs real numbers
+        return _from_config(text, dtype)
+    fixed = sum(tensor.nbytes for tensor in _tensors(cache))
+    growing: list[tuple[int, int | None]] = []
+    copied: list[tuple[int, int | None]] = []
+    for layer in cache.layers:
+        most = layer.sliding_window if getattr(layer, "is_sliding", False) else None
+        grows = 0
+        for tensor in _tensors(layer):
+            if _TRIAL in tensor.shape:
+                grows += tensor.nbytes // _TRIAL
+            elif most is not None:
+                grows += tensor.nbytes // tensor.shape[-2]
+            else:
+                fixed += tensor.nbytes
+        if grows:
+            # A window is a part of the tensor that the pass before has made.
+            growing.append((grows, None if most is None else most - 1 + PREFILL_CHUNK))
+            if most is not None or not (plain and type(layer) is DynamicLayer):
+                copied.append(growing[-1])
+    appendable = _appendable(model, config) if plain and all(kind in _APPENDABLE for kind in found) else 0
+    return CacheShape(True, plain, appendable, fixed, tuple(growing), tuple(copied))
+
+
+def _appendable(model: nn.Module, config: Any) -> int:
+    """Most tokens of a prompt whose meaning does not depend on how many more come after them."""
+    text = config.get_text_config()
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return 0
+    kinds = {kind for kind, _, _ in _rotary_scaling(model)}
+    if "dynamic" in kinds:
+        return 0
+    if "longrope" in kinds:
+        # Beyond this length all tokens of a pass are rotated by other frequencies.
+        parameters = getattr(text, "rope_parameters", None) or {}
+        limit = parameters.get("original_max_position_embeddings")
+        limit = limit or getattr(text, "original_max_position_embeddings", None)
+        return limit if isinstance(limit, int) else 0
+    return _UNLIMITED
+
+
+def _rotary_scaling(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Modules whose rotary frequencies depend on the longest position: kind, module, its parameters."""
+    found = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        for name in [kind for kind in kinds if kind in ("longrope", "dynamic")]:
+            parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+            found.append((name, module, parameters if isinstance(parameters, dict) else {}))
+    return found
+
+
+@contextmanager
+def _without_scaling(model: nn.Module) -> Iterator[None]:
+    """Choosing frequencies by the longest position needs a number that meta tensors do not have."""
+    with ExitStack() as undo:
+        for _, module, parameters in _rotary_scaling(model):
+            before = dict(vars(module))
+            undo.callback(vars(module).update, before)
+            undo.callback(parameters.update, dict(parameters))
+            module.rope_type = "default"
+            module.rope_init_fn = module.compute_default_rope_parameters
+            parameters["rope_type"] = "default"
+        yield
+
+
+def _trial(model: nn.Module) -> Any:
+    """The cache after a pass of :data:`_TRIAL` tokens on the meta device."""
+    ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
+    with _without_scaling(model), torch.inference_mode():
+        return model(input_ids=ids, use_cache=True).past_key_values
+
+
+def _tensors(holder: Any) -> list[torch.Tensor]:
+    """Tensors of at least two dimensions that a cache or a layer holds on the meta device."""
+    found: list[torch.Tensor] = []
+    for value in vars(holder).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        found += [
+            item for item in values if isinstance(item, torch.Tensor) and item.is_meta and item.ndim > 1
+        ]
+    return found
+
+
+def _from_config(text: Any, dtype: torch.dtype) -> CacheShape:
+    """Keys and values of every head in every layer: no family keeps more for a token."""
+    heads = int(text.num_attention_heads)
+    head = getattr(text, "head_dim", None) or math.ceil(int(text.hidden_size) / heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    each = 2 * int(kv_heads) * int(head) * dtype.itemsize
+    layers = int(text.num_hidden_layers)
+    # A state of linear attention is a matrix a head.
+    state = layers * heads * max(int(head), 128) ** 2 * torch.float32.itemsize
+    return CacheShape(False, False, 0, state, ((each * layers, None),), ((each, None),))

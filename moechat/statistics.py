@@ -1,0 +1,157 @@
+"""Measurements of an answer, and how they come out of the counters of experts and link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from moechat.offload.cached import NearTier
+from moechat.offload.experts import ExpertCounters
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Measurements of the last answer (or of the one under way).
+
+    Attributes:
+        load_s: Seconds that loading the model took, conversion and verification included.
+        prompt_tokens: Tokens of the prompt.
+        reused_tokens: Tokens of the prompt that were already in the attention cache from the answer before.
+        output_tokens: Tokens drawn so far.
+        ttft_s: Seconds from the call of ``generate`` to the first token; 0 before it.
+        tpot_s: Mean seconds for each token after the first; 0 before the second.
+        expert_activations: (token, layer, expert) triples computed.
+        expert_bytes: Bytes of expert blocks walked by the kernels.
+        hits_full: Experts that a token of the answer needed and that were resident as a whole. This and
+            what follows to ``link_busy_s`` is 0 where experts are mapped.
+        hits_prefetched: The same, whose missing blocks were on their way or there through a prefetch.
+        hits_top: The same, resident in part, the rest fetched on demand.
+        misses: The same, fetched on demand as a whole.
+        demand_bytes: Moved by the link because a router had asked.
+        prefetch_bytes: Moved ahead of that.
+        stall_s: Seconds in which the link was waited for with nothing to compute.
+        link_busy_s: Seconds with at least one transfer under way.
+        busy_s: Seconds from the call of ``generate`` to the last token drawn.
+        pages: Pages of the near tier, one block each; 0 where experts are mapped.
+        pages_peak: Most of them in use at a time since the model was loaded.
+        page_bytes: A page.
+        budget_bytes: Memory budget of the whole process.
+        peak_rss_bytes: Largest resident set of the process so far, mapped files included.
+        seed: What makes the same draw again.
+    """
+
+    load_s: float = 0.0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    expert_activations: int = 0
+    expert_bytes: int = 0
+    hits_full: int = 0
+    hits_prefetched: int = 0
+    hits_top: int = 0
+    misses: int = 0
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    stall_s: float = 0.0
+    link_busy_s: float = 0.0
+    busy_s: float = 0.0
+    pages: int = 0
+    pages_peak: int = 0
+    page_bytes: int = 0
+    budget_bytes: int = 0
+    peak_rss_bytes: int = 0
+    seed: int = 0
+
+    @property
+    def hit_rates(self) -> dict[str, float]:
+        """Shares of ``full``, ``prefetched``, ``top`` and ``miss``; all 0 before the first access."""
+        counts = {
+            "full": self.hits_full,
+            "prefetched": self.hits_prefetched,
+            "top": self.hits_top,
+            "miss": self.misses,
+        }
+        accesses = sum(counts.values()) or 1
+        return {name: count / accesses for name, count in counts.items()}
+
+    @property
+    def link_busy_share(self) -> float:
+        """Share of the answer's time in which the link was busy."""
+        return min(1.0, self.link_busy_s / self.busy_s) if self.busy_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the keys do not depend on how the experts are held."""
+        rates = {f"hit_rate_{name}": rate for name, rate in self.hit_rates.items()}
+        return {**asdict(self), **rates, "link_busy_share": self.link_busy_share}
+
+
+class Meter:
+    """Turns the running counters of experts and link into those of one answer.
+
+    Counters are read before and after the passes of a step, so that answers side by side do not share them;
+    transfers between two steps count for the next.
+    """
+
+    _SAME: Mapping[str, tuple[str, ...]] = {
+        "hits_full": ("hits_full",),
+        "hits_prefetched": ("hits_prefetch",),
+        "hits_top": ("hits_top",),
+        "misses": ("hits_miss",),
+        "demand_bytes": ("link_bytes_demand",),
+        "prefetch_bytes": ("link_bytes_near", "link_bytes_far"),
+        "stall_s": ("stall_seconds",),
+        "link_busy_s": ("link_busy_seconds",),
+    }
+
+    def __init__(self, near: NearTier | None, counters: ExpertCounters) -> None:
+        self._counters = counters
+        self._near = near
+        self._pages_peak = 0
+        self._before = self._read()
+
+    def close(self) -> None:
+        """Let go of the near tier."""
+        self._near = None
+
+    def describe(self) -> dict[str, Any]:
+        """How the near tier is run."""
+        if self._near is None:
+            return {}
+        settings = self._near.settings
+        return {
+            "policy": settings.policy,
+            "split": settings.split,
+            "prefetch": settings.prefetch,
+        }
+
+    def start(self) -> None:
+        """What was computed since the last step belongs to others."""
+        now = self._read()
+        for key in ("expert_activations", "expert_bytes"):
+            self._before[key] = now[key]
+
+    def add(self, stats: Stats) -> Stats:
+        """The statistics with what has happened since the last call."""
+        now = self._read()
+        # A counter below its last value has been set back to 0 meanwhile.
+        gained = {
+            key: value - self._before[key] if value >= self._before[key] else value
+            for key, value in now.items()
+        }
+        self._before = now
+        values = {key: getattr(stats, key) + value for key, value in gained.items()}
+        return replace(stats, pages_peak=self._pages_peak, **values)
+
+    def _read(self) -> dict[str, Any]:
+        counts: dict[str, Any] = {
+            "expert_activations": self._counters.activations,
+            "expert_bytes": self._counters.bytes_read,
+        }
+        if self._near is not None:
+            native = self._near.stats()
+            self._pages_peak = int(native["pages_peak"])
+            counts |= {key: sum(native[name] for name in names) for key, names in self._SAME.items()}
+        return counts

@@ -1,0 +1,305 @@
+"""Stores with random weights in the shape of a real model: for measurements, when the model itself is not
+here.
+
+Such a store is complete and hashed like any other and loads like any other; only what it says is noise.
+Quantised experts are not made by quantising: their codes, scales and zeros are drawn such that weights have
+mean 0 and the variance ``1 / inputs``, so that activations stay finite and of sensible size. To be as fast as
+the disk, a few blocks are drawn and experts are put together from them: blocks repeat, and where they carry
+biases whole experts do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import moechat
+from moechat import _native
+from moechat.errors import DoesNotFitError, StoreDamagedError, UsageError
+from moechat.geometry import BLOCK_NEURONS, GROUP_SIZE, ExpertGeometry
+from moechat.store.files import explained, format_bytes
+from moechat.store.lock import exclusive_lock
+from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest, Quantisation, SourceRecord
+from moechat.store.progress import ConvertProgress, ProgressCallback
+from moechat.store.safetensors_file import DIRECT_IO_ALIGNMENT, PlannedTensor, build_header
+from moechat.store.store import DENSE_PREFIX, EXPERTS_TENSOR, Store
+from moechat.store.workspace import Workspace, lock_path, remove_leftovers
+
+_POOL_EXPERTS = 2
+_POOL_BLOCKS = 48
+_DENSE_POOL = 1 << 22
+_CONFIG = "config.json"
+_DISK_SLACK = 1 << 20
+
+
+@dataclass(frozen=True)
+class SyntheticModel:
+    """What a synthetic store holds.
+
+    Attributes:
+        name: For people.
+        config: Content of ``config.json``; a transformers configuration.
+        geometry: Shape and encoding of the experts.
+        layers: Decoder layer index and name of the experts module of each expert layer, ascending.
+        dense: Shapes of all other weights by name, as the model's state dict has them.
+        seed: Of the weights.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    geometry: ExpertGeometry
+    layers: Sequence[tuple[int, str]]
+    dense: Mapping[str, tuple[int, ...]]
+    seed: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all of it."""
+        parts = [
+            "synthetic 1",
+            dict(self.config),
+            self.geometry.to_json(),
+            list(self.layers),
+            {name: list(shape) for name, shape in self.dense.items()},
+            self.seed,
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts."""
+        return len(self.layers) * self.geometry.layer_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all other weights; they are stored as bf16."""
+        return sum(2 * int(np.prod(shape, dtype=np.int64)) for shape in self.dense.values())
+
+
+def write_synthetic_store(
+    model: SyntheticModel, destination: Path, *, progress: ProgressCallback | None = None
+) -> Store:
+    """Make ``destination`` the store of ``model``; one that is already there is kept, another one replaced.
+
+    Args:
+        model: What to write.
+        destination: Directory of the store; its parent is created.
+        progress: Called after every expert and every few MiB; it may raise ``KeyboardInterrupt``.
+
+    Returns:
+        The open store.
+
+    Raises:
+        DoesNotFitError: The disk is too small, or became full.
+        UsageError: ``destination`` is something else than a store.
+        MoechatError: The file system refuses an operation.
+    """
+    destination = Path(destination)
+    with explained("writing a synthetic store", destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(lock_path(destination)):
+            finished = _finished(model, destination)
+            if finished is not None:
+                remove_leftovers(destination)
+                return finished
+            needed = model.expert_bytes + model.dense_bytes + _DISK_SLACK
+            free = shutil.disk_usage(destination.parent).free
+            if needed > free:
+                raise DoesNotFitError(
+                    f"a synthetic store needs {format_bytes(needed)} on the disk of {destination.parent}, "
+                    f"{format_bytes(free)} are free",
+                    hint="use fewer layers",
+                )
+            workspace = Workspace(destination, model.fingerprint)
+            workspace.discard()  # a part of one is not worth checking: writing is faster
+            workspace = Workspace(destination, model.fingerprint)
+            try:
+                layers = _Writer(model, workspace, progress).write()
+            except DoesNotFitError:
+                workspace.discard()
+                raise
+            workspace.publish(MANIFEST_NAME, _manifest(model, layers, workspace).to_bytes())
+            return Store.open(destination)
+
+
+def _finished(model: SyntheticModel, destination: Path) -> Store | None:
+    if not destination.exists():
+        return None
+    if not destination.is_dir() or (
+        any(destination.iterdir()) and not (destination / MANIFEST_NAME).is_file()
+    ):
+        raise UsageError(f"{destination} exists and is not a store", hint="choose another directory")
+    try:
+        store = Store.open(destination)
+    except StoreDamagedError:
+        return None
+    return store if store.manifest.source.fingerprint == model.fingerprint else None
+
+
+class _Writer:
+    """Writes the files of one store into a workspace."""
+
+    def __init__(
+        self, model: SyntheticModel, workspace: Workspace, progress: ProgressCallback | None
+    ) -> None:
+        self._model = model
+        self._workspace = workspace
+        self._progress = progress
+        self._generator = np.random.default_rng(model.seed)
+        self._total = model.expert_bytes + model.dense_bytes
+        self._done = 0
+
+    def write(self) -> list[LayerRecord]:
+        model = self._model
+        with self._workspace.create(_CONFIG) as file:
+            file.write(json.dumps(dict(model.config), indent=1, sort_keys=True).encode())
+            self._workspace.record(_CONFIG, *file.commit())
+        self._write_dense(f"{DENSE_PREFIX}00001.safetensors")
+        shape = (model.geometry.num_experts, model.geometry.blocks_per_expert, model.geometry.record_bytes)
+        header = build_header([PlannedTensor(EXPERTS_TENSOR, "U8", shape)], alignment=DIRECT_IO_ALIGNMENT)
+        pool = _ExpertPool(model.geometry, self._generator)
+        records = []
+        for layer, module in model.layers:
+            name = f"experts-{layer:05d}.safetensors"
+            with self._workspace.create(name) as file:
+                file.write(header)
+                for number in range(model.geometry.num_experts):
+                    file.write(pool.draw())
+                    self._advance(model.geometry.expert_bytes, f"layer {layer}, expert {number + 1}")
+                self._workspace.record(name, *file.commit())
+            records.append(LayerRecord(layer, module, name))
+        return records
+
+    def _write_dense(self, name: str) -> None:
+        tensors = [PlannedTensor(key, "BF16", tuple(shape)) for key, shape in self._model.dense.items()]
+        pool = self._generator.standard_normal(_DENSE_POOL, dtype=np.float32)
+        scaled: dict[int, npt.NDArray[np.uint16]] = {}
+        with self._workspace.create(name) as file:
+            file.write(build_header(tensors, alignment=64))
+            for tensor in tensors:
+                left = int(np.prod(tensor.shape, dtype=np.int64))
+                if len(tensor.shape) < 2:
+                    # Norms keep what they are given; biases and corrections favour nothing.
+                    value = 1.0 if "norm" in tensor.name else 0.0
+                    file.write(_bf16(np.full(left, value, dtype=np.float32)))
+                    continue
+                fan_in = int(np.prod(tensor.shape[1:], dtype=np.int64))
+                if fan_in not in scaled:
+                    scaled[fan_in] = _bf16(pool * np.float32(fan_in**-0.5))
+                source = scaled[fan_in]
+                at = int(self._generator.integers(len(source)))
+                while left:
+                    part = source[at : at + left]
+                    file.write(part)
+                    self._advance(part.nbytes, tensor.name)
+                    left -= len(part)
+                    at = 0
+            self._workspace.record(name, *file.commit())
+
+    def _advance(self, size: int, detail: str) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(ConvertProgress("synthetic", self._done, self._total, detail))
+
+
+class _ExpertPool:
+    """Random experts, put together from a few that were packed.
+
+    Where blocks are interchangeable (all full, none with a slice of biases) an expert is any blocks of the
+    pool, else a whole expert of the pool.
+    """
+
+    def __init__(self, geometry: ExpertGeometry, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self._blocks = geometry.blocks_per_expert
+        self._interchangeable = not geometry.has_bias and geometry.intermediate_size % BLOCK_NEURONS == 0
+        if self._interchangeable:
+            pool = replace(geometry, intermediate_size=_POOL_BLOCKS * BLOCK_NEURONS)
+            self._records = [_packed(pool, geometry.intermediate_size, generator)]
+        else:
+            self._records = [
+                _packed(geometry, geometry.intermediate_size, generator) for _ in range(_POOL_EXPERTS)
+            ]
+
+    def draw(self) -> npt.NDArray[np.uint8]:
+        """One expert, ``[blocks, record_bytes]``."""
+        if not self._interchangeable:
+            return self._records[int(self._generator.integers(len(self._records)))]
+        (blocks,) = self._records
+        chosen: npt.NDArray[np.uint8] = blocks[self._generator.integers(len(blocks), size=self._blocks)]
+        return chosen
+
+
+def _packed(geometry: ExpertGeometry, fan_in: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """One random expert as records ``[blocks, record_bytes]``; ``fan_in`` scales the weights of the down
+    matrix.
+    """
+    out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), dtype=np.uint8)
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+    biases = None
+    if geometry.has_bias:
+        gate, up, down = (
+            np.float32(0.02) * generator.standard_normal(size, dtype=np.float32)
+            for size in (inner, inner, hidden)
+        )
+        biases = (gate, up, down)
+    shapes = (((inner, hidden), hidden), ((inner, hidden), hidden), ((hidden, inner), fan_in))
+    if geometry.bits == 16:
+        matrices = [
+            np.float32(inputs**-0.5) * generator.standard_normal(shape, dtype=np.float32)
+            for shape, inputs in shapes
+        ]
+        _native.pack_expert(geometry.layout, matrices[0], matrices[1], matrices[2], biases, out)
+    else:
+        coded = [_codes(geometry.bits, shape, inputs, generator) for shape, inputs in shapes]
+        _native.pack_quantized(geometry.layout, *coded[0], *coded[1], *coded[2], biases, out)
+    return out
+
+
+def _codes(
+    bits: int, shape: tuple[int, int], inputs: int, generator: np.random.Generator
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+    """Codes ``[rows, columns]``, scales and zeros ``[rows, groups]`` of a random matrix of variance ``1 /
+    inputs``.
+    """
+    rows, columns = shape
+    levels = 1 << bits
+    groups = (rows, -(-columns // GROUP_SIZE))
+    codes = generator.integers(0, levels, size=(rows, columns), dtype=np.uint8)
+    spread = ((levels * levels - 1) / 12) ** 0.5  # of a uniform code
+    scales = generator.uniform(0.75, 1.25, size=groups) / (spread * inputs**0.5)
+    zeros = (levels - 1) / 2 + generator.uniform(-0.25, 0.25, size=groups)
+    return codes, scales.astype(np.float16), zeros.astype(np.float16)
+
+
+def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Rounded to nearest even, as bit patterns; for finite values."""
+    bits = values.view(np.uint32)
+    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def _manifest(model: SyntheticModel, layers: list[LayerRecord], workspace: Workspace) -> Manifest:
+    return Manifest(
+        source=SourceRecord(model.name, None, model.fingerprint, model.geometry.weight_type),
+        created_by={
+            "moechat": moechat.__version__,
+            "transformers": metadata.version("transformers"),
+            "torch": metadata.version("torch"),
+            "isa": _native.active_isa(),
+        },
+        model_type=str(model.config["model_type"]),
+        geometry=model.geometry,
+        layers=tuple(layers),
+        quantisation=Quantisation.of(model.geometry.bits, "none" if model.geometry.bits == 16 else "native"),
+        files=dict(workspace.finished),
+    )

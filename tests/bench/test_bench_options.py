@@ -1,0 +1,80 @@
+"""What can be asked of a measurement, and how it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moechat.bench.options import BenchOptions, LinkChoice, parse_fractions, parse_link, parse_systems
+from moechat.errors import UsageError
+
+
+def test_settings_belong_to_the_system_before_them() -> None:
+    systems = parse_systems("mixtral-offloading, auto ,auto:split=0.5,lookahead=2,moepic")
+    assert [system.name for system in systems] == [
+        "mixtral-offloading",
+        "auto",
+        "auto:split=0.5,lookahead=2",
+        "moepic",
+    ]
+    assert systems[2].settings.split == 0.5
+    assert systems[2].settings.lookahead == 2
+    assert systems[1].settings.lookahead == 1
+
+
+@pytest.mark.parametrize("text", ["nothing", "auto:split=2", "split=0.5", "auto:split", "auto:colour=red"])
+def test_wrong_systems_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_systems(text)
+
+
+def test_fractions_are_decimals_or_quotients() -> None:
+    assert parse_fractions("0.25, 1/3,1") == (0.25, 1 / 3, 1.0)
+
+
+@pytest.mark.parametrize("text", ["a", "1/0", "1/", "0.5;0.6"])
+def test_wrong_fractions_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a fraction"):
+        parse_fractions(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("file", LinkChoice()),
+        ("sim:2G", LinkChoice("sim", bandwidth=2.0 * 2**30)),
+        ("sim:16x", LinkChoice("sim", ratio=16.0)),
+        ("sim:0.5x", LinkChoice("sim", ratio=0.5)),
+    ],
+)
+def test_links_are_understood(text: str, choice: LinkChoice) -> None:
+    assert parse_link(text) == choice
+
+
+@pytest.mark.parametrize("text", ["", "sim", "sim:", "sim:0x", "sim:0", "sim:fast", "file:2G", "cuda"])
+def test_wrong_links_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"systems": ()},
+        {"systems": parse_systems("auto,auto")},
+        {"fractions": ()},
+        {"fractions": (0.0,)},
+        {"fractions": (1.5,)},
+        {"fractions": (float("nan"),)},
+        {"fractions": (0.5, 0.5)},
+        {"accuracy": 1.5},
+        {"tokens": 1},
+        {"prompt_tokens": 0},
+        {"warmup_tokens": -1},
+        {"runs": 0},
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        BenchOptions(**{"systems": parse_systems("auto"), **wrong})

@@ -1,0 +1,108 @@
+"""Known shapes: they fit transformers, can be cut down, and their stores load and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moechat
+from moechat.bench.models import describe_shape, load_shape, shape_names, store_name, synthetic_store
+from moechat.errors import UsageError
+from moechat.offload.settings import OffloadOptions
+
+# Experts, top-k, hidden and intermediate size, expert layers, as the models' papers and cards state them.
+FACTS = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768, 48),
+    "mixtral-8x7b": (8, 2, 4096, 14336, 32),
+    "olmoe-1b-7b": (64, 8, 2048, 1024, 16),
+    "gpt-oss-20b": (32, 4, 2880, 2880, 24),
+    "deepseek-v2-lite": (64, 6, 2048, 1408, 26),
+}
+# Billions of parameters, embeddings and all.
+PARAMETERS = {
+    "qwen3-30b-a3b": 30.5,
+    "mixtral-8x7b": 46.7,
+    "olmoe-1b-7b": 6.92,
+    "gpt-oss-20b": 20.9,
+    "deepseek-v2-lite": 15.7,
+}
+
+
+def test_all_shapes_are_known() -> None:
+    assert shape_names() == sorted(FACTS)
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_shapes_are_those_of_the_models(name: str) -> None:
+    experts, top_k, hidden, inner, layers = FACTS[name]
+    shape = load_shape(name)
+    assert shape.cuts == []
+    model = describe_shape(shape)
+    geometry = model.geometry
+    assert (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size) == (
+        experts,
+        hidden,
+        inner,
+    )
+    assert len(model.layers) == layers
+    assert shape.config.get_text_config().num_experts_per_tok == top_k
+    weights = layers * experts * (3 * hidden * inner + (2 * inner + hidden) * geometry.has_bias)
+    total = (weights + model.dense_bytes // 2) / 1e9
+    assert total == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_cut_shapes_say_so(name: str) -> None:
+    shape = load_shape(name, layers=2, vocabulary=500)
+    assert "2 of" in shape.cuts[0]
+    assert "500 instead of" in shape.cuts[1]
+    model = describe_shape(shape)
+    assert len(model.layers) == 2 - (name == "deepseek-v2-lite")
+    assert store_name(shape, 4) == f"{name}-2l-500v-4bit-r1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"name": "gpt-5"}, "there is no shape 'gpt-5'"),
+        ({"name": "olmoe-1b-7b", "layers": 17}, "17 of them cannot be kept"),
+        ({"name": "olmoe-1b-7b", "layers": 0}, "0 of them cannot be kept"),
+        ({"name": "deepseek-v2-lite", "layers": 1}, "1 of them cannot be kept"),
+        ({"name": "olmoe-1b-7b", "vocabulary": 1}, "1 of them cannot be kept"),
+        ({"name": "olmoe-1b-7b", "vocabulary": 10**6}, "cannot be kept"),
+    ],
+)
+def test_impossible_cuts_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        load_shape(**arguments)
+
+
+# Tiny stand-ins for the big ones: the same families with all their parts, in sizes that a test can write.
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"moe_intermediate_size": 64, "num_experts": 8, "hidden_size": 64},
+    "mixtral-8x7b": {"intermediate_size": 128, "hidden_size": 64, "head_dim": 16},
+    "olmoe-1b-7b": {"intermediate_size": 64, "num_experts": 8, "hidden_size": 64},
+    "gpt-oss-20b": {"intermediate_size": 96, "num_local_experts": 8, "hidden_size": 64, "head_dim": 16},
+    "deepseek-v2-lite": {
+        "moe_intermediate_size": 80,
+        "n_routed_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_stores_of_every_family_load_and_stay_finite(name: str, tmp_path: Path) -> None:
+    shape = load_shape(name, layers=3, vocabulary=300)
+    for key, value in SMALL[name].items():
+        setattr(shape.config, key, value)
+    store = synthetic_store(shape, tmp_path)
+    engine = moechat.load(store.path, offload=OffloadOptions(pages=0))
+    logits = engine.logits([1, 2, 3, 4, 5, 299])
+    assert torch.isfinite(logits).all()
+    assert 0.3 < float(logits.std()) < 3
+    assert len(list(engine.generate([1, 2, 3], max_new_tokens=3))) == 3

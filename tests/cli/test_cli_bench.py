@@ -1,0 +1,117 @@
+"""``moechat bench``: tables for people, one JSON object for programs, errors before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import Cli
+
+SMALL = ("--prompt-tokens", "8", "--warmup-tokens", "4", "--tokens", "4", "--runs", "1")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moechat.bench.speeds._COMPUTE_SECONDS", 0.01)
+    monkeypatch.setattr("moechat.bench.speeds._LINK_SECONDS", 0.01)
+
+
+def test_the_demo_is_measured_with_its_own_routers(cli: Cli) -> None:
+    result = cli.call(
+        "bench", "demo", *SMALL, "--fractions", "1/4,1/2", "--systems", "on-demand,auto:split=0.5"
+    )
+    text = result.out.decode()
+    assert result.status == 0, result.err
+    assert "0.25 of the experts in 3.0 MiB" in text
+    assert "0.5 of the experts in 6.0 MiB" in text
+    assert text.count("on-demand") == 2
+    assert text.count("auto:split=0.5") == 2
+    assert "right of 2 predicted, by layer:" in text
+    assert "Tokens are given, not sampled: 8 of a prompt, 4 that fill the cache" in text
+    assert "0.25 of the experts, run 1 of 1, on-demand:" in result.err
+    assert "\x1b" not in text
+
+
+def test_json_is_one_object_and_out_keeps_it(cli: Cli) -> None:
+    file = cli.directory / "result.json"
+    result = cli.call(
+        "bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q", "--out", str(file)
+    )
+    assert result.status == 0, result.err
+    assert result.err == ""
+    measured = json.loads(result.out)
+    assert measured == json.loads(file.read_text())
+    assert measured["model"]["name"] == "demo"
+    assert [case["system"] for case in measured["cases"]] == ["auto"]
+    assert measured["prediction"]["source"] == "next-router"
+    assert len(measured["prediction"]["right_of_top_k"]) == 8
+    assert measured["assumptions"]
+
+
+def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
+    result = cli.call("bench", "demo", *SMALL, "--ram", "2M", "--systems", "auto", "--json", "-q")
+    assert result.status == 0, result.err
+    (case,) = json.loads(result.out)["cases"]
+    assert 2 * 2**20 - 25_000 < case["pages_bytes"] <= 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "name either a model or, with --synthetic, a shape"),
+        (("demo", "--synthetic", "olmoe-1b-7b"), "name either a model"),
+        (("demo", "--layers", "2"), "they need --synthetic"),
+        (("demo", "--ram", "1G", "--fractions", "1/2"), "give one of them"),
+        (("demo", "--systems", "wonder"), "system 'wonder' is not known"),
+        (("demo", "--link", "carrier-pigeon"), "is not a link"),
+        (("demo", "--fractions", "2"), "it must be above 0 and at most 1"),
+        (("demo", "--tokens", "1"), "tokens is 1"),
+        (("demo", "--routing", "nowhere.npz"), "there is no trace nowhere.npz"),
+        (("demo", "--tokens", "5000"), "the context holds 1024"),
+        (("--synthetic", "gpt-5"), "there is no shape 'gpt-5'"),
+        (("demo", "--out", "no/such/directory/file"), "cannot be written"),
+    ],
+)
+def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason: str) -> None:
+    result = cli.call("bench", *arguments)
+    assert result.status == 2
+    assert reason in result.err
+    assert result.out == b""
+
+
+def test_an_unknown_model_is_not_found(cli: Cli) -> None:
+    assert cli.call("bench", "no-such-model").status == 3
+
+
+def test_a_synthetic_shape_is_written_kept_and_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moechat.bench.models as models
+
+    real = models.load_shape
+
+    def small(name: str, **cuts: int | None) -> models.Shape:
+        shape = real(name, **cuts)
+        for key, value in {"intermediate_size": 64, "hidden_size": 64, "num_experts": 8}.items():
+            setattr(shape.config, key, value)
+        return shape
+
+    monkeypatch.setattr(models, "load_shape", small)
+    arguments = ("--synthetic", "olmoe-1b-7b", "--layers", "2", "--vocabulary", "300", "--link", "sim:2x")
+    result = cli.call("bench", *arguments, *SMALL, "--systems", "auto", "--fractions", "1/2")
+    assert result.status == 0, result.err
+    kept = cli.home / "cache" / "synthetic" / "olmoe-1b-7b-2l-300v-4bit-r1"
+    assert (kept / "manifest.json").is_file()
+    text = result.out.decode()
+    assert "2 of 16 decoder layers" in text
+    assert "300 instead of 50304 tokens" in text
+    assert "Weights are random" in text
+    assert "there is no locality" in text
+    written = (kept / "manifest.json").stat().st_mtime_ns
+    elsewhere = cli.directory / "stores"
+    assert cli.call("bench", *arguments, *SMALL, "--systems", "auto", "-q").status == 0
+    assert (kept / "manifest.json").stat().st_mtime_ns == written
+    assert (
+        cli.call("bench", *arguments, *SMALL, "--systems", "auto", "-q", "--directory", str(elsewhere)).status
+        == 0
+    )
+    assert Path(elsewhere, kept.name, "manifest.json").is_file()

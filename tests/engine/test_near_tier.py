@@ -1,0 +1,223 @@
+"""An engine whose experts do not all fit: budgets, statistics, interrupts, disks that fail, closing."""
+
+from __future__ import annotations
+
+import _thread
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import write_tiny_chat_model
+
+import moechat
+from moechat import Engine
+from moechat.errors import DoesNotFitError, MoechatError, PromptTooLongError, StoreDamagedError
+from moechat.models.prompt_cache import PromptCache
+from moechat.offload.settings import CacheSettings, LinkSettings, OffloadOptions
+
+PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
+TIGHT = OffloadOptions(pages=6)
+# One byte a second: nothing ever arrives.
+STANDING = LinkSettings(kind="sim", bandwidth=1.0, stall_seconds=0.4)
+
+
+def answer(engine: Engine, prompt: list[int] = PROMPT, count: int = 8) -> list[int]:
+    return [step.token_id for step in engine.generate(prompt, max_new_tokens=count, temperature=0.0)]
+
+
+@pytest.fixture
+def paged(chat_model: Path, home: Path) -> Iterator[Engine]:
+    with moechat.load(chat_model, offload=TIGHT) as engine:
+        yield engine
+
+
+def test_pages_change_no_token_and_are_counted(paged: Engine, engine: Engine) -> None:
+    assert answer(paged) == answer(engine)
+    stats, all_mapped = paged.stats, engine.stats
+    assert stats.pages == 6
+    assert 0 < stats.pages_peak <= 6
+    assert stats.expert_activations == all_mapped.expert_activations
+    assert stats.expert_bytes == all_mapped.expert_bytes
+    accesses = stats.hits_full + stats.hits_prefetched + stats.hits_top + stats.misses
+    assert accesses == 7 * 2 * 2, "7 tokens of the answer were fed, in 2 layers with 2 experts each"
+    assert sum(stats.hit_rates.values()) == pytest.approx(1)
+    assert stats.demand_bytes > 0
+    assert stats.demand_bytes % stats.page_bytes == 0
+    assert 0 < stats.link_busy_share <= 1
+    assert (all_mapped.pages, all_mapped.misses, all_mapped.demand_bytes) == (0, 0, 0)
+    assert stats.to_json().keys() == all_mapped.to_json().keys()
+    assert {"hit_rate_full", "hit_rate_miss", "link_busy_share"} <= stats.to_json().keys()
+
+
+def test_statistics_are_of_one_answer(paged: Engine) -> None:
+    answer(paged)
+    first = paged.stats
+    answer(paged)
+    again = paged.stats
+    assert again.expert_activations == first.expert_activations
+    assert sum((again.hits_full, again.hits_prefetched, again.hits_top, again.misses)) == 28
+
+
+def test_a_plan_is_told_part_by_part(paged: Engine, engine: Engine) -> None:
+    told = paged.describe()
+    assert told["pages"] == 6
+    assert told["memory_experts_bytes"] == 6 * told["page_bytes"]
+    assert (told["policy"], told["prefetch"], told["split"]) == ("lcp", "next-router", 1.0)
+    mapped = engine.describe()
+    assert mapped["experts"].startswith("mapped")
+    parts = ("process", "dense", "attention_cache", "workspace", "scratch", "margin", "experts")
+    total = sum(mapped[f"memory_{part}_bytes"] for part in parts)
+    assert total <= mapped["memory_budget_bytes"]
+    assert not mapped["memory_budget_given"]
+    assert mapped["system"] == "auto"
+
+
+@pytest.mark.parametrize("ram", ["64M", 64 << 20])
+def test_a_budget_too_small_is_refused_with_one_that_works(ram: Any, chat_model: Path, home: Path) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        moechat.load(chat_model, ram=ram)
+    assert caught.value.least_bytes is not None
+    # The tests' own process grows between the two.
+    with moechat.load(chat_model, ram=caught.value.least_bytes + (64 << 20)) as engine:
+        assert engine.describe()["memory_budget_given"]
+        assert len(answer(engine)) == 8
+
+
+def test_a_context_that_memory_made_short_is_explained(chat_model: Path, home: Path) -> None:
+    with moechat.load(chat_model, offload=TIGHT) as engine:
+        object.__setattr__(engine._loaded.plan, "context_limited", True)
+        with pytest.raises(PromptTooLongError) as caught:
+            engine.generate([5] * 300)
+    assert "memory made the context shorter" in str(caught.value.hint)
+    assert "--ram" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "system", ["auto", "moepic", "mixtral-offloading", "on-demand", "pregated", "deepspeed"]
+)
+def test_every_system_gives_the_same_tokens(
+    system: str, chat_model: Path, home: Path, engine: Engine
+) -> None:
+    from moechat.offload.settings import settings_of
+
+    offload = OffloadOptions(pages=9, cache=settings_of(system))
+    with moechat.load(chat_model, system=system, offload=offload) as other:
+        assert answer(other) == answer(engine)
+        assert torch.equal(other.logits(PROMPT), engine.logits(PROMPT))
+
+
+def test_a_closed_engine_says_so_and_closing_may_be_repeated(chat_model: Path, home: Path) -> None:
+    with moechat.load(chat_model, offload=TIGHT) as engine:
+        steps = engine.generate(PROMPT, max_new_tokens=8, temperature=0.0)
+        next(steps)
+    engine.close()
+    for use in (lambda: next(steps), lambda: engine.logits(PROMPT), lambda: engine.generate(PROMPT)):
+        with pytest.raises(MoechatError, match="was closed"):
+            use()
+    assert engine.describe()["pages"] == 6
+    assert engine.stats.output_tokens == 1
+
+
+def test_an_engine_whose_making_failed_can_be_deleted() -> None:
+    Engine.__new__(Engine).__del__()
+
+
+def test_a_file_cut_short_is_a_damaged_store_and_the_engine_recovers(home: Path, tmp_path: Path) -> None:
+    write_tiny_chat_model(tmp_path / "model")
+    with moechat.load(tmp_path / "model", offload=TIGHT) as engine:
+        expected = answer(engine)
+        kept = {path: path.read_bytes() for path in engine._store.path.glob("experts-*.safetensors")}
+        for path, data in kept.items():
+            with path.open("r+b") as file:
+                file.truncate(len(data) // 4)
+        with pytest.raises(StoreDamagedError, match="experts-") as caught:
+            answer(engine)
+        assert caught.value.exit_code == 6
+        for path, data in kept.items():
+            with path.open("r+b") as file:
+                file.write(data)
+        assert answer(engine) == expected
+
+
+def test_a_link_that_stands_still_is_an_error_within_its_limit(chat_model: Path, home: Path) -> None:
+    with moechat.load(chat_model, offload=OffloadOptions(pages=6, link=STANDING)) as engine:
+        for _ in range(2):  # the engine stays usable: it tries again
+            with pytest.raises(MoechatError, match="cannot be read") as caught:
+                answer(engine)
+            assert caught.value.exit_code == 1
+            assert "try again" in str(caught.value.hint)
+
+
+def test_ctrl_c_ends_a_wait_for_the_link(chat_model: Path, home: Path) -> None:
+    link = LinkSettings(kind="sim", bandwidth=1.0, stall_seconds=60.0)
+    with moechat.load(chat_model, offload=OffloadOptions(pages=6, link=link)) as engine:
+        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            answer(engine)
+        timer.join()
+        # Encoding, describing and refusing still work, and nothing of the answer is kept.
+        assert engine.describe()["pages"] == 6
+        assert engine._prompt_cache._cache is None
+
+
+def test_prompts_come_in_parts_and_an_interrupt_between_them_leaves_the_engine_usable(
+    chat_model: Path, home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [(7 * i) % 200 + 3 for i in range(100)]
+    whole = engine.logits(prompt)
+    expected = answer(engine, prompt)
+    passes: list[int] = []
+    with moechat.load(chat_model, offload=TIGHT) as other:
+        monkeypatch.setattr(other._loaded, "chunk", 32)
+        hook = other._model.register_forward_pre_hook(
+            lambda _module, _arguments, named: passes.append(named["input_ids"].shape[1]), with_kwargs=True
+        )
+        parts = other.logits(prompt)
+        assert passes == [32, 32, 32, 4]
+        assert float((parts - whole).norm() / whole.norm()) < 1e-5
+        passes.clear()
+        assert answer(other, prompt) == expected
+        assert passes == [32, 32, 32, 4] + [1] * 7
+        hook.remove()
+
+        def interrupt(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:
+            passes.append(named["input_ids"].shape[1])
+            if len(passes) == 3:
+                raise KeyboardInterrupt
+
+        passes.clear()
+        hook = other._model.register_forward_pre_hook(interrupt, with_kwargs=True)
+        with pytest.raises(KeyboardInterrupt):
+            answer(other, prompt)
+        hook.remove()
+        assert answer(other, prompt) == expected
+        assert other.stats.reused_tokens == 0
+
+
+def test_a_prompt_that_was_not_finished_takes_no_memory() -> None:
+    cache = PromptCache()
+    cache.keep(object(), [1, 2], prompt=3)
+    cache.keep(object(), [1, 2, 3], prompt=3)
+    assert cache.take([1, 2, 3, 4]) == (None, 0)
+
+
+def test_settings_of_the_near_tier_may_be_given(chat_model: Path, home: Path, engine: Engine) -> None:
+    settings = CacheSettings(policy="lru", split=0.5, prefetch="none")
+    with moechat.load(chat_model, offload=OffloadOptions(cache=settings, pages=9)) as other:
+        told = other.describe()
+        assert (told["system"], told["policy"], told["split"]) == ("custom", "lru", 0.5)
+        assert answer(other) == answer(engine)
+        assert other.stats.prefetch_bytes == 0
+
+
+def test_loading_does_not_import_what_it_does_not_use() -> None:
+    """hqq, which transformers imports where it can, takes a third of a second and 40 MiB of every budget."""
+    script = "import sys, moechat.engine; print([name for name in ('hqq', 'networkx') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

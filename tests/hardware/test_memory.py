@@ -1,0 +1,88 @@
+"""What the system says about memory: the least of all limits counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from moechat.hardware.memory import (
+    available_bytes,
+    give_back_unused,
+    peak_resident_bytes,
+    resident_bytes,
+)
+
+MEBI = 1 << 20
+
+
+def write_group(directory: Path, files: dict[str, str]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+
+
+def version_1(limit: int, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
+    return {
+        "memory.limit_in_bytes": f"{limit}\n",
+        "memory.usage_in_bytes": f"{usage}\n",
+        "memory.stat": f"cache 1\ntotal_inactive_file {inactive}\ntotal_active_file {active}\n",
+    }
+
+
+def version_2(limit: int | str, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.current": f"{usage}\n",
+        "memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file {active}\n",
+    }
+
+
+def test_without_groups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    here = psutil.virtual_memory().available
+    assert available_bytes(tmp_path, tmp_path / "none") == pytest.approx(here, rel=0.2)
+
+
+def test_the_rest_of_a_group_counts_and_its_files_are_free(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/a/b\n1:cpu:/\n")
+    write_group(tmp_path / "memory" / "a" / "b", version_1(100 * MEBI, 70 * MEBI, 10 * MEBI, 5 * MEBI))
+    assert available_bytes(tmp_path, own) == 45 * MEBI
+
+
+def test_the_least_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    write_group(tmp_path / "a" / "b", version_2("max", 70 * MEBI))
+    write_group(tmp_path / "a", version_2(80 * MEBI, 75 * MEBI, 15 * MEBI))
+    assert available_bytes(tmp_path, own) == 20 * MEBI
+    write_group(tmp_path / "a" / "b", version_2(71 * MEBI, 70 * MEBI))
+    assert available_bytes(tmp_path, own) == 1 * MEBI
+
+
+def test_a_container_shows_its_own_group_at_the_root(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/../../elsewhere/pod\n")
+    write_group(tmp_path, version_2(64 * MEBI, 16 * MEBI))
+    assert available_bytes(tmp_path, own) == 48 * MEBI
+
+
+def test_a_full_group_leaves_nothing_and_no_limit_is_no_limit(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/\n")
+    write_group(tmp_path / "memory", version_1(10 * MEBI, 12 * MEBI))
+    assert available_bytes(tmp_path, own) == 0
+    write_group(tmp_path / "memory", version_1(9223372036854771712, 12 * MEBI))
+    assert available_bytes(tmp_path, own) > MEBI
+
+
+def test_resident_and_peak_follow_what_is_used() -> None:
+    before = resident_bytes()
+    block = np.ones(64 * MEBI, dtype=np.uint8)
+    assert resident_bytes() > before + 56 * MEBI
+    del block
+    give_back_unused()
+    assert resident_bytes() < before + 32 * MEBI
+    assert peak_resident_bytes() > before + 56 * MEBI

@@ -1,0 +1,81 @@
+"""Measures what passes of models take, in a process of its own: CONTEXT [[FAMILY, DTYPE, SIZES], ...].
+
+Prints a list for each: [tokens in the pass, tokens in the cache, measured bytes, estimated bytes], ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import moechat  # noqa: F401 - first, for what it has to say before torch is loaded
+
+# isort: split
+import torch
+from transformers import AutoConfig
+
+from moechat.hardware.memory import give_back_unused, peak_resident_bytes, resident_bytes
+from moechat.models.attention_cache import cache_shape
+from moechat.models.footprint import prefill_chunk, workspace_bytes
+from moechat.models.skeleton import build_skeleton
+from moechat.offload.experts import IMPLEMENTATION, attach, register
+
+Figures = tuple[int, int, int, int]
+
+
+class Experts:
+    """What every expert layer allocates, without the experts."""
+
+    def forward(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        x = hidden.to(torch.float32).contiguous()
+        return torch.zeros_like(x).to(hidden.dtype)
+
+
+def measure(family: str, dtype: torch.dtype, sizes: dict[str, Any], context: int) -> list[Figures]:
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1000,
+        num_hidden_layers=2,
+        max_position_embeddings=8192,
+        eos_token_id=None,
+        pad_token_id=0,
+        **sizes,
+    )
+    skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
+    model = skeleton.model
+    for entry in skeleton.experts:
+        attach(entry.module, Experts())  # type: ignore[arg-type]
+    shape = cache_shape(model, model.config, dtype)
+    chunk = prefill_chunk(model.config)
+    model.to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data.fill_(0.01)
+    figures: list[Figures] = []
+    with torch.inference_mode():
+        cache = shape.new(model.config, context)
+        ids = torch.ones((1, 64), dtype=torch.int64)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        give_back_unused()
+        before, held = resident_bytes() - shape.nbytes(64), 64
+        while held < context:
+            tokens = min(chunk, context - held)
+            ids = torch.ones((1, tokens), dtype=torch.int64)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            held += tokens
+            measured = peak_resident_bytes() - before - shape.nbytes(held)
+            figures.append((tokens, held, measured, workspace_bytes(model.config, dtype, tokens, held)))
+    return figures
+
+
+def main() -> None:
+    context, cases = int(sys.argv[1]), json.loads(sys.argv[2])
+    register()
+    torch.set_num_threads(2)
+    print(json.dumps([measure(name, getattr(torch, kind), sizes, context) for name, kind, sizes in cases]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The attention cache: its size known beforehand, growing without copies, filled in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import CASES, UNLISTED, tiny_config
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+from moechat.models.attention_cache import PREFILL_CHUNK, ReservedLayer, cache_shape
+from moechat.models.skeleton import build_skeleton
+from moechat.offload.experts import IMPLEMENTATION, attach, register
+
+ALL = [*CASES, *((family, 0) for family in UNLISTED)]
+# Their state is not one of keys and values alone, so their prompts go in one pass.
+IN_ONE_PASS = {"lfm2_moe", "minimax", "qwen3_next"}
+
+
+class Nothing:
+    """Experts on the meta device."""
+
+    def forward(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(hidden)
+
+
+def shape_of(config: Any) -> Any:
+    register()
+    skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)
+    for entry in skeleton.experts:
+        attach(entry.module, Nothing())  # type: ignore[arg-type]
+    return cache_shape(skeleton.model, skeleton.model.config, torch.float32)
+
+
+def held(cache: Any) -> int:
+    """Bytes that a cache holds; what transformers' own layers show may be a part of a larger tensor."""
+    total = 0
+    for holder in (cache, *cache.layers):
+        for value in vars(holder).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            )
+            for item in values:
+                if isinstance(item, torch.Tensor) and item.ndim > 1:
+                    reserved = isinstance(holder, ReservedLayer)
+                    total += item.nbytes if reserved else item.untyped_storage().nbytes()
+    return total
+
+
+def random_model(config: Any) -> Any:
+    """transformers' own model, with weights large enough for every part to matter."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.6 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize(("family", "index"), ALL)
+def test_parts_mean_the_same_as_one_pass_and_the_size_is_known_beforehand(family: str, index: int) -> None:
+    config = tiny_config(family, index)
+    shape = shape_of(config)
+    assert shape.exact
+    assert (shape.appendable == 0) == (family in IN_ONE_PASS)
+    model = random_model(tiny_config(family, index))
+    ids = torch.randint(3, 101, (1, 83), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        whole = model(input_ids=ids, past_key_values=shape.new(model.config, 100), use_cache=True)
+        copied = max((each * min(83, most or 83) for each, most in shape.copied), default=0)
+        assert shape.nbytes(83) - copied == held(whole.past_key_values)
+        if not shape.appendable:
+            return
+        cache, logits = shape.new(model.config, 100), []
+        for part in ids.split(7, dim=1):  # type: ignore[no-untyped-call]
+            output = model(input_ids=part, past_key_values=cache, use_cache=True)
+            assert output.past_key_values is cache
+            logits.append(output.logits)
+    parts = torch.cat(logits, dim=1)
+    assert float((parts - whole.logits).norm() / whole.logits.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "appendable"),
+    [
+        ({"rope_type": "default"}, True),
+        ({"rope_type": "linear", "factor": 2.0}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, False),
+    ],
+)
+def test_rotary_scaling_by_the_longest_position_forbids_parts(
+    changes: dict[str, Any], appendable: bool
+) -> None:
+    config = tiny_config("qwen3_moe")
+    config.rope_parameters = {**config.rope_parameters, **changes}
+    shape = shape_of(config)
+    assert shape.exact
+    assert bool(shape.appendable) == appendable
+
+
+def test_long_rotary_factors_allow_parts_up_to_the_original_length() -> None:
+    config = tiny_config("phimoe", max_position_embeddings=2048)
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "short_mscale": 1.1,
+        "long_mscale": 1.2,
+        "original_max_position_embeddings": 512,
+    }
+    shape = shape_of(config)
+    assert (shape.exact, shape.appendable) == (True, 512)
+    # The trial leaves no trace: the next one finds the same.
+    assert config.rope_parameters["rope_type"] == "longrope"
+
+
+def test_a_family_that_cannot_be_tried_is_estimated_upwards() -> None:
+    register()
+    config = tiny_config("qwen3_moe")
+    skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)  # its experts have no layers attached
+    shape = cache_shape(skeleton.model, skeleton.model.config, torch.float32)
+    assert (shape.exact, shape.appendable, shape.reserved) == (False, 0, False)
+    assert shape.new(config, 10) is None
+    for entry in skeleton.experts:
+        attach(entry.module, Nothing())  # type: ignore[arg-type]
+    exact = cache_shape(skeleton.model, skeleton.model.config, torch.float32)
+    assert exact.exact
+    assert shape.nbytes(200) >= exact.nbytes(200)
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_windows_stop_growing(window: int) -> None:
+    shape = shape_of(tiny_config("gpt_oss", sliding_window=window))
+    each = 2 * 2 * 16 * 4
+    assert set(shape.growing) == {(each, None), (each, window - 1 + PREFILL_CHUNK)}
+    assert shape.nbytes(100_001) - shape.nbytes(100_000) == each
+
+
+def test_a_reserved_layer_is_transformers_own_without_the_copies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = ReservedLayer(10), DynamicLayer()
+    place = 0
+    for count in (1, 4, 2, 1, 8, 1):  # the last two need more than was reserved
+        keys = torch.randn((1, 2, count, 4), generator=generator)
+        values = torch.randn((1, 2, count, 6), generator=generator)
+        for ours_part, theirs_part in zip(
+            ours.update(keys, values), theirs.update(keys, values), strict=True
+        ):
+            assert torch.equal(ours_part, theirs_part)
+        if ours.get_seq_length() <= 10:
+            assert ours.keys.data_ptr() == (place or ours.keys.data_ptr())
+            place = ours.keys.data_ptr()
+        if count == 2:
+            for layer in (ours, theirs):
+                layer.crop(-3)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+    assert ours.get_mask_sizes(3) == theirs.get_mask_sizes(3)

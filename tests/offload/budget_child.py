@@ -1,0 +1,32 @@
+"""Loads a model within a budget, answers a long prompt, and reports what it took: MODEL BUDGET TOKENS."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import moechat
+
+
+def main() -> None:
+    model, budget, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    engine = moechat.load(model, bits=8, ram=budget, ctx=tokens + 64, threads=2)
+    prompt = [(7 * i * i + 3 * i) % 500 + 3 for i in range(tokens)]
+    answer = list(engine.generate(prompt, max_new_tokens=6, temperature=0.0))
+    stats = engine.stats.to_json()
+    geometry = engine._store.geometry
+    print(
+        json.dumps(
+            {
+                "answer_tokens": len(answer),
+                "pages": stats["pages"],
+                "pages_peak": stats["pages_peak"],
+                "peak_rss": stats["peak_rss_bytes"],
+                "blocks": len(engine._store.layers) * geometry.num_experts * geometry.blocks_per_expert,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

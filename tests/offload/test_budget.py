@@ -1,0 +1,192 @@
+"""The division of a memory budget, in pure numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moechat.errors import DoesNotFitError
+from moechat.offload.budget import MEBI, MemoryPlan, Needs, automatic_budget, least_budget, plan_memory
+
+NEEDS = Needs(
+    base=400 * MEBI,
+    dense=300 * MEBI,
+    loading=100 * MEBI,
+    kv=lambda tokens: tokens * (MEBI // 16),
+    workspace=lambda tokens: 50 * MEBI + tokens * 4096,
+    scratch=30 * MEBI,
+    page_bytes=MEBI // 4,
+    blocks=16_000,
+    min_pages=2,
+    own_context=32_768,
+    threads=2,
+)
+EVERYTHING = NEEDS.blocks * NEEDS.page_bytes
+
+
+def counted(plan: MemoryPlan) -> int:
+    parts = (plan.base, plan.dense, plan.kv, plan.workspace, plan.scratch, plan.margin)
+    return sum(parts) + plan.pages * plan.page_bytes + (EVERYTHING if plan.mapped else 0)
+
+
+def test_what_the_other_parts_leave_is_pages() -> None:
+    plan = plan_memory(NEEDS, 2048 * MEBI, ctx=1024)
+    assert (plan.base, plan.dense, plan.scratch) == (NEEDS.base, NEEDS.dense, NEEDS.scratch)
+    assert plan.kv == 64 * MEBI
+    # Loading is over before the first pass, but it takes more than that pass and the attention cache do.
+    assert plan.workspace == 54 * MEBI
+    assert not plan.mapped
+    assert counted(plan) == plan.total <= plan.budget
+    assert plan.total > plan.budget - 2 * plan.page_bytes
+    assert plan.margin >= 32 * MEBI
+
+
+def test_loading_counts_where_it_takes_more_than_a_pass() -> None:
+    plan = plan_memory(replace(NEEDS, loading=700 * MEBI), 2048 * MEBI, ctx=1024)
+    assert plan.workspace + plan.kv == 700 * MEBI
+
+
+def test_everything_is_mapped_as_soon_as_it_fits() -> None:
+    budget = least_budget(NEEDS, 1024) + EVERYTHING + EVERYTHING // 50
+    plan = plan_memory(NEEDS, budget, ctx=1024)
+    assert (plan.mapped, plan.pages, plan.expert_bytes) == (True, 0, EVERYTHING)
+    assert plan.total <= budget
+    less = plan_memory(NEEDS, plan.total - MEBI, ctx=1024)
+    assert not less.mapped
+    assert less.pages <= NEEDS.blocks
+
+
+def test_wanted_pages_are_taken_whatever_the_budget() -> None:
+    assert plan_memory(NEEDS, 1, ctx=1024, pages=7).pages == 7
+    assert plan_memory(NEEDS, 1, ctx=1024, pages=0).mapped
+
+
+def test_a_wanted_context_is_never_changed() -> None:
+    plan = plan_memory(NEEDS, 2048 * MEBI, ctx=9999)
+    assert (plan.context, plan.context_limited) == (9999, False)
+
+
+@pytest.mark.parametrize("budget", [1600, 2048, 3000, 4000])
+def test_a_context_takes_a_quarter_of_what_is_left_at_most(budget: int) -> None:
+    needs = replace(NEEDS, loading=0, workspace=lambda _: 50 * MEBI)
+    plan = plan_memory(needs, budget * MEBI)
+    left = budget * MEBI - (plan.base + plan.dense + plan.scratch + plan.workspace)
+    assert plan.context % 256 == 0
+    assert plan.context_limited
+    assert plan.context == 4096 or left / 5 < plan.kv <= left / 4
+    assert plan.context >= 4096
+    assert plan_memory(needs, (budget + 500) * MEBI).context > plan.context
+
+
+def test_a_model_of_a_short_context_keeps_it() -> None:
+    plan = plan_memory(replace(NEEDS, own_context=512), 2048 * MEBI)
+    assert (plan.context, plan.context_limited) == (512, False)
+
+
+def test_beside_mapped_experts_the_context_may_take_all_that_is_left() -> None:
+    plan = plan_memory(NEEDS, 10_000 * MEBI)
+    assert (plan.mapped, plan.context) == (True, 32_768)
+    tight = plan_memory(NEEDS, 5_500 * MEBI)
+    assert tight.mapped
+    assert 4096 <= tight.context < 32_768
+    assert tight.total <= tight.budget
+
+
+def test_a_budget_too_small_is_refused_with_every_part_and_one_that_works() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_memory(NEEDS, 700 * MEBI, ctx=1024)
+    error = caught.value
+    assert error.exit_code == 4
+    text = str(error)
+    for said in (
+        "budget is 700 MiB",
+        "process 400",
+        "dense weights 300",
+        "attention cache 64",
+        "workspace 54",
+        "scratch 30",
+        "margin",
+        "1024 tokens",
+    ):
+        assert said in text
+    assert error.least_bytes is not None
+    assert f"{error.least_bytes // MEBI}M with --ram (ram=) or a context shorter than 1024" in str(error.hint)
+    assert plan_memory(NEEDS, error.least_bytes, ctx=1024).pages >= NEEDS.min_pages
+
+
+def test_too_little_available_memory_is_refused_by_that_name() -> None:
+    with pytest.raises(DoesNotFitError, match="the memory that is available is 700 MiB") as caught:
+        plan_memory(NEEDS, 700 * MEBI, given=False)
+    assert "end other programs" in str(caught.value.hint)
+
+
+_SIZES = st.integers(0, 64 << 30)
+
+
+@given(
+    base=_SIZES,
+    dense=_SIZES,
+    loading=_SIZES,
+    token=st.integers(0, 1 << 20),
+    work=st.integers(0, 1 << 20),
+    page=st.integers(1, 1 << 12).map(lambda pages: pages * 4096),
+    blocks=st.integers(2, 1 << 20),
+    least=st.integers(2, 64),
+    own=st.integers(2, 1 << 18),
+    ctx=st.none() | st.integers(2, 1 << 18),
+    threads=st.integers(1, 256),
+    below=st.integers(0, 64 << 30),
+    above=st.integers(0, 256 << 30),
+)
+def test_every_plan_keeps_its_budget_and_the_least_works(
+    base: int,
+    dense: int,
+    loading: int,
+    token: int,
+    work: int,
+    page: int,
+    blocks: int,
+    least: int,
+    own: int,
+    ctx: int | None,
+    threads: int,
+    below: int,
+    above: int,
+) -> None:
+    needs = Needs(
+        base=base,
+        dense=dense,
+        loading=loading,
+        kv=lambda tokens: tokens * token,
+        workspace=lambda tokens: min(tokens, 1024) * work,
+        scratch=36 * MEBI,
+        page_bytes=page,
+        blocks=blocks,
+        min_pages=min(least, blocks),
+        own_context=own,
+        threads=threads,
+    )
+    smallest = least_budget(needs, ctx)
+    assert smallest % (16 * MEBI) == 0
+    if below:
+        with pytest.raises(DoesNotFitError) as caught:
+            # Nothing below the least but what its rounding up to a friendly figure has added.
+            plan_memory(needs, max(1, smallest - 256 * MEBI - below), ctx=ctx)
+        assert caught.value.least_bytes == smallest
+    for budget in (smallest, smallest + above):
+        plan = plan_memory(needs, budget, ctx=ctx)
+        assert plan.total <= budget
+        assert plan.mapped == (plan.pages == 0)
+        assert plan.mapped or needs.min_pages <= plan.pages <= blocks
+        assert plan.context == (ctx or plan.context)
+        assert plan.context <= max(own, ctx or 0)
+        assert plan.context >= (ctx or min(own, 4096))
+
+
+def test_the_automatic_budget_leaves_a_tenth_or_half_a_gibibyte() -> None:
+    assert automatic_budget(20_000 * MEBI, 500 * MEBI) == 18_500 * MEBI
+    assert automatic_budget(2_000 * MEBI, 500 * MEBI) == 1_988 * MEBI
+    assert automatic_budget(600 * MEBI, 0) == 300 * MEBI
