@@ -806,6 +806,9 @@ class ExpertRunner:
         ``page_bytes``.
         """
     def reset_stats(self) -> None: ...
+    def hurry_link(self, on: bool) -> None:
+        """A simulated link moves at the speed of memory while this is on; for filling a cache."""
+
     def drain(self) -> None:
         """Wait until nothing is queued or in flight.
 

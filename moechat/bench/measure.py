@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from moechat import _native
 from moechat.bench.accuracy import prediction_accuracy
@@ -24,7 +25,7 @@ from moechat.bench.timing import TimedCalls, TimedPredictor
 from moechat.engine import Engine
 from moechat.errors import UsageError
 from moechat.models.routers import find_routers
-from moechat.offload.cached import MIN_PAGES, NearTier
+from moechat.offload.cached import MIN_PAGES, CachedExpertLayer, NearTier
 from moechat.offload.settings import CacheSettings, LinkSettings
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
@@ -101,7 +102,9 @@ class _Measurement:
         if options.routing is None:
             return None
         trace = Trace.read(options.routing)
-        wanted = options.all_tokens + 1  # the last token's prediction looks at the one after it
+        wanted = (
+            options.fill_tokens + options.all_tokens + 1
+        )  # the last token's prediction looks at the one after it
         lengths = np.diff(trace.offsets)
         # One sequence if any is long enough; else several, one after the other, and from the beginning again.
         first = int((lengths >= wanted).argmax())
@@ -171,6 +174,7 @@ class _Measurement:
             },
             "tokens": {
                 "prompt": options.prompt_tokens,
+                "fill": options.fill_tokens,
                 "warmup": options.warmup_tokens,
                 "timed": options.tokens,
                 "runs": options.runs,
@@ -262,17 +266,20 @@ class _Measurement:
     def _turn(self, system: System, pages: int, link: LinkSettings) -> Run:
         near = self._near(system.settings, pages, link)
         try:
-            return self._pass(near)
+            return self._pass(near, fill=True)
         finally:
             near.close()
 
-    def _pass(self, near: NearTier) -> Run:
-        """Prompt, warm-up, timed tokens."""
+    def _pass(self, near: NearTier, fill: bool = False) -> Run:
+        """What fills the cache, prompt, warm-up, timed tokens."""
         options, bench = self.options, self.bench
         calls: Any = near.runner
+        layers = [near.layer(ordinal) for ordinal in range(bench.layers)]
         if self.replay is not None:
-            self.replay.rewind()
-        with bench.experts([near.layer(ordinal) for ordinal in range(bench.layers)]):
+            self.replay.rewind(0 if fill else options.fill_tokens)
+            if fill and options.fill_tokens:
+                self._fill(near, layers)
+        with bench.experts(layers):
             ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
             rest = self.tokens[options.prompt_tokens :]
             for token in rest[: options.warmup_tokens]:
@@ -292,6 +299,19 @@ class _Measurement:
             "experts": bench.seconds_in_experts,
         }
         return Run(ttft, steps, seconds, near.stats(), peak / calls.pages)
+
+    def _fill(self, near: NearTier, layers: Sequence[CachedExpertLayer]) -> None:
+        """Run the expert layers alone, over a link that is not held up, for the tokens before the prompt."""
+        geometry = self.bench.store.geometry
+        hidden = torch.zeros((1, geometry.hidden_size))
+        index = torch.zeros((1, self.bench.top_k), dtype=torch.int64)  # the replay chooses
+        weights = torch.full((1, self.bench.top_k), 1 / self.bench.top_k)
+        near.runner.hurry_link(True)
+        for _ in range(self.options.fill_tokens):
+            for layer in layers:
+                layer.forward(hidden, index, weights)
+        near.drain()
+        near.runner.hurry_link(False)
 
     # ---- figures
 

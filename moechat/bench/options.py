@@ -59,6 +59,8 @@ class BenchOptions:
         prompt_tokens: Tokens of the prompt.
         tokens: Tokens that are timed.
         warmup_tokens: Tokens between the two, which fill the cache and are not timed.
+        fill_tokens: Tokens of a replay before the prompt, of which only the expert layers are run, over a
+            link that does not hold them up (if it is simulated): a cache and a policy as after a long use.
         runs: How often each system is measured at each fraction.
         seed: Of everything drawn.
 
@@ -75,6 +77,7 @@ class BenchOptions:
     prompt_tokens: int = 128
     tokens: int = 64
     warmup_tokens: int = 32
+    fill_tokens: int = 0
     runs: int = 3
     seed: int = 0
 
@@ -95,6 +98,7 @@ class BenchOptions:
             ("prompt_tokens", 1),
             ("tokens", 2),
             ("warmup_tokens", 0),
+            ("fill_tokens", 0),
             ("runs", 1),
             ("seed", 0),
         ):
@@ -102,9 +106,12 @@ class BenchOptions:
             if value < least:
                 raise UsageError(f"{name.replace('_', '-')} is {value}; it must be at least {least}")
 
+        if self.fill_tokens and self.routing is None:
+            raise UsageError("fill-tokens are taken from a trace; they need --routing")
+
     @property
     def all_tokens(self) -> int:
-        """Tokens of one run."""
+        """Tokens of one run, without those that fill the cache before it."""
         return self.prompt_tokens + self.warmup_tokens + self.tokens
 
 

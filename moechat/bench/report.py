@@ -51,6 +51,11 @@ def assumptions(
         f"cache and are not timed, then {tokens['timed']} that are; {tokens['runs']} times, the systems in "
         "turns."
     ]
+    if tokens["fill"]:
+        said.append(
+            f"Before the prompt the expert layers alone ran for {tokens['fill']} tokens of the trace, over "
+            "a link that did not hold them up if it is simulated: caches are as after a long use."
+        )
     if random_weights:
         said.append("Weights are random, and experts are put together from few different blocks.")
     if cuts:

@@ -275,6 +275,12 @@ def _bench(
     warmup_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens between the two, which are not timed.")
     ] = 32,
+    fill_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Tokens of the trace before the prompt that run through the experts alone."
+        ),
+    ] = 0,
     runs: Annotated[int, typer.Option(metavar="N", help="Runs of each system.")] = 3,
     link: Annotated[
         str,
@@ -312,6 +318,7 @@ def _bench(
         prompt_tokens=prompt_tokens,
         tokens=tokens,
         warmup_tokens=warmup_tokens,
+        fill_tokens=fill_tokens,
         runs=runs,
         link=link,
         seed=seed,

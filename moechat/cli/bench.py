@@ -39,6 +39,7 @@ class BenchCommand:
     prompt_tokens: int
     tokens: int
     warmup_tokens: int
+    fill_tokens: int
     runs: int
     link: str
     seed: int
@@ -110,6 +111,7 @@ def _options(command: BenchCommand) -> Any:
         prompt_tokens=command.prompt_tokens,
         tokens=command.tokens,
         warmup_tokens=command.warmup_tokens,
+        fill_tokens=command.fill_tokens,
         runs=command.runs,
         seed=command.seed,
     )

@@ -1,4 +1,7 @@
-"""Loads a model within a budget, answers a long prompt, and reports what it took: MODEL BUDGET TOKENS."""
+"""Loads a model within a budget, answers a long prompt, and reports what it took: MODEL BUDGET TOKENS.
+
+A budget of 0 asks for the least that works, as a fresh process sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import json
 import sys
 
 import moechat
+from moechat.errors import DoesNotFitError
 
 
 def main() -> None:
     model, budget, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if budget == 0:
+        try:
+            moechat.load(model, bits=8, ram="64M", ctx=tokens + 64, threads=2)
+        except DoesNotFitError as error:
+            print(error.least_bytes)
+        return
     engine = moechat.load(model, bits=8, ram=budget, ctx=tokens + 64, threads=2)
     prompt = [(7 * i * i + 3 * i) % 500 + 3 for i in range(tokens)]
     answer = list(engine.generate(prompt, max_new_tokens=6, temperature=0.0))

@@ -279,6 +279,10 @@ void bind_offload(py::module_& m) {
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_stats(); }); })
       .def("drain",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.drain(check_signals); }); })
+      .def(
+          "hurry_link",
+          [](const Self& self, bool on) { self.call([&](ExpertRunner& runner) { runner.hurry_link(on); }); },
+          py::arg("on"))
       .def("residency", &residency_py)
       .def("check",
            [](const Self& self) { return self.call([](ExpertRunner& runner) { return runner.check(); }); })

@@ -91,6 +91,10 @@ class Link {
   // has its completions out, so it never makes a caller wait.
   virtual bool wait(std::chrono::microseconds limit) = 0;
 
+  // A simulated link moves at the speed of memory while this is on, to fill a cache before a measurement;
+  // others move as fast as they can anyway.
+  virtual void hurry(bool on) { (void)on; }
+
   // Empty, or why the whole link has failed.
   virtual std::string failure() const = 0;
   virtual LinkStats stats() const = 0;

@@ -44,6 +44,7 @@ class LinkEngine {
   void promote(std::uint32_t slot, Priority priority);
   std::int64_t poll(std::vector<Completion>* out);
   bool wait(std::chrono::microseconds limit);
+  virtual void hurry(bool on) { (void)on; }
   std::string failure() const;
   LinkStats stats() const;
   bool stop(std::chrono::milliseconds limit);
@@ -160,6 +161,7 @@ class QueuedLink final : public Link {
   void promote(std::uint32_t slot, Priority priority) override { engine_->promote(slot, priority); }
   std::int64_t poll(std::vector<Completion>* out) override { return engine_->poll(out); }
   bool wait(std::chrono::microseconds limit) override { return engine_->wait(limit); }
+  void hurry(bool on) override { engine_->hurry(on); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
   // In a child process: false, at once.

@@ -45,6 +45,10 @@ class SimEngine final : public LinkEngine {
   std::int64_t region_bytes(std::int32_t region) const override {
     return memory_[index_of(region, memory_.size())].bytes;
   }
+  void hurry(bool on) override {
+    const Lock lock(mutex_);
+    hurried_ = on;
+  }
 
  private:
   struct Running {
@@ -81,6 +85,7 @@ class SimEngine final : public LinkEngine {
   bool is_drawn_ = false;
   std::uint32_t copying_ = kNone;  // slot that the thread is copying, without the mutex
   bool giving_up_ = false;
+  bool hurried_ = false;
   Clock::time_point busy_until_{};
   Clock::time_point room_since_{};
   std::int64_t ended_ = 0;
@@ -93,9 +98,9 @@ void SimEngine::start() {
     const Node& node = nodes_[slot];
     const Clock::time_point moment = std::max(node.queued, room_since_);
     const double bytes = static_cast<double>(node.transfer.bytes);
-    const Clock::time_point first = moment + span(options_.latency + options_.jitter * draw());
-    busy_until_ = std::max(busy_until_, first) +
-                  (options_.bandwidth > 0 ? span(bytes / options_.bandwidth) : Clock::duration::zero());
+    const double wait = hurried_ ? 0 : options_.latency + options_.jitter * draw();
+    const double moving = options_.bandwidth > 0 && !hurried_ ? bytes / options_.bandwidth : 0;
+    busy_until_ = std::max(busy_until_, moment + span(wait)) + span(moving);
     begin(slot);
     operation_begun();
     ends_.push_back(busy_until_);

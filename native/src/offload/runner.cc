@@ -611,6 +611,11 @@ void ExpertRunner::reset_stats() {
   transfers_.reset_peak();
 }
 
+void ExpertRunner::hurry_link(bool on) {
+  const Turn turn(this);
+  link_->hurry(on);
+}
+
 std::vector<std::int16_t> ExpertRunner::residency() const {
   const Turn turn(this);
   std::vector<std::int16_t> blocks;

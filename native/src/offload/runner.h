@@ -111,6 +111,7 @@ class ExpertRunner {
   void reset_stats();
   // Waits until nothing is queued or in flight (tests, end of a measurement). Throws LinkError at a stall.
   void drain(const Interrupted& interrupted);
+  void hurry_link(bool on);                     // as Link::hurry
   std::vector<std::int16_t> residency() const;  // [layers * experts] resident blocks
   // Empty, or what is inconsistent. For tests; slow.
   std::string check() const;
