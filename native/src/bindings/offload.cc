@@ -238,7 +238,8 @@ py::dict stats_py(const RunnerObject& self) {
 }
 
 py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
-  const RunnerOptions& options = self.parts()->runner->options();
+  const auto parts = self.parts();  // a close() by another thread would take the options away
+  const RunnerOptions& options = parts->runner->options();
   const std::vector<std::int16_t> blocks = self.call([](ExpertRunner& runner) { return runner.residency(); });
   py::array_t<std::int16_t> array({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
   std::copy(blocks.begin(), blocks.end(), array.mutable_data());

@@ -9,12 +9,13 @@
 // handed
 //   out). Only `begin` makes a transfer started, only `finish` ends it; in_flight_ and started_ follow.
 // - While something is started, at most in_flight_limit bytes are, except for one transfer that is larger. A
-//   prefetch starts only below a third of that: a demand that comes then waits for little, and demands by
-//   themselves still fill the link.
+//   prefetch starts only below a third of that, or where two of them fit: a demand that comes then waits for
+//   little, and demands by themselves still fill the link.
 // - After open() nothing is allocated on the way of a transfer.
 // - stopping_ and failure_ are never taken back; both mean that nothing more is begun.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -88,7 +89,9 @@ class LinkEngine {
   std::uint32_t front() const;  // the next transfer to start, or kNone
   bool room(const Transfer& transfer) const {
     const std::int64_t limit =
-        transfer.priority == Priority::kDemand ? in_flight_limit_ : in_flight_limit_ / kPrefetchShare;
+        transfer.priority == Priority::kDemand
+            ? in_flight_limit_
+            : std::max(in_flight_limit_ / kPrefetchShare, std::min(in_flight_limit_, 2 * transfer.bytes));
     return started_ == 0 || in_flight_ + transfer.bytes <= limit;
   }
   bool startable() const {

@@ -16,6 +16,9 @@ namespace {
 // Work of one kernel call in (token, block) pairs, rows being whole: some milliseconds. So pages come back,
 // and the link gets new work, while a long pass computes.
 constexpr std::int64_t kWorkOfCall = 1024;
+// A row is cut where a call would take some tenths of a second. Not finer: each call prepares its inputs
+// anew.
+constexpr std::int64_t kWorkOfRow = 16384;
 constexpr std::chrono::milliseconds kSlice{50};  // of waiting, between two looks at signals
 constexpr std::chrono::milliseconds kStopLimit{2000};
 
@@ -119,21 +122,22 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
   if (tokens < 0 || k < 0) throw std::invalid_argument("tokens and k cannot be negative");
   if (active_) abort_now();
   group_by_expert(index, weight, tokens, k, options_.experts, &grouped_);
+  if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
   settle();
   if (tokens > 0) {
     cache_.access(layer, grouped_.experts.data(), grouped_.tokens_of.data(), grouped_.rows(), tokens,
                   nullptr);
   }
   active_ = true;
+  begun_by_ = std::this_thread::get_id();
   layer_ = layer;
   tokens_ = tokens;
   ++pass_;
   failure_.clear();
   starved_ = freed_ = false;
-  ahead_.blocks = 0;
+  for (Ahead& ahead : ahead_) ahead.blocks = 0;
   let_go_ = 0;
   first_ = end_ = 0;
-  if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
   bool complete = true;
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
     rows_[at(i)].next = 0;
@@ -146,7 +150,11 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
     if (cache_.in_flight() > 0) {
       for (const std::int32_t expert : grouped_.experts) transfers_.promote(layer, expert, Priority::kDemand);
     }
-    if (!complete) acquire();
+    if (!complete) {
+      acquire();
+    } else {
+      settle();  // what has been promoted may start
+    }
   } catch (...) {
     abort_now();
     throw;
@@ -158,12 +166,16 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
                                   const Interrupted& interrupted) {
   const Turn turn(this);
   if (!active_) throw std::logic_error("finish without begin");
+  if (begun_by_ != std::this_thread::get_id()) {
+    throw std::logic_error("finish by another thread than the one that began the layer: passes have met");
+  }
   if (tokens != tokens_) {
     throw std::invalid_argument("finish was given " + std::to_string(tokens) + " tokens, begin " +
                                 std::to_string(tokens_));
   }
   const std::int64_t walked = own_.bytes_computed;
   idle_since_ = asked_ = Clock::now();
+  waited_ = Clock::duration::zero();
   try {
     sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes);
     while (sum_.next_group()) run_group(interrupted);
@@ -205,6 +217,7 @@ void ExpertRunner::settle() {
   const std::vector<Transfers::Arrival>& arrivals = transfers_.poll();
   if (arrivals.empty()) return;
   idle_since_ = Clock::now();
+  waited_ = Clock::duration::zero();
   for (const Transfers::Arrival& arrival : arrivals) {
     const Transfers::Flight& flight = arrival.flight;
     const bool of_pass = active_ && flight.pass == pass_;
@@ -301,9 +314,12 @@ void ExpertRunner::collect() {
 
 std::int32_t ExpertRunner::add_ready(std::int32_t index) {
   const Row& row = rows_[at(index)];
+  const std::int64_t items = grouped_.tokens_of[at(index)];
+  const std::int64_t most = std::max<std::int64_t>(1, (kWorkOfRow - sum_.pending()) / items);
   std::int32_t block = row.next;
   if (!row.staged.empty()) {
     for (const Staged& staged : row.staged) {
+      if (block - row.next == most) break;
       // Wait 23: for a staging page to be filled.
       bool ready = true;
       MOECHAT_WAIT(23, ready = staged.landed);
@@ -318,6 +334,7 @@ std::int32_t ExpertRunner::add_ready(std::int32_t index) {
   MOECHAT_WAIT(24, end = cache_.resident(layer_, expert));
   // A row that was let go may never be whole.
   if (options_.whole_experts && row.pinned && end < blocks()) return 0;
+  end = static_cast<std::int32_t>(std::min<std::int64_t>(end, block + most));
   for (; block < end; ++block) sum_.add(index, block, slab_.data(cache_.page(layer_, expert, block)));
   return block - row.next;
 }
@@ -327,6 +344,7 @@ void ExpertRunner::compute() {
   own_.bytes_computed += sum_.compute() * options_.layout.record_bytes;
   ++own_.kernel_calls;
   idle_since_ = Clock::now();
+  waited_ = Clock::duration::zero();
   own_.compute_seconds += seconds(idle_since_ - begun);
   for (const Step& step : steps_) {
     Row& row = rows_[at(step.row)];
@@ -387,10 +405,13 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
   if (let_go_ > 0) starved_ = freed_ = true;
   for (;;) {
     settle();
-    if (failure_.empty() && let_go_ == 0 && starved_ && freed_) acquire();
-    if (ahead_.blocks > 0 && freed_ && !starved_ && let_go_ == 0) {
+    if (failure_.empty() && let_go_ == 0 && starved_ && freed_) {
+      acquire();
+      freed_ = !starved_;  // there may be pages left over
+    }
+    if (freed_ && !starved_ && let_go_ == 0) {
       freed_ = false;
-      fetch_ahead();
+      for (Ahead& ahead : ahead_) fetch_ahead(&ahead);
     }
     if (!failure_.empty()) {
       throw LinkError(failure_ + "; check the store's files and their disk, then try again");
@@ -462,10 +483,17 @@ void ExpertRunner::wait(const Interrupted& interrupted) {
   const bool arrived = wait_for_link(interrupted);
   const Clock::time_point now = Clock::now();
   own_.stall_seconds += seconds(now - begun);
-  if (arrived || seconds(now - idle_since_) < options_.stall_seconds) return;
+  if (arrived || !stalled(now - begun)) return;
   throw LinkError(missing_block() + " has not arrived, and nothing else has, for " +
-                  decimal(seconds(now - idle_since_)) + " seconds (the limit is " +
-                  decimal(options_.stall_seconds) + "); check the disk that holds the store, then try again");
+                  decimal(seconds(waited_)) + " seconds (the limit is " + decimal(options_.stall_seconds) +
+                  "); check the disk that holds the store, then try again");
+}
+
+// After a slice of waiting in vain. A process that is stopped and continued, or a machine that slept, has not
+// waited all that time: a slice counts for a few times its length at most.
+bool ExpertRunner::stalled(Clock::duration slice) {
+  waited_ += std::min<Clock::duration>(slice, 4 * kSlice);
+  return seconds(waited_) >= options_.stall_seconds;
 }
 
 // One slice; true when something has arrived.
@@ -497,13 +525,15 @@ std::string ExpertRunner::missing_block() const {
 void ExpertRunner::drain(const Interrupted& interrupted) {
   const Turn turn(this);
   idle_since_ = asked_ = Clock::now();
+  waited_ = Clock::duration::zero();
   for (;;) {
     settle();
     // Wait 26: for all that is under way.
     bool idle = true;
     MOECHAT_WAIT(26, idle = cache_.in_flight() == 0);
     if (idle) return;
-    if (wait_for_link(interrupted) || seconds(Clock::now() - idle_since_) < options_.stall_seconds) continue;
+    const Clock::time_point begun = Clock::now();
+    if (wait_for_link(interrupted) || !stalled(Clock::now() - begun)) continue;
     throw LinkError(std::to_string(cache_.in_flight()) +
                     " blocks are on their way, but none has arrived for " + decimal(options_.stall_seconds) +
                     " seconds; check the disk that holds the store");
@@ -521,7 +551,8 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
                                 std::to_string(options_.layers - 1));
   }
   settle();
-  std::vector<std::int32_t>& ranked = ahead_.ranked;
+  Ahead& ahead = ahead_[static_cast<int>(priority)];
+  std::vector<std::int32_t>& ranked = ahead.ranked;
   ranked.resize(at(options_.experts));
   for (std::int32_t expert = 0; expert < options_.experts; ++expert) ranked[at(expert)] = expert;
   if (scores != nullptr) {
@@ -535,39 +566,38 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
     ranked.resize(at(best));
     policy_->predict(layer, ranked.data(), best);
   }
+  ahead.layer = layer;
+  ahead.blocks = std::max<std::int64_t>(max_blocks, 0);
   const bool nearer = priority == Priority::kNear && cache_.in_flight() > 0;
   if (nearer) {
     for (const std::int32_t expert : ranked) transfers_.promote(layer, expert, priority);
   }
-  ahead_.layer = layer;
-  ahead_.priority = priority;
-  ahead_.blocks = std::max<std::int64_t>(max_blocks, 0);
-  const std::int64_t count = fetch_ahead();
+  // Pages that have become free since the layer began are its own first.
+  if (active_ && starved_ && freed_ && failure_.empty()) acquire();
+  const std::int64_t count = active_ && starved_ ? 0 : fetch_ahead(&ahead);
   own_.begin_seconds += seconds(Clock::now() - begun);
   return count;
 }
 
-// Queues what of ahead_ has a page. Returns how many blocks.
-std::int64_t ExpertRunner::fetch_ahead() {
+// Queues what of a prefetch has a page. Returns how many blocks. The experts that lack nothing are named too:
+// a prefetch takes no page from what it names.
+std::int64_t ExpertRunner::fetch_ahead(Ahead* ahead) {
+  if (ahead->blocks == 0) return 0;
   std::int64_t missing = 0;
-  wanted_.clear();
-  for (const std::int32_t expert : ahead_.ranked) {
-    const std::int64_t lacks = blocks() - cache_.assigned(ahead_.layer, expert);
-    if (lacks == 0) continue;
-    missing += lacks;
-    wanted_.push_back(expert);
-  }
-  if (missing == 0 || ahead_.blocks == 0 || !link_->failure().empty()) {
-    ahead_.blocks = 0;
+  for (const std::int32_t expert : ahead->ranked) missing += blocks() - cache_.assigned(ahead->layer, expert);
+  if (missing == 0 || !link_->failure().empty()) {
+    ahead->blocks = 0;
     return 0;
   }
   const Want want{
-      ahead_.layer, layer_,        wanted_.data(),        static_cast<std::int64_t>(wanted_.size()),
-      true,         ahead_.blocks, options_.whole_experts};
+      ahead->layer, layer_,        ahead->ranked.data(),  static_cast<std::int64_t>(ahead->ranked.size()),
+      true,         ahead->blocks, options_.whole_experts};
   cache_.plan(want, &plan_);
-  const std::int64_t count = transfers_.fetch(&plan_, ahead_.priority, pass_);
+  const Priority priority =
+      ahead == &ahead_[static_cast<int>(Priority::kFar)] ? Priority::kFar : Priority::kNear;
+  const std::int64_t count = transfers_.fetch(&plan_, priority, pass_);
   transfers_.forget_refusal();
-  ahead_.blocks = count == missing ? 0 : ahead_.blocks - count;
+  ahead->blocks = count == missing ? 0 : ahead->blocks - count;
   return count;
 }
 

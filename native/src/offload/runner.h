@@ -155,14 +155,14 @@ class ExpertRunner {
   // A prefetch that has not found pages for all it wants.
   struct Ahead {
     std::int32_t layer = 0;
-    Priority priority = Priority::kNear;
     std::int64_t blocks = 0;  // that it may still queue; 0: nothing is left to do
     std::vector<std::int32_t> ranked;
   };
 
   void settle();
   void abort_now();
-  std::int64_t fetch_ahead();
+  std::int64_t fetch_ahead(Ahead* ahead);
+  bool stalled(Clock::duration slice);
   std::int64_t blocks() const { return options_.layout.blocks; }
   bool done(const Row& row) const { return row.next == blocks(); }
 
@@ -210,12 +210,14 @@ class ExpertRunner {
   bool freed_ = false;       // there may be more pages than at the last acquire
   std::string failure_;      // of a demand
   Clock::time_point idle_since_{};
+  Clock::duration waited_{};  // in vain, since something arrived or was computed
+  std::thread::id begun_by_{};
   Clock::time_point asked_{};  // when `interrupted` was last called
 
   std::vector<Step> steps_;  // what the blocks added to sum_ complete
   Plan plan_;                // scratch
   std::vector<std::int32_t> wanted_;
-  Ahead ahead_;
+  Ahead ahead_[kPriorities];  // by priority; demands have none
 
   RunnerStats own_;      // the runner's own figures
   LinkStats link_base_;  // the link's at the last reset

@@ -11,6 +11,10 @@ namespace moechat {
 Transfers::Transfers(SplitExpertCache* cache, Slab* slab, Link* link)
     : cache_(cache), slab_(slab), link_(link), flights_(static_cast<std::size_t>(slab->pages())) {
   link_->open(static_cast<std::uint32_t>(slab->pages()));
+  // Between a commit and its transfers nothing may fail for want of memory.
+  queue_.reserve(flights_.size());
+  completions_.reserve(flights_.size());
+  arrivals_.reserve(flights_.size());
 }
 
 std::int64_t Transfers::offset(std::int32_t expert, std::int32_t block) const {
