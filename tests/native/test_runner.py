@@ -249,6 +249,82 @@ def test_a_prefetch_without_pages_goes_on_as_the_experts_at_work_give_theirs_bac
     assert runner.residency()[1].tolist() == [2, 1, 0, 0]
 
 
+def test_of_two_prefetches_without_pages_the_nearer_one_goes_on_first():
+    model = Model(3, 3, 4, 2)
+    runner = model.runner(pages=4)
+    one = Pass(model, 0, 1)
+    one.begin(runner)
+    assert runner.prefetch(1, None, 4, 4 * runner.page_bytes) == 0
+    assert runner.prefetch(2, None, 4, 4 * runner.page_bytes, far=True) == 0
+    one.finish(runner)
+    runner.drain()
+    assert runner.residency()[1].tolist() == [2, 2, 0, 0]
+    assert runner.residency()[2].tolist() == [0, 0, 0, 0]
+
+
+def test_a_prefetch_leaves_pages_to_the_layer_that_still_waits_for_them():
+    model = Model(3, 3, 4, 2)
+    runner = model.runner(model.link(latency=0.05), pages=4)
+    # Experts 0 and 1 of layer 1 are on their way, past cancelling; then 2 and 3 turn out to be needed.
+    assert runner.prefetch(1, np.array([4, 3, 2, 1], np.float32), 2, None) == 4 * runner.page_bytes
+    one = Pass(model, 1, 1, chosen=[[2, 3]])
+    one.begin(runner)
+    time.sleep(0.2)
+    assert runner.prefetch(2, None, 4, None) == 0
+    one.finish(runner)
+    assert runner.stats()["prefetch_wasted"] == 4
+
+
+def test_a_prefetch_evicts_nothing_that_it_names_itself():
+    model = Model(3, 3, 4, 2)
+    runner = model.runner(pages=4)
+    Pass(model, 1, 1, chosen=[[0, 1]]).run(runner)
+    Pass(model, 2, 1, chosen=[[0, 1]]).run(runner)
+    Pass(model, 1, 1, chosen=[[0, 1]]).run(runner)
+    assert runner.residency()[1].tolist() == [2, 2, 0, 0]
+    assert runner.prefetch(1, np.array([4, 3, 2, 1], np.float32), 3, None) == 0
+    assert runner.residency()[1].tolist() == [2, 2, 0, 0]
+
+
+def test_a_long_row_is_computed_in_several_calls_with_the_same_result():
+    model = Model(4, 1, 2, 4)
+    runner = model.runner()
+    one = Pass(model, 0, 9000, chosen=[[1]] * 9000)
+    one.run(runner)
+    assert runner.stats()["kernel_calls"] >= 2
+
+
+def test_a_pass_finished_by_another_thread_than_began_it_is_refused():
+    model = Model(4, 2, 3, 2)
+    runner = model.runner()
+    ours, theirs = Pass(model, 0, 1), Pass(model, 1, 1)
+    ours.begin(runner)
+    thread = threading.Thread(target=theirs.begin, args=(runner,))
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match="another thread"):
+        ours.finish(runner)
+    ours.run(runner)
+
+
+def test_the_time_in_which_the_process_was_stopped_is_no_stall():
+    model = Model(4, 1, 3, 2)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            runner = model.runner(model.link(latency=0.6), stall_seconds=1.2)
+            Pass(model, 0, 1).run(runner)
+            code = 0
+        finally:
+            os._exit(code)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(1.6)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 class TestFiles:
     def runner(
         self, tmp_path: Path, model: Model, io: str = "auto"
@@ -348,12 +424,11 @@ class TestWaiting:
         model = Model(6, 1, 3, 2)
         runner = model.runner(model.link(latency=0.3))
         one = Pass(model, 0, 1)
-        one.begin(runner)
         failures: list[BaseException] = []
 
         def finish() -> None:
             try:
-                one.finish(runner)
+                one.run(runner)
             except BaseException as error:  # handed to the test
                 failures.append(error)
 
