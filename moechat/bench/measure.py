@@ -7,8 +7,10 @@ not timed, then those that are.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,14 @@ from moechat.bench.options import BenchOptions, System
 from moechat.bench.speeds import compute_rate, link_bandwidth
 from moechat.bench.timing import TimedCalls, TimedPredictor
 from moechat.engine import Engine
-from moechat.errors import UsageError
+from moechat.errors import DoesNotFitError, MoechatError, UsageError
+from moechat.hardware.memory import available_bytes
 from moechat.models.routers import find_routers
 from moechat.offload.cached import MIN_PAGES, CachedExpertLayer, NearTier
 from moechat.offload.settings import CacheSettings, LinkSettings
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
+from moechat.store.files import format_bytes
 
 FORMAT = 1
 Report = Callable[[str], None]
@@ -56,6 +60,7 @@ def run_bench(
 
     Raises:
         UsageError: The trace cannot stand for the model, or the prompt is longer than the context.
+        DoesNotFitError: The machine has not the memory that a near tier is to have.
         MoechatError: Blocks cannot be read.
     """
     return _Measurement(Bench(engine), options, prompt, report).run()
@@ -70,11 +75,8 @@ class _Measurement:
         self.bench = bench
         self.options = options
         self.report = report
-        if options.all_tokens > bench.engine.context_length:
-            raise UsageError(
-                f"{options.all_tokens} tokens are asked for; the context holds {bench.engine.context_length}",
-                hint="use fewer prompt-tokens, warmup-tokens or tokens",
-            )
+        options.check_context(bench.engine.context_length)
+        self.sizes = self._sizes()
         self.tokens = self._forced_tokens(prompt)
         self.mapping = self._mapping()
         self.replay = None if self.mapping is None else Replay(self.mapping.trace)
@@ -131,8 +133,9 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         options = self.options
         link, link_facts = self._link()
-        sizes = self._sizes()
-        floor = self._resident_tier(max(pages for _, pages in sizes))
+        sizes = self.sizes
+        unhindered = LinkSettings(kind="sim", copy=self._bytes_matter)
+        floor = self._resident_tier(max(pages for _, pages in sizes), unhindered)
         cases, floors = [], []
         try:
             for fraction, pages in sizes:
@@ -141,7 +144,7 @@ class _Measurement:
                 for turn in range(options.runs):
                     said = f"{fraction:.3g} of the experts, run {turn + 1} of {options.runs}"
                     if floor is not None:
-                        here.append(self._pass(floor))
+                        here.append(self._pass(floor, unhindered))
                         self.report(f"{said}, everything in memory: {1000 * here[-1].tpot:.1f} ms a token")
                     for system in options.systems:
                         done = self._turn(system, pages, link)
@@ -201,8 +204,23 @@ class _Measurement:
                     f"{self.options.ram} bytes hold {pages} blocks of {record_bytes} bytes; "
                     f"at least {MIN_PAGES} are needed"
                 )
-            return [(min(1.0, pages / everything), pages)]
-        return [(share, max(MIN_PAGES, round(share * everything))) for share in self.options.fractions]
+            # With more than everything and a token's blocks on their way nothing changes any more.
+            pages = min(pages, self._enough)
+            sizes = [(min(1.0, pages / everything), pages)]
+        else:
+            sizes = [(share, max(MIN_PAGES, round(share * everything))) for share in self.options.fractions]
+        needed, free = max(pages for _, pages in sizes) * record_bytes, available_bytes()
+        if needed > free:
+            raise DoesNotFitError(
+                f"{format_bytes(needed)} are to hold experts; {format_bytes(free)} of memory are free",
+                hint="give a smaller --ram, or smaller --fractions",
+            )
+        return sizes
+
+    @property
+    def _enough(self) -> int:
+        """Pages that hold all experts, and those of a token once more on their way."""
+        return self._all_blocks + self.bench.top_k * self.bench.store.geometry.blocks_per_expert
 
     @property
     def _all_blocks(self) -> int:
@@ -233,19 +251,14 @@ class _Measurement:
         """Where a trace chooses the experts nothing depends on what they compute, so no byte need move."""
         return self.replay is None
 
-    def _resident_tier(self, largest: int) -> NearTier | None:
+    def _resident_tier(self, largest: int, link: LinkSettings) -> NearTier | None:
         """A near tier that holds everything beside the largest that is measured: the floor of all systems."""
-        geometry = self.bench.store.geometry
-        pages = self._all_blocks + self.bench.top_k * geometry.blocks_per_expert
-        if (pages + largest) * geometry.record_bytes > _RESIDENT_SHARE * psutil.virtual_memory().available:
+        needed = (self._enough + largest) * self.bench.store.geometry.record_bytes
+        if needed > _RESIDENT_SHARE * available_bytes():
             self.report("there is not enough memory to measure with all experts in it")
             return None
-        near = self._near(
-            CacheSettings(policy="lru", prefetch="none"),
-            pages,
-            LinkSettings(kind="sim", copy=self._bytes_matter),
-        )
-        self._pass(near)
+        near = self._near(CacheSettings(policy="lru", prefetch="none"), self._enough, link)
+        self._pass(near, link)
         return near
 
     def _near(self, settings: CacheSettings, pages: int, link: LinkSettings) -> NearTier:
@@ -266,11 +279,11 @@ class _Measurement:
     def _turn(self, system: System, pages: int, link: LinkSettings) -> Run:
         near = self._near(system.settings, pages, link)
         try:
-            return self._pass(near, fill=True)
+            return self._pass(near, link, fill=True)
         finally:
             near.close()
 
-    def _pass(self, near: NearTier, fill: bool = False) -> Run:
+    def _pass(self, near: NearTier, link: LinkSettings, fill: bool = False) -> Run:
         """What fills the cache, prompt, warm-up, timed tokens."""
         options, bench = self.options, self.bench
         calls: Any = near.runner
@@ -278,13 +291,15 @@ class _Measurement:
         if self.replay is not None:
             self.replay.rewind(0 if fill else options.fill_tokens)
             if fill and options.fill_tokens:
-                self._fill(near, layers)
+                with self._failures_of(link):
+                    self._fill(near, layers)
         with bench.experts(layers):
             ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
             rest = self.tokens[options.prompt_tokens :]
             for token in rest[: options.warmup_tokens]:
                 decoding.feed([token])
-            near.drain()
+            with self._failures_of(link):
+                near.drain()
             peak = near.stats()["pages_peak"]
             near.reset_stats()
             calls.reset()
@@ -299,6 +314,20 @@ class _Measurement:
             "experts": bench.seconds_in_experts,
         }
         return Run(ttft, steps, seconds, near.stats(), peak / calls.pages)
+
+    @contextmanager
+    def _failures_of(self, link: LinkSettings) -> Iterator[None]:
+        """Let what fails on a link outside of the engine's passes be an error that says which link it was."""
+        try:
+            yield
+        except _native.LinkError as error:
+            if link.kind == "file":
+                name = f"the file link to {self.bench.store.path}"
+                hint = "try again; if it stays so, check the disk"
+            else:
+                name = f"the simulated link at {link.bandwidth:.4g} bytes a second"
+                hint = "give a faster one with --link"
+            raise MoechatError(f"{name} failed: {error}", hint=hint) from error
 
     def _fill(self, near: NearTier, layers: Sequence[CachedExpertLayer]) -> None:
         """Run the expert layers alone, over a link that is not held up, for the tokens before the prompt."""
@@ -340,8 +369,8 @@ class _Measurement:
             "source": "trace",
             "trace": str(self.options.routing),
             "mapping": mapping.how,
-            "locality_before": mapping.locality_before,
-            "locality_after": mapping.locality_after,
+            "locality_before": _known(mapping.locality_before),
+            "locality_after": _known(mapping.locality_after),
             "locality_chance": mapping.chance_after,
             "filled": mapping.filled,
         }
@@ -359,3 +388,8 @@ class _Measurement:
         with self.bench.experts(self.bench.mapped()):
             figures = prediction_accuracy(self.bench, self.predictor, prompt, rest)
         return {"source": "next-router", **figures}
+
+
+def _known(share: float) -> float | None:
+    """``None`` in place of NaN, which JSON does not have: sequences of one token have no token before."""
+    return None if math.isnan(share) else share

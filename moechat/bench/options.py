@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,10 @@ from moechat.offload.settings import CacheSettings, parse_settings
 
 DEFAULT_SYSTEMS = "mixtral-offloading,auto"
 DEFAULT_FRACTIONS = (0.25, 0.5)
-_RATIO = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x")
+_RATIO = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x", re.ASCII)
+# Beyond these a transfer takes no time, or longer than anyone waits, and quotients leave the range of floats.
+_MOST_BANDWIDTH = float(1 << 50)
+_MOST_RATIO = 1e6
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,18 @@ class BenchOptions:
         """Tokens of one run, without those that fill the cache before it."""
         return self.prompt_tokens + self.warmup_tokens + self.tokens
 
+    def check_context(self, context: int) -> None:
+        """Refuse more tokens than the model's context holds.
+
+        Raises:
+            UsageError: There are more.
+        """
+        if self.all_tokens > context:
+            raise UsageError(
+                f"{self.all_tokens} tokens are asked for; the context holds {context}",
+                hint="use fewer prompt-tokens, warmup-tokens or tokens",
+            )
+
 
 def parse_systems(text: str) -> tuple[System, ...]:
     """``mixtral-offloading,auto,auto:split=0.5,lookahead=2``: names, each with settings of its own if it has
@@ -128,6 +145,11 @@ def parse_systems(text: str) -> tuple[System, ...]:
     for piece in filter(None, (part.strip() for part in text.split(","))):
         head, colon, _ = piece.partition(":")
         if names and not colon and "=" in head:
+            if ":" not in names[-1]:
+                raise UsageError(
+                    f"the setting {piece!r} follows the system {names[-1]!r} after a comma",
+                    hint=f"write {names[-1]}:{piece}",
+                )
             names[-1] += f",{piece}"
         else:
             names.append(piece)
@@ -161,7 +183,16 @@ def parse_link(text: str) -> LinkChoice:
         return LinkChoice()
     if kind == "sim" and speed:
         ratio = _RATIO.fullmatch(speed)
-        value = float(ratio.group(1)) if ratio else float(parse_size(speed))
-        if value > 0:
-            return LinkChoice("sim", ratio=value) if ratio else LinkChoice("sim", bandwidth=value)
-    raise UsageError(f"{text!r} is not a link", hint="write file, sim:2.5G (bytes a second) or sim:16x")
+        if ratio:
+            value = float(ratio.group(1))
+            if math.isfinite(value) and 1 / _MOST_RATIO <= value <= _MOST_RATIO:
+                return LinkChoice("sim", ratio=value)
+        else:
+            with suppress(UsageError):  # its hint is about sizes, and speaks of memory
+                value = float(parse_size(speed))
+                if 0 < value <= _MOST_BANDWIDTH:
+                    return LinkChoice("sim", bandwidth=value)
+    raise UsageError(
+        f"{text!r} is not a link",
+        hint="write file, sim:2.5G (bytes a second, at most 1024T) or sim:16x (0.000001x to 1000000x)",
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.terminal import neutralise, print_notice, write_output
 from moechat.config import user_paths
@@ -17,6 +20,7 @@ from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine
+    from moechat.bench.options import BenchOptions
 
 _PROMPT = "Once upon a time, in a village between the hills and the sea, there lived a clockmaker who "
 
@@ -65,6 +69,8 @@ def bench(command: BenchCommand) -> int:
         raise UsageError("--layers and --vocabulary cut a shape down; they need --synthetic")
     if command.ram is not None and command.fractions is not None:
         raise UsageError("--ram and --fractions both say how much fits; give one of them")
+    # What has the same meaning as for run is checked as run does it.
+    RunOptions(model="", bits=command.bits, dtype=command.dtype, threads=command.threads)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
     out = None if command.out is None else _writable(command.out)
@@ -73,25 +79,43 @@ def bench(command: BenchCommand) -> int:
     from moechat.bench.report import assumptions
 
     options = _options(command)
+    _check_before_loading(command, options)
     engine, cuts = _load(command)
     said = (lambda _: None) if command.quiet else print_notice
     result = run_bench(engine, options, prompt=_prompt(engine), report=said)
     synthetic = str(result["model"]["source"]).startswith("synthetic ")
     result["assumptions"] = assumptions(result, cuts, random_weights=synthetic)
     text = json.dumps(result, indent=1) + "\n"
-    if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise MoechatError(f"{out} cannot be written: {problem.strerror}") from problem
-    if command.json:
-        write_output(sys.stdout, text)
-    else:
-        write_output(sys.stdout, render(result))
+    try:
+        write_output(sys.stdout, text if command.json else render(result))
+    finally:
+        # Each of the two is kept even where the other one cannot be: it took minutes to measure.
+        if out is not None:
+            _keep(out, text)
     return 0
 
 
-def _options(command: BenchCommand) -> Any:
+def _keep(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise MoechatError(f"{out} cannot be written: {problem.strerror}") from problem
+
+
+def _check_before_loading(command: BenchCommand, options: BenchOptions) -> None:
+    """Refuse before gigabytes are written or read what would be refused after it."""
+    from moechat.bench.models import load_shape
+    from moechat.models.assets import context_length
+    from moechat.routing import Trace
+
+    if options.routing is not None:
+        Trace.read(options.routing)
+    if command.synthetic is not None:
+        shape = load_shape(command.synthetic, layers=command.layers, vocabulary=command.vocabulary)
+        options.check_context(context_length(shape.config, None))
+
+
+def _options(command: BenchCommand) -> BenchOptions:
     from moechat.bench.options import (
         DEFAULT_FRACTIONS,
         BenchOptions,
@@ -119,8 +143,20 @@ def _options(command: BenchCommand) -> Any:
 
 def _writable(path: Path) -> Path:
     """Find out before minutes of measuring that the result could not be kept."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"{path} cannot be written: it is a directory, or lies in none")
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # Who reads from a pipe would take opening and closing it for the end.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return path
+        try:
+            path.open("xb").close()
+        except FileExistsError:
+            path.open("ab").close()
+        else:
+            path.unlink()  # nothing has been measured yet
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be written: {problem.strerror}") from problem
     return path
 
 
@@ -137,12 +173,13 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
             shape = load_shape(command.synthetic, layers=command.layers, vocabulary=command.vocabulary)
             cuts = shape.cuts
             parent = user_paths().cache / "synthetic" if command.directory is None else command.directory
+            bits = 4 if command.bits is None else command.bits
 
             def on_write(event: Any) -> None:
                 done, total = event.done_bytes, event.total_bytes
                 progress(moechat.Progress("synthetic", done, total, event.detail))
 
-            model = synthetic_store(shape, parent, bits=command.bits or 4, progress=on_write).path
+            model = synthetic_store(shape, parent, bits=bits, progress=on_write).path
         else:
             assert command.model is not None
             model = command.model
@@ -192,8 +229,9 @@ def render(result: Mapping[str, Any]) -> str:
         table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
         for name, justify in _COLUMNS:
             table.add_column(name, justify=justify, no_wrap=True, overflow="fold")
+        fastest = min(case["tpot_s"]["median"] for case in cases)
         for case in cases:
-            table.add_row(*_row(case, cases[0]))
+            table.add_row(*_row(case, cases[0], fastest))
         console.print()
         console.print(table)
     console.print()
@@ -218,11 +256,10 @@ _COLUMNS: Sequence[tuple[str, Any]] = (
 )
 
 
-def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> list[str]:
     pace, moved, hits = case["tpot_s"], case["bytes_per_token"], case["hits"]
     costs = case["us_per_layer"]
     native = costs["begin"] + costs["prefetch"] + costs["finish"]
-    floors = [value for value in case["floor_s"].values() if value is not None]
     return [
         case["system"],
         format_seconds(case["ttft_s"]["median"]),
@@ -234,9 +271,19 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
         f"{case['link_busy_share']:.0%}",
         f"{case['stall_share']:.0%}",
         f"{case['compute_share']:.0%}",
-        f"{1000 * max(floors):.1f}",
+        _floor(case, fastest),
         f"{costs['python']:.0f}+{costs['predict']:.0f}+{native:.0f}",
     ]
+
+
+def _floor(case: Mapping[str, Any], fastest: float) -> str:
+    """Milliseconds of a token that no system can be below; what a measured one was below is no floor."""
+    link, compute = case["floor_s"]["link"], case["floor_s"]["compute"]
+    floors = [link] if link <= case["tpot_s"]["median"] else []
+    if compute is not None and compute <= fastest:
+        floors.append(compute)
+    least = max(floors, default=0.0)
+    return f"{1000 * least:.1f}" if least > 0 else "-"
 
 
 def _headline(result: Mapping[str, Any]) -> str:

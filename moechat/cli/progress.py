@@ -19,6 +19,7 @@ _TITLES = {
     "wait": "waiting for another conversion of this model",
     "verify": "verifying",
     "load": "loading",
+    "synthetic": "writing random weights",
 }
 _FIRST_LINE_AFTER_S = 3.0
 _LINE_EVERY_S = 10.0

@@ -75,10 +75,15 @@ class CacheSettings:
         _within("omega", self.omega, 0.0, 1e9, above=True)
         _within("rho", self.rho, 0.0, 1.0, above=True)
         _within("gamma", self.gamma, 0.0, 1.0, above=True)
-        for name in ("prefetch_experts", "prefetch_bytes"):
+        # Larger ones mean nothing, and the native runner counts in 64 bits.
+        for name, most in (("prefetch_experts", 1 << 20), ("prefetch_bytes", 1 << 62)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 0")
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise UsageError(
+                    f"{name} is {value!r}; it must be a whole number of at least 0 and at most {most}"
+                )
 
 
 @dataclass(frozen=True)

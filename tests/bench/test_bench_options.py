@@ -52,10 +52,34 @@ def test_links_are_understood(text: str, choice: LinkChoice) -> None:
     assert parse_link(text) == choice
 
 
-@pytest.mark.parametrize("text", ["", "sim", "sim:", "sim:0x", "sim:0", "sim:fast", "file:2G", "cuda"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "sim", "sim:", "sim:0x", "sim:0", "sim:fast", "file:2G", "cuda"),
+        *("sim:-1x", "sim:1e5x", "sim:-1", "sim:9999T", "sim:99999999T"),
+        *(f"sim:{'9' * 300}x", f"sim:{'9' * 400}x", f"sim:0.{'0' * 300}1x", "sim:1000001x"),
+    ],
+)
 def test_wrong_links_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="is not a link") as refused:
         parse_link(text)
+    assert refused.value.hint is not None
+    assert "sim:16x" in refused.value.hint
+
+
+def test_a_setting_after_a_bare_system_is_explained() -> None:
+    with pytest.raises(UsageError, match="'lookahead=2' follows the system 'auto'") as refused:
+        parse_systems("moepic,auto,lookahead=2")
+    assert refused.value.hint == "write auto:lookahead=2"
+
+
+@pytest.mark.parametrize(("name", "most"), [("prefetch_bytes", 1 << 62), ("prefetch_experts", 1 << 20)])
+def test_limits_of_prefetching_stay_within_what_the_runner_counts(name: str, most: int) -> None:
+    (system,) = parse_systems(f"auto:{name}={most}")
+    assert getattr(system.settings, name) == most
+    for wrong in (most + 1, 10**24, -1):
+        with pytest.raises(UsageError, match=f"{name} is {wrong}; it must be a whole number"):
+            parse_systems(f"auto:{name}={wrong}")
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moechat.bench import measure
+from moechat import _native
+from moechat.bench import measure, report
 from moechat.bench.decode import Bench
 from moechat.bench.measure import run_bench
 from moechat.bench.options import BenchOptions, LinkChoice, parse_systems
 from moechat.bench.report import assumptions
 from moechat.engine import Engine
-from moechat.errors import UsageError
+from moechat.errors import DoesNotFitError, MoechatError, UsageError
 from moechat.offload.cached import NearTier
 from moechat.routing import Trace
 
@@ -185,6 +187,84 @@ def test_a_size_in_bytes_is_turned_into_pages(engine: Engine) -> None:
     assert case["fraction"] == pytest.approx(10 / 48)
     with pytest.raises(UsageError, match="at least 2 are needed"):
         run_bench(engine, options("auto", runs=1, ram=page))
+
+
+def test_more_memory_than_anything_needs_is_not_taken(engine: Engine) -> None:
+    (case,) = run_bench(engine, options("auto", runs=1, ram=1 << 40))["cases"]
+    # Everything, and a token's two experts of two blocks on their way.
+    assert case["pages"] == 48 + 4
+    assert case["fraction"] == 1.0
+
+
+@pytest.mark.parametrize("wanted", [{"ram": 1 << 40}, {"fractions": (0.25, 1.0)}])
+def test_more_memory_than_is_free_is_refused_before_anything_is_measured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    free = 47 * engine._store.geometry.record_bytes
+    monkeypatch.setattr(measure, "available_bytes", lambda: free)
+    monkeypatch.delattr(measure, "compute_rate")
+    with pytest.raises(DoesNotFitError, match="of memory are free"):
+        run_bench(engine, options("auto", **wanted))
+
+
+@pytest.mark.parametrize(
+    ("link", "name"),
+    [
+        (LinkChoice(), "the file link to .*tiny.*"),
+        (LinkChoice("sim", bandwidth=2e6), r"the simulated link at 2e\+06 bytes a second"),
+    ],
+)
+@pytest.mark.parametrize("fill", [0, 2])
+def test_a_link_that_fails_outside_of_a_pass_is_named(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, trace_file: Path, link: LinkChoice, name: str, fill: int
+) -> None:
+    def fail(_: NearTier) -> None:
+        raise _native.LinkError("nothing has arrived")
+
+    monkeypatch.setattr(measure, "_RESIDENT_SHARE", 1e-9)  # else its link is the first one
+    monkeypatch.setattr(NearTier, "drain", fail)
+    wanted = options("auto", routing=trace_file, fill_tokens=fill, link=link)
+    with pytest.raises(MoechatError, match=f"{name} failed: nothing has arrived"):
+        run_bench(engine, wanted)
+
+
+def test_sequences_of_one_token_have_no_locality(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "ones.npz"
+    experts = np.random.default_rng(0).random((40, 5, 6)).argsort(axis=-1)[..., :3].astype(np.int32)
+    Trace(experts, np.arange(41), 6).write(path)
+    result = run_bench(engine, options("auto", routing=path, runs=1, fractions=(0.5,)))
+    json.dumps(result, allow_nan=False)
+    assert result["routing"]["locality_before"] is None
+    assert result["routing"]["locality_after"] is None
+    assert "no locality" in " ".join(assumptions(result))
+
+
+def paths_of(value: Any, path: str = "") -> set[str]:
+    """Keys with those above them, without the spreads' and the settings' own."""
+    if isinstance(value, list):
+        return set().union(*(paths_of(item, path) for item in value))
+    if not isinstance(value, dict) or path == "cases.settings":
+        return set()
+    found = set()
+    for key, inner in value.items():
+        if key not in ("median", "min", "max"):
+            here = f"{path}.{key}" if path else key
+            found |= {here} | paths_of(inner, here)
+    return found
+
+
+def test_every_key_is_described_and_every_described_key_is_there(engine: Engine, trace_file: Path) -> None:
+    common: dict[str, Any] = {"runs": 1, "fractions": (0.5,)}
+    results = [
+        run_bench(engine, options("auto", **common)),
+        run_bench(engine, options("auto", routing=trace_file, **common)),
+    ]
+    assert report.__doc__ is not None
+    described = set()
+    for section in re.split(r"^- ", report.__doc__, flags=re.MULTILINE)[1:]:
+        name, *keys = re.findall(r"``([^`]+)``", section)
+        described |= {name} | {f"{name}.{key}" for key in keys}
+    assert described - {"assumptions"} == set().union(*map(paths_of, results))
 
 
 def test_more_tokens_than_the_context_holds_are_refused(engine: Engine) -> None:

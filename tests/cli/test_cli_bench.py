@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from cli_support import Cli
 
+from moechat import Progress
+from moechat.cli.bench import _floor, _writable
+from moechat.cli.progress import LoadProgress
+
 SMALL = ("--prompt-tokens", "8", "--warmup-tokens", "4", "--tokens", "4", "--runs", "1")
 
 
@@ -71,6 +75,11 @@ def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
         (("demo", "--tokens", "5000"), "the context holds 1024"),
         (("--synthetic", "gpt-5"), "there is no shape 'gpt-5'"),
         (("demo", "--out", "no/such/directory/file"), "cannot be written"),
+        (("demo", "--out", "."), "cannot be written"),
+        (("demo", "--out", "/proc/nope"), "cannot be written"),
+        (("demo", "--dtype", "int3"), "--dtype"),
+        (("demo", "--threads", "0"), "--threads"),
+        (("demo", "--bits", "0"), "--bits"),
     ],
 )
 def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason: str) -> None:
@@ -78,6 +87,66 @@ def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason
     assert result.status == 2
     assert reason in result.err
     assert result.out == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--dtype", "int3"), "--dtype"),
+        (("--threads", "0"), "--threads"),
+        (("--bits", "0"), "--bits"),
+        (("--routing", "nowhere.npz"), "there is no trace nowhere.npz"),
+        (("--tokens", "9999999"), "the context holds 4096"),
+    ],
+)
+def test_nothing_is_written_for_a_wrong_request(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
+) -> None:
+    monkeypatch.delattr("moechat.bench.models.synthetic_store")
+    result = cli.call("bench", "--synthetic", "olmoe-1b-7b", *arguments)
+    assert result.status == 2, result.err
+    assert reason in result.err
+
+
+def test_a_result_that_cannot_be_kept_is_still_shown(cli: Cli) -> None:
+    arguments = ("bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q")
+    result = cli.call(*arguments, "--out", "/dev/full")
+    assert result.status == 1
+    assert "/dev/full cannot be written: No space left on device" in result.err
+    assert json.loads(result.out)["cases"]
+
+
+def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("kept")
+    assert _writable(new) == new
+    assert not new.exists()
+    assert _writable(old) == old
+    assert old.read_text() == "kept"
+
+
+def test_writing_random_weights_is_called_that() -> None:
+    report = Progress("synthetic", 1 << 20, 1 << 30, "layer 0")
+    assert LoadProgress()._line(report, 0.0).startswith("writing random weights, 1.0 MiB of")
+
+
+def test_what_a_system_was_faster_than_is_no_floor() -> None:
+    def floor(link: float, compute: float | None) -> str:
+        return _floor({"floor_s": {"link": link, "compute": compute}, "tpot_s": {"median": 0.05}}, 0.04)
+
+    assert floor(0.01, 0.03) == "30.0"
+    assert floor(0.045, 0.03) == "45.0"
+    assert floor(0.01, 0.045) == "10.0"
+    assert floor(0.06, 0.03) == "30.0"
+    assert floor(0.06, 0.045) == "-"
+    assert floor(0.0, None) == "-"
+
+
+def test_memory_that_is_not_there_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moechat.bench.measure.available_bytes", lambda: 1 << 20)
+    result = cli.call("bench", "demo", *SMALL, "--ram", "1T", "--systems", "auto")
+    assert result.status == 4, result.err
+    assert "1 MiB of memory are free" in result.err
 
 
 def test_an_unknown_model_is_not_found(cli: Cli) -> None:
