@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -42,6 +43,7 @@ __all__ = ["Engine", "Message", "Progress", "Stats", "Step", "load"]
 Message = dict[str, str]
 FinishReason = Literal["stop", "length"]
 _DEFAULT_THREADS = _native.num_threads()
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,20 @@ def load(
     settings = offload.cache or settings_of(system)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
-    if bits is not None and bits not in SUPPORTED_BITS:
+    if bits is not None and (not isinstance(bits, int) or bits not in SUPPORTED_BITS):
         raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
-    if threads is not None and not 1 <= threads <= 1024:
-        raise UsageError(f"threads is {threads}; it must be between 1 and 1024")
+    if threads is not None:
+        threads = _whole("threads", threads)
+        if threads > _MOST_THREADS:
+            raise UsageError(f"threads is {threads}; it must be between 1 and {_MOST_THREADS}")
+    if ctx is not None:
+        ctx = _whole("ctx", ctx, least=2)
+    if offload.pages is not None:
+        offload = replace(offload, pages=_whole("pages", offload.pages, least=0))
+    if not isinstance(model, str | Path):
+        raise UsageError(
+            f"the model is of type {type(model).__name__}", hint="give a name, or the path of a directory"
+        )
     started = time.perf_counter()
     report = progress or (lambda _: None)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -157,6 +169,7 @@ class Engine:
         self._loaded = loaded
         self._store: Store = loaded.store
         self._model: Any = loaded.model
+        self._process = os.getpid()
         self._near = loaded.near
         self._counters = loaded.counters
         self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
@@ -437,9 +450,10 @@ class Engine:
 
     def _new_cache(self) -> Any:
         """An empty attention cache; ``None`` where the model makes its own."""
-        if self._model is None:
+        model = self._model
+        if model is None:
             return None
-        return self._loaded.cache.new(self._model.config, self.context_length)
+        return self._loaded.cache.new(model.config, self.context_length)
 
     def _parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
         """The tokens still to be computed of a prompt of ``prompt`` tokens, in the parts of its passes."""
@@ -447,19 +461,45 @@ class Engine:
             return [ids]
         return list(torch.split(ids, self._loaded.chunk, dim=1))
 
+    def _usable_model(self) -> Any:
+        """The model, if this engine can still compute.
+
+        Raises:
+            MoechatError: The engine was closed, or belongs to the process that this one was forked from.
+        """
+        # Once: another thread may close the engine at any time.
+        model = self._model
+        if model is None:
+            raise self._was_closed()
+        if os.getpid() != self._process:
+            # Their threads are not in this process; torch would wait for its own without end.
+            raise MoechatError(
+                f"a forked child cannot use {self.name}, which its parent loaded",
+                hint="start the child with multiprocessing's 'spawn' method, and load the model there",
+            )
+        return model
+
+    def _was_closed(self) -> MoechatError:
+        return MoechatError(f"{self.name} was closed", hint="load it again")
+
     def _forward(self, ids: torch.Tensor, **arguments: Any) -> Any:
         """One pass.
 
         Raises:
             StoreDamagedError: Experts cannot be read because a file of the store is no longer what it was.
-            MoechatError: Experts cannot be read for another reason, or the engine is closed.
+            MoechatError: Experts cannot be read for another reason, or the engine is closed, or this process
+                is a forked one.
         """
-        if self._model is None:
-            raise MoechatError(f"{self.name} was closed", hint="load it again")
+        model = self._usable_model()
         try:
             with torch.inference_mode(), steady_pass(ids.shape[1]):
-                return self._model(input_ids=ids, **arguments)
-        except _native.LinkError as error:
+                return model(input_ids=ids, **arguments)
+        except RuntimeError as error:
+            # Another thread has closed it during the pass, so that pages and link are gone.
+            if self._model is None:
+                raise self._was_closed() from error
+            if not isinstance(error, _native.LinkError):
+                raise
             Store.open(self._store.path)  # raises if a file is missing or has another size
             raise MoechatError(
                 f"experts of {self.name} cannot be read: {error}",
@@ -487,9 +527,7 @@ class Engine:
                 + (f", of which {room} for the answer" if room else ""),
                 hint=hint,
             )
-        if self._model is None:
-            raise MoechatError(f"{self.name} was closed", hint="load it again")
-        vocabulary: int = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary: int = self._usable_model().get_input_embeddings().weight.shape[0]
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)

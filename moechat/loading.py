@@ -15,7 +15,7 @@ from moechat.hardware.memory import available_bytes, give_back_unused, resident_
 from moechat.hub.names import ModelRef
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.dense import load_dense
+from moechat.models.dense import load_dense, loading_bytes
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
@@ -92,13 +92,15 @@ def parse_budget(ram: str | int | None) -> int | None:
     """Bytes of a memory budget.
 
     Raises:
-        UsageError: It is neither a size nor a positive number of bytes.
+        UsageError: It is neither a size nor a positive number of bytes, or larger than any memory.
     """
     if ram is None:
         return None
     size = parse_size(ram) if isinstance(ram, str) else ram
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise UsageError(f"ram is {ram!r}", hint="give a size such as '2G', or a number of bytes")
+    if size >= 1 << 63:
+        raise UsageError(f"ram is {size.bit_length()} bits long; no memory is larger than 2⁶³ - 1 bytes")
     return size
 
 
@@ -205,6 +207,8 @@ def load_model(
     plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
 
     load_dense(skeleton, store.dense)
+    # What conversions left in the heap, so that it does not stay beside the pages.
+    give_back_unused()
     steady_modules(skeleton.model)
     counters = ExpertCounters()
     near = (
@@ -282,7 +286,7 @@ def _needs(
     return Needs(
         base=resident_bytes(),
         dense=sum(sizes) + routers,
-        loading=2 * max(sizes, default=0),
+        loading=loading_bytes(skeleton, store.dense),
         kv=shape.nbytes,
         workspace=workspace,
         scratch=scratch_bytes(geometry.hidden_size, top_k, longest),

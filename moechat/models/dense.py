@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -42,17 +43,53 @@ def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
     Raises:
         CheckpointError: torch has no such type.
     """
-    dtype, shape = source.info(key)
-    if dtype not in READABLE_TYPES:
-        raise CheckpointError(f"dense tensor {key!r} has type {dtype}, which moechat does not read")
+    dtype, shape = _type_and_shape(source, key)
     array = source.array(key)
     if array.size == 0:
-        return torch.empty(shape, dtype=READABLE_TYPES[dtype])
+        return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
         # The mapping is read-only on purpose; nothing writes through the tensor.
         warnings.filterwarnings("ignore", message=".*not writable.*")
-        flat = torch.frombuffer(array.data, dtype=READABLE_TYPES[dtype])
+        flat = torch.frombuffer(array.data, dtype=dtype)
     return flat.reshape(shape)
+
+
+def _type_and_shape(source: TensorSource, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype, shape = source.info(key)
+    if dtype not in READABLE_TYPES:
+        raise CheckpointError(f"dense tensor {key!r} has type {dtype}, which moechat does not read")
+    return READABLE_TYPES[dtype], shape
+
+
+def loading_bytes(skeleton: Skeleton, source: TensorSource) -> int:
+    """Most that :func:`load_dense` takes at a time besides the weights that it leaves.
+
+    It goes weight by weight. One that is used as it is takes nothing else. Of one in another type there are
+    the mapped pages of its source, until they are released. Where a rule makes weights from their sources,
+    there are its result in the type of the source, and the input of its last step where it has several.
+
+    Raises:
+        CheckpointError: torch does not have the type of a weight.
+    """
+    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    targets, _ = map_keys(skeleton, source.keys())
+    most = 0
+    for target in targets.values():
+        if target.name in expert_names:
+            continue
+        infos = [_type_and_shape(source, key) for group in target.sources.values() for key in group]
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in infos)
+        reference = skeleton.state.get(target.name)
+        if target.converter is not None:
+            size *= 1 + min(2, max(1, len(target.converter.operations)))
+        elif reference is not None:
+            wanted = reference.dtype
+            if reference.is_floating_point():
+                wanted = _wanted_type(skeleton.model, target.name, wanted)
+            if all(dtype == wanted for dtype, _ in infos):
+                size = 0
+        most = max(most, size)
+    return most
 
 
 def load_dense(skeleton: Skeleton, source: TensorSource) -> None:

@@ -42,17 +42,23 @@ def steady_pass(tokens: int) -> Any:
 def steady_modules(model: nn.Module) -> None:
     """Let modules with so few outputs that threads would make a difference, such as routers, use one
     thread.
+
+    What is few is decided at every call: the number of threads belongs to the process, and whoever loads
+    another model changes it.
     """
-    columns = _COLUMNS_A_THREAD * torch.get_num_threads()
     for module in model.modules():
         weight = module._parameters.get("weight")
-        narrow = weight is not None and weight.ndim == 2 and weight.shape[0] < columns
-        if narrow and not isinstance(module, nn.Embedding):
-            module.forward = _by_one_thread(module.forward)
+        if weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
+            module.forward = _steady(module.forward, weight.shape[0])
 
 
-def _by_one_thread(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _steady(forward: Callable[..., Any], columns: int) -> Callable[..., Any]:
+    enough = columns // _COLUMNS_A_THREAD
+
     def call(*arguments: Any, **named: Any) -> Any:
+        # Well under a microsecond where the module is wide.
+        if torch.get_num_threads() <= enough:
+            return forward(*arguments, **named)
         with one_thread():
             return forward(*arguments, **named)
 

@@ -4,6 +4,9 @@ A budget is for the whole process. In it are, in this order: the process as it i
 (interpreter and libraries), the dense weights, the attention cache for the context, what a pass takes, the
 kernels' scratch, a margin, and what is left in pages of one block each for the experts. If all experts fit,
 they are mapped instead.
+
+Loading is over before the first page is allocated, so what it takes besides the dense weights need not be
+left beside the pages: it must fit the budget by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Needs:
     Attributes:
         base: The process when the plan is made.
         dense: Dense weights that are not loaded yet, in the type they are computed in.
-        loading: What loading the dense weights takes besides them, for a time.
+        loading: What loading the dense weights takes besides them, at most and for a time.
         kv: Attention cache for a number of tokens.
         workspace: What the largest pass takes in a context of so many tokens.
         scratch: Of the native kernels.
@@ -69,7 +72,7 @@ class MemoryPlan:
         base: See :class:`Needs`, as the next four.
         dense: Dense weights.
         kv: Attention cache for the whole context.
-        workspace: Of the largest pass, or of loading if that is more.
+        workspace: Of the largest pass.
         scratch: Of the native kernels.
         margin: For what is not counted one by one.
         page_bytes: A page.
@@ -137,18 +140,22 @@ def plan_memory(
         return plan
     least = least_budget(needs, ctx)
     context = _least_context(needs, ctx)
-    parts = _fixed(needs, context)
+    parts = {**_fixed(needs, context), "experts": needs.min_pages * needs.page_bytes}
+    when = f"for {context} tokens of context"
+    loading = _while_loading(needs)
+    loading_is_most = sum(loading.values()) > sum(parts.values())
+    if loading_is_most:
+        parts, when = loading, "while the weights are loaded"
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
-    smallest = -(-needs.min_pages * needs.page_bytes // MEBI)
     given_as = "the memory budget" if given else "the memory that is available"
     hints = [f"give at least {least // MEBI}M with --ram (ram=)"]
     if not given:
         hints = [f"end other programs, or insist on {least // MEBI}M with --ram (ram=),"]
-    if context > _CONTEXT_STEP:
+    if context > _CONTEXT_STEP and not loading_is_most:
         hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
     raise DoesNotFitError(
         f"{given_as} is {budget // MEBI} MiB; the least that works is {least // MEBI} MiB: "
-        f"{listed}, experts {smallest} (all in MiB, for {context} tokens of context)",
+        f"{listed} (all in MiB, {when})",
         hint=" ".join(hints),
         least_bytes=least,
     )
@@ -159,6 +166,7 @@ def least_budget(needs: Needs, ctx: int | None = None) -> int:
     MiB.
     """
     budget = sum(_fixed(needs, _least_context(needs, ctx)).values()) + needs.min_pages * needs.page_bytes
+    budget = max(budget, sum(_while_loading(needs).values()))
     while True:
         step = MEBI * (16 if budget <= 4096 * MEBI else 64 if budget <= 32768 * MEBI else 256)
         budget = -(-budget // step) * step
@@ -173,6 +181,8 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
     fixed = _fixed(needs, context)
     room = budget - sum(fixed.values())
     if pages is None:
+        if sum(_while_loading(needs).values()) > budget:
+            return None
         if mapped:
             count = 0
         else:
@@ -208,11 +218,24 @@ def _fixed(needs: Needs, context: int) -> dict[str, int]:
         "process": needs.base,
         "dense weights": needs.dense,
         "attention cache": kv,
-        # Loading is over before the first pass.
-        "workspace": max(needs.workspace(context), needs.loading - kv),
+        "workspace": needs.workspace(context),
         "scratch": needs.scratch,
-        "margin": _FIRST_USE_BYTES + needs.threads * _THREAD_BYTES + int(_MARGIN_SHARE * (needs.dense + kv)),
+        "margin": _margin(needs, needs.dense + kv),
     }
+
+
+def _while_loading(needs: Needs) -> dict[str, int]:
+    """Everything that is there while the dense weights are loaded, by name."""
+    return {
+        "process": needs.base,
+        "dense weights": needs.dense,
+        "loading": needs.loading,
+        "margin": _margin(needs, needs.dense),
+    }
+
+
+def _margin(needs: Needs, held: int) -> int:
+    return _FIRST_USE_BYTES + needs.threads * _THREAD_BYTES + int(_MARGIN_SHARE * held)
 
 
 def _least_context(needs: Needs, ctx: int | None) -> int:

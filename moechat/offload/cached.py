@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.errors import UsageError
+from moechat.errors import DoesNotFitError, UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.settings import CacheSettings, LinkSettings
@@ -86,8 +86,10 @@ class NearTier:
         counters: Of the engine.
 
     Raises:
-        UsageError: The settings cannot work, such as ``belady`` without a replay.
-        MoechatError: Files of the store cannot be opened, or memory is refused.
+        UsageError: The settings cannot work, such as ``belady`` without a replay or an impossible number of
+            pages.
+        DoesNotFitError: The system refuses memory for the pages.
+        MoechatError: Files of the store cannot be opened.
     """
 
     def __init__(
@@ -113,24 +115,37 @@ class NearTier:
         self.counters = ExpertCounters() if counters is None else counters
         if pages < MIN_PAGES:
             raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
+        if pages >= 1 << 63:  # the native code could not even say that it refuses them
+            raise UsageError(f"{pages} pages of experts are more than any memory holds")
         self.targets, self.reserve = uniform_targets(geometry, self.layers, pages, top_k, settings)
-        self.runner = _native.ExpertRunner(
-            geometry.layout,
-            geometry.activation.value,
-            geometry.alpha,
-            geometry.limit,
-            layers=self.layers,
-            experts=geometry.num_experts,
-            pages=pages,
-            targets=self.targets,
-            reserve=self.reserve,
-            policy=_policy(settings, self.layers, geometry.num_experts, replay),
-            link=_link(store, link),
-            stall_seconds=link.stall_seconds,
-            whole_experts=settings.whole_experts,
-            # Bytes that never arrive must be memory of their own, or the kernels would read one zero page.
-            populate=link.kind == "sim" and not link.copy,
-        )
+        policy = _policy(settings, self.layers, geometry.num_experts, replay)
+        source = _link(store, link)
+        try:
+            self.runner = _native.ExpertRunner(
+                geometry.layout,
+                geometry.activation.value,
+                geometry.alpha,
+                geometry.limit,
+                layers=self.layers,
+                experts=geometry.num_experts,
+                pages=pages,
+                targets=self.targets,
+                reserve=self.reserve,
+                policy=policy,
+                link=source,
+                stall_seconds=link.stall_seconds,
+                whole_experts=settings.whole_experts,
+                # Bytes that never arrive must be memory of their own, or the kernels would read one zero
+                # page.
+                populate=link.kind == "sim" and not link.copy,
+            )
+        except ValueError as error:
+            raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            raise DoesNotFitError(
+                f"{pages} pages of experts cannot be made: {error}",
+                hint="give a smaller memory budget, so that fewer are made",
+            ) from error
         experts = settings.prefetch_experts
         self.prefetch_experts = min(top_k if experts is None else experts, geometry.num_experts)
         # Tokens from which a pass needs so much of a layer that the next one is streamed whole.

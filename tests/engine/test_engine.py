@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from moechat.engine import Engine, Progress
 from moechat.errors import (
     DoesNotFitError,
     ModelNotFoundError,
+    MoechatError,
     PromptTooLongError,
     StoreDamagedError,
     UsageError,
 )
+from moechat.offload.settings import OffloadOptions
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -240,13 +244,56 @@ def test_unknown_names_are_refused(home: Path, tmp_path: Path) -> None:
         {"ram": 2.5},
         {"system": "no-such-system"},
         {"dtype": "int4"},
+        {"ram": 10**30},
         {"threads": 0},
+        {"threads": 1.5},
+        {"threads": "2"},
+        {"threads": True},
+        {"threads": 1025},
+        {"ctx": "100"},
+        {"ctx": 1},
+        {"offload": OffloadOptions(pages=10**12)},
+        {"offload": OffloadOptions(pages=10**30)},
+        {"offload": OffloadOptions(pages=-1)},
         {"bits": 5},
+        {"bits": 4.0},
     ],
 )
 def test_what_this_version_cannot_do_is_said(arguments: dict[str, Any], chat_model: Path, home: Path) -> None:
     with pytest.raises(UsageError):
         moechat.load(chat_model, **arguments)
+
+
+@pytest.mark.parametrize("model", [None, 7, b"demo"])
+def test_a_model_is_a_name_or_a_path(model: Any) -> None:
+    with pytest.raises(UsageError, match="the model is of type"):
+        moechat.load(model)
+
+
+def test_pages_that_the_system_refuses_do_not_fit(chat_model: Path, home: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="1000000000 pages of experts cannot be made"):
+        moechat.load(chat_model, offload=OffloadOptions(pages=10**9))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_told_and_does_not_hang(engine: Engine) -> None:
+    steps = engine.generate("Once upon a time", max_new_tokens=4, temperature=0.0)
+    next(steps)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        told = 0
+        for use in (lambda: next(steps), lambda: engine.logits([5, 6]), lambda: engine.generate([5])):
+            try:
+                use()
+            except MoechatError as error:
+                told += "forked child" in str(error) and "spawn" in str(error.hint)
+            except BaseException:
+                break
+        os._exit(3 - told)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert len(list(steps)) == 3
 
 
 def test_context_beyond_the_model_does_not_fit(chat_model: Path, home: Path) -> None:

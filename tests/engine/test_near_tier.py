@@ -122,6 +122,34 @@ def test_a_closed_engine_says_so_and_closing_may_be_repeated(chat_model: Path, h
     assert engine.stats.output_tokens == 1
 
 
+def test_closing_from_another_thread_during_a_pass_is_told(chat_model: Path, home: Path) -> None:
+    engine = moechat.load(chat_model, offload=TIGHT)
+    layer = engine._loaded.model.get_submodule("model.layers.1")
+
+    def close(*_: object) -> None:
+        other = threading.Thread(target=engine.close)
+        other.start()
+        other.join()
+
+    hook = layer.register_forward_pre_hook(close)
+    with pytest.raises(MoechatError, match="was closed") as caught:
+        list(engine.generate(PROMPT, max_new_tokens=8, temperature=0.0))
+    hook.remove()
+    assert "expert cache is closed" in str(caught.value.__cause__)
+
+
+def test_another_error_of_a_pass_stays_what_it_is(engine: Engine) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("as wanted")
+
+    hook = engine._model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="as wanted"):
+            engine.logits(PROMPT)
+    finally:
+        hook.remove()
+
+
 def test_an_engine_whose_making_failed_can_be_deleted() -> None:
     Engine.__new__(Engine).__del__()
 

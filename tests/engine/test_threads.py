@@ -66,6 +66,15 @@ def test_the_compute_library_is_told_before_it_starts_unless_the_user_has(
     assert done.stdout.split() == [expected, "False"]
 
 
+def test_another_load_does_not_change_the_logits_of_an_engine(named: str) -> None:
+    tokens = [(11 * i * i + 5) % 250 + 3 for i in range(17)]
+    with moechat.load(named, threads=2, dtype="float32") as first:
+        alone = first.logits(tokens)
+        with moechat.load(named, threads=8, dtype="float32") as second:
+            assert torch.equal(first.logits(tokens), alone)
+            assert torch.equal(second.logits(tokens), alone)
+
+
 def test_narrow_modules_use_one_thread_and_wide_ones_all() -> None:
     seen: dict[str, int] = {}
 
@@ -90,6 +99,11 @@ def test_narrow_modules_use_one_thread_and_wide_ones_all() -> None:
             model["failing"](torch.ones(5, 4))
         assert seen == {"narrow": 1, "wide": 2, "failing": 1}
         assert torch.get_num_threads() == 2
+        # What is narrow depends on the threads at the call.
+        torch.set_num_threads(257)
+        model["wide"](torch.ones(5, 4))
+        assert seen["wide"] == 1
+        torch.set_num_threads(2)
         with one_thread(needed=False):
             assert torch.get_num_threads() == 2
     finally:

@@ -36,7 +36,6 @@ def test_what_the_other_parts_leave_is_pages() -> None:
     plan = plan_memory(NEEDS, 2048 * MEBI, ctx=1024)
     assert (plan.base, plan.dense, plan.scratch) == (NEEDS.base, NEEDS.dense, NEEDS.scratch)
     assert plan.kv == 64 * MEBI
-    # Loading is over before the first pass, but it takes more than that pass and the attention cache do.
     assert plan.workspace == 54 * MEBI
     assert not plan.mapped
     assert counted(plan) == plan.total <= plan.budget
@@ -44,9 +43,21 @@ def test_what_the_other_parts_leave_is_pages() -> None:
     assert plan.margin >= 32 * MEBI
 
 
-def test_loading_counts_where_it_takes_more_than_a_pass() -> None:
-    plan = plan_memory(replace(NEEDS, loading=700 * MEBI), 2048 * MEBI, ctx=1024)
-    assert plan.workspace + plan.kv == 700 * MEBI
+def test_loading_must_fit_by_itself_and_takes_no_pages() -> None:
+    usual = plan_memory(NEEDS, 2048 * MEBI, ctx=1024)
+    heavy = replace(NEEDS, loading=1200 * MEBI)
+    assert plan_memory(heavy, 2048 * MEBI, ctx=1024) == usual
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_memory(heavy, 1900 * MEBI, ctx=1024)
+    least = caught.value.least_bytes
+    assert least == least_budget(heavy, 1024)
+    assert least is not None
+    assert 1936 * MEBI <= least <= 1952 * MEBI  # 400 + 300 + 1200, and the margin
+    assert plan_memory(heavy, least, ctx=1024).total <= least
+    assert "loading 1200" in str(caught.value)
+    assert "while the weights are loaded" in str(caught.value)
+    # A shorter context does not help.
+    assert "--ctx" not in str(caught.value.hint)
 
 
 def test_everything_is_mapped_as_soon_as_it_fits() -> None:
@@ -179,6 +190,7 @@ def test_every_plan_keeps_its_budget_and_the_least_works(
     for budget in (smallest, smallest + above):
         plan = plan_memory(needs, budget, ctx=ctx)
         assert plan.total <= budget
+        assert base + dense + loading < budget
         assert plan.mapped == (plan.pages == 0)
         assert plan.mapped or needs.min_pages <= plan.pages <= blocks
         assert plan.context == (ctx or plan.context)
