@@ -51,12 +51,6 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_by
     throw std::invalid_argument(std::to_string(pages) + " pages of " + std::to_string(page_bytes) +
                                 " bytes; there must be at least 1, fewer than 2^32, and at most 2^46 bytes");
   }
-  const auto count = static_cast<std::size_t>(pages);
-  owner_.assign(count, kNoOwner);
-  generation_.assign(count, 0);
-  free_.resize(count);
-  for (std::size_t i = 0; i < count; ++i) free_[i] = static_cast<PageId>(count - 1 - i);
-
   // The pages start at a huge page's boundary and have a piece that cannot be touched before and after them:
   // no neighbour is merged into their mapping, and a write beyond the end is a fault.
   const std::int64_t bytes = pages * page_bytes;
@@ -81,6 +75,17 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_by
     throw std::runtime_error("the system refused memory for " + std::to_string(pages) + " pages of " +
                              std::to_string(page_bytes) + " bytes, " + std::to_string(bytes) +
                              " bytes in all: " + std::strerror(error));
+  }
+  // Only now: for more pages than the system gives, these lists alone would take gigabytes.
+  try {
+    const auto count = static_cast<std::size_t>(pages);
+    owner_.assign(count, kNoOwner);
+    generation_.assign(count, 0);
+    free_.resize(count);
+    for (std::size_t i = 0; i < count; ++i) free_[i] = static_cast<PageId>(count - 1 - i);
+  } catch (...) {
+    munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
+    throw;
   }
   process_ = getpid();
   // Both are wishes. A child process has no use for the pages, and sharing them would make every page that
