@@ -199,7 +199,7 @@ def load_model(
     _check_same_experts(skeleton, store)
     trial = _Trial()
     for entry in skeleton.experts:
-        attach(entry.module, trial)  # type: ignore[arg-type]
+        attach(entry.module, trial)
     shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
     top_k = min(max(trial.top_k, default=_configured_top_k(config)), store.geometry.num_experts)
     needs = _needs(store, skeleton, dtype, shape, top_k, own)
@@ -219,7 +219,7 @@ def load_model(
             records = store.expert_layer(entry.layer)
             attach(entry.module, ExpertLayer(store.geometry, records, counters))
         else:
-            attach(entry.module, near.layer(ordinal))  # type: ignore[arg-type]
+            attach(entry.module, near.layer(ordinal))
     chunk = prefill_chunk(skeleton.model.config)
     return LoadedModel(store, config, skeleton.model, dtype, shape, chunk, plan, near, counters)
 

@@ -6,24 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from moechat.engine import Engine
-from moechat.offload.experts import ExpertCounters, ExpertLayer, attach
+from moechat.offload.experts import ExpertCounters, ExpertLayer, RunsExperts, attach
 from moechat.store.store import Store
-
-
-class ExpertsRunner(Protocol):
-    """What is attached to an experts module; see :class:`moechat.offload.experts.ExpertLayer`."""
-
-    def forward(
-        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Weighted sum of each token's experts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,18 +69,18 @@ class Bench:
         return len(self.parts)
 
     @contextmanager
-    def experts(self, runners: Sequence[ExpertsRunner]) -> Iterator[None]:
+    def experts(self, runners: Sequence[RunsExperts]) -> Iterator[None]:
         """Let ``runners`` compute the expert layers, and time them; afterwards it is as before."""
         before: list[Any] = [part.module._moechat_layer for part in self.parts]
         try:
             for part, runner in zip(self.parts, runners, strict=True):
-                attach(part.module, _Timed(self, runner))  # type: ignore[arg-type]
+                attach(part.module, _Timed(self, runner))
             yield
         finally:
             for part, layer in zip(self.parts, before, strict=True):
                 attach(part.module, layer)
 
-    def mapped(self) -> list[ExpertsRunner]:
+    def mapped(self) -> list[RunsExperts]:
         """Experts computed straight from the mapped store, as the model's routers choose them."""
         counters = ExpertCounters()
         return [
@@ -161,7 +151,7 @@ class Decoding:
 class _Timed:
     """Adds up the seconds that an expert layer takes."""
 
-    def __init__(self, bench: Bench, runner: ExpertsRunner) -> None:
+    def __init__(self, bench: Bench, runner: RunsExperts) -> None:
         self._bench = bench
         self._runner = runner
 

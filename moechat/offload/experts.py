@@ -8,7 +8,7 @@ module. One layer costs one native call, whatever the number of experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,17 @@ class ExpertLayer:
         return out.to(hidden.dtype)
 
 
-def attach(module: nn.Module, layer: ExpertLayer) -> None:
+class RunsExperts(Protocol):
+    """What computes the experts of one layer: mapped, over the near tier, or in its place."""
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts; see :meth:`ExpertLayer.forward`."""
+        ...
+
+
+def attach(module: nn.Module, layer: RunsExperts) -> None:
     """Let ``module`` (an experts module whose parameters were taken out) compute through ``layer``."""
     module._moechat_layer = layer  # type: ignore[assignment]
 
@@ -95,7 +105,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """The function that transformers calls in place of a family's own loop over experts."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    layer: ExpertLayer = module._moechat_layer
+    layer: RunsExperts = module._moechat_layer
     return layer.forward(flat, top_k_index, top_k_weights).reshape(hidden_states.shape)
 
 
