@@ -24,6 +24,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from moechat import _native
+from moechat.configurator.systems import settings_of
 from moechat.errors import MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
 from moechat.hardware.memory import peak_resident_bytes
@@ -34,7 +35,7 @@ from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
 from moechat.models.threads import steady_pass
-from moechat.offload.settings import OffloadOptions, settings_of
+from moechat.offload.settings import OffloadOptions
 from moechat.statistics import Meter, Stats
 from moechat.store.store import Store
 
@@ -89,8 +90,8 @@ def load(
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
         dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the
             CPU multiplies it natively, else float32).
-        system: How experts are kept and fetched ahead: a name in ``moechat.offload.settings.SYSTEMS``. The
-            answer is the same for all.
+        system: How experts are kept and fetched ahead: a name in
+            ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
         ctx: Context length in tokens; ``None`` takes the model's own, or what the memory allows.
         offload: For tests and measurements.

@@ -10,6 +10,7 @@ import torch
 
 from moechat import _native
 from moechat.config import parse_size, user_paths
+from moechat.configurator.systems import CacheSettings
 from moechat.errors import UnsupportedModelError, UsageError
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.hub.names import ModelRef
@@ -29,7 +30,7 @@ from moechat.models.threads import steady_modules
 from moechat.offload.budget import MemoryPlan, Needs, automatic_budget, plan_memory
 from moechat.offload.cached import MIN_PAGES, NearTier
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
-from moechat.offload.settings import CacheSettings, OffloadOptions
+from moechat.offload.settings import OffloadOptions
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.manifest import MANIFEST_NAME, Manifest

@@ -24,12 +24,13 @@ from moechat.bench.figures import Run, case_figures, spread
 from moechat.bench.options import BenchOptions, System
 from moechat.bench.speeds import compute_rate, link_bandwidth
 from moechat.bench.timing import TimedCalls, TimedPredictor
+from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, MoechatError, UsageError
 from moechat.hardware.memory import available_bytes
 from moechat.models.routers import find_routers
 from moechat.offload.cached import MIN_PAGES, CachedExpertLayer, NearTier
-from moechat.offload.settings import CacheSettings, LinkSettings
+from moechat.offload.settings import LinkSettings
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
 from moechat.store.files import format_bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from moechat.config import parse_size
+from moechat.configurator.systems import CacheSettings, parse_settings
 from moechat.errors import UsageError
-from moechat.offload.settings import CacheSettings, parse_settings
 
 DEFAULT_SYSTEMS = "mixtral-offloading,auto"
 DEFAULT_FRACTIONS = (0.25, 0.5)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moechat.offload.settings import SYSTEMS
+from moechat.configurator.systems import SYSTEMS
 
 Action = Callable[[], int]
 

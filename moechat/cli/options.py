@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moechat.config import parse_size
+from moechat.configurator.systems import settings_of
 from moechat.errors import UsageError
-from moechat.offload.settings import settings_of
 
 BITS = (2, 3, 4, 8, 16)
 DTYPES = ("auto", "float32", "bfloat16", "float16")

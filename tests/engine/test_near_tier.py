@@ -16,9 +16,10 @@ from tiny import write_tiny_chat_model
 
 import moechat
 from moechat import Engine
+from moechat.configurator.systems import CacheSettings, settings_of
 from moechat.errors import DoesNotFitError, MoechatError, PromptTooLongError, StoreDamagedError
 from moechat.models.prompt_cache import PromptCache
-from moechat.offload.settings import CacheSettings, LinkSettings, OffloadOptions, settings_of
+from moechat.offload.settings import LinkSettings, OffloadOptions
 
 PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
 TIGHT = OffloadOptions(pages=6)

@@ -15,10 +15,11 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat import _native
 from moechat.bench.decode import Bench
+from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
 from moechat.models.routers import find_routers
 from moechat.offload.cached import NearTier
-from moechat.offload.settings import CacheSettings, LinkSettings, OffloadOptions
+from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.predict import NextRouterPredictor
 
 COMBINATIONS = 66
