@@ -1,0 +1,109 @@
+"""The file link from the disk of the model library, measured by reading stores or a file of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat import _native
+from moechat.hardware.measure_budget import EXPERT_BYTES, LARGE_BYTES, RECORD_BYTES, Budget, format_size
+from moechat.hardware.measure_link import Moved, latency, stream
+from moechat.hardware.pages import touched_pages
+from moechat.hardware.profile import Figure, LinkFigures
+from moechat.hardware.scratch import Extent, drop_cached, reads_direct, scratch_file, stored_files
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReadableDisk:
+    """What the link reads.
+
+    Attributes:
+        extents: Parts of files.
+        stores: They are stores' files, not one of our own.
+        direct: They are read past the page cache.
+        window: Where it goes. Taken once: where memory is given out slowly, taking it would be what is
+            measured.
+    """
+
+    extents: list[Extent]
+    stores: bool
+    direct: bool
+    window: npt.NDArray[np.uint8] = field(default_factory=lambda: touched_pages(1, 2 * LARGE_BYTES))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read from."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    def stream(self, unit_bytes: int, seconds: float, seed: int) -> Moved:
+        """Read units in random order; see :func:`moechat.hardware.measure_link.stream`."""
+        return stream(
+            self._open(),
+            unit_bytes,
+            RECORD_BYTES,
+            seconds=seconds,
+            window=self.window,
+            # Through the page cache a second reading would be one of memory.
+            once=not self.direct,
+            seed=seed,
+        )
+
+    def figures(self, budget: Budget, report: Report) -> LinkFigures:
+        """Measure the link alone, at three sizes, and its latency.
+
+        Raises:
+            OSError: A file cannot be opened.
+            MoechatError: Something cannot be read, or nothing arrives.
+        """
+        bandwidth = {}
+        for nbytes in (RECORD_BYTES, EXPERT_BYTES, LARGE_BYTES):
+            report(f"disk: reading {format_size(nbytes)} at a time")
+            moved = self.stream(nbytes, budget.link_seconds, seed=nbytes)
+            how = f"random order, transfers of {format_size(RECORD_BYTES)}"
+            bandwidth[nbytes] = Figure(moved.rate, "measured", how)
+        report("disk: latency")
+        waited = latency(self._open(), RECORD_BYTES, seconds=budget.latency_seconds)
+        return LinkFigures("file", bandwidth, Figure(waited, "measured", "median, one at a time"))
+
+    def _open(self) -> _native.Link:
+        if not self.direct:
+            for extent in self.extents:
+                drop_cached(extent.path)
+        return _native.file_link([(item.path, item.offset, item.nbytes) for item in self.extents])
+
+
+@contextmanager
+def readable_disk(library: Path, budget: Budget, report: Report) -> Iterator[ReadableDisk]:
+    """Files on the disk of the library: those of stores where there are enough, else one of our own.
+
+    Args:
+        library: Directory of stores.
+        budget: Sizes.
+        report: Told what is written.
+
+    Raises:
+        NoRoomError: A file of our own is needed and cannot be written.
+        OSError: A file cannot be opened.
+    """
+    with ExitStack() as stack:
+        extents = stored_files(library, budget.scratch_bytes, LARGE_BYTES)
+        stores = bool(extents)
+        if not stores:
+            report(f"disk: writing {format_size(budget.scratch_bytes)} to read from")
+            file = scratch_file(
+                library,
+                budget.scratch_bytes,
+                least=budget.least_scratch,
+                keep_free=budget.keep_free,
+                seconds=budget.write_seconds,
+                report=report,
+            )
+            extents = [stack.enter_context(file)]
+        yield ReadableDisk(extents, stores, all(reads_direct(extent.path) for extent in extents))

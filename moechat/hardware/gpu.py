@@ -1,0 +1,266 @@
+"""Graphics cards as NVIDIA's management library reports them (``nvidia-ml-py``); no CUDA is loaded.
+
+That there is no card, no driver or no library is a normal case: it is said in :attr:`GpuReport.why`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moechat.hardware.profile import Figure, GpuFigures
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# Operations of tensor cores for one of the other cores' multiply-adds, 16 bit with sums in 32, dense: of the
+# consumer cards since Ampere (GA102, AD102, GB202 whitepapers), and of GA100 and GH100.
+_TENSOR_FACTOR = 2.0
+_TENSOR_FACTOR_DATACENTRE = {(8, 0): 16.0, (9, 0): 14.7, (10, 0): 15.0}
+_SUSTAINED_MEMORY = 0.9
+_SUSTAINED_COMPUTE = 0.6
+_LAUNCH_SECONDS = 5e-6
+
+
+@dataclass(frozen=True)
+class GpuDevice:
+    """One card; ``None`` stands for what its driver does not tell.
+
+    Attributes:
+        index: Its number in the order of the management library (that of the slots).
+        name: As the driver says.
+        identity: Hash of its unique number.
+        vram: Bytes in all.
+        vram_free: Bytes that nobody uses now.
+        generation: PCIe generation of the slot as it runs now; idle cards run slower.
+        generation_most: The highest of card and slot.
+        lanes: PCIe lanes in use.
+        lanes_most: The most of card and slot.
+        memory_bandwidth: Bytes a second by memory clock and bus width.
+        flops: 16-bit operations a second by cores and clock.
+        capability: Compute capability.
+    """
+
+    index: int
+    name: str
+    identity: str
+    vram: int
+    vram_free: int
+    generation: int | None = None
+    generation_most: int | None = None
+    lanes: int | None = None
+    lanes_most: int | None = None
+    memory_bandwidth: float | None = None
+    flops: float | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def unknown(self) -> list[str]:
+        """In words, what the driver does not tell."""
+        missing = []
+        if self.generation_most is None and self.generation is None:
+            missing.append("PCIe generation")
+        if self.lanes is None and self.lanes_most is None:
+            missing.append("PCIe lanes")
+        if self.memory_bandwidth is None:
+            missing.append("memory clock")
+        if self.flops is None:
+            missing.append("cores and their clock")
+        return missing
+
+    def figures(self) -> GpuFigures:
+        """The card as part of a profile.
+
+        Only its memory is measured; the rest are estimates, by the rules in their sources. What the driver
+        does not tell is taken from the weakest card that is worth using: PCIe 3.0 with 8 lanes, 200 GB/s, 20
+        TFLOP/s.
+        """
+        unknown = "the driver does not tell; that of a weak card is assumed"
+        bandwidth, flops = self.memory_bandwidth, self.flops
+        return GpuFigures(
+            name=self.name,
+            vram=Figure(self.vram, "measured", "NVML"),
+            vram_free=Figure(self.vram_free, "measured", "NVML"),
+            bandwidth=Figure(200e9, "estimate", unknown)
+            if bandwidth is None
+            else Figure(
+                _SUSTAINED_MEMORY * bandwidth,
+                "estimate",
+                f"{_SUSTAINED_MEMORY:g} x 2 x memory clock x bus width, as NVML reports them",
+            ),
+            flops=Figure(20e12, "estimate", unknown)
+            if flops is None
+            else Figure(
+                _SUSTAINED_COMPUTE * flops,
+                "estimate",
+                f"{_SUSTAINED_COMPUTE:g} x 2 x cores x clock x {_tensor_factor(self.capability):g} for "
+                "tensor cores, as NVML reports them",
+            ),
+            launch=Figure(_LAUNCH_SECONDS, "estimate", "usual time from launch to start of a kernel"),
+            # Idle cards step the link's speed down, so the present generation says little.
+            pcie_generation=self.generation_most or self.generation or 3,
+            pcie_lanes=self.lanes or self.lanes_most or 8,
+        )
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """The cards that may be used.
+
+    Attributes:
+        devices: In the library's order; empty if there is none.
+        driver: Version of the driver, if there is one.
+        why: Why there is no card, in words; empty if there is one.
+    """
+
+    devices: tuple[GpuDevice, ...] = ()
+    driver: str = ""
+    why: str = ""
+
+    @property
+    def best(self) -> GpuDevice | None:
+        """The card with the most memory, the first of several."""
+        return max(self.devices, key=lambda device: (device.vram, -device.index), default=None)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Plain values of each card, for people and programs."""
+        return [
+            {
+                "name": device.name,
+                "vram_bytes": device.vram,
+                "vram_free_bytes": device.vram_free,
+                "pcie_generation": device.generation,
+                "pcie_generation_max": device.generation_most,
+                "pcie_lanes": device.lanes,
+                "pcie_lanes_max": device.lanes_most,
+            }
+            for device in self.devices
+        ]
+
+
+def find_gpus(environment: Mapping[str, str] | None = None) -> GpuReport:
+    """The cards of this machine that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+
+    Args:
+        environment: Variables to look into; ``None`` takes the process's own.
+    """
+    variables = os.environ if environment is None else environment
+    try:
+        import pynvml
+    except ImportError:
+        return GpuReport(why="nvidia-ml-py, which asks for NVIDIA cards, is not installed")
+    except Exception as error:  # a foreign package of that name may do anything
+        return GpuReport(why=f"nvidia-ml-py cannot be loaded: {type(error).__name__}")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return GpuReport(why=_why_not(pynvml, error))
+    try:
+        driver = _ask(pynvml, lambda: _text(pynvml.nvmlSystemGetDriverVersion())) or ""
+        count = _ask(pynvml, lambda: int(pynvml.nvmlDeviceGetCount())) or 0
+        found = [_device(pynvml, index) for index in range(count)]
+        devices = [item[0] for item in found if item is not None]
+        numbers = {item[0].index: item[1] for item in found if item is not None}
+        wanted = variables.get(VISIBLE_VARIABLE)
+        visible = devices if wanted is None else _visible(devices, numbers, wanted)
+        why = ""
+        if not devices:
+            why = f"the NVIDIA driver {driver} reports no usable card"
+        elif not visible:
+            why = f"{VISIBLE_VARIABLE}={wanted} leaves none of the {len(devices)} cards"
+        return GpuReport(tuple(visible), driver, why)
+    finally:
+        _ask(pynvml, pynvml.nvmlShutdown)
+
+
+def _why_not(pynvml: Any, error: Exception) -> str:
+    def is_a(name: str) -> bool:
+        kind = getattr(pynvml, name, None)
+        return kind is not None and isinstance(error, kind)
+
+    if is_a("NVMLError_LibraryNotFound"):
+        return "no NVIDIA driver is installed"
+    if is_a("NVMLError_DriverNotLoaded"):
+        return "the NVIDIA driver is not loaded"
+    if is_a("NVMLError_NoPermission"):
+        return "the NVIDIA driver may not be asked by this user"
+    if is_a("NVMLError_LibRmVersionMismatch"):
+        return "the NVIDIA driver was replaced while it was loaded; restart the machine"
+    return f"the NVIDIA driver does not answer: {error}"
+
+
+def _device(pynvml: Any, index: int) -> tuple[GpuDevice, str] | None:
+    """The card and its unique number; ``None`` for one that cannot be used (lost, or without memory)."""
+
+    def ask(name: str, *arguments: Any) -> Any:
+        function = getattr(pynvml, name, None)
+        return None if function is None else _ask(pynvml, lambda: function(handle, *arguments))
+
+    handle = _ask(pynvml, lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
+    memory = None if handle is None else ask("nvmlDeviceGetMemoryInfo")
+    if memory is None:
+        return None
+    name, number = ask("nvmlDeviceGetName"), ask("nvmlDeviceGetUUID")
+    unique = _text(number) if number is not None else f"index {index}"
+    clock = ask("nvmlDeviceGetMaxClockInfo", getattr(pynvml, "NVML_CLOCK_MEM", 2))
+    width = ask("nvmlDeviceGetMemoryBusWidth")
+    cores, core_clock = ask("nvmlDeviceGetNumGpuCores"), ask("nvmlDeviceGetMaxClockInfo", 1)
+    capability = ask("nvmlDeviceGetCudaComputeCapability")
+    capability = None if capability is None else (int(capability[0]), int(capability[1]))
+    flops = None
+    if cores and core_clock:
+        flops = 2.0 * cores * core_clock * 1e6 * _tensor_factor(capability)
+    device = GpuDevice(
+        index=index,
+        name="NVIDIA GPU" if name is None else _text(name),
+        identity=hashlib.sha256(unique.encode()).hexdigest()[:16],
+        vram=int(memory.total),
+        vram_free=int(memory.free),
+        generation=_positive(ask("nvmlDeviceGetCurrPcieLinkGeneration")),
+        generation_most=_positive(ask("nvmlDeviceGetMaxPcieLinkGeneration")),
+        lanes=_positive(ask("nvmlDeviceGetCurrPcieLinkWidth")),
+        lanes_most=_positive(ask("nvmlDeviceGetMaxPcieLinkWidth")),
+        memory_bandwidth=2.0 * clock * 1e6 * width / 8 if clock and width else None,
+        flops=flops,
+        capability=capability,
+    )
+    return device, unique
+
+
+def _tensor_factor(capability: tuple[int, int] | None) -> float:
+    return _TENSOR_FACTOR if capability is None else _TENSOR_FACTOR_DATACENTRE.get(capability, _TENSOR_FACTOR)
+
+
+def _visible(devices: list[GpuDevice], numbers: Mapping[int, str], wanted: str) -> list[GpuDevice]:
+    """What CUDA would see: entries up to the first that names no card; a unique number may be cut short."""
+    chosen: list[GpuDevice] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        matching = [
+            device
+            for device in devices
+            if (entry.isascii() and entry.isdigit() and device.index == int(entry))
+            or (entry.startswith("GPU-") and numbers[device.index].startswith(entry))
+        ]
+        if len(matching) != 1 or matching[0] in chosen:
+            break
+        chosen += matching
+    return chosen
+
+
+def _ask(pynvml: Any, function: Callable[[], Any]) -> Any:
+    """What the library answers; ``None`` where the card or the driver does not know."""
+    try:
+        return function()
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: Any) -> str:
+    # Older releases of the package give bytes.
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    return " ".join(text.split())
+
+
+def _positive(value: Any) -> int | None:
+    return int(value) if value else None

@@ -1,0 +1,115 @@
+"""All that is measured of the CPU: memory, kernels by bits and threads, and kernels while a link is busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import median
+
+from moechat.errors import MoechatError
+from moechat.hardware.measure_cpu import (
+    HIDDEN,
+    Background,
+    ExpertMemory,
+    compute_rate,
+    operation_rate,
+    thread_counts,
+)
+from moechat.hardware.profile import Figure
+
+# What else the machine does comes and goes within seconds; so all of it is measured twice, one after the
+# other, and the better figure counts.
+ROUNDS = 2
+
+
+class KernelSweep:
+    """Figures of the CPU, as they are found.
+
+    Attributes:
+        stream: Bytes a second that are read from memory; ``None`` before :meth:`read_memory`.
+        rate: By bits and threads: bytes of blocks a second at one token.
+        operations: By bits: operations a second with many tokens.
+        together: By bits: as ``rate`` with all threads while the link is busy.
+        failure: Why link and kernels could not be measured together; empty if they could.
+    """
+
+    def __init__(self, memory: ExpertMemory, cores: int, report: Callable[[str], None]) -> None:
+        """Measure nothing yet.
+
+        Args:
+            memory: To fill with experts.
+            cores: Most threads.
+            report: Told in a few words what is measured next.
+        """
+        self._memory = memory
+        self._cores = cores
+        self._report = report
+        self.stream: Figure | None = None
+        self.rate: dict[int, dict[int, Figure]] = {}
+        self.operations: dict[int, Figure] = {}
+        self.together: dict[int, Figure] = {}
+        self.failure = ""
+        self._link_rates: dict[int, float] = {}
+
+    @property
+    def link_together(self) -> Figure | None:
+        """Bytes a second of the link while kernels run on all threads; ``None`` if that was not measured."""
+        if not self._link_rates:
+            return None
+        how = "median over bits, while kernels run on all threads"
+        return Figure(median(self._link_rates.values()), "measured", how)
+
+    def read_memory(self, seconds: float) -> Figure:
+        """Measure :attr:`stream`."""
+        self._report("memory: reading")
+        # One thread may read as fast as all where few channels are shared by many cores.
+        counts = {1, self._cores}
+        best = max(self._memory.stream_rate(threads, seconds / len(counts)) for threads in counts)
+        how = "reading alone, the fastest of several passes"
+        self.stream = _better(self.stream, best, how)
+        return self.stream
+
+    def run(
+        self,
+        bits: Iterable[int],
+        *,
+        compute_seconds: float,
+        many_seconds: float,
+        link: Callable[[int], float] | None,
+    ) -> None:
+        """Measure the kernels of each encoding once more.
+
+        Args:
+            bits: Encodings.
+            compute_seconds: For each number of threads.
+            many_seconds: For many tokens.
+            link: Keeps the link busy for some time, given a seed, and returns its bytes a second.
+        """
+        for each in bits:
+            experts = self._memory.fill(each)
+            rates = self.rate.setdefault(each, {})
+            for threads in thread_counts(self._cores):
+                self._report(f"CPU: experts of {each} bits, {threads} thread{'s' if threads > 1 else ''}")
+                rate = compute_rate(experts, threads, seconds=compute_seconds)
+                how = f"hidden size {HIDDEN}, one token, the best of several stretches"
+                rates[threads] = _better(rates.get(threads), rate, how)
+            many = operation_rate(experts, self._cores, seconds=many_seconds)
+            how = f"hidden size {HIDDEN}, 128 tokens an expert"
+            self.operations[each] = _better(self.operations.get(each), many, how)
+            if link is None or self.failure:
+                continue
+            self._report(f"CPU and disk together: {each} bits")
+            try:
+                with Background(experts, self._cores) as background:
+                    moved = link(each)
+            except (OSError, MoechatError) as problem:
+                self.failure = str(problem)
+                continue
+            # Both of one time: the best of each from two times would be more than they do together.
+            before = self.together.get(each)
+            if before is None or background.rate > before.value:
+                self.together[each] = Figure(background.rate, "measured", "while the file link is busy")
+                self._link_rates[each] = moved
+
+
+def _better(before: Figure | None, value: float, how: str) -> Figure:
+    return before if before is not None and before.value >= value else Figure(value, "measured", how)

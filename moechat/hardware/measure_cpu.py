@@ -1,0 +1,238 @@
+"""How fast the CPU computes experts and reads memory, with the very kernels that the engine uses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat import _native
+from moechat.hardware.pages import touched_pages
+
+# An expert in the middle of what models have: 16 blocks of 64 neurons, 216 KiB each at 4 bits.
+HIDDEN = 2048
+BLOCKS = 16
+TOP_K = 8
+_STRETCHES = 4
+_MANY_TOKENS = 128
+_MANY_EXPERTS = 4
+_CHOICES = 64
+_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Equal experts in memory.
+
+    Attributes:
+        layout: Of their records.
+        records: uint8 ``[experts, blocks, record_bytes]``.
+        activation: Name, slope and limit, as the kernels take them.
+    """
+
+    layout: _native.BlockLayout
+    records: npt.NDArray[np.uint8]
+    activation: tuple[str, float, float] = ("silu", 0.0, 0.0)
+
+
+class ExpertMemory:
+    """Memory too large for caches, filled with experts of one encoding after the other.
+
+    Attributes:
+        nbytes: Its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Take it.
+
+        Args:
+            nbytes: At least 32 MiB, for two 16-bit experts and more.
+
+        Raises:
+            MemoryError: The system refuses it.
+        """
+        self.nbytes = nbytes
+        self._bytes = touched_pages(1, nbytes)[0]
+
+    def fill(self, bits: int) -> Experts:
+        """Fill it with experts of so many bits; what was there before is gone."""
+        layout = _native.BlockLayout(HIDDEN, BLOCKS * 64, bits)
+        generator = np.random.default_rng(bits)
+        one = _native.BlockLayout(HIDDEN, 64, bits)
+        gate, up, down = (
+            generator.standard_normal(shape, dtype=np.float32) / np.float32(64)
+            for shape in ((64, HIDDEN), (64, HIDDEN), (HIDDEN, 64))
+        )
+        record = np.empty((1, one.record_bytes), dtype=np.uint8)
+        # One block many times over: what the kernels do does not depend on the weights.
+        _native.pack_expert(one, gate, up, down, None, record)
+        experts = self.nbytes // (BLOCKS * layout.record_bytes)
+        used = experts * BLOCKS * layout.record_bytes
+        self._bytes[:used].reshape(-1, layout.record_bytes)[:] = record
+        return Experts(layout, self._bytes[:used].reshape(experts, BLOCKS, layout.record_bytes))
+
+    def stream_rate(self, threads: int, seconds: float) -> float:
+        """Bytes a second at which so many threads read it."""
+        with used_threads(threads):
+            return _native.stream_read_rate(self._bytes, threads, seconds)
+
+
+class Passes:
+    """One token's experts, computed again and again: each time others, none again before all the rest.
+
+    Attributes:
+        nbytes: Bytes of records walked so far.
+    """
+
+    def __init__(self, experts: Experts, top_k: int = TOP_K, seed: int = 0) -> None:
+        count = len(experts.records)
+        top_k = max(1, min(top_k, count // 2))
+        generator = np.random.default_rng(seed)
+        order = np.resize(generator.permutation(count), -(-count // top_k) * top_k)
+        self._choices = np.sort(order.reshape(-1, 1, top_k).astype(np.int64), axis=2)
+        self._weights = np.full((1, top_k), 1.0 / top_k, dtype=np.float32)
+        self._x = generator.standard_normal((1, experts.layout.hidden_size), dtype=np.float32)
+        self._out = np.empty_like(self._x)
+        self._experts = experts
+        self._next = 0
+        self.nbytes = 0
+
+    def once(self) -> None:
+        """Compute the next ones."""
+        experts = self._experts
+        choice = self._choices[self._next]
+        self._next = (self._next + 1) % len(self._choices)
+        self.nbytes += _native.resident_forward(
+            experts.layout, *experts.activation, experts.records, self._x, choice, self._weights, self._out
+        )
+
+
+def compute_rate(
+    experts: Experts, threads: int, *, seconds: float, top_k: int = TOP_K, seed: int = 0
+) -> float:
+    """Bytes of blocks a second that so many threads compute for one token.
+
+    The best of several stretches: what else the machine does can only make it slower.
+    """
+    with used_threads(threads):
+        passes = Passes(experts, top_k, seed)
+        passes.once()
+        best = 0.0
+        for _ in range(_STRETCHES):
+            before, started = passes.nbytes, time.perf_counter()
+            while True:
+                passes.once()
+                elapsed = time.perf_counter() - started
+                if elapsed >= seconds / _STRETCHES:
+                    break
+            best = max(best, (passes.nbytes - before) / elapsed)
+    return best
+
+
+def operation_rate(experts: Experts, threads: int, *, seconds: float) -> float:
+    """Multiplications and additions a second with 128 tokens an expert, as prompts have; the best of some."""
+    layout = experts.layout
+    count = min(_MANY_EXPERTS, len(experts.records))
+    generator = np.random.default_rng(1)
+    x = generator.standard_normal((_MANY_TOKENS, layout.hidden_size), dtype=np.float32)
+    out = np.empty_like(x)
+    index = np.tile(np.arange(count, dtype=np.int64), (_MANY_TOKENS, 1))
+    weights = np.full(index.shape, 1.0 / count, dtype=np.float32)
+    operations = 6.0 * layout.hidden_size * layout.intermediate_size * index.size
+    best, started = 0.0, time.perf_counter()
+    with used_threads(threads):
+        while True:
+            before = time.perf_counter()
+            _native.resident_forward(layout, *experts.activation, experts.records, x, index, weights, out)
+            now = time.perf_counter()
+            best = max(best, operations / (now - before))
+            if now - started >= seconds:
+                return best
+
+
+class Background:
+    """Computes one token's experts in a thread of its own until the block ends; a context manager.
+
+    Attributes:
+        rate: Bytes of blocks a second over the whole time, once the block has ended.
+    """
+
+    def __init__(self, experts: Experts, threads: int) -> None:
+        self._threads = used_threads(threads)
+        self._passes = Passes(experts)
+        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._worker = threading.Thread(target=self._run, name="moechat-measure", daemon=True)
+        self._failure: BaseException | None = None
+        self.rate = 0.0
+
+    def __enter__(self) -> Background:
+        self._threads.__enter__()
+        try:
+            self._worker.start()
+            self._ready.wait()
+        except BaseException:  # Ctrl-C
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._end()
+        if self._failure is not None and raised[1] is None:
+            raise self._failure
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._worker.ident is not None:
+            self._worker.join()
+        self._threads.__exit__(None, None, None)
+
+    def _run(self) -> None:
+        try:
+            self._passes.once()
+            before, started = self._passes.nbytes, time.perf_counter()
+            self._ready.set()
+            while not self._stop.is_set():
+                self._passes.once()
+            self.rate = (self._passes.nbytes - before) / (time.perf_counter() - started)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+
+@contextmanager
+def used_threads(threads: int) -> Iterator[None]:
+    """Let the kernels use so many threads inside."""
+    before = _native.num_threads()
+    _native.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        _native.set_num_threads(before)
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Numbers of threads to measure with: the powers of two up to the cores, and all of them."""
+    counts = {1 << power for power in range(cores.bit_length()) if 1 << power <= cores}
+    return sorted(counts | {cores})
+
+
+def last_cache_bytes(directory: Path = _CPU_CACHES) -> int:
+    """Bytes of the largest cache that one core reaches; 0 where the system does not tell."""
+    largest = 0
+    for file in directory.glob("index*/size"):
+        try:
+            text = file.read_text(encoding="ascii").strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 0)
+            largest = max(largest, int(text[:-1]) * unit if unit else int(text))
+        except (OSError, ValueError):
+            continue
+    return largest

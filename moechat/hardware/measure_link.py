@@ -1,0 +1,168 @@
+"""How fast a link moves what it is asked for, with the very link that the engine uses."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat import _native
+from moechat.errors import MoechatError
+from moechat.hardware.pages import touched_pages
+
+WINDOW_BYTES = 64 << 20
+_WAIT_SECONDS = 0.2
+_STOP_SECONDS = 2.0
+_LEAST_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a link has moved, and in what time."""
+
+    nbytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.nbytes / self.seconds
+
+
+def stream(
+    link: _native.Link,
+    unit_bytes: int,
+    record_bytes: int,
+    *,
+    seconds: float,
+    window: npt.NDArray[np.uint8] | None = None,
+    once: bool = False,
+    seed: int = 0,
+    stall_seconds: float = 30.0,
+) -> Moved:
+    """Keep a link busy with units in random order, as a prefetcher does.
+
+    Args:
+        link: Not yet opened; it is stopped at the end.
+        unit_bytes: Bytes that lie together and are asked for together, such as an expert.
+        record_bytes: Bytes of one transfer, such as a block; divides ``unit_bytes``.
+        seconds: Nothing more is asked for after so long.
+        window: uint8, C-contiguous, at the beginning of a page: memory for what is asked for and on its way,
+            two units at least; ``None`` takes 64 MiB or two units.
+        once: Read no unit twice, even if that ends it early.
+        seed: Of the order.
+        stall_seconds: Without any arrival for so long it ends with an error.
+
+    Raises:
+        MoechatError: Something cannot be read, or nothing arrives.
+        ValueError: No region holds a unit, or the window not two.
+    """
+    records = unit_bytes // record_bytes
+    units = [
+        (region, at * unit_bytes)
+        for region in range(link.regions())
+        for at in range(link.region_bytes(region) // unit_bytes)
+    ]
+    if not units:
+        raise ValueError(f"no region of the link holds {unit_bytes} bytes")
+    order = np.random.default_rng(seed).permutation(len(units)).tolist()
+    if window is None:
+        window = touched_pages(1, max(WINDOW_BYTES, 2 * unit_bytes))
+    if window.size < 2 * unit_bytes:
+        raise ValueError(f"a window of {window.size} bytes does not hold two units of {unit_bytes}")
+    places = min(len(units), window.size // unit_bytes)
+    target = window.reshape(-1)[: places * unit_bytes].reshape(places * records, record_bytes)
+    free, left, held = list(range(places)), [0] * places, [(0, 0)] * places
+    asked = moved = 0
+    most = len(units) if once else None
+    link.open(places * records)
+    started = arrived = time.perf_counter()
+    try:
+        while True:
+            now = time.perf_counter()
+            batch = []
+            while free and now - started < seconds and (most is None or asked < most):
+                place = free.pop()
+                region, base = held[place] = units[order[asked % len(units)]]
+                asked += 1
+                left[place] = records
+                batch += [
+                    (place * records + part, region, base + part * record_bytes, record_bytes, _native.DEMAND)
+                    for part in range(records)
+                ]
+            if batch:
+                link.submit(batch, target)
+            if len(free) == places:
+                return Moved(moved, time.perf_counter() - started)
+            if not link.wait(_WAIT_SECONDS):
+                _check(link, time.perf_counter() - arrived, stall_seconds)
+            for slot, error in link.poll():
+                place, part = divmod(slot, records)
+                if error:
+                    region, base = held[place]
+                    raise _unreadable(link, region, base + part * record_bytes, error)
+                moved += record_bytes
+                arrived = time.perf_counter()
+                left[place] -= 1
+                if not left[place]:
+                    free.append(place)
+    finally:
+        link.stop(_STOP_SECONDS)
+
+
+def latency(
+    link: _native.Link, record_bytes: int, *, seconds: float, seed: int = 0, stall_seconds: float = 30.0
+) -> float:
+    """Seconds from asking the idle link for one record until it is there: the median of many.
+
+    Args:
+        link: Not yet opened; it is stopped at the end.
+        record_bytes: Bytes of a record.
+        seconds: So long, and at least 5 times, one is asked for after the other.
+        seed: Of their places.
+        stall_seconds: As for :func:`stream`.
+
+    Raises:
+        MoechatError: Something cannot be read, or does not arrive.
+    """
+    places = [
+        (region, at * record_bytes)
+        for region in range(link.regions())
+        for at in range(link.region_bytes(region) // record_bytes)
+    ]
+    order = np.random.default_rng(seed).permutation(len(places)).tolist()
+    target = touched_pages(1, record_bytes)
+    link.open(1)
+    samples: list[float] = []
+    started = time.perf_counter()
+    try:
+        while len(samples) < _LEAST_SAMPLES or time.perf_counter() - started < seconds:
+            region, offset = places[order[len(samples) % len(order)]]
+            asked = time.perf_counter()
+            link.submit([(0, region, offset, record_bytes, _native.DEMAND)], target)
+            while not link.wait(_WAIT_SECONDS):
+                _check(link, time.perf_counter() - asked, stall_seconds)
+            for _, error in link.poll():
+                if error:
+                    raise _unreadable(link, region, offset, error)
+            samples.append(time.perf_counter() - asked)
+        return statistics.median(samples)
+    finally:
+        link.stop(_STOP_SECONDS)
+
+
+def _unreadable(link: _native.Link, region: int, offset: int, error: int) -> MoechatError:
+    if reason := link.failure():
+        return MoechatError(f"{link.name()} has failed: {reason}")
+    return MoechatError(f"{link.describe(region, offset)} cannot be read: {os.strerror(error)}")
+
+
+def _check(link: _native.Link, silent: float, stall_seconds: float) -> None:
+    if reason := link.failure():
+        raise MoechatError(f"{link.name()} has failed: {reason}")
+    if silent > stall_seconds:
+        raise MoechatError(f"nothing has come from {link.describe(0, 0)} for {silent:.0f} s")

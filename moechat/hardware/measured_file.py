@@ -1,0 +1,223 @@
+"""Where measured profiles are kept: one JSON file for each identity, in the user's data directory.
+
+A file that is damaged, foreign or of another version of this form is never an error: it is as if nothing had
+been measured, and whoever asked is told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moechat.config import HOME_VARIABLE, user_paths
+from moechat.errors import MoechatError
+from moechat.hardware.gpu import find_gpus
+from moechat.hardware.identity import Identity, this_machine
+from moechat.hardware.profile import HardwareProfile
+from moechat.hardware.profile_json import profile_from_json, profile_to_json
+
+FORMAT = 1
+_KIND = "moechat hardware profile"
+_NAME = re.compile(r"[0-9a-f]{16}\.json", re.ASCII)
+_MOST_BYTES = 4 << 20
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured on a machine, and what was not.
+
+    Attributes:
+        profile: The figures.
+        missing: By part (``gpu``, ``link file``, ``link gpu``): why it was not measured.
+        remarks: What whoever reads the figures should know, in sentences.
+        facts: Plain values about the machine beyond the profile: caches, huge pages, versions.
+        seconds: That measuring took.
+    """
+
+    profile: HardwareProfile
+    missing: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since it was measured; ``None`` if it does not say when."""
+        try:
+            created = datetime.fromisoformat(self.profile.created)
+        except ValueError:
+            return None
+        if created.tzinfo is None:
+            created = created.replace(tzinfo=UTC)
+        return max(0.0, (datetime.now(UTC) - created).total_seconds())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; :func:`_from_json` is the inverse."""
+        return {
+            "format": FORMAT,
+            "kind": _KIND,
+            "key": self.profile.key,
+            "profile": profile_to_json(self.profile),
+            "missing": dict(self.missing),
+            "remarks": list(self.remarks),
+            "facts": dict(self.facts),
+            "seconds": self.seconds,
+        }
+
+
+def profiles_directory() -> Path:
+    """Where the files lie; it need not exist.
+
+    Raises:
+        UsageError: ``MOECHAT_HOME`` names something that is not a directory.
+    """
+    return user_paths().data / "profiles"
+
+
+def save_measurement(measurement: Measurement) -> Path:
+    """Keep it in place of an older one of the same identity; whoever reads meanwhile sees one of the two.
+
+    Raises:
+        MoechatError: It cannot be written.
+    """
+    path = profiles_directory() / f"{measurement.profile.key}.json"
+    write_json(path, measurement.to_json())
+    return path
+
+
+def load_measurement(
+    notice: Notice = lambda _: None, *, identity: Identity | None = None
+) -> Measurement | None:
+    """What was measured on this machine with this software; ``None`` if nothing was.
+
+    What is free of a card's memory is asked anew.
+
+    Args:
+        notice: Told in a sentence why a file is not used.
+        identity: Of the machine, if it is known already.
+    """
+    key = (this_machine() if identity is None else identity).key
+    found = _read(profiles_directory() / f"{key}.json", notice)
+    return found if found is None or found.profile.gpu is None else _with_free_now(found)
+
+
+def load_measured(notice: Notice = lambda _: None) -> HardwareProfile | None:
+    """The profile that was measured on this machine with this software; ``None`` if there is none.
+
+    ``gpu.vram_free`` is what is free now.
+
+    Args:
+        notice: Told in a sentence why a file is not used.
+    """
+    found = load_measurement(notice)
+    return None if found is None else found.profile
+
+
+def saved_measurements(notice: Notice = lambda _: None) -> list[Measurement]:
+    """All that are kept, the newest first, whichever machine they hold for."""
+    try:
+        names = sorted(
+            entry.name for entry in os.scandir(profiles_directory()) if _NAME.fullmatch(entry.name)
+        )
+    except OSError:
+        return []
+    found = [_read(profiles_directory() / name, notice) for name in names]
+    return sorted((item for item in found if item), key=lambda item: item.profile.created, reverse=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file at once or not at all.
+
+    Raises:
+        MoechatError: It cannot be written.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: two processes may have measured.
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as problem:
+        raise MoechatError(
+            f"{path} cannot be written: {problem.strerror}",
+            hint=f"set {HOME_VARIABLE} to a directory that can be written to, with some room",
+        ) from problem
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def read_json(path: Path, notice: Notice) -> dict[str, Any] | None:
+    """The object in a file; ``None``, and a word to ``notice``, if it is none."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        data = json.loads(content.decode("utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it holds no object")
+        return data
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as problem:
+        notice(f"{path} cannot be read and is ignored: {problem.strerror}")
+    except (ValueError, RecursionError) as problem:
+        notice(f"{path} is damaged and is ignored: {problem}")
+    return None
+
+
+def _read(path: Path, notice: Notice) -> Measurement | None:
+    data = read_json(path, notice)
+    if data is None:
+        return None
+    if data.get("kind") != _KIND or data.get("format") != FORMAT:
+        notice(f"{path} was written by another version of moechat, or is no hardware profile; it is ignored")
+        return None
+    try:
+        measurement = _from_json(data)
+        if path.stem != measurement.profile.key:
+            raise ValueError(f"it is the profile of {measurement.profile.key or 'no machine'}")
+        return measurement
+    except (MoechatError, AttributeError, KeyError, TypeError, ValueError) as problem:
+        notice(f"{path} is damaged and is ignored: {problem}")
+        return None
+
+
+def _with_free_now(measurement: Measurement) -> Measurement:
+    """The measurement with what is free of the card's memory now instead of then."""
+    report = find_gpus()
+    gpu, card = measurement.profile.gpu, report.best
+    if gpu is None or card is None or card.name != gpu.name:
+        return measurement
+    profile = replace(measurement.profile, gpu=replace(gpu, vram_free=card.figures().vram_free))
+    return replace(measurement, profile=profile, facts={**measurement.facts, "gpus": report.facts()})
+
+
+def _from_json(data: Mapping[str, Any]) -> Measurement:
+    seconds = data["seconds"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ValueError(f"seconds is {seconds!r}")
+    return Measurement(
+        profile=profile_from_json(data["profile"]),
+        missing={str(part): str(why) for part, why in dict(data["missing"]).items()},
+        remarks=tuple(str(remark) for remark in list(data["remarks"])),
+        facts=dict(data["facts"]),
+        seconds=float(seconds),
+    )

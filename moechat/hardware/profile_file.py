@@ -1,0 +1,234 @@
+"""Profiles in files: TOML for machines that are not at hand (``profiles/``), JSON for what was measured.
+
+The TOML form is for people: each figure in the unit that its key names, with its origin and its source
+beside it; ``profiles/README.md`` describes it. It is read strictly: what is not known, lacks a source or
+cannot be is refused with file and key, so that no plan rests on a typing error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from moechat.errors import UsageError
+from moechat.hardware.measured_file import load_measured
+from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures
+from moechat.hardware.profile_json import profile_from_json, profile_to_json
+from moechat.hardware.strict_table import StrictTable
+
+__all__ = [
+    "load_measured",
+    "profile_from_json",
+    "profile_to_json",
+    "read_profile",
+    "reference_names",
+    "reference_profile",
+]
+
+# The native kernels' names, see native/src/kernels/dispatch.cc.
+_INSTRUCTION_SETS = ("portable", "avx2", "avx512")
+_NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*", re.ASCII)
+_SIZE = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB|GiB)", re.ASCII)
+_BITS = re.compile(r"(2|3|4|8|16)bit", re.ASCII)
+_THREADS = re.compile(r"([1-9][0-9]{0,3})threads?", re.ASCII)
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_GIGA = 1e9
+_MOST_FILE_BYTES = 1 << 20
+
+
+def read_profile(path: str | Path) -> HardwareProfile:
+    """A profile in the TOML form; its name is the file's.
+
+    Raises:
+        UsageError: There is no such file, or it is not of the form; the message names file and key.
+    """
+    path = Path(path)
+    if not _NAME.fullmatch(path.stem) or path.suffix != ".toml":
+        raise UsageError(
+            f"{path} is no name for a profile", hint="use lower-case letters, digits, dashes and .toml"
+        )
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > _MOST_FILE_BYTES:
+        raise UsageError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
+    try:
+        values = tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # not TOML, or not UTF-8: both are ValueErrors
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    return _profile(path, values)
+
+
+def _profile(path: Path, values: Mapping[str, Any]) -> HardwareProfile:
+    named = StrictTable(path, "", values, {}).optional("sources")
+    sources = {} if named is None else {name: named.text(name) for name in named.values}
+    root = StrictTable(path, "", values, sources)
+    root.optional("sources")
+    title, created = root.text("title"), root.text("created")
+    try:
+        date.fromisoformat(created)
+    except ValueError:
+        raise root.error("created", f"is {created!r}, not a date like 2026-01-31") from None
+
+    cpu = root.table("cpu")
+    cpu.cited("source")
+    model, isa = cpu.text("model"), cpu.text("isa")
+    if isa not in _INSTRUCTION_SETS:
+        raise cpu.error("isa", f"is {isa!r}", hint=f"choose one of: {', '.join(_INSTRUCTION_SETS)}")
+    cores = cpu.number("cores", range(1, 1025))
+    by_bits = cpu.table("expert_gb_per_s")
+    rates = {bits: _by_threads(by_bits.table(key), cores) for bits, key in _bits(by_bits)}
+    together = _by_bits(cpu.optional("expert_together_gb_per_s"), rates)
+    flops = _by_bits(cpu.optional("expert_gflop_per_s"), rates)
+    cpu.finish()
+
+    memory = root.table("ram")
+    ram, ram_bandwidth = memory.figure("size_gib", 1 << 30), memory.figure("bandwidth_gb_per_s", _GIGA)
+    memory.finish()
+
+    gpu = _gpu(root.optional("gpu"))
+    links = _links(root.table("link"), gpu is not None)
+    root.finish()
+    # More likely than a source that nobody needs: a figure that cites the wrong one.
+    unused = sources.keys() - _cited(values)
+    if unused and named is not None:
+        raise named.error(min(unused), "is cited by no figure")
+    return HardwareProfile(
+        name=path.stem,
+        title=title,
+        cpu=model,
+        cores=cores,
+        isa=isa,
+        ram=ram,
+        ram_bandwidth=ram_bandwidth,
+        expert_rate=rates,
+        expert_rate_together=together,
+        expert_flops=flops,
+        links=links,
+        gpu=gpu,
+        created=created,
+    )
+
+
+def _bits(table: StrictTable) -> list[tuple[int, str]]:
+    return table.keyed(_BITS, "4bit", lambda match: int(match[1]))
+
+
+def _by_threads(table: StrictTable, cores: int) -> dict[int, Figure]:
+    keys = table.keyed(_THREADS, "6threads", lambda match: int(match[1]))
+    for threads, key in keys:
+        if threads > cores:
+            raise table.error(key, f"is more than the {cores} cores")
+    if keys[-1][0] != cores:
+        raise table.error(f"{cores}threads", "is missing: the rate of all cores")
+    return {threads: table.figure(key, _GIGA) for threads, key in keys}
+
+
+def _by_bits(table: StrictTable | None, rates: Mapping[int, object]) -> dict[int, Figure]:
+    if table is None:
+        return {}
+    keys = _bits(table)
+    for bits, key in keys:
+        if bits not in rates:
+            raise table.error(key, "has no counterpart in cpu.expert_gb_per_s")
+    return {bits: table.figure(key, _GIGA) for bits, key in keys}
+
+
+def _links(table: StrictTable, with_gpu: bool) -> dict[str, LinkFigures]:
+    file, gpu = _link(table.optional("file"), "file"), _link(table.optional("gpu"), "gpu")
+    table.finish()
+    if file is None:
+        raise table.error("file", "is missing")
+    if with_gpu != (gpu is not None):
+        raise table.error("gpu", "is missing" if with_gpu else "is here, but there is no [gpu]")
+    return {link.kind: link for link in (file, gpu) if link is not None}
+
+
+def _link(table: StrictTable | None, kind: Literal["file", "gpu"]) -> LinkFigures | None:
+    if table is None:
+        return None
+    sizes = table.table("gb_per_s")
+    keys = sizes.keyed(_SIZE, "256KiB or 16MiB", lambda match: int(match[1]) * _BINARY[match[2]])
+    together = "together_gb_per_s"
+    link = LinkFigures(
+        kind=kind,
+        bandwidth={nbytes: sizes.figure(key, _GIGA) for nbytes, key in keys},
+        latency=table.figure("latency_us", 1e-6),
+        together=table.figure(together, _GIGA) if together in table.values else None,
+    )
+    table.finish()
+    return link
+
+
+def _gpu(table: StrictTable | None) -> GpuFigures | None:
+    if table is None:
+        return None
+    table.cited("source")
+    vram = table.figure("vram_mib", 1 << 20)
+    gpu = GpuFigures(
+        name=table.text("name"),
+        vram=vram,
+        vram_free=vram,
+        bandwidth=table.figure("bandwidth_gb_per_s", _GIGA),
+        flops=table.figure("tflop_per_s", 1e12),
+        launch=table.figure("launch_us", 1e-6),
+        pcie_generation=table.number("pcie_generation", range(1, 8)),
+        pcie_lanes=table.number("pcie_lanes", (1, 2, 4, 8, 16)),
+    )
+    table.finish()
+    return gpu
+
+
+def _cited(value: object) -> set[str]:
+    """Names of all sources that are cited anywhere below ``value``."""
+    if isinstance(value, dict):
+        return set().union(*(_cited(item) for item in value.values()))
+    return {value[1:].partition(" ")[0]} if isinstance(value, str) and value.startswith("@") else set()
+
+
+def _directory() -> Path:
+    """Where the reference profiles lie: inside an installed package, or beside it in a clone.
+
+    An editable install has a copy in site-packages that is as old as its last build; looking beside this
+    file finds a clone's own files.
+    """
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "profiles"
+    return installed if installed.is_dir() else package.parent / "profiles"
+
+
+def reference_names() -> list[str]:
+    """Names of the reference profiles, sorted."""
+    return sorted(path.stem for path in _directory().glob("*.toml"))
+
+
+def reference_profile(name: str) -> HardwareProfile:
+    """A machine that need not be at hand.
+
+    Args:
+        name: One of :func:`reference_names`; case, spaces and underscores do not matter.
+
+    Raises:
+        UsageError: There is no such profile; the hint names those that resemble it, else all.
+    """
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    names = reference_names()
+    if wanted not in names:
+        near = _resembling(wanted, names)
+        hint = f"do you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names) or 'none'}"
+        raise UsageError(f"there is no hardware profile {name!r}", hint=hint)
+    return read_profile(_directory() / f"{wanted}.toml")
+
+
+def _resembling(wanted: str, names: list[str]) -> list[str]:
+    """Names with the same number of a card, such as 4090; else those that differ by a slip."""
+    numbers = re.findall(r"[0-9]{4}", wanted)
+    same_card = [name for name in names if any(number in name for number in numbers)]
+    return same_card or difflib.get_close_matches(wanted, names, n=3)

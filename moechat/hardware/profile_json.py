@@ -1,0 +1,100 @@
+"""Profiles in the JSON form: the fields of :class:`HardwareProfile`, in bytes, bytes a second and seconds."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, get_args
+
+from moechat.errors import UsageError
+from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures, Origin
+
+_LINK_KINDS = ("file", "gpu")
+
+
+def profile_to_json(profile: HardwareProfile) -> dict[str, Any]:
+    """Plain values: the fields of the profile, figures as objects, numbers that are keys as texts."""
+    found: dict[str, Any] = _plain(asdict(profile))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def profile_from_json(data: Mapping[str, Any]) -> HardwareProfile:
+    """Inverse of :func:`profile_to_json`.
+
+    Raises:
+        UsageError: A field is missing, unknown, of another type or out of range.
+    """
+    try:
+        known = dict(data)
+        known["ram"], known["ram_bandwidth"] = _figure(known["ram"]), _figure(known["ram_bandwidth"])
+        known["expert_rate"] = {
+            int(bits): _numbered(rates) for bits, rates in dict(known["expert_rate"]).items()
+        }
+        for name in ("expert_rate_together", "expert_flops"):
+            known[name] = _numbered(known[name])
+        known["links"] = {kind: _link(kind, link) for kind, link in dict(known["links"]).items()}
+        if known["gpu"] is not None:
+            known["gpu"] = _gpu_of(known["gpu"])
+        for name in ("name", "title", "cpu", "isa", "created", "key"):
+            if not isinstance(known[name], str):
+                raise ValueError(f"{name} is {known[name]!r}")
+        _whole("cores", known["cores"])
+        return HardwareProfile(**known)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the hardware profile is not readable: {type(error).__name__}: {error}") from error
+
+
+def _whole(name: str, value: Any, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}")
+
+
+def _figure(data: Mapping[str, Any], *, least: float = sys.float_info.min) -> Figure:
+    if set(data) != {field.name for field in fields(Figure)}:
+        raise ValueError(f"a figure has {', '.join(sorted(data))}")
+    value = data["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError(f"a figure is {value!r}")
+    if data["origin"] not in get_args(Origin) or not isinstance(data["source"], str):
+        raise ValueError(f"a figure comes from {data['origin']!r}, {data['source']!r}")
+    return Figure(float(value), data["origin"], data["source"])
+
+
+def _numbered(data: Mapping[str, Any]) -> dict[int, Figure]:
+    found = {int(number): _figure(figure) for number, figure in data.items()}
+    if found and min(found) < 1:
+        raise ValueError(f"there is a figure for {min(found)}")
+    return found
+
+
+def _link(kind: str, data: Mapping[str, Any]) -> LinkFigures:
+    known = dict(data)
+    if kind not in _LINK_KINDS or known["kind"] != kind:
+        raise ValueError(f"the link {kind} is of kind {known['kind']!r}")
+    known["bandwidth"] = _numbered(known["bandwidth"])
+    if not known["bandwidth"]:
+        raise ValueError(f"the link {kind} has no bandwidth")
+    known["latency"] = _figure(known["latency"], least=0.0)
+    known["together"] = None if known["together"] is None else _figure(known["together"])
+    return LinkFigures(**known)
+
+
+def _gpu_of(data: Mapping[str, Any]) -> GpuFigures:
+    known = dict(data)
+    for name in ("vram", "bandwidth", "flops"):
+        known[name] = _figure(known[name])
+    for name in ("vram_free", "launch"):
+        known[name] = _figure(known[name], least=0.0)
+    if not isinstance(known["name"], str):
+        raise ValueError(f"the graphics card is called {known['name']!r}")
+    for name in ("pcie_generation", "pcie_lanes"):
+        _whole(name, known[name], least=0)
+    return GpuFigures(**known)

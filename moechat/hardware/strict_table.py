@@ -1,0 +1,134 @@
+"""Tables of a TOML file, read so that nothing in them is passed over."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from moechat.errors import UsageError
+from moechat.hardware.profile import Figure, Origin
+
+
+class StrictTable:
+    """A table that knows where it stands and which of its keys nobody has asked for.
+
+    Every method that takes a key raises :class:`UsageError`, naming file and key, where the key is missing or
+    its value is not what was asked for.
+
+    Args:
+        path: The file, for messages.
+        place: Dotted keys that lead to the table; empty for the whole file.
+        values: What the parser found.
+        sources: Texts that ``@name`` stands for.
+    """
+
+    def __init__(self, path: Path, place: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+        self.path = path
+        self.place = place
+        self.values = values
+        self.sources = sources
+        self._asked: set[str] = set()
+
+    def error(self, key: str, fact: str, *, hint: str | None = None) -> UsageError:
+        """What is wrong with a key of this table; with the table itself if ``key`` is empty."""
+        where = ".".join(filter(None, [self.place, key]))
+        return UsageError(f"{self.path}: {where}: {fact}", hint=hint)
+
+    def text(self, key: str) -> str:
+        """A text that is not empty."""
+        found = str(self._value(key, (str,), "a text")).strip()
+        if not found:
+            raise self.error(key, "is empty")
+        return found
+
+    def number(self, key: str, choices: range | tuple[int, ...]) -> int:
+        """A whole number, one of ``choices``."""
+        found = int(self._value(key, (int,), "a whole number"))
+        if found not in choices:
+            shown = f"{choices[0]} to {choices[-1]}" if isinstance(choices, range) else f"one of {choices}"
+            raise self.error(key, f"is {found}, not {shown}")
+        return found
+
+    def table(self, key: str) -> StrictTable:
+        """A table inside this one."""
+        found = self._value(key, (dict,), "a table")
+        return StrictTable(self.path, ".".join(filter(None, [self.place, key])), found, self.sources)
+
+    def optional(self, key: str) -> StrictTable | None:
+        """A table inside this one, or ``None``."""
+        self._asked.add(key)
+        return self.table(key) if key in self.values else None
+
+    def figure(self, key: str, scale: float) -> Figure:
+        """A table of value, origin and source; the value times ``scale``."""
+        entry = self.table(key)
+        value = entry._value("value", (int, float), "a number")
+        # Whole numbers have no end in TOML.
+        if not 0 < value < sys.float_info.max / max(scale, 1.0):
+            raise entry.error("value", f"is {str(value)[:20]}; it must be above 0 and finite")
+        origin = entry.text("origin")
+        if origin not in get_args(Origin):
+            raise entry.error("origin", f"is {origin!r}", hint=f"choose from: {', '.join(get_args(Origin))}")
+        source = entry.cited("source")
+        entry.finish()
+        return Figure(float(value) * scale, origin, source)  # type: ignore[arg-type]
+
+    def cited(self, key: str) -> str:
+        """A text; where it begins with ``@name``, that source and the rest of it."""
+        text = self.text(key)
+        if not text.startswith("@"):
+            return text
+        name, _, rest = text[1:].partition(" ")
+        if name not in self.sources:
+            raise self.error(key, f"[sources] has no {name!r}", hint=_near(name, self.sources))
+        return f"{rest.strip()} ({self.sources[name]})" if rest.strip() else self.sources[name]
+
+    def keyed(
+        self, pattern: re.Pattern[str], example: str, meaning: Callable[[re.Match[str]], int]
+    ) -> list[tuple[int, str]]:
+        """Keys that all have one form, with the number that each means, ascending.
+
+        Args:
+            pattern: Of a whole key.
+            example: A key, for the hint.
+            meaning: Its number.
+        """
+        found: dict[int, str] = {}
+        for key in self.values:
+            if not (match := pattern.fullmatch(key)):
+                raise self.error(key, "is not known", hint=f"write keys like {example}")
+            number = meaning(match)
+            if number in found:
+                raise self.error(key, f"says the same as {found[number]}")
+            found[number] = key
+        if not found:
+            raise self.error("", "is empty")
+        return sorted(found.items())
+
+    def finish(self) -> None:
+        """Refuse keys that nobody has asked for."""
+        for key in self.values:
+            if key not in self._asked:
+                raise self.error(key, "is not known", hint=_near(key, self._asked))
+
+    def _value(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
+        self._asked.add(key)
+        if key not in self.values:
+            unknown = [other for other in self.values if other not in self._asked]
+            near = difflib.get_close_matches(key, unknown, n=1)
+            raise self.error(key, "is missing", hint=f"there is {near[0]} instead" if near else None)
+        found = self.values[key]
+        # A truth value is an int to Python, and never a number here.
+        if not isinstance(found, kinds) or isinstance(found, bool):
+            raise self.error(key, f"is {found!r}, not {what}")
+        return found
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"do you mean {' or '.join(near)}?" if near else f"known: {', '.join(names) or 'none'}"

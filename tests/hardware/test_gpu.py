@@ -1,0 +1,284 @@
+"""Graphics cards, as a management library reports them that stands in for NVIDIA's."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moechat.hardware import identity as identity_room
+from moechat.hardware.gpu import find_gpus
+from moechat.hardware.identity import this_machine
+from moechat.hardware.measured_file import Measurement, load_measurement, save_measurement
+from moechat.hardware.profile import Figure, HardwareProfile
+
+GIB = 1 << 30
+CARDS = [
+    {
+        "name": b"NVIDIA GeForce RTX 3060",
+        "uuid": b"GPU-11111111-aaaa-bbbb-cccc-000000000001",
+        "memory": (12 * GIB, 11 * GIB),
+        "pcie": (1, 4, 8, 16),
+        "memory_clock": 7501,
+        "bus": 192,
+        "cores": 3584,
+        "clock": 2100,
+        "capability": (8, 6),
+    },
+    {
+        "name": "NVIDIA GeForce RTX 4090",
+        "uuid": "GPU-22222222-aaaa-bbbb-cccc-000000000002",
+        "memory": (24 * GIB, 20 * GIB),
+        "pcie": (1, 4, 16, 16),
+        "memory_clock": 10501,
+        "bus": 384,
+        "cores": 16384,
+        "clock": 2520,
+        "capability": (8, 9),
+    },
+]
+
+
+def fake_pynvml(
+    cards: list[dict[str, Any]], *, init: str = "", unsupported: tuple[str, ...] = (), lost: int = -1
+) -> ModuleType:
+    """A module with the functions, the values and the errors of ``nvidia-ml-py``."""
+    module: Any = ModuleType("pynvml")
+
+    class NVMLError(Exception):
+        def __init__(self, text: str = "") -> None:
+            super().__init__(text or type(self).__name__)
+
+    module.NVMLError = NVMLError
+    for name in (
+        "LibraryNotFound",
+        "DriverNotLoaded",
+        "NoPermission",
+        "LibRmVersionMismatch",
+        "NotSupported",
+        "GpuIsLost",
+        "Unknown",
+    ):
+        setattr(module, f"NVMLError_{name}", type(f"NVMLError_{name}", (NVMLError,), {}))
+    module.NVML_CLOCK_MEM, module.shutdowns = 2, 0
+
+    def nvml_init() -> None:
+        if init:
+            raise getattr(module, f"NVMLError_{init}")
+
+    def handle(index: int) -> int:
+        if index == lost:
+            raise module.NVMLError_GpuIsLost
+        return index
+
+    def shutdown() -> None:
+        module.shutdowns += 1
+
+    def max_clock(at: int, kind: int) -> int:
+        return int(cards[at]["memory_clock" if kind == 2 else "clock"])
+
+    answers: dict[str, Callable[..., Any]] = {
+        "nvmlInit": nvml_init,
+        "nvmlShutdown": shutdown,
+        "nvmlSystemGetDriverVersion": lambda: b"570.86.16",
+        "nvmlDeviceGetCount": lambda: len(cards),
+        "nvmlDeviceGetHandleByIndex": handle,
+        "nvmlDeviceGetName": lambda at: cards[at]["name"],
+        "nvmlDeviceGetUUID": lambda at: cards[at]["uuid"],
+        "nvmlDeviceGetMemoryInfo": lambda at: SimpleNamespace(
+            total=cards[at]["memory"][0],
+            free=cards[at]["memory"][1],
+            used=cards[at]["memory"][0] - cards[at]["memory"][1],
+        ),
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda at: cards[at]["pcie"][0],
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda at: cards[at]["pcie"][1],
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda at: cards[at]["pcie"][2],
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda at: cards[at]["pcie"][3],
+        "nvmlDeviceGetMaxClockInfo": max_clock,
+        "nvmlDeviceGetMemoryBusWidth": lambda at: cards[at]["bus"],
+        "nvmlDeviceGetNumGpuCores": lambda at: cards[at]["cores"],
+        "nvmlDeviceGetCudaComputeCapability": lambda at: cards[at]["capability"],
+    }
+
+    def refuse(*arguments: Any) -> Any:
+        raise module.NVMLError_NotSupported
+
+    for name, function in answers.items():
+        setattr(module, name, refuse if name in unsupported else function)
+    return module
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    def install(*arguments: Any, **named: Any) -> ModuleType:
+        module = fake_pynvml(*arguments, **named)
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        return module
+
+    return install
+
+
+def test_two_cards_are_told_apart_and_the_larger_one_is_the_profiles(
+    installed: Callable[..., Any],
+) -> None:
+    module = installed(CARDS)
+    report = find_gpus({})
+    assert [device.name for device in report.devices] == [
+        "NVIDIA GeForce RTX 3060",
+        "NVIDIA GeForce RTX 4090",
+    ]
+    assert report.driver == "570.86.16"
+    assert not report.why
+    assert report.best is report.devices[1]
+    figures = report.best.figures()
+    assert (figures.vram.value, figures.vram_free.value) == (24 * GIB, 20 * GIB)
+    assert figures.vram.origin == "measured"
+    # An idle card runs its slot at generation 1; what counts is what it rises to. Lanes do not change.
+    assert (figures.pcie_generation, figures.pcie_lanes) == (4, 16)
+    assert report.devices[0].figures().pcie_lanes == 8
+    assert module.shutdowns == 1
+
+
+def test_rates_that_are_not_measured_say_so_and_follow_the_data_sheets(installed: Callable[..., Any]) -> None:
+    installed(CARDS)
+    small, large = find_gpus({}).devices
+    # 360 GB/s, 1008 GB/s and 165 TFLOP/s are what the maker states.
+    assert small.memory_bandwidth == pytest.approx(360e9, rel=0.001)
+    assert large.memory_bandwidth == pytest.approx(1008e9, rel=0.001)
+    assert large.flops == pytest.approx(165e12, rel=0.01)
+    figures = large.figures()
+    assert (figures.bandwidth.origin, figures.flops.origin, figures.launch.origin) == ("estimate",) * 3
+    assert figures.bandwidth.value < 1008e9
+    assert figures.flops.value < 165e12
+
+
+def test_what_a_driver_does_not_tell_is_named_and_assumed_low(installed: Callable[..., Any]) -> None:
+    installed(
+        CARDS[:1],
+        unsupported=(
+            "nvmlDeviceGetCurrPcieLinkGeneration",
+            "nvmlDeviceGetMaxPcieLinkGeneration",
+            "nvmlDeviceGetCurrPcieLinkWidth",
+            "nvmlDeviceGetMaxPcieLinkWidth",
+            "nvmlDeviceGetMaxClockInfo",
+            "nvmlDeviceGetUUID",
+        ),
+    )
+    (device,) = find_gpus({}).devices
+    assert device.unknown == ["PCIe generation", "PCIe lanes", "memory clock", "cores and their clock"]
+    figures = device.figures()
+    assert figures.bandwidth.origin == "estimate"
+    assert "assumed" in figures.bandwidth.source
+    assert figures.pcie_generation >= 1
+    assert device.identity
+
+
+def test_a_card_that_is_lost_is_left_out(installed: Callable[..., Any]) -> None:
+    installed(CARDS, lost=1)
+    assert [device.index for device in find_gpus({}).devices] == [0]
+
+
+def test_a_card_without_memory_information_is_no_usable_card(installed: Callable[..., Any]) -> None:
+    installed(CARDS[:1], unsupported=("nvmlDeviceGetMemoryInfo",))
+    report = find_gpus({})
+    assert report.best is None
+    assert report.why == "the NVIDIA driver 570.86.16 reports no usable card"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("0,7,1", [0]),  # CUDA stops at the first that is not there
+        ("GPU-2222", [1]),
+        ("GPU-", []),  # names both
+        ("1,1", [1]),
+        ("", []),
+        ("-1", []),
+        ("MIG-1", []),
+    ],
+)
+def test_only_visible_cards_count(installed: Callable[..., Any], visible: str, expected: list[int]) -> None:
+    installed(CARDS)
+    report = find_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    assert [device.index for device in report.devices] == expected
+    assert ("CUDA_VISIBLE_DEVICES" in report.why) == (not expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("LibraryNotFound", "no NVIDIA driver is installed"),
+        ("DriverNotLoaded", "the NVIDIA driver is not loaded"),
+        ("NoPermission", "may not be asked"),
+        ("LibRmVersionMismatch", "restart"),
+        ("Unknown", "does not answer: NVMLError_Unknown"),
+    ],
+)
+def test_no_driver_is_a_statement_not_an_error(installed: Callable[..., Any], error: str, why: str) -> None:
+    installed(CARDS, init=error)
+    report = find_gpus({})
+    assert report.best is None
+    assert not report.devices
+    assert why in report.why
+
+
+def test_no_library_is_a_statement_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **named: Any) -> Any:
+        if name == "pynvml":
+            raise ImportError("No module named 'pynvml'")
+        return real(name, *arguments, **named)
+
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    report = find_gpus({})
+    assert report.best is None
+    assert "not installed" in report.why
+
+
+def test_unique_numbers_are_hashed_and_change_the_key(installed: Callable[..., Any]) -> None:
+    installed(CARDS)
+    two = find_gpus({})
+    identity = this_machine(two)
+    assert "11111111" not in json.dumps(identity.to_json())
+    other = [dict(CARDS[0], uuid="GPU-99999999-aaaa-bbbb-cccc-000000000009"), CARDS[1]]
+    installed(other)
+    assert this_machine(find_gpus({})).key != identity.key
+    assert this_machine(two).key == identity.key
+
+
+def test_what_is_free_of_a_kept_card_is_asked_anew(
+    installed: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    installed(CARDS)
+    identity_room._gpus.cache_clear()
+    try:
+        report, key = find_gpus(), this_machine().key
+        assert report.best is not None
+        some = Figure(1e9, "measured", "a test")
+        profile = HardwareProfile(
+            "m", "M", "cpu", 2, "avx2", some, some, {4: {2: some}}, gpu=report.best.figures(), key=key
+        )
+        saved = Measurement(profile, facts={"gpus": report.facts()})
+        save_measurement(saved)
+        assert load_measurement() == saved
+        installed([CARDS[0], dict(CARDS[1], memory=(24 * GIB, 3 * GIB))])
+        found = load_measurement()
+        assert found is not None
+        assert found.profile.gpu is not None
+        assert found.profile.gpu.vram_free.value == 3 * GIB
+        assert found.facts["gpus"][1]["vram_free_bytes"] == 3 * GIB
+        assert found.profile.gpu.vram == report.best.figures().vram
+    finally:
+        identity_room._gpus.cache_clear()

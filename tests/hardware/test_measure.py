@@ -1,0 +1,377 @@
+"""Real measurements of this machine, shortened. No speed is asserted: other programs run here, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moechat import _native
+from moechat.errors import DoesNotFitError, MoechatError
+from moechat.hardware import disk_speed
+from moechat.hardware import measure as room
+from moechat.hardware.measure import measure, measure_machine
+from moechat.hardware.measure_budget import EXPERT_BYTES, LARGE_BYTES, RECORD_BYTES, Budget
+from moechat.hardware.measure_cpu import (
+    Background,
+    ExpertMemory,
+    Passes,
+    compute_rate,
+    last_cache_bytes,
+    operation_rate,
+    thread_counts,
+    used_threads,
+)
+from moechat.hardware.measure_link import latency, stream
+from moechat.hardware.measured_file import Measurement, load_measured
+from moechat.hardware.pages import touched_pages
+from moechat.hardware.profile import Figure
+
+MIB = 1 << 20
+SHORT = Budget(
+    scratch_bytes=2 * LARGE_BYTES,
+    link_seconds=0.05,
+    latency_seconds=0.01,
+    memory_bytes=64 * MIB,
+    stream_seconds=0.02,
+    compute_seconds=0.02,
+    many_seconds=0.0,
+    together_seconds=0.05,
+    bits=(2, 4),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("measured")
+        patch.setenv("MOECHAT_HOME", str(place))
+        yield place
+
+
+@pytest.fixture(scope="module")
+def measured(home: Path) -> Measurement:
+    return measure(budget=SHORT)
+
+
+def figures(measurement: Measurement) -> dict[str, Figure]:
+    profile = measurement.profile
+    link = profile.links["file"]
+    found = {"ram": profile.ram, "stream": profile.ram_bandwidth, "latency": link.latency}
+    found |= {f"link {size}": figure for size, figure in link.bandwidth.items()}
+    for bits, rates in profile.expert_rate.items():
+        found |= {f"rate {bits} {threads}": figure for threads, figure in rates.items()}
+        found[f"together {bits}"] = profile.expert_rate_together[bits]
+        found[f"flops {bits}"] = profile.expert_flops[bits]
+    assert link.together is not None
+    found["link together"] = link.together
+    return found
+
+
+def test_every_figure_is_measured_and_above_nothing(measured: Measurement) -> None:
+    for name, figure in figures(measured).items():
+        assert figure.value > 0, name
+        assert figure.origin == "measured", name
+        assert figure.source, name
+
+
+def test_it_covers_what_was_asked_for(measured: Measurement) -> None:
+    profile = measured.profile
+    assert set(profile.expert_rate) == {2, 4}
+    assert all(set(rates) == set(thread_counts(profile.cores)) for rates in profile.expert_rate.values())
+    assert list(profile.links["file"].bandwidth) == [RECORD_BYTES, EXPERT_BYTES, LARGE_BYTES]
+    assert profile.cores == _native.available_cores()
+    assert profile.isa == _native.active_isa()
+    assert profile.ram.value > 1 << 28
+    assert measured.facts["disk_read"] == "scratch file"
+    assert measured.facts["disk_read_bytes"] == 2 * LARGE_BYTES
+    assert measured.seconds > 0
+    if profile.gpu is None:
+        assert measured.missing["gpu"]
+
+
+def test_together_nothing_is_much_faster_than_alone(measured: Measurement) -> None:
+    profile = measured.profile
+    for bits, together in profile.expert_rate_together.items():
+        # The best of four stretches against one stretch; a busy machine may have become quiet in between.
+        assert together.value <= 3 * max(rate.value for rate in profile.expert_rate[bits].values())
+
+
+def test_nothing_is_left_in_the_library(measured: Measurement, home: Path) -> None:
+    assert not list((home / "data" / "models").iterdir())
+
+
+def test_threads_are_as_before(measured: Measurement) -> None:
+    assert _native.num_threads() == _native.available_cores()
+
+
+def test_it_is_kept_and_found_again(home: Path) -> None:
+    said: list[str] = []
+    profile = measure_machine(said.append, budget=SHORT)
+    assert load_measured() == profile
+    assert any(step.startswith("CPU: experts of 4 bits") for step in said)
+
+
+def test_a_profile_that_cannot_be_kept_is_still_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "profiles").write_text("a file in the way")
+    said: list[str] = []
+    assert measure_machine(said.append, budget=SHORT).expert_rate
+    assert said[-1].startswith("the profile is not kept: ")
+
+
+def test_a_full_disk_leaves_out_the_link_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    measurement = measure(budget=replace(SHORT, bits=(4,), keep_free=1 << 60))
+    assert not measurement.profile.links
+    assert not measurement.profile.expert_rate_together
+    assert measurement.profile.expert_rate[4]
+    assert "MiB are free" in measurement.missing["link file"]
+
+
+def test_a_library_that_cannot_be_made_leaves_out_the_link_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    (tmp_path / "data").write_text("a file in the way")
+    measurement = measure(budget=replace(SHORT, bits=(4,)))
+    assert not measurement.profile.links
+    assert "nothing can be written" in measurement.missing["link file"]
+
+
+def test_stores_are_read_instead_of_a_file_of_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    store = tmp_path / "data" / "models" / "some"
+    store.mkdir(parents=True)
+    file = store / "experts-0.safetensors"
+    file.write_bytes(np.random.default_rng(0).bytes(2 * LARGE_BYTES))
+    os.sync()
+    monkeypatch.setattr(disk_speed, "scratch_file", None)
+    measurement = measure(budget=replace(SHORT, bits=(4,)))
+    assert measurement.facts["disk_read"] == "stores"
+    assert measurement.profile.links["file"].bandwidth[LARGE_BYTES].value > 0
+    assert [entry.name for entry in store.iterdir()] == [file.name]
+
+
+def test_a_file_system_without_direct_reads_is_read_through_the_cache_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(disk_speed, "reads_direct", lambda path: False)
+    measurement = measure(budget=replace(SHORT, bits=(4,), link_seconds=30.0, together_seconds=30.0))
+    assert measurement.facts["direct_reads"] is False
+    assert any("refuses direct reads" in remark or "in memory" in remark for remark in measurement.remarks)
+    # Each unit is read once, so it does not go on for half a minute.
+    assert measurement.seconds < 60
+
+
+def test_too_little_memory_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available_bytes", lambda: 100 * MIB)
+    with pytest.raises(DoesNotFitError, match="measuring takes 256 MiB of memory; 100 MiB are available"):
+        measure(budget=SHORT)
+
+
+# ---- parts
+
+
+def _file(directory: Path, nbytes: int) -> str:
+    path = directory / "blocks"
+    path.write_bytes(np.random.default_rng(0).bytes(nbytes))
+    return str(path)
+
+
+def test_a_stream_moves_whole_units_and_counts_them(tmp_path: Path) -> None:
+    path = _file(tmp_path, 4 * MIB)
+    moved = stream(_native.file_link([(path, 0, 4 * MIB)]), MIB, MIB // 4, seconds=60, once=True)
+    assert moved.nbytes == 4 * MIB
+    assert moved.rate == moved.nbytes / moved.seconds
+    again = stream(_native.file_link([(path, 0, 4 * MIB)]), MIB, MIB // 4, seconds=0.05)
+    assert again.nbytes % MIB == 0
+    assert again.nbytes > 0
+
+
+def test_a_stream_knows_the_speed_of_a_link() -> None:
+    memory = np.zeros(8 * MIB, dtype=np.uint8)
+    link = _native.sim_link([memory], bandwidth=200e6)
+    moved = stream(link, MIB, MIB // 4, seconds=0.3, window=touched_pages(1, 2 * MIB))
+    assert moved.rate == pytest.approx(200e6, rel=0.25)
+
+
+def test_latency_is_that_of_an_idle_link() -> None:
+    memory = np.zeros(8 * MIB, dtype=np.uint8)
+    waited = latency(_native.sim_link([memory], latency=0.02), MIB // 4, seconds=0.01)
+    assert 0.02 <= waited < 0.1
+
+
+def test_errors_of_a_link_are_errors() -> None:
+    memory = np.zeros(8 * MIB, dtype=np.uint8)
+    with pytest.raises(MoechatError, match="cannot be read: Input/output error"):
+        stream(_native.sim_link([memory], fault_rate=1.0), MIB, MIB // 4, seconds=1)
+    with pytest.raises(MoechatError, match="has failed"):
+        stream(_native.sim_link([memory], fail_after=3), MIB, MIB // 4, seconds=1)
+    with pytest.raises(MoechatError, match="nothing has come from"):
+        stream(_native.sim_link([memory], stall_after=3), MIB, MIB // 4, seconds=1, stall_seconds=0.1)
+    with pytest.raises(MoechatError, match="cannot be read"):
+        latency(_native.sim_link([memory], fault_rate=1.0), MIB // 4, seconds=0.01)
+    with pytest.raises(ValueError, match="no region of the link holds"):
+        stream(_native.sim_link([memory]), 16 * MIB, MIB, seconds=1)
+    with pytest.raises(ValueError, match="does not hold two units"):
+        stream(_native.sim_link([memory]), 4 * MIB, MIB, seconds=1, window=touched_pages(1, MIB))
+
+
+def test_each_expert_is_computed_once_before_any_is_again() -> None:
+    experts = ExpertMemory(64 * MIB).fill(2)
+    passes = Passes(experts, top_k=4)
+    count = len(experts.records)
+    assert count > 20
+    chosen = passes._choices.reshape(-1)
+    assert set(chosen.tolist()) == set(range(count))
+    assert len(chosen) < count + 4
+    passes.once()
+    assert passes.nbytes == 4 * experts.records[0].nbytes
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+def test_rates_count_what_was_computed(bits: int) -> None:
+    experts = ExpertMemory(64 * MIB).fill(bits)
+    assert experts.layout.bits == bits
+    assert compute_rate(experts, 1, seconds=0.01) > 0
+    assert operation_rate(experts, 1, seconds=0.0) > 0
+    # The weights are numbers, so that no kernel is slowed down by what is none.
+    gate, _, down, _ = _native.unpack_expert(experts.layout, experts.records[-1])
+    assert np.isfinite(gate).all()
+    assert 0 < np.abs(down).max() < 1
+
+
+def test_threads_are_put_back_whatever_happens() -> None:
+    before = _native.num_threads()
+    inside = 0
+    try:
+        with used_threads(before + 1):
+            inside = _native.num_threads()
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert inside == before + 1
+    assert _native.num_threads() == before
+
+
+def test_the_background_computes_while_the_block_runs_and_ends_with_it() -> None:
+    experts = ExpertMemory(64 * MIB).fill(4)
+    with Background(experts, 1) as background:
+        time.sleep(0.05)
+    assert background.rate > 0
+    assert "moechat-measure" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="inside"), Background(experts, 1):
+        raise RuntimeError("inside")
+    assert "moechat-measure" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_thread_counts_are_powers_of_two_and_all() -> None:
+    assert [thread_counts(cores) for cores in (1, 2, 3, 6, 16)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8, 16],
+    ]
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.05, False), (0.5, True)])
+def test_a_busy_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, share: float, told: bool) -> None:
+    monkeypatch.setattr(room._Others, "share", lambda self: share)
+    measurement = measure(budget=replace(SHORT, bits=(4,), link_seconds=0.01))
+    assert any("50% of the processors" in remark for remark in measurement.remarks) == told
+    assert measurement.facts["others_share"] == share
+
+
+def test_what_others_take_is_told_apart_from_what_this_process_takes() -> None:
+    others = room._Others()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.5)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert others.share() >= 0.5 / (os.cpu_count() or 1)
+
+
+def test_the_largest_cache_is_found(tmp_path: Path) -> None:
+    for index, size in enumerate(("48K", "2048K", "32M", "what")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert last_cache_bytes(tmp_path) == 32 * MIB
+    assert last_cache_bytes(tmp_path / "missing") == 0
+
+
+def test_pages_begin_at_pages_and_are_zero() -> None:
+    pages = touched_pages(3, 8192)
+    assert pages.shape == (3, 8192)
+    assert pages.ctypes.data % 4096 == 0
+    assert not pages.any()
+
+
+# ---- reading memory
+
+
+def test_reading_memory_takes_threads_and_any_alignment() -> None:
+    data = np.arange(1 << 20, dtype=np.uint8)
+    for part in (data, data[1:], data[:4096], data[3:4099]):
+        for threads in (1, 2, 7):
+            assert _native.stream_read_rate(part, threads, 0.0) > 0
+
+
+def test_reading_memory_refuses_what_makes_no_sense() -> None:
+    data = np.zeros(8192, dtype=np.uint8)
+    for arguments in ((data, 0, 0.1), (data, 1025, 0.1), (data, 1, -1.0), (data, 1, float("nan"))):
+        with pytest.raises(ValueError, match=r"threads is|are not a finite"):
+            _native.stream_read_rate(*arguments)
+    with pytest.raises(ValueError, match="4095 bytes to read"):
+        _native.stream_read_rate(data[:4095], 1, 0.0)
+    with pytest.raises(ValueError, match="C-contiguous"):
+        _native.stream_read_rate(data[::2], 1, 0.0)
+    with pytest.raises(ValueError, match="dtype"):
+        _native.stream_read_rate(data.view(np.float32), 1, 0.0)  # type: ignore[arg-type]
+
+
+def test_reading_memory_takes_the_time_given_and_lets_others_run() -> None:
+    data = np.zeros(MIB, dtype=np.uint8)
+    steps: list[float] = []
+    worker = threading.Thread(target=lambda: _native.stream_read_rate(data, 1, 0.3))
+    started = time.perf_counter()
+    worker.start()
+    while worker.is_alive():
+        steps.append(time.perf_counter())
+        time.sleep(0.005)
+    assert time.perf_counter() - started >= 0.3
+    assert len(steps) > 5
+    assert max(after - before for before, after in pairwise(steps)) < 0.29
+
+
+def test_reading_memory_ends_with_ctrl_c() -> None:
+    code = (
+        "import numpy as np; from moechat import _native; print('ready', flush=True); "
+        "_native.stream_read_rate(np.zeros(1 << 20, dtype=np.uint8), 1, 60.0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in err
