@@ -23,6 +23,7 @@ _I64: TypeAlias = npt.NDArray[np.int64]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F64: TypeAlias = npt.NDArray[np.float64]
 _Biases: TypeAlias = tuple[_F32, _F32, _F32]
+_RoutingCounts: TypeAlias = tuple[int, _I64, _I64, _I64, _I64, _I64]
 _HitKind: TypeAlias = Literal["full", "prefetch", "top", "miss"]
 _Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 
@@ -106,6 +107,9 @@ def active_isa() -> str:
     Raises:
         RuntimeError: ``MOECHAT_ISA`` names something unknown or impossible here.
     """
+
+def available_cores() -> int:
+    """Physical cores that affinity mask and control group leave to this process now; at least 1."""
 
 def set_num_threads(n: int) -> None:
     """Threads of the following calls, the calling one included.
@@ -254,6 +258,19 @@ def apply_activation(activation: str, alpha: float, limit: float, gate: _F32, up
 
     Raises:
         ValueError: Unknown activation, wrong shapes or types.
+    """
+
+def stream_read_rate(data: _U8, threads: int, seconds: float) -> float:
+    """Bytes a second at which memory is read, the fastest of several passes; Ctrl-C ends it between two.
+
+    Args:
+        data: uint8, C-contiguous, at least 4096 bytes; what fits into caches gives the speed of caches.
+        threads: Threads that read a part each, at most :func:`num_threads`.
+        seconds: Passes go on for so long; there are at least two.
+
+    Raises:
+        ValueError: An argument is out of range, or ``data`` has another type.
+        KeyboardInterrupt: Ctrl-C (whatever the signal's handler raises).
     """
 
 class Link:
@@ -698,6 +715,7 @@ class ExpertRunner:
         stall_seconds: How long nothing may arrive before :meth:`finish` gives up.
         whole_experts: Compute an expert once all of it has arrived, prefetch whole ones only.
         populate: Commit the memory of all pages now.
+        top_k: Experts that a token uses; decides how much of a prediction :meth:`routing_counts` counts.
 
     Raises:
         ValueError: Sizes do not fit together or are out of range, or ``policy`` or ``link`` was taken
@@ -722,6 +740,7 @@ class ExpertRunner:
         stall_seconds: float = 30.0,
         whole_experts: bool = False,
         populate: bool = False,
+        top_k: int = 1,
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -806,6 +825,12 @@ class ExpertRunner:
         ``page_bytes``.
         """
     def reset_stats(self) -> None: ...
+    def routing_counts(self) -> _RoutingCounts:
+        """What routing has been like since the last reset, copies; see :meth:`RoutingCounter.counts`.
+
+        Passes of one token count, and predictions one layer ahead that were given with scores.
+        """
+    def reset_routing_counts(self) -> None: ...
     def hurry_link(self, on: bool) -> None:
         """A simulated link moves at the speed of memory while this is on; for filling a cache."""
 
@@ -822,3 +847,171 @@ class ExpertRunner:
         """Empty, or what is inconsistent in the cache; slow."""
     def close(self) -> None:
         """Stop the link and give the memory back, once calls in other threads have returned; idempotent."""
+
+class Timeline:
+    """Decoding over a near tier on a clock of its own: what :class:`ExpertRunner` would do, and when.
+
+    ``native/src/simulate/timeline.h`` says how. One thread at a time. Times are seconds.
+
+    Args:
+        layers: Expert layers.
+        experts: Of a layer.
+        blocks: Of an expert.
+        block_bytes: Bytes of one.
+        pages: Of the slab.
+        targets: int32 [layers, 2], as for :class:`ExpertRunner`.
+        reserve: Likewise.
+        policy: Taken: it belongs to the timeline from here on.
+        whole_experts: As for :class:`ExpertRunner`.
+        miss: ``fetch``, ``compute`` or ``both``: what becomes of missing blocks.
+        ahead: ``none``, ``ranked`` (by the rankings of :meth:`run`) or ``whole-layer``.
+        lookahead: Most layers ahead.
+        ahead_experts: Most experts fetched ahead for a layer.
+        ahead_bytes: Most bytes; ``None``: no limit.
+        stream_tokens: Passes of so many tokens fetch the whole next layer ahead; 0: none do.
+        group_items: (token, expert) pairs that are added up at a time; 0: all of a pass.
+        attention: A layer without its experts.
+        head: Once a pass.
+        call: Near tier: for computing anything at all.
+        compute: Near tier: n (token, block) pairs, n = 1, 2, ...; beyond, the last step goes on.
+        far_block: Far tier: one block.
+        far_block_shared: The same while the link is busy.
+        latency: Of the link, from the start of a transfer to its first byte.
+        link: n neighbouring blocks, n = 1, 2, ..., as many as are moved at once at most.
+        link_shared: The same while the far tier computes; empty: as ``link``.
+        in_flight_bytes: Most bytes in flight.
+
+    Raises:
+        ValueError: A size or a time is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        experts: int,
+        blocks: int,
+        block_bytes: int,
+        pages: int,
+        targets: _I32,
+        reserve: int,
+        policy: EvictionPolicy,
+        whole_experts: bool,
+        miss: str,
+        ahead: str,
+        lookahead: int,
+        ahead_experts: int,
+        ahead_bytes: int | None,
+        stream_tokens: int,
+        group_items: int,
+        attention: float,
+        head: float,
+        call: float,
+        compute: Sequence[float],
+        far_block: float,
+        far_block_shared: float,
+        latency: float,
+        link: Sequence[float],
+        link_shared: Sequence[float],
+        in_flight_bytes: int,
+    ) -> None: ...
+    def preload(self, layer: int, experts: _I32, blocks: int) -> int:
+        """Put the first blocks of these experts, int32 [n], into free pages, in no time; returns how many."""
+    def run(
+        self,
+        experts: _I32,
+        starts: npt.NDArray[np.int64],
+        rankings: _I32 | None,
+        start: int = 0,
+        stop: int | None = None,
+        hurried: bool = False,
+    ) -> dict[str, npt.NDArray[np.float64]]:
+        """Play passes ``start`` to ``stop`` of a trace.
+
+        Args:
+            experts: int32 [tokens, layers, k].
+            starts: int64 [passes + 1]: first token of each pass, and the end of the last one.
+            rankings: int32 [depths, tokens, layers, width]: experts expected of a token and layer one, two,
+                ... layers before, best first; -1 for none.
+            start: First pass.
+            stop: The one after the last; ``None``: all.
+            hurried: Nothing takes any time.
+
+        Returns:
+            float64 [stop - start] each: ``seconds``, ``stall`` (of these, with nothing to compute near),
+            ``demand_bytes`` and ``prefetch_bytes`` over the link.
+
+        Raises:
+            ValueError: Shapes do not fit together, or an expert is named that there is not.
+            KeyboardInterrupt: As the handler of a signal says; the timeline is of no use after it.
+        """
+    def drain(self) -> None:
+        """Let everything that is on its way arrive."""
+    def stats(self) -> dict[str, float]:
+        """Figures since the last reset.
+
+        ``hits_*``, ``prefill_hits_*``, ``blocks_*``, ``fetched_*``, ``prefetch_wasted``, ``evicted``,
+        ``admitted``, ``link_bytes_*``, ``link_transfers_*``, ``link_operations``, ``link_cancelled``,
+        ``link_busy_seconds``, ``kernel_calls``, ``pages_peak``, ``compute_seconds`` and ``stall_seconds`` as
+        :meth:`ExpertRunner.stats`. ``blocks_computed`` near, ``far_blocks`` and ``far_seconds`` of the far
+        tier; ``now``, the clock.
+        """
+    def reset_stats(self) -> None: ...
+    def residency(self) -> npt.NDArray[np.int16]:
+        """[layers, experts] leading blocks that are ready, a copy."""
+    def check(self) -> str:
+        """Empty, or what is inconsistent in the cache; slow."""
+
+def prediction_depth(experts: int, top_k: int) -> int:
+    """Places of a prediction that are counted: ``4 * top_k``, at least 16, at most 64 and ``experts``."""
+
+class RoutingCounter:
+    """Ranks the experts of recorded routing by a policy's keys just before each access.
+
+    Experts with a higher key come first, of equal ones those with a higher number, as in the cache. Calls
+    from several threads take turns. Source: ``native/src/cache/routing_counter.h``.
+
+    Args:
+        policy: Taken over.
+        top_k: Experts that a token uses, at least 1.
+
+    Raises:
+        ValueError: ``top_k`` is out of range, or the policy was taken already.
+    """
+
+    def __init__(self, policy: EvictionPolicy, top_k: int) -> None: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """Places of a prediction that are counted; see :func:`prediction_depth`."""
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def policy(self) -> str: ...
+    def run(self, experts: _I32, predictions: _I32 | None = None, passes: _I64 | None = None) -> None:
+        """Feed routing, pass by pass and layer by layer; drops the GIL.
+
+        Args:
+            experts: int32 [tokens, layers, k], C order: what was chosen.
+            predictions: int32 [tokens, layers, n], C order: rankings, best first, that were made for each of
+                these; the policy is told of the first ``top_k``.
+            passes: int64 [n]: tokens of each pass, which add up to all; one each if not given. Passes of
+                more than one token reach the policy, but are not counted.
+
+        Raises:
+            ValueError: Shapes do not match, or there is no such expert; what came before it is counted.
+            KeyboardInterrupt: Ctrl-C (whatever the signal's handler raises); what came before it is counted.
+        """
+    def counts(self) -> _RoutingCounts:
+        """Counts since the last reset, copies.
+
+        Returns:
+            Passes of one token, then int64 arrays: predicted accesses [layers], activations [layers,
+            experts], activations by rank [layers, experts], correct predictions by place [layers, depth],
+            predictions by place and rank [layers, depth, experts].
+        """
+    def reset(self) -> None:
+        """Set the counts to 0; the policy remembers."""

@@ -7,6 +7,11 @@ A trace is an ``.npz`` file (``numpy.savez``) without pickled objects, with thes
 - ``offsets``, integers ``[sequences + 1]``, ascending from 0 to ``tokens``: sequence i is rows ``offsets[i]``
   to ``offsets[i + 1] - 1``. Optional: without it there is one sequence.
 - ``num_experts``, one integer: experts in a layer. Optional: without it, the largest one seen, plus 1.
+- ``weights``, ``[tokens, layers, k]``: what the router gave each of them, as the experts' outputs were
+  weighted by it: floating point, or uint8 in steps of 1/255. Optional.
+- ``tokens``, integers ``[tokens]``: ids of the tokens. Optional.
+- ``prompt_lengths``, integers ``[sequences]``: how many rows at the beginning of a sequence are its prompt,
+  which was computed in passes of many tokens; those after it are answers, one token a pass. Optional.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat.errors import UsageError
+from moechat.routing.atomic import replacing
 
 # 1 GiB of int32: 10 million tokens of a model with 27 choices each. More than that is a mistake, or an
 # attack.
@@ -29,7 +35,7 @@ MAX_EXPERTS = 1 << 20
 _MAX_SEQUENCES = 1 << 24
 _ALIKE_CHUNK = 8192
 _NPY_HEADER_BYTES = 1 << 12
-_KNOWN = ("experts", "offsets", "num_experts")
+_KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_lengths")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class Trace:
         experts: int32 ``[tokens, layers, k]``; no expert twice for one token and layer.
         offsets: int64 ``[sequences + 1]``, ascending from 0 to ``tokens``.
         num_experts: Experts in a layer.
+        weights: float16 ``[tokens, layers, k]`` weights of the routers, or ``None``.
+        token_ids: int32 ``[tokens]``, or ``None``.
+        prompt_lengths: int64 ``[sequences]``: leading rows of each that are its prompt, or ``None``.
 
     Raises:
         ValueError: Shapes or values do not fit together.
@@ -48,6 +57,9 @@ class Trace:
     experts: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
     num_experts: int
+    weights: npt.NDArray[np.float16] | None = None
+    token_ids: npt.NDArray[np.int32] | None = None
+    prompt_lengths: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or 0 in self.experts.shape:
@@ -63,6 +75,23 @@ class Trace:
         at = _first_repeated(self.experts)
         if at is not None:
             raise ValueError(f"token {at[0]} names expert {self.experts[*at]} twice in layer {at[1]}")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        for name, array, shape in (
+            ("weights", self.weights, self.experts.shape),
+            ("tokens", self.token_ids, (self.tokens,)),
+            ("prompt_lengths", self.prompt_lengths, (self.sequences,)),
+        ):
+            if array is not None and array.shape != shape:
+                raise ValueError(f"{name} has shape {list(array.shape)}, not {list(shape)}")
+        if self.weights is not None and not np.isfinite(self.weights).all():
+            raise ValueError("weights holds a value that is not finite")
+        if self.token_ids is not None and self.token_ids.min() < 0:
+            raise ValueError("tokens holds a negative number")
+        prompts = self.prompt_lengths
+        if prompts is not None and ((prompts < 0) | (prompts > np.diff(self.offsets))).any():
+            raise ValueError("prompt_lengths holds a number that is negative or more than its sequence has")
 
     @property
     def tokens(self) -> int:
@@ -110,17 +139,24 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Write a file that :meth:`read` understands; integers are as narrow as the experts allow.
 
+        A file of that name is replaced at once, when all is written.
+
         Raises:
             OSError: The file cannot be written.
         """
-        narrow = np.min_scalar_type(self.num_experts - 1)
-        with open(path, "wb") as file:
-            np.savez_compressed(
-                file,
-                experts=self.experts.astype(narrow),
-                offsets=self.offsets,
-                num_experts=np.int64(self.num_experts),
-            )
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "experts": self.experts.astype(np.min_scalar_type(self.num_experts - 1)),
+            "offsets": self.offsets,
+            "num_experts": np.array(self.num_experts, dtype=np.int64),
+        }
+        if self.weights is not None:
+            arrays["weights"] = self.weights
+        if self.token_ids is not None:
+            arrays["tokens"] = self.token_ids
+        if self.prompt_lengths is not None:
+            arrays["prompt_lengths"] = self.prompt_lengths
+        with replacing(Path(path)) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     def head(self, tokens: int, *, first_sequence: int = 0) -> Trace:
         """The first tokens from the beginning of a sequence on, over the ends of sequences.
@@ -137,10 +173,21 @@ class Trace:
                 f"{tokens} tokens from sequence {first_sequence} on: the trace has {self.sequences} sequences"
             )
         start = int(self.offsets[first_sequence])
-        experts = self.experts[start : start + tokens]
+        rows = slice(start, start + tokens)
+        experts = self.experts[rows]
         inner = self.offsets[first_sequence:] - start
         offsets = np.append(inner[inner < len(experts)], len(experts))
-        return Trace(np.ascontiguousarray(experts), offsets, self.num_experts)
+        prompts = self.prompt_lengths
+        if prompts is not None:
+            prompts = np.minimum(prompts[first_sequence:][: len(offsets) - 1], np.diff(offsets))
+        return Trace(
+            np.ascontiguousarray(experts),
+            offsets,
+            self.num_experts,
+            None if self.weights is None else np.ascontiguousarray(self.weights[rows]),
+            None if self.token_ids is None else self.token_ids[rows].copy(),
+            prompts,
+        )
 
     def locality(self) -> float:
         """Share of a token's experts that the token before it used in the same layer, within sequences.
@@ -159,6 +206,30 @@ class Trace:
             shared += int((now[..., :, None] == before[..., None, :]).any(axis=-1).sum())
         return shared / (len(rows) * self.layers * self.top_k)
 
+    def entropy(self) -> float:
+        """Bits of the distribution of activations over a layer's experts, the mean of the layers.
+
+        ``log2(num_experts)`` if all are used alike; 0 if always the same one is used.
+        """
+        shares = self.counts() / (self.tokens * self.top_k)
+        logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
+        return float(-(shares * logs).sum(axis=1).mean())
+
+    def passes(self) -> npt.NDArray[np.int64]:
+        """Tokens of each pass, int64 ``[n]``: prompts whole, answers token by token.
+
+        Without :attr:`prompt_lengths` every token has a pass of its own.
+        """
+        if self.prompt_lengths is None:
+            return np.ones(self.tokens, dtype=np.int64)
+        # The first token of a prompt counts for the whole of it, the others for none.
+        sizes = np.ones(self.tokens, dtype=np.int64)
+        for start, prompt in zip(self.offsets, self.prompt_lengths, strict=False):
+            if prompt > 1:
+                sizes[start] = prompt
+                sizes[start + 1 : start + prompt] = 0
+        return sizes[sizes > 0]
+
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each expert was chosen: int64 ``[layers, num_experts]``."""
         flat = self.experts + np.arange(self.layers, dtype=np.int64)[None, :, None] * self.num_experts
@@ -168,7 +239,14 @@ class Trace:
 
 def _require_small(path: Path) -> None:
     """Refuse by the archive's directory what would unpack to more than a trace can hold."""
-    limits = {"experts": 8 * MAX_CHOICES, "offsets": 8 * _MAX_SEQUENCES, "num_experts": 8}
+    limits = {
+        "experts": 8 * MAX_CHOICES,
+        "offsets": 8 * _MAX_SEQUENCES,
+        "num_experts": 8,
+        "weights": 8 * MAX_CHOICES,
+        "tokens": 8 * MAX_CHOICES,
+        "prompt_lengths": 8 * _MAX_SEQUENCES,
+    }
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             limit = limits.get(entry.filename.removesuffix(".npy"))
@@ -180,7 +258,7 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
     if "experts" not in arrays:
         raise ValueError("it has no array 'experts'")
     for name, array in arrays.items():
-        if array.dtype.kind not in "iu":
+        if name != "weights" and array.dtype.kind not in "iu":
             raise ValueError(f"{name} has type {array.dtype}, not integers")
     experts = arrays["experts"]
     if experts.ndim != 3 or 0 in experts.shape:
@@ -202,8 +280,34 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
         if num_experts > MAX_EXPERTS:
             raise ValueError(f"num_experts is {num_experts}; possible are at most {MAX_EXPERTS}")
     return Trace(
-        np.ascontiguousarray(experts, dtype=np.int32), np.asarray(offsets, dtype=np.int64), num_experts
+        np.ascontiguousarray(experts, dtype=np.int32),
+        np.asarray(offsets, dtype=np.int64),
+        num_experts,
+        _weights(arrays),
+        _integers(arrays, "tokens", np.int32),
+        _integers(arrays, "prompt_lengths", np.int64),
     )
+
+
+def _weights(arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float16] | None:
+    array = arrays.get("weights")
+    if array is None:
+        return None
+    if array.dtype == np.uint8:
+        return (array.astype(np.float32) / 255).astype(np.float16)
+    if array.dtype.kind != "f":
+        raise ValueError(f"weights has type {array.dtype}, neither floating point nor uint8")
+    with np.errstate(over="ignore"):  # what is too large for float16 becomes infinite, and is refused
+        return array.astype(np.float16)
+
+
+def _integers(arrays: dict[str, npt.NDArray[Any]], name: str, kind: type[np.signedinteger[Any]]) -> Any:
+    array = arrays.get(name)
+    if array is None:
+        return None
+    if array.size and int(array.max()) > np.iinfo(kind).max:
+        raise ValueError(f"{name} holds {int(array.max())}")
+    return array.astype(kind)
 
 
 def _first_repeated(experts: npt.NDArray[np.int32]) -> tuple[int, int, int] | None:

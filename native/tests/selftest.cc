@@ -23,6 +23,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/forward.h"
 #include "kernels/pack.h"
+#include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
 
 namespace moechat {
@@ -193,6 +194,29 @@ void exceptions_reach_the_caller() {
   EXPECT(one.run() == one.run());
 }
 
+void memory_is_read_to_its_last_line() {
+  ThreadPool::set_num_threads(3);
+  for (const std::int64_t bytes : {4096, 4097, 8191, 70000, 300001}) {
+    for (std::int64_t shift = 0; shift < 66; shift += 13) {
+      if (bytes - shift < 4096) continue;
+      const std::unique_ptr<unsigned char[]> data(new unsigned char[static_cast<std::size_t>(bytes)]());
+      for (const int threads : {1, 2, 3, 8}) {
+        int passes = 0;
+        EXPECT(stream_read_rate(data.get() + shift, bytes - shift, threads, 0, [&] { ++passes; }) > 0);
+        EXPECT(passes == 2);
+      }
+    }
+  }
+  const std::vector<unsigned char> data(5000);
+  bool caught = false;
+  try {
+    stream_read_rate(data.data(), 5000, 2, 10, [] { throw std::runtime_error("expected"); });
+  } catch (const std::runtime_error&) {
+    caught = true;
+  }
+  EXPECT(caught);
+}
+
 void children_compute_too() {
 #if !defined(__SANITIZE_THREAD__)  // which does not support threads in a forked child
   const Case one(2, 600, 300, 4, false, false, 5);
@@ -216,6 +240,7 @@ int main() {
   moechat::encodings_and_sizes();
   moechat::exceptions_reach_the_caller();
   moechat::callers_at_once();
+  moechat::memory_is_read_to_its_last_line();
   std::printf("passed on %s\n", moechat::kernels().name);
   std::printf("operations %lld\n", static_cast<long long>(moechat::operations.load()));
   return 0;

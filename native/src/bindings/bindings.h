@@ -8,5 +8,8 @@ namespace moechat {
 void bind_link(pybind11::module_& m);
 void bind_cache(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
+void bind_routing(pybind11::module_& m);
+void bind_simulate(pybind11::module_& m);
+void bind_plan(pybind11::module_& m);
 
 }  // namespace moechat

@@ -18,6 +18,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/forward.h"
 #include "kernels/pack.h"
+#include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
 
 namespace moechat {
@@ -216,6 +217,17 @@ py::array_t<float> apply_activation_py(const std::string& activation, float alph
   return result;
 }
 
+double stream_read_rate_py(const py::array& data, int threads, double seconds) {
+  const auto* from = checked<std::uint8_t>("data", data, shape_of(data));
+  const std::int64_t bytes = data.nbytes();
+  const ReleaseGil released;
+  return stream_read_rate(from, bytes, threads, seconds, [] {
+    const py::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    return true;
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -262,6 +274,7 @@ PYBIND11_MODULE(_native, m) {
     return names;
   });
   m.def("active_isa", [] { return std::string(kernels().name); });
+  m.def("available_cores", &available_cores);
   m.def("set_num_threads", &ThreadPool::set_num_threads, py::arg("n"));
   m.def("num_threads", &ThreadPool::num_threads);
   m.def("pack_expert", &pack_expert_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
@@ -276,9 +289,13 @@ PYBIND11_MODULE(_native, m) {
         py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"));
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
+  m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
   bind_link(m);
   bind_cache(m);
   bind_offload(m);
+  bind_routing(m);
+  bind_simulate(m);
+  bind_plan(m);
 }
 
 }  // namespace moechat

@@ -17,6 +17,7 @@
 #include "bindings/gil.h"
 #include "bindings/link_holder.h"
 #include "bindings/policy_holder.h"
+#include "bindings/routing_counts.h"
 #include "offload/expert_sum.h"
 #include "offload/runner.h"
 
@@ -118,12 +119,13 @@ class RunnerObject {
   RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
                std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
                std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
-               bool whole_experts, bool populate) {
+               bool whole_experts, bool populate, std::int32_t top_k) {
     RunnerOptions options;
     options.layout = layout;
     options.activation = activation_spec(activation, alpha, limit);
     options.layers = layers;
     options.experts = experts;
+    options.top_k = top_k;
     options.pages = pages;
     options.targets = targets_of(targets, layers);
     options.reserve = reserve;
@@ -237,6 +239,14 @@ py::dict stats_py(const RunnerObject& self) {
   return flat;
 }
 
+py::tuple routing_counts_py(const RunnerObject& self) {
+  const auto parts = self.parts();
+  const RunnerOptions& options = parts->runner->options();
+  const RoutingCounts counts = self.call([](ExpertRunner& runner) { return runner.routing_counts(); });
+  return counts_tuple(counts, options.layers, options.experts,
+                      RoutingCounter::depth_of(options.experts, options.top_k));
+}
+
 py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
   const auto parts = self.parts();  // a close() by another thread would take the options away
   const RunnerOptions& options = parts->runner->options();
@@ -258,11 +268,11 @@ void bind_offload(py::module_& m) {
   py::class_<Self>(m, "ExpertRunner")
       .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
                     std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool>(),
+                    bool, std::int32_t>(),
            py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
            py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
            py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
-           py::arg("whole_experts") = false, py::arg("populate") = false)
+           py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1)
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"))
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("far") = false)
@@ -278,6 +288,9 @@ void bind_offload(py::module_& m) {
       .def("stats", &stats_py)
       .def("reset_stats",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_stats(); }); })
+      .def("routing_counts", &routing_counts_py)
+      .def("reset_routing_counts",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_routing_counts(); }); })
       .def("drain",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.drain(check_signals); }); })
       .def(

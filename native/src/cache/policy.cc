@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cache/policy_forecast.h"
+
 namespace moechat {
 namespace {
 
@@ -352,9 +354,15 @@ struct Named {
   std::unique_ptr<EvictionPolicy> (*make)(const PolicySpec&);
 };
 constexpr Named kPolicies[] = {
-    {"blend", make<Blend>},   {"lcp", make<Lcp>},           {"lru", make<Lru>},
-    {"lfu", make<Lfu>},       {"discount", make<Discount>}, {"two_level_lru", make<TwoLevelLru>},
-    {"static", make<Static>}, {"belady", make<Belady>},
+    {"forecast", make_forecast},
+    {"blend", make<Blend>},
+    {"lcp", make<Lcp>},
+    {"lru", make<Lru>},
+    {"lfu", make<Lfu>},
+    {"discount", make<Discount>},
+    {"two_level_lru", make<TwoLevelLru>},
+    {"static", make<Static>},
+    {"belady", make<Belady>},
 };
 
 }  // namespace

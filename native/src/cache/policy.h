@@ -14,7 +14,8 @@
 namespace moechat {
 
 struct PolicySpec {
-  std::string name;  // "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"
+  // "forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static" or "belady"
+  std::string name;
   std::int32_t layers = 0;
   std::int32_t experts = 0;
   double omega = 128;         // lcp: tokens in which an unused expert's priority falls by the factor rho

@@ -97,6 +97,7 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
              policy_.get(), options_.targets, options_.reserve),
       link_(std::move(link)),
       transfers_(&cache_, &slab_, link_.get()),
+      routing_(options_.layers, options_.experts, options_.top_k),
       layer_(options_.layers - 1) {
   if (options_.populate) slab_.populate();
 }
@@ -125,6 +126,7 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
   if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
   settle();
   if (tokens > 0) {
+    routing_.access(layer, policy_->keys(layer), grouped_.experts.data(), grouped_.rows(), tokens);
     cache_.access(layer, grouped_.experts.data(), grouped_.tokens_of.data(), grouped_.rows(), tokens,
                   nullptr);
   }
@@ -560,9 +562,11 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
       return std::isnan(scores[expert]) ? -std::numeric_limits<float>::infinity() : scores[expert];
     };
     const std::int32_t best = std::clamp(experts, 0, options_.experts);
+    const std::int32_t counted = priority == Priority::kNear ? routing_.depth() : 0;
     std::partial_sort(
-        ranked.begin(), ranked.begin() + best, ranked.end(),
+        ranked.begin(), ranked.begin() + std::max(best, counted), ranked.end(),
         [&key](std::int32_t a, std::int32_t b) { return key(a) > key(b) || (key(a) == key(b) && a < b); });
+    if (counted > 0) routing_.predict(layer, ranked.data(), counted);
     ranked.resize(at(best));
     policy_->predict(layer, ranked.data(), best);
   }
@@ -639,6 +643,16 @@ void ExpertRunner::reset_stats() {
   cache_.reset_counters();
   link_base_ = link_->stats();
   transfers_.reset_peak();
+}
+
+RoutingCounts ExpertRunner::routing_counts() const {
+  const Turn turn(this);
+  return routing_.counts();
+}
+
+void ExpertRunner::reset_routing_counts() {
+  const Turn turn(this);
+  routing_.reset();
 }
 
 void ExpertRunner::hurry_link(bool on) {

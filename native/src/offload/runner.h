@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "cache/policy.h"
+#include "cache/routing_counter.h"
 #include "cache/split_cache.h"
 #include "kernels/block_layout.h"
 #include "kernels/forward.h"
@@ -49,6 +50,7 @@ struct RunnerOptions {
   // Expert layers, numbered from 0; region i of the link holds the [experts, blocks] records of layer i.
   std::int32_t layers = 0;
   std::int32_t experts = 0;
+  std::int32_t top_k = 1;  // experts that a token uses; decides how much of a prediction is counted
   std::int64_t pages = 0;
   std::vector<LayerTarget> targets;
   std::int64_t reserve = 1;
@@ -109,6 +111,9 @@ class ExpertRunner {
   void set_targets(const std::vector<LayerTarget>& targets);
   RunnerStats stats() const;
   void reset_stats();
+  // What routing has been like since the last reset; see routing_counter.h.
+  RoutingCounts routing_counts() const;
+  void reset_routing_counts();
   // Waits until nothing is queued or in flight (tests, end of a measurement). Throws LinkError at a stall.
   void drain(const Interrupted& interrupted);
   void hurry_link(bool on);                     // as Link::hurry
@@ -194,6 +199,7 @@ class ExpertRunner {
   SplitExpertCache cache_;
   std::unique_ptr<Link> link_;
   Transfers transfers_;
+  RoutingCounter routing_;
 
   // The begun layer.
   bool active_ = false;

@@ -1,0 +1,301 @@
+"""Routing statistics kept across runs: one file a model and policy in the user's state directory.
+
+A file is an ``.npz`` without pickled objects: the arrays of
+:class:`~moechat.routing.statistics.RoutingStatistics` under their names, ``format`` (this module's version),
+``tokens`` and ``top_k`` as single integers, ``policy`` and ``model_key`` as single strings.
+
+Writers take turns by a lock on ``lock`` in the same directory, and replace a file at once, so that a process
+that dies, or two that add at the same time, lose nothing that was kept. What cannot be read is never
+overwritten: it is set aside under the same name with ``.damaged`` behind it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.config import user_paths
+from moechat.routing.atomic import TEMPORARY, replacing
+from moechat.routing.statistics import RoutingStatistics
+
+FORMAT = 1
+# Beyond so many tokens old counts fade: some days of use outweigh all before them.
+MAX_TOKENS = 200_000
+# Files that are kept; the one that has not been written for longest goes first.
+MAX_FILES = 64
+
+_COUNTS = ("predicted", "activations", "ranks", "hits_of_prediction", "ranks_of_prediction")
+_DIMENSIONS = {
+    "predicted": 1,
+    "activations": 2,
+    "ranks": 2,
+    "hits_of_prediction": 2,
+    "ranks_of_prediction": 3,
+}
+# 512 MiB in memory: 256 layers of 4096 experts with 64 places.
+_MAX_COUNTS = 1 << 26
+_NPY_HEADER_BYTES = 1 << 12
+_MAX_TEXT_BYTES = 1 << 12
+_LOCK_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
+
+Warn = Callable[[str], None]
+
+
+class _UnreadableError(Exception):
+    """A file is there, but holds no statistics that this version understands."""
+
+
+def model_key(fingerprint: str, *, layers: int, experts: int, top_k: int) -> str:
+    """Name under which a model's statistics are kept.
+
+    Args:
+        fingerprint: What tells the model from others, such as that of the checkpoint that a store was made
+            from. Bits a weight need not be part of it: they hardly change what routers choose.
+        layers: Expert layers.
+        experts: Experts of a layer.
+        top_k: Experts a token.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    parts = json.dumps([fingerprint, layers, experts, top_k])
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+
+def load_statistics(
+    model_key: str, policy: str, *, warn: Warn | None = None, directory: Path | None = None
+) -> RoutingStatistics | None:
+    """What routing has been like in earlier runs. Changes nothing and never fails.
+
+    Args:
+        model_key: See :func:`model_key`.
+        policy: By whose priorities experts were ranked.
+        warn: Told in one sentence why what is kept cannot be used, if so.
+        directory: Where they are kept; ``None`` is the user's state directory.
+
+    Returns:
+        ``None`` if nothing is kept, or nothing that can be used.
+
+    Raises:
+        ValueError: A name is no part of a file name.
+    """
+    path = _directory(directory) / _file_name(model_key, policy)
+    try:
+        return _read(path, model_key, policy)
+    except FileNotFoundError:
+        return None
+    except _UnreadableError as problem:
+        _tell(warn, f"routing statistics {path} are not used: {problem}")
+    except OSError as problem:
+        _tell(warn, f"routing statistics {path} cannot be read: {problem.strerror or problem}")
+    return None
+
+
+def add_statistics(
+    model_key: str,
+    statistics: RoutingStatistics,
+    *,
+    warn: Warn | None = None,
+    directory: Path | None = None,
+    max_tokens: int = MAX_TOKENS,
+) -> bool:
+    """Add what was counted in this run to what is kept.
+
+    Counts are halved while they are of more than ``max_tokens`` tokens, so that they follow the user.
+
+    Args:
+        model_key: See :func:`model_key`.
+        statistics: Counts that have not been added before.
+        warn: Told in one sentence what went wrong, if anything.
+        directory: Where they are kept; ``None`` is the user's state directory.
+        max_tokens: Most tokens that are kept.
+
+    Returns:
+        Whether they are kept now. If not (a full disk, a directory that cannot be written, another process
+        that holds the lock for seconds), nothing has changed, and they may be added later.
+
+    Raises:
+        ValueError: A name is no part of a file name.
+    """
+    if statistics.tokens == 0 and not statistics.predicted.any():
+        return True
+    place = _directory(directory)
+    path = place / _file_name(model_key, statistics.policy)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with _locked(place / "lock"):
+            _remove_leftovers(place)
+            kept = _kept_before(path, model_key, statistics, warn)
+            total = statistics if kept is None else kept.merge(statistics)
+            while total.tokens > max_tokens:
+                total = total.faded()
+            _write(path, model_key, total)
+            _remove_oldest(place, path)
+    except OSError as problem:
+        _tell(warn, f"routing statistics {path} cannot be kept: {problem.strerror or problem}")
+        return False
+    return True
+
+
+def _directory(directory: Path | None) -> Path:
+    return user_paths().state / "routing" if directory is None else directory
+
+
+def _file_name(key: str, policy: str) -> str:
+    for name, value in (("model_key", key), ("policy", policy)):
+        if not _NAME.fullmatch(value):
+            raise ValueError(f"{name} is {value!r}, which is no part of a file name")
+    return f"{key}-{policy}.npz"
+
+
+def _tell(warn: Warn | None, message: str) -> None:
+    if warn is not None:
+        warn(message)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file, which stays; the kernel drops the lock however its holder dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as problem:
+                if problem.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                if time.monotonic() >= until:
+                    raise TimeoutError(errno.ETIMEDOUT, f"{path} is locked by another process") from None
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _kept_before(
+    path: Path, key: str, statistics: RoutingStatistics, warn: Warn | None
+) -> RoutingStatistics | None:
+    """What ``statistics`` can be added to; anything else of that name is set aside."""
+    try:
+        kept = _read(path, key, statistics.policy)
+        if not kept.fits(statistics):
+            raise _UnreadableError(f"they are of {kept.describe()}, not of {statistics.describe()}")
+        return kept
+    except FileNotFoundError:
+        return None
+    except _UnreadableError as problem:
+        aside = path.with_name(path.name + ".damaged")
+        os.replace(path, aside)
+        _tell(warn, f"routing statistics {path} were set aside as {aside.name}: {problem}")
+        return None
+
+
+def _read(path: Path, key: str, policy: str) -> RoutingStatistics:
+    with open(path, "rb") as file:
+        try:
+            return _parse(file, key, policy)
+        except (OSError, _UnreadableError):
+            raise
+        except Exception as problem:  # what the parsers of zip, deflate and npy raise for any bytes
+            raise _UnreadableError(f"the file is damaged: {problem}") from problem
+
+
+def _parse(file: IO[bytes], key: str, policy: str) -> RoutingStatistics:
+    if not zipfile.is_zipfile(file):
+        raise ValueError("it is not an .npz file")
+    file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            limit = 8 * _MAX_COUNTS if name in _COUNTS else _MAX_TEXT_BYTES
+            if entry.file_size > limit + _NPY_HEADER_BYTES:
+                raise ValueError(f"{entry.filename} would unpack to {entry.file_size} bytes")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        version = _number(arrays, "format")
+        if version != FORMAT:
+            raise _UnreadableError(f"their format is {version}; this version of moechat reads {FORMAT}")
+        if (_text(arrays, "model_key"), _text(arrays, "policy")) != (key, policy):
+            raise ValueError("it belongs to another model or policy")
+        tokens, top_k = _number(arrays, "tokens"), _number(arrays, "top_k")
+        if tokens < 0 or top_k < 1:
+            raise ValueError(f"it says {tokens} tokens with {top_k} experts each")
+        return RoutingStatistics(policy, top_k, tokens, *(_counts(arrays, name) for name in _COUNTS))
+
+
+def _number(arrays: Any, name: str) -> int:
+    array = arrays[name]
+    if array.shape != () or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} is not one integer")
+    return int(array)
+
+
+def _text(arrays: Any, name: str) -> str:
+    array = arrays[name]
+    if array.shape != () or array.dtype.kind != "U":
+        raise ValueError(f"{name} is not one string")
+    return str(array)
+
+
+def _counts(arrays: Any, name: str) -> npt.NDArray[np.int64]:
+    array = arrays[name]
+    if array.dtype.kind not in "iu" or array.ndim != _DIMENSIONS[name]:
+        raise ValueError(f"{name} has type {array.dtype} and {array.ndim} dimensions")
+    if array.size and int(array.max()) >= 1 << 62:
+        raise ValueError(f"{name} holds {int(array.max())}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _write(path: Path, key: str, statistics: RoutingStatistics) -> None:
+    arrays: dict[str, Any] = {name: _narrow(getattr(statistics, name)) for name in _COUNTS}
+    with replacing(path) as file:
+        np.savez_compressed(
+            file,
+            format=np.int64(FORMAT),
+            model_key=np.str_(key),
+            policy=np.str_(statistics.policy),
+            tokens=np.int64(statistics.tokens),
+            top_k=np.int64(statistics.top_k),
+            **arrays,
+        )
+
+
+def _narrow(counts: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    most = int(counts.max()) if counts.size else 0
+    return counts.astype(np.min_scalar_type(most))
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what writers that died have begun. Whoever holds the lock is the only writer."""
+    for path in directory.glob(f".*{TEMPORARY}"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _remove_oldest(directory: Path, newest: Path) -> None:
+    """Keep the directory bounded."""
+    dated = []
+    for pattern in ("*.npz", "*.npz.damaged"):
+        for path in directory.glob(pattern):
+            with suppress(OSError):
+                dated.append((path != newest, -path.stat().st_mtime_ns, path))
+    for _, _, path in sorted(dated)[MAX_FILES:]:
+        with suppress(OSError):
+            path.unlink()

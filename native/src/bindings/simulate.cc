@@ -1,0 +1,243 @@
+// Python face of the simulated timeline: checks arrays, drops the GIL, calls.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "bindings/policy_holder.h"
+#include "simulate/timeline.h"
+
+namespace moechat {
+namespace {
+
+Miss miss_of(const std::string& name) {
+  if (name == "fetch") return Miss::kFetch;
+  if (name == "compute") return Miss::kCompute;
+  if (name == "both") return Miss::kBoth;
+  refuse("miss is \"" + name + "\"; it must be fetch, compute or both");
+}
+
+Ahead ahead_of(const std::string& name) {
+  if (name == "none") return Ahead::kNone;
+  if (name == "ranked") return Ahead::kRanked;
+  if (name == "whole-layer") return Ahead::kWholeLayer;
+  refuse("ahead is \"" + name + "\"; it must be none, ranked or whole-layer");
+}
+
+void check_signals() {
+  const py::gil_scoped_acquire held;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// A timeline that one thread uses at a time.
+class TimelineObject {
+ public:
+  TimelineObject(TimelineOptions options, PolicyHolder& policy) {
+    policy.get();
+    timeline_ = std::make_unique<Timeline>(std::move(options), policy.take());
+  }
+
+  template <class Body>
+  auto call(const Body& body) {
+    if (busy_.exchange(true)) throw std::runtime_error("the timeline is in use by another thread");
+    const Release release{&busy_};
+    const ReleaseGil released;
+    return body(*timeline_);
+  }
+  const TimelineOptions& options() const { return timeline_->options(); }
+
+ private:
+  struct Release {
+    std::atomic<bool>* busy;
+    ~Release() { busy->store(false); }
+  };
+  std::unique_ptr<Timeline> timeline_;
+  std::atomic<bool> busy_{false};
+};
+
+std::unique_ptr<TimelineObject> make_timeline(
+    std::int32_t layers, std::int32_t experts, std::int32_t blocks, std::int64_t block_bytes,
+    std::int64_t pages, const py::array& targets, std::int64_t reserve, PolicyHolder& policy,
+    bool whole_experts, const std::string& miss, const std::string& ahead, std::int32_t lookahead,
+    std::int32_t ahead_experts, std::optional<std::int64_t> ahead_bytes, std::int64_t stream_tokens,
+    std::int64_t group_items, double attention, double head, double call, std::vector<double> compute,
+    double far_block, double far_block_shared, double latency, std::vector<double> link,
+    std::vector<double> link_shared, std::int64_t in_flight_bytes) {
+  TimelineOptions options;
+  options.layers = layers;
+  options.experts = experts;
+  options.blocks = blocks;
+  options.pages = pages;
+  options.targets = targets_of(targets, layers);
+  options.reserve = reserve;
+  options.whole_experts = whole_experts;
+  options.miss = miss_of(miss);
+  options.ahead = ahead_of(ahead);
+  options.lookahead = lookahead;
+  options.ahead_experts = ahead_experts;
+  if (block_bytes < 1) refuse("block_bytes is " + std::to_string(block_bytes) + "; it must be at least 1");
+  if (ahead_bytes && *ahead_bytes < 0) refuse("ahead_bytes cannot be negative");
+  options.ahead_blocks = ahead_bytes ? *ahead_bytes / block_bytes : std::numeric_limits<std::int64_t>::max();
+  options.stream_tokens = stream_tokens;
+  options.group_items = group_items;
+  options.attention = attention;
+  options.head = head;
+  options.call = call;
+  options.compute = std::move(compute);
+  options.far_block = far_block;
+  options.far_block_shared = far_block_shared;
+  options.link.block_bytes = block_bytes;
+  options.link.latency = latency;
+  options.link.seconds = std::move(link);
+  options.link.seconds_shared = std::move(link_shared);
+  options.link.in_flight_bytes = in_flight_bytes;
+  return std::make_unique<TimelineObject>(std::move(options), policy);
+}
+
+std::int64_t preload_py(TimelineObject& self, std::int32_t layer, const py::array& experts,
+                        std::int32_t blocks) {
+  const auto shape = shape_of(experts);
+  if (shape.size() != 1) refuse("experts has shape " + shape_text(shape) + "; it must be [n]");
+  const auto* data = checked<std::int32_t>("experts", experts, shape);
+  const std::vector<std::int32_t> list(data, data + shape[0]);
+  return self.call([&](Timeline& timeline) {
+    return timeline.preload(layer, list.data(), static_cast<std::int64_t>(list.size()), blocks);
+  });
+}
+
+py::dict run_py(TimelineObject& self, const py::array& experts, const py::array& starts,
+                const std::optional<py::array>& rankings, std::int64_t from, std::optional<std::int64_t> to,
+                bool hurried) {
+  const TimelineOptions& options = self.options();
+  const auto shape = shape_of(experts);
+  if (shape.size() != 3 || shape[1] != options.layers) {
+    refuse("experts has shape " + shape_text(shape) + "; it must be [tokens, " +
+           std::to_string(options.layers) + ", k]");
+  }
+  Passes passes;
+  passes.experts = checked<std::int32_t>("experts", experts, shape);
+  passes.tokens = shape[0];
+  passes.k = static_cast<std::int32_t>(shape[2]);
+  const auto bounds = shape_of(starts);
+  if (bounds.size() != 1 || bounds[0] < 1) refuse("starts has shape " + shape_text(bounds));
+  passes.starts = checked<std::int64_t>("starts", starts, bounds);
+  passes.passes = bounds[0] - 1;
+  for (std::int64_t pass = 0; pass < passes.passes; ++pass) {
+    if (passes.starts[pass] < 0 || passes.starts[pass + 1] <= passes.starts[pass] ||
+        passes.starts[pass + 1] > passes.tokens) {
+      refuse("starts does not ascend within " + std::to_string(passes.tokens) + " tokens at pass " +
+             std::to_string(pass));
+    }
+  }
+  if (rankings) {
+    const auto wide = shape_of(*rankings);
+    if (wide.size() != 4 || wide[1] != passes.tokens || wide[2] != options.layers) {
+      refuse("rankings has shape " + shape_text(wide) + "; it must be [depths, " +
+             std::to_string(passes.tokens) + ", " + std::to_string(options.layers) + ", width]");
+    }
+    passes.rankings = checked<std::int32_t>("rankings", *rankings, wide);
+    passes.depths = static_cast<std::int32_t>(wide[0]);
+    passes.width = static_cast<std::int32_t>(wide[3]);
+  }
+  const std::int64_t end = to ? *to : passes.passes;
+  if (from < 0 || from > end || end > passes.passes) {
+    refuse("passes " + std::to_string(from) + " to " + std::to_string(end) + " of " +
+           std::to_string(passes.passes));
+  }
+  const auto count = static_cast<std::size_t>(end - from);
+  std::vector<PassFigures> figures(count);
+  self.call(
+      [&](Timeline& timeline) { timeline.run(passes, from, end, hurried, figures.data(), check_signals); });
+  const auto column = [&](double PassFigures::* field) {
+    py::array_t<double> values(static_cast<py::ssize_t>(count));
+    double* out = values.mutable_data();
+    for (std::size_t i = 0; i < count; ++i) out[i] = figures[i].*field;
+    return values;
+  };
+  py::dict result;
+  result["seconds"] = column(&PassFigures::seconds);
+  result["stall"] = column(&PassFigures::stall);
+  result["demand_bytes"] = column(&PassFigures::demand_bytes);
+  result["prefetch_bytes"] = column(&PassFigures::prefetch_bytes);
+  return result;
+}
+
+py::dict stats_py(TimelineObject& self) {
+  const TimelineStats stats = self.call([](Timeline& timeline) { return timeline.stats(); });
+  py::dict flat;
+  constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
+  for (int kind = 0; kind < 4; ++kind) {
+    flat[py::str(std::string("hits_") + kHitNames[kind])] = stats.cache.hits[kind];
+    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = stats.cache.prefill_hits[kind];
+  }
+  flat["blocks_wanted"] = stats.cache.blocks_wanted;
+  flat["blocks_resident"] = stats.cache.blocks_resident;
+  flat["blocks_prefetched"] = stats.cache.blocks_prefetched;
+  flat["fetched_demand"] = stats.cache.fetched_demand;
+  flat["fetched_prefetch"] = stats.cache.fetched_prefetch;
+  flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
+  flat["evicted"] = stats.cache.evicted;
+  flat["admitted"] = stats.cache.admitted;
+  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
+  for (int priority = 0; priority < kPriorities; ++priority) {
+    const std::string name = kPriorityNames[priority];
+    flat[py::str("link_bytes_" + name)] = stats.link.bytes[priority];
+    flat[py::str("link_transfers_" + name)] = stats.link.transfers[priority];
+  }
+  flat["link_operations"] = stats.link.operations;
+  flat["link_cancelled"] = stats.link.cancelled;
+  flat["link_busy_seconds"] = stats.link.busy_seconds;
+  flat["now"] = stats.now;
+  flat["compute_seconds"] = stats.compute_seconds;
+  flat["stall_seconds"] = stats.stall_seconds;
+  flat["far_seconds"] = stats.far_seconds;
+  flat["far_blocks"] = stats.far_blocks;
+  flat["blocks_computed"] = stats.blocks_computed;
+  flat["blocks_staged"] = stats.blocks_staged;
+  flat["kernel_calls"] = stats.kernel_calls;
+  flat["pages_peak"] = stats.pages_peak;
+  return flat;
+}
+
+py::array_t<std::int16_t> residency_py(TimelineObject& self) {
+  const std::vector<std::int16_t> blocks = self.call([](Timeline& timeline) { return timeline.residency(); });
+  py::array_t<std::int16_t> array({py::ssize_t{self.options().layers}, py::ssize_t{self.options().experts}});
+  std::copy(blocks.begin(), blocks.end(), array.mutable_data());
+  return array;
+}
+
+}  // namespace
+
+void bind_simulate(py::module_& m) {
+  using Self = TimelineObject;
+  py::class_<Self>(m, "Timeline")
+      .def(py::init(&make_timeline), py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("blocks"),
+           py::arg("block_bytes"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
+           py::arg("policy"), py::arg("whole_experts"), py::arg("miss"), py::arg("ahead"),
+           py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"),
+           py::arg("group_items"), py::arg("attention"), py::arg("head"), py::arg("call"), py::arg("compute"),
+           py::arg("far_block"), py::arg("far_block_shared"), py::arg("latency"), py::arg("link"),
+           py::arg("link_shared"), py::arg("in_flight_bytes"))
+      .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
+      .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
+           py::arg("stop") = py::none(), py::arg("hurried") = false)
+      .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })
+      .def("stats", &stats_py)
+      .def("reset_stats", [](Self& self) { self.call([](Timeline& timeline) { timeline.reset_stats(); }); })
+      .def("residency", &residency_py)
+      .def("check",
+           [](Self& self) { return self.call([](Timeline& timeline) { return timeline.check(); }); });
+}
+
+}  // namespace moechat
