@@ -12,7 +12,9 @@ from typing import Literal, get_args
 
 from moechat.errors import UsageError
 
-Policy = Literal["blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
+Policy = Literal[
+    "forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"
+]
 Prefetch = Literal["none", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
 Miss = Literal["fetch", "compute", "both"]
@@ -38,7 +40,8 @@ class CacheSettings:
     """Decisions of the split-expert cache; every combination gives the same tokens.
 
     Attributes:
-        policy: Which experts of a layer are kept: ``blend`` (ours: rates over three spans of time), ``lcp``
+        policy: Which experts of a layer are kept: ``forecast`` (ours: those that will be wanted soonest, by
+            what it has learned of this use), ``blend`` (ours: rates over three spans of time), ``lcp``
             (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount`` (MELINOE, appendix C), ``two_level_lru``
             (ExpertFlow, section 3.3), ``static`` or ``belady``.
         split: θ: share of an expert's blocks that is kept; the rest is fetched when it is needed. ``None``

@@ -1,0 +1,125 @@
+"""The pages of a near tier, divided among the layers: one entrance for every method."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moechat.configurator.allocation import Allocation
+from moechat.configurator.costs import Costs
+from moechat.configurator.curves import RoutingCurves
+from moechat.configurator.dynamic import fewest_loads
+from moechat.configurator.exposure import EngineModel, PaperModel
+from moechat.configurator.hybrid import Search, minimise
+from moechat.configurator.moepic import vram_allocation
+from moechat.configurator.rounding import filled, rounded_down
+from moechat.configurator.systems import CacheSettings
+from moechat.configurator.targets import Evaluation, Targets, evaluate, pages_of
+from moechat.configurator.uniform import first_layers, most_popular, same_for_all
+from moechat.routing.statistics import RoutingStatistics
+
+
+def allocate(
+    settings: CacheSettings,
+    statistics: RoutingStatistics,
+    costs: Costs,
+    *,
+    blocks: int,
+    pages: int,
+    top_k: int,
+) -> Allocation:
+    """Divide pages among the layers by the method that the settings name.
+
+    ``loaded`` and ``exposed`` of every method are those of this engine under these settings
+    (:class:`moechat.configurator.exposure.EngineModel`), so that methods can be compared; ``moepic`` itself
+    searches with the paper's times.
+
+    Args:
+        settings: ``allocation`` chooses the method; ``split``, where it is given, θ of every layer;
+            ``prefetch``, ``prefetch_experts``, ``miss`` and ``whole_experts`` tell what a layer's times are.
+        statistics: Of the policy that the settings name, as far as there are any.
+        costs: Of the machine and the model.
+        blocks: B, blocks of an expert.
+        pages: Most that targets may take: the slab without its reserve, times ``keep``.
+        top_k: K, experts a token.
+
+    Returns:
+        Targets that take at most ``pages``. A method that knows whole experts only leaves what is less than
+        an expert; the others leave what no block of any layer fits into, or nothing gains by.
+
+    Raises:
+        ValueError: ``blocks`` or ``top_k`` is below 1, or ``pages`` is negative.
+    """
+    if blocks < 1 or pages < 0:
+        raise ValueError(f"{blocks} blocks, {pages} pages: at least 1 block and 0 pages are needed")
+    curves = RoutingCurves.of(statistics, settings, top_k)
+    model = EngineModel.of(settings, costs, curves.top_k, blocks)
+    moves = 0
+    if settings.allocation == "auto":
+        targets, found, moves = _auto(settings, statistics, curves, model, blocks, pages)
+    else:
+        targets, moves = _targets(settings, statistics, curves, model, blocks, pages)
+        found = evaluate(targets, curves, model, blocks)
+    return Allocation(settings.allocation, targets, found.loaded, found.exposed, moves)
+
+
+def _targets(
+    settings: CacheSettings,
+    statistics: RoutingStatistics,
+    curves: RoutingCurves,
+    model: EngineModel,
+    blocks: int,
+    pages: int,
+) -> tuple[Targets, int]:
+    """Targets of every method but ours, and its moves."""
+    layers, experts = statistics.layers, statistics.experts
+    if settings.allocation == "moepic":
+        return moepic_targets(curves, model.costs, blocks, pages, settings.split)
+    split = settings.first_split
+    if settings.allocation == "dp":
+        return fewest_loads(curves, blocks, pages, split), 0
+    if settings.allocation == "model":
+        return most_popular(statistics.activations, blocks, pages, split), 0
+    if settings.allocation == "layers":
+        return first_layers(layers, experts, blocks, pages, split), 0
+    return same_for_all(layers, experts, blocks, pages, split), 0
+
+
+def moepic_targets(
+    curves: RoutingCurves, costs: Costs, blocks: int, pages: int, split: float | None = None
+) -> tuple[Targets, int]:
+    """Algorithm 1 of MoEpic, and its volumes in pages: rounded down, then filled up.
+
+    Returns:
+        Targets and moves.
+    """
+    paper = PaperModel(costs, curves.top_k)
+    found = vram_allocation(curves, paper, pages / blocks, split=split)
+    targets = rounded_down(found.volumes, found.experts, blocks, pages, split)
+    windows = evaluate(targets, curves, paper, blocks).windows
+    return filled(targets, curves, windows / costs.load, blocks, pages, split), found.moves
+
+
+def _auto(
+    settings: CacheSettings,
+    statistics: RoutingStatistics,
+    curves: RoutingCurves,
+    model: EngineModel,
+    blocks: int,
+    pages: int,
+) -> tuple[Targets, Evaluation, int]:
+    """Ours, beginning with what the other methods find."""
+    split = settings.split
+    layers, experts = curves.layers, curves.experts
+    starts = [same_for_all(layers, experts, blocks, pages, 1.0 if split is None else split)]
+    if split is None:
+        starts.append(same_for_all(layers, experts, blocks, pages, 0.5))
+    starts.append(fewest_loads(curves, blocks, pages, 1.0 if split is None else split))
+    starts.append(moepic_targets(curves, model.costs, blocks, pages, split)[0])
+    search = Search(curves, model, blocks, pages, split)
+    targets, found, moves = minimise(search, starts)
+    more = filled(targets, curves, found.windows / model.costs.load, blocks, pages, split, 0.0)
+    if pages_of(more) > pages_of(targets):
+        better = search.evaluate(more)
+        if better.score <= found.score or np.isclose(better.total, found.total, rtol=1e-9, atol=0.0):
+            targets, found = more, better
+    return targets, found, moves

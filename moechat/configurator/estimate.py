@@ -1,0 +1,290 @@
+"""From a machine and a model's shape to what a token costs, where nothing was measured on the model itself.
+
+Bytes over the sustained bandwidth of the tier they lie in, as DESIGN section 10 counts, and a fixed price
+for every layer. What is no figure of the profile is a constant here, with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moechat.configurator.costs import Costs
+from moechat.errors import UsageError
+from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures, ModelTimes, Origin
+
+Near = Literal["gpu", "ram"]
+
+# Kernels that a decoder layer starts at one token, counted in transformers' Mixtral and Qwen3-MoE: norms,
+# projections, rotary, cache, attention, residuals, router, top-k; then one for gate and up, one for down.
+_DENSE_KERNELS = 20
+_EXPERT_KERNELS = 3
+_HEAD_KERNELS = 6
+# Host time of a layer that no kernel hides, bookkeeping and the copy of the router's choice: the bound that
+# the design sets itself. Of a token: drawing it, and turning it into text.
+_LAYER_SECONDS = 60e-6
+_TOKEN_SECONDS = 200e-6
+# Share of a card's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
+# quantised ones (llama.cpp reads 4.68 GB of 4-bit weights 150 times a second on an RTX 3090 that streams
+# 856 GB/s, which is 0.82; https://github.com/danielesalpietro/kickstart-berlin/issues/58).
+_GPU_DENSE_SHARE = 0.9
+_GPU_EXPERT_SHARE = 0.8
+# The same of torch's operators and the interpreter on a CPU, which no work hides there: what the demo, whose
+# weights take no time, spends on two cores at 2.3 GHz, in a layer without and with its experts, and a token.
+_CPU_LAYER_SECONDS = 600e-6
+_CPU_EXPERTS_SECONDS = 100e-6
+_CPU_TOKEN_SECONDS = 800e-6
+# Share of the streaming bandwidth that torch's matrix-vector products reach on a CPU.
+_DENSE_SHARE = 0.7
+# Context that attention reads, where a plan names none.
+_USUAL_CONTEXT = 1024
+# The less sure comes later: what is derived from several figures is as sure as the last of them.
+_SURE: tuple[Origin, ...] = ("measured", "published", "datasheet", "estimate")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the time of a token depends on; everything for one token unless it says otherwise.
+
+    Attributes:
+        layers: Layers with routed experts.
+        experts: Of such a layer.
+        top_k: Experts a token takes of a layer.
+        bits: Of an expert weight.
+        block_bytes: A block record with its padding: what a page holds and a transfer moves.
+        blocks_per_expert: Blocks of 64 neurons in an expert.
+        expert_weights: Weights of one expert, biases included.
+        dense_bytes: Dense weights that a token reads between the embedding and the final norm, in the type
+            they are computed in: attention, norms, routers, shared experts, dense layers. Of the whole model;
+            a layer's share is this divided by ``layers``.
+        head_bytes: Final norm and head, in that type.
+        dense_itemsize: Bytes of a dense weight.
+        kv_bytes: Attention cache of the whole model for one token of context; read once for each token of
+            context that is attended to.
+        hidden_size: Of the hidden states.
+
+    Raises:
+        ValueError: A value is negative, or a count is 0.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    bits: int
+    block_bytes: int
+    blocks_per_expert: int
+    expert_weights: int
+    dense_bytes: int
+    head_bytes: int
+    dense_itemsize: int
+    kv_bytes: int
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in ("kv_bytes", "head_bytes", "dense_bytes")):
+                raise ValueError(f"{name} is {value}")
+        if self.top_k > self.experts:
+            raise ValueError(f"{self.top_k} experts a token of {self.experts} make no sense")
+
+    @property
+    def expert_bytes(self) -> int:
+        """``U_e``: all blocks of an expert."""
+        return self.blocks_per_expert * self.block_bytes
+
+    @property
+    def all_expert_bytes(self) -> int:
+        """All experts of all layers."""
+        return self.layers * self.experts * self.expert_bytes
+
+    @property
+    def layer_dense_bytes(self) -> float:
+        """Dense weights that a token reads in one layer, in the mean."""
+        return self.dense_bytes / self.layers
+
+
+@dataclass(frozen=True)
+class CostFigures:
+    """The times of :class:`Costs`, each with its origin.
+
+    Attributes:
+        costs: What plans are made from.
+        figures: By the name of the field of :class:`Costs`, those that are finite and known. What follows
+            from one figure of the profile has its origin; what rests on a rule of this module is an
+            ``estimate``, and the source says the rule.
+    """
+
+    costs: Costs
+    figures: Mapping[str, Figure]
+
+    @property
+    def measured(self) -> bool:
+        """Whether nothing of it is an estimate or another machine's."""
+        return all(figure.origin == "measured" for figure in self.figures.values())
+
+
+def costs_of(
+    profile: HardwareProfile,
+    shape: ModelShape,
+    *,
+    times: ModelTimes | None = None,
+    near: Near,
+    context: int = _USUAL_CONTEXT,
+) -> Costs:
+    """What a token costs on a machine: :func:`cost_figures` without the origins."""
+    return cost_figures(profile, shape, times=times, near=near, context=context).costs
+
+
+def cost_figures(
+    profile: HardwareProfile,
+    shape: ModelShape,
+    *,
+    times: ModelTimes | None = None,
+    near: Near,
+    context: int = _USUAL_CONTEXT,
+) -> CostFigures:
+    """What a token costs on a machine, and where each time comes from.
+
+    Near ``gpu``: experts in VRAM, the others in RAM, which can compute. Near ``ram``: experts in RAM, the
+    others in a file.
+
+    Args:
+        profile: The machine.
+        shape: The model.
+        times: Measured on the model itself, in place of what follows from its bytes.
+        near: Tier that computes the dense part and keeps experts.
+        context: Tokens that attention reads.
+
+    Raises:
+        UsageError: The machine lacks that tier or the link to it.
+    """
+    link = _link(profile, near)
+    each = shape.expert_bytes
+    figures = {"load": _over(each, _link_rate(link, each)), "latency": _first_byte(link)}
+    if link.together is not None:
+        figures["load_together"] = _over(each, link.together)
+    far = _over(each, expert_rate(profile, shape.bits))
+    if near == "gpu":
+        figures["compute_far"] = far
+        if profile.expert_rate_together:
+            bits = _nearest(shape.bits, profile.expert_rate_together)
+            figures["compute_together"] = _over(each, profile.expert_rate_together[bits])
+    if times is not None:
+        figures.update(attention=times.attention, moe=times.moe, head=times.head)
+    else:
+        kv = shape.kv_bytes * context / shape.layers
+        dense = shape.layer_dense_bytes + kv
+        figures.update(
+            _times_on_gpu(profile, shape, dense)
+            if near == "gpu"
+            else _times_in_ram(profile, shape, dense, far)
+        )
+    return CostFigures(Costs(**{name: figure.value for name, figure in figures.items()}), figures)
+
+
+def _times_on_gpu(profile: HardwareProfile, shape: ModelShape, dense: float) -> dict[str, Figure]:
+    gpu = profile.gpu
+    assert gpu is not None  # _link() has looked
+
+    def time(nbytes: float, share: float, kernels: int, more: float) -> Figure:
+        seconds = nbytes / (share * gpu.bandwidth.value) + kernels * gpu.launch.value + more
+        rule = (
+            f"{nbytes / 1e6:.4g} MB at {share:g} of {gpu.bandwidth.value / 1e9:.4g} GB/s, "
+            f"{kernels} kernels of {gpu.launch.value * 1e6:.3g} us, {more * 1e6:.3g} us of the host"
+        )
+        return Figure(seconds, "estimate", rule)
+
+    return {
+        "attention": time(dense, _GPU_DENSE_SHARE, _DENSE_KERNELS, _LAYER_SECONDS),
+        "moe": time(shape.top_k * shape.expert_bytes, _GPU_EXPERT_SHARE, _EXPERT_KERNELS, 0.0),
+        "head": time(shape.head_bytes, _GPU_DENSE_SHARE, _HEAD_KERNELS, _TOKEN_SECONDS),
+    }
+
+
+def _times_in_ram(
+    profile: HardwareProfile, shape: ModelShape, dense: float, expert: Figure
+) -> dict[str, Figure]:
+    ram = profile.ram_bandwidth.value
+
+    def time(nbytes: float, more: float) -> Figure:
+        rule = (
+            f"{nbytes / 1e6:.4g} MB at {_DENSE_SHARE:g} of {ram / 1e9:.4g} GB/s, {more * 1e6:.3g} us of "
+            "the interpreter"
+        )
+        return Figure(nbytes / (_DENSE_SHARE * ram) + more, "estimate", rule)
+
+    return {
+        "attention": time(dense, _CPU_LAYER_SECONDS),
+        "moe": replace(
+            expert,
+            value=shape.top_k * expert.value + _CPU_EXPERTS_SECONDS,
+            source=f"{expert.source}; and {_CPU_EXPERTS_SECONDS * 1e6:.3g} us of the interpreter",
+        ),
+        "head": time(shape.head_bytes, _CPU_TOKEN_SECONDS),
+    }
+
+
+def _over(nbytes: int, rate: Figure) -> Figure:
+    """Seconds of so many bytes at a rate."""
+    return Figure(nbytes / rate.value, rate.origin, rate.source)
+
+
+def _link_rate(link: LinkFigures, nbytes: int) -> Figure:
+    """The link's rate for transfers of ``nbytes``, as sure as the less sure of its neighbours."""
+    sizes = sorted(link.bandwidth)
+    below = max((size for size in sizes if size <= nbytes), default=sizes[0])
+    above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
+    weaker = max((link.bandwidth[below], link.bandwidth[above]), key=lambda rate: _SURE.index(rate.origin))
+    return replace(weaker, value=link.rate(nbytes))
+
+
+def _first_byte(link: LinkFigures) -> Figure:
+    """From asking the idle link to the first byte: the profile's latency goes to the last one of its smallest
+    transfer.
+    """
+    smallest = min(link.bandwidth)
+    seconds = link.latency.value - smallest / link.bandwidth[smallest].value
+    return replace(link.latency, value=max(0.0, seconds))
+
+
+def expert_rate(profile: HardwareProfile, bits: int) -> Figure:
+    """Bytes of blocks a second that all cores compute: of these bits, or of the nearest that are known, which
+    makes it an estimate.
+
+    Raises:
+        UsageError: The profile has none at all.
+    """
+    known = _nearest(bits, profile.expert_rate)
+    rates = profile.expert_rate.get(known, {})
+    if not rates:
+        raise UsageError(
+            f"the profile {profile.name} says nothing about the CPU's expert kernels",
+            hint="`moechat profile --refresh` measures this machine",
+        )
+    rate = rates[max(rates)]
+    if known == bits:
+        return rate
+    return replace(rate, origin="estimate", source=f"as with {known} bits: {rate.source}")
+
+
+def _nearest(bits: int, known: Mapping[int, object]) -> int:
+    """The key whose bytes stream most alike."""
+    return min(known, key=lambda key: abs(math.log2(key / bits)), default=bits)
+
+
+def _link(profile: HardwareProfile, near: Near) -> LinkFigures:
+    if near == "gpu" and profile.gpu is None:
+        raise UsageError(
+            f"{profile.title} has no graphics card",
+            hint="plan without --vram, or name another machine with --gpu",
+        )
+    link = profile.links.get("gpu" if near == "gpu" else "file")
+    if link is None:
+        between = "RAM and the graphics card" if near == "gpu" else "the disk and RAM"
+        raise UsageError(
+            f"the profile {profile.name} has no figures of the link between {between}",
+            hint="`moechat profile --refresh` measures this machine",
+        )
+    return link

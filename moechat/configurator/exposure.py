@@ -1,0 +1,154 @@
+"""Load time that nothing hides, and the window that a layer leaves for the prefetches of the next one.
+
+Two models of the same layer: :class:`PaperModel`, MoEpic's equations 5 to 7 word for word, and
+:class:`EngineModel`, what this engine does. Both take m, the activated experts that are near when the router
+has spoken, and know K, the times, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.configurator.costs import Costs
+from moechat.configurator.systems import CacheSettings
+
+Floats = npt.NDArray[np.float64]
+# Stand for 0 and for infinity where those would give no number.
+_INSTANT, _NEVER = 1e-15, 1e15
+
+
+class LayerModel(Protocol):
+    """Times of a layer by m."""
+
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def averages(self) -> bool:
+        """Times are those of tokens with few and with many hits, averaged; not those of the mean token."""
+        ...
+
+    def times(self, loaded: Floats) -> tuple[Floats, Floats]:
+        """Exposed seconds of a layer, and the prefetch window of the next layer, by m (any shape)."""
+        ...
+
+
+def first_window(costs: Costs) -> float:
+    """``W_1 = T_head + T_att`` (section 3.4.1): the first layer is predicted from the token before.
+
+    The engine may begin a little earlier, while the last layer is computed; this is the paper's, and a lower
+    bound.
+    """
+    return costs.head + costs.attention
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """MoEpic, equations 5 to 7, with α + βθ taken as m and β(1 − θ) + γ as K − m (end of section 3.4.2).
+
+    Missing experts are computed after all of them have arrived.
+    """
+
+    costs: Costs
+    top_k: int
+
+    @property
+    def averages(self) -> bool:
+        """The paper puts the mean m into its equations."""
+        return False
+
+    def times(self, loaded: Floats) -> tuple[Floats, Floats]:
+        """``T = max(0, T_miss − T_hide)`` and ``W = T_moe − min(T_hide, T_miss) + T_att``."""
+        costs = self.costs
+        hide = loaded * (costs.moe / self.top_k)  # 5
+        miss = (self.top_k - loaded) * costs.load
+        exposed = np.maximum(miss - hide, 0.0)  # 6
+        window = costs.moe - np.minimum(hide, miss) + costs.attention  # 7
+        return exposed, window
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """Ours: blocks of missing experts are computed as they arrive, or where they lie.
+
+    With ``r = K − m`` experts missing, ``T_exp = T_moe / K`` and ``l = latency·min(1, r)`` (r below 1 is the
+    chance that anything is missing at all), the last missing block is done at
+
+    - ``fetch``: ``l + r·max(T_load, T_exp) + g·min(T_load, T_exp)``: a two-stage pipeline whose grain g is
+      one block, or one expert with ``whole_experts``; never more than r;
+    - ``compute``: ``r·T_far``, while the near tier computes what it has;
+    - ``both``: the quickest of these two and of sharing, where the rates measured together add up:
+      ``t = (r + l / T_load') / (1 / T_load' + 1 / T_far')``, and one grain more for what came over the link.
+
+    Meanwhile the near tier computes, so ``exposed = max(0, done − T_moe)``. The layer takes ``T_moe +
+    exposed``; whatever of that the link was not busy with demands, and the next layer's ``T_att``, is the
+    window of the next layer's prefetches. Where the far tier cannot compute (``compute_far`` is infinite),
+    everything is fetched.
+
+    The mean of exposed times is more than the exposed time of the mean: an expert that is cached every second
+    time, and otherwise needs two windows to come, is not on time on average. So these times are those of m in
+    two outcomes, averaged (:func:`moechat.configurator.curves.two_outcomes`). That is what splitting is good
+    for: it makes what is missing more even.
+
+    Attributes:
+        costs: Of the machine and the model.
+        top_k: K.
+        miss: ``fetch``, ``compute`` or ``both``.
+        grain: Share of an expert that is computed at a time: ``1 / B`` or 1.
+    """
+
+    costs: Costs
+    top_k: int
+    miss: str
+    grain: float
+
+    @property
+    def averages(self) -> bool:
+        """See above."""
+        return True
+
+    @classmethod
+    def of(cls, settings: CacheSettings, costs: Costs, top_k: int, blocks: int) -> EngineModel:
+        """The model that fits the settings."""
+        miss = settings.miss if math.isfinite(costs.compute_far) else "fetch"
+        return cls(costs, top_k, miss, 1.0 if settings.whole_experts else 1.0 / blocks)
+
+    def times(self, loaded: Floats) -> tuple[Floats, Floats]:
+        """See :class:`EngineModel`."""
+        costs = self.costs
+        missing = np.maximum(self.top_k - loaded, 0.0)
+        if self.miss == "compute":
+            done, busy = missing * costs.compute_far, np.zeros_like(missing)
+        else:
+            compute = costs.moe / self.top_k
+            latency = min(costs.latency, _NEVER) * np.minimum(missing, 1.0)
+            slow, quick = max(costs.load, compute), min(costs.load, compute)
+            done = latency + missing * slow + np.minimum(missing, self.grain) * quick
+            busy = latency + missing * costs.load
+            if self.miss == "both":
+                done, busy = self._shared(missing, latency, compute, done, busy)
+        exposed = np.maximum(done - costs.moe, 0.0)
+        return exposed, np.maximum(costs.moe + exposed - busy, 0.0) + costs.attention
+
+    def _shared(
+        self, missing: Floats, latency: Floats, compute: float, done: Floats, busy: Floats
+    ) -> tuple[Floats, Floats]:
+        """The quickest of the link alone (given), the far tier alone, and both."""
+        link = min(max(self.costs.both_loads, _INSTANT), _NEVER)
+        far = min(max(self.costs.both_computes, _INSTANT), _NEVER)
+        drained = (missing + latency / link) / (1 / link + 1 / far)
+        shares = drained > latency  # or else the far tier is done before the first block has come
+        fetched = np.maximum(drained - latency, 0.0) / link
+        together = np.where(shares, drained + np.minimum(fetched, self.grain) * compute, missing * far)
+        quicker = together < done
+        done = np.where(quicker, together, done)
+        busy = np.where(quicker, np.where(shares, drained, 0.0), busy)
+        alone = missing * self.costs.compute_far
+        quicker = alone < done
+        return np.where(quicker, alone, done), np.where(quicker, 0.0, busy)

@@ -1,0 +1,194 @@
+"""One option for each layer, so that all fit into a budget and cost least (multiple-choice knapsack).
+
+Lagrange's multiplier, a price for a page, decides nearly everything: at a given price every layer takes what
+is cheapest for itself. What is left is handed out by gain, and pairs of layers exchange. The price also gives
+a lower bound of the optimum; an option whose reduced cost lies above the gap between the two cannot be part
+of a better solution, and of the few that are left dynamic programming finds the best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_PRICES = 48
+_MOST_EXCHANGES = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A solution.
+
+    Attributes:
+        picks: int64 ``[layers]``: option of each layer.
+        cost: Of all layers.
+        bound: No solution costs less.
+    """
+
+    picks: Ints
+    cost: float
+    bound: float
+
+
+def choose(costs: Floats, sizes: Ints, budget: int, *, work: float = math.inf) -> Choice:
+    """The cheapest choice, exact if the dynamic programming needs no more than ``work`` steps.
+
+    Args:
+        costs: float64 ``[layers, options]``, never rising along an option's axis.
+        sizes: int64 ``[options]``, strictly ascending from 0.
+        budget: Most that the sizes of all picks may add up to.
+        work: Limit of options times sizes looked at; beyond it the solution is the best of the price, the
+            handing out and the exchanges, within ``cost - bound`` of the optimum.
+    """
+    if len(costs) * int(sizes[-1]) <= budget:
+        picks = np.argmin(costs, axis=1).astype(np.int64)  # the first of equals takes least
+        cost = float(_at(costs, picks).sum())
+        return Choice(picks, cost, cost)
+    price, picks = _priced(costs, sizes, budget)
+    bound = _bound(costs, sizes, budget, price)
+    picks = _handed_out(costs, sizes, budget, picks)
+    picks = _exchanged(costs, sizes, budget, picks)
+    cost = float(_at(costs, picks).sum())
+    if cost - bound > 1e-12 * max(abs(cost), 1e-300):
+        better = _exact(costs, sizes, budget, price, cost - bound, work)
+        if better is not None:
+            exact = float(_at(costs, better).sum())
+            if exact < cost:
+                picks = better
+            cost = min(cost, exact)
+            bound = cost
+    return Choice(picks, cost, min(bound, cost))
+
+
+def _at(costs: Floats, picks: Ints) -> Floats:
+    return np.take_along_axis(costs, picks[:, None], axis=1)[:, 0]
+
+
+def _priced(costs: Floats, sizes: Ints, budget: int) -> tuple[float, Ints]:
+    """The lowest price at which what every layer takes for itself fits, and that."""
+    steps = -np.diff(costs, axis=1) / np.diff(sizes)
+    low, high = 0.0, float(steps.max(initial=0.0)) * 2 + 1e-300
+    taken = np.zeros(len(costs), dtype=np.int64)
+    for _ in range(_PRICES):
+        price = (low + high) / 2
+        picks = np.argmin(costs + price * sizes, axis=1)
+        used = int(sizes[picks].sum())
+        if used > budget:
+            low = price
+        else:
+            high, taken = price, picks.astype(np.int64)
+            if used == budget:
+                break
+        if high - low <= 1e-12 * high:
+            break
+    return high, taken
+
+
+def _bound(costs: Floats, sizes: Ints, budget: int, price: float) -> float:
+    return float((costs + price * sizes).min(axis=1).sum()) - price * budget
+
+
+def _up_to(sizes: Ints) -> Ints:
+    """Largest option of at most a size, for every size up to the largest."""
+    return np.searchsorted(sizes, np.arange(int(sizes[-1]) + 1), side="right") - 1
+
+
+def _handed_out(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
+    """What is left goes, step by step, where it gains most for its size."""
+    picks = picks.copy()
+    rows = np.arange(len(costs))
+    left = budget - int(sizes[picks].sum())
+    while left > 0:
+        more = sizes[None, :] - sizes[picks][:, None]
+        gain = _at(costs, picks)[:, None] - costs
+        rate = np.where((more > 0) & (more <= left) & (gain > 0), gain / np.maximum(more, 1), 0.0)
+        best = np.argmax(rate, axis=1)
+        layer = int(np.argmax(rate[rows, best]))
+        if rate[layer, best[layer]] <= 0:
+            break
+        left -= int(more[layer, best[layer]])
+        picks[layer] = best[layer]
+    return picks
+
+
+def _exchanged(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
+    """While one layer gains more by some pages than another loses, they change hands."""
+    picks = picks.copy()
+    if len(costs) < 2:
+        return picks
+    up_to, largest = _up_to(sizes), int(sizes[-1])
+    # Sizes of exchange worth a look: the smallest ones, and a spread of larger ones.
+    amounts = np.unique(
+        np.concatenate([sizes[1:17], np.geomspace(1, largest, 24).astype(np.int64), sizes[-1:]])
+    )
+    rows = np.arange(len(costs))[:, None]
+    for _ in range(_MOST_EXCHANGES):
+        held = sizes[picks]
+        left = budget - int(held.sum())
+        now = _at(costs, picks)[:, None]
+        taking = up_to[np.minimum(held[:, None] + amounts + left, largest)]
+        gain = now - costs[rows, taking]
+        giving = up_to[np.maximum(held[:, None] - amounts, 0)]
+        loss = np.where(held[:, None] >= amounts, costs[rows, giving] - now, np.inf)
+        # The best pair of different layers for every amount: the best taker with the best giver, or, where
+        # that is one layer, the second of either.
+        taker, giver = np.argsort(-gain, axis=0)[:2], np.argsort(loss, axis=0)[:2]
+        columns = np.arange(len(amounts))
+        profits = np.where(
+            taker[:, None] == giver[None, :],
+            -np.inf,
+            gain[taker, columns][:, None] - loss[giver, columns][None, :],
+        )
+        t, g, a = np.unravel_index(int(np.argmax(profits)), profits.shape)
+        if not profits[t, g, a] > 1e-12 * max(float(now.sum()), 1e-300):
+            break
+        picks[taker[t, a]], picks[giver[g, a]] = taking[taker[t, a], a], giving[giver[g, a], a]
+    return picks
+
+
+def _exact(costs: Floats, sizes: Ints, budget: int, price: float, gap: float, work: float) -> Ints | None:
+    """The best choice, or ``None`` if it takes too much work or there is none better than the gap allows."""
+    priced = costs + price * sizes
+    reduced = priced - priced.min(axis=1, keepdims=True)
+    options = [np.flatnonzero(row <= gap * (1 + 1e-9)) for row in reduced]
+    unit = int(np.gcd.reduce(sizes))
+    small = sizes // unit
+    least = sum(int(small[some[0]]) for some in options)
+    room = budget // unit - least
+    if room < 0:
+        return None
+    span = np.minimum(np.cumsum([int(small[some[-1]] - small[some[0]]) for some in options]), room) + 1
+    if float((span * np.array([len(some) for some in options])).sum()) > work:
+        return None
+    best = np.zeros(1)
+    history: list[Ints] = []
+    for layer, some in enumerate(options):
+        width = int(span[layer])
+        fresh, origin = np.full(width, np.inf), np.zeros(width, dtype=np.int64)
+        for option in some.tolist():
+            shift = int(small[option] - small[some[0]])
+            count = min(len(best), width - shift)
+            if count <= 0:
+                break
+            view = fresh[shift : shift + count]
+            value = best[:count] + costs[layer, option]
+            better = value < view
+            view[better] = value[better]
+            origin[shift : shift + count][better] = option
+        best = fresh
+        history.append(origin)
+    place = int(np.argmin(best))
+    if not math.isfinite(best[place]):
+        return None
+    picks = np.empty(len(costs), dtype=np.int64)
+    for layer in range(len(costs) - 1, -1, -1):
+        option = int(history[layer][place])
+        picks[layer] = option
+        place -= int(small[option] - small[options[layer][0]])
+    return picks

@@ -1,0 +1,96 @@
+"""MoEpic's allocation of memory to layers: ``VramAllocation`` of algorithm 1 (section 3.4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.configurator.curves import Floats, RoutingCurves
+from moechat.configurator.expert_split import Split, expert_split, split_ratio
+from moechat.configurator.exposure import LayerModel
+
+# The paper's default (section 4.1).
+ZETA = 0.01
+_MOST_MOVES = 1000
+
+
+@dataclass(frozen=True)
+class VramAllocation:
+    """What the search ended with.
+
+    Attributes:
+        volumes: V, experts, float64 ``[layers]``.
+        experts: C, int64 ``[layers]``.
+        exposed: T, seconds, float64 ``[layers]``.
+        moves: Moves that were kept.
+    """
+
+    volumes: Floats
+    experts: npt.NDArray[np.int64]
+    exposed: Floats
+    moves: int
+
+    @property
+    def theta(self) -> Floats:
+        """θ, float64 ``[layers]``; 0 where a layer has nothing."""
+        return split_ratio(self.volumes, np.maximum(self.experts, 1).astype(np.float64))
+
+
+def vram_allocation(
+    curves: RoutingCurves,
+    model: LayerModel,
+    budget: float,
+    *,
+    zeta: float = ZETA,
+    split: float | None = None,
+) -> VramAllocation:
+    """Move ``ζ·V_e`` from the layer that loses least to the layer that gains most while the sum falls.
+
+    Where the paper's text leaves something open:
+
+    - A layer's V stays within 0 and N experts: constraint 8 asks for V > 0, and a layer cannot use more than
+      all of its experts. A layer that has less than ``ζ·V_e`` gives nothing, one that has not the room takes
+      nothing; V + ζ·V_e and V - ζ·V_e are held to the same limits where only their times are asked for.
+    - The uniform start with θ = 0.5 has no bearing on the result, as the first thing that is done is to
+      choose each θ anew.
+    - All layers are tried with more memory in one pass and with less in another, as written, so a layer's
+      gain includes what changes in its window because all layers before it have more, too.
+    - A move that leaves the sum as it is ends the search, as one that raises it does.
+
+    Args:
+        curves: Routing.
+        model: Times of a layer by m.
+        budget: V_e in experts.
+        zeta: ζ.
+        split: θ where it is given.
+    """
+    layers, most = curves.layers, float(curves.experts)
+    budget = min(budget, layers * most)
+    step = zeta * budget
+    volumes = np.full(layers, budget / layers)
+
+    def tried(volumes: Floats) -> Split:
+        variants = np.stack([volumes, volumes + step, volumes - step])
+        return expert_split(curves, model, np.clip(variants, 0.0, most), split)
+
+    now = tried(volumes)
+    moves = 0
+    while moves < _MOST_MOVES and layers > 1 and step > 0:
+        first, more, less = now.exposed
+        gain = np.where(volumes + step <= most * (1 + 1e-12), first - more, -np.inf)
+        taker = int(gain.argmax())
+        loss = np.where(volumes - step >= -1e-12 * most, less - first, np.inf)
+        loss[taker] = np.inf
+        giver = int(loss.argmin())
+        if not (np.isfinite(gain[taker]) and np.isfinite(loss[giver])):
+            break
+        moved = volumes.copy()
+        moved[taker] = min(moved[taker] + step, most)
+        moved[giver] = max(moved[giver] - step, 0.0)
+        after = tried(moved)
+        if not float((after.exposed[0] - first).sum()) < 0:
+            break
+        volumes, now, moves = moved, after, moves + 1
+    return VramAllocation(volumes, now.experts[0], now.exposed[0], moves)

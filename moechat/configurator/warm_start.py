@@ -1,0 +1,288 @@
+"""Routing statistics where none were recorded yet: shipped defaults by family, and how counts replace them.
+
+The defaults are curves of a few numbers, fitted to what was at hand; every number says where it comes from.
+They order layers and sizes sensibly, no more: a few hundred tokens of the user's own outweigh them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.routing.statistics import RoutingStatistics
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Origin = Literal["fitted", "published", "estimate"]
+
+# Tokens that the defaults count for when real ones join them. With 8 of 128 experts these are 3200
+# activations, 25 a rank: from there on counts say more than curves of another model.
+PSEUDO_TOKENS = 400
+# Resolution of the defaults: shares are exact to half a count of these.
+_BASE_TOKENS = 100_000
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family routes, in the middle of the model.
+
+    Attributes:
+        skew: a of ``H(C) = (1 − exp(−a·C/N)) / (1 − exp(−a))`` under ``lcp``; 0 would be random routing.
+        accuracy: Share of the activated experts among the K that the next layer's router ranks best.
+        origin: Of ``skew`` first, then of ``accuracy``.
+        source: What they were taken from.
+    """
+
+    skew: float
+    accuracy: float
+    origin: tuple[Origin, Origin]
+    source: str
+
+
+_NO_PREDICTIONS = "accuracy: between the published ones of Mixtral and Qwen1.5-MoE"
+_GENERIC = Family(2.0, 0.8, ("estimate", "estimate"), "middle of the families below")
+
+# Largest error of H(C) of the fits, mean of the layers, over all C: gpt-oss 0.025, DeepSeek-V2-Lite 0.019,
+# Qwen1.5-MoE 0.008.
+FAMILIES: Mapping[str, Family] = {
+    "gpt_oss": Family(
+        3.55,
+        0.8,
+        ("fitted", "estimate"),
+        "12,000 decoded tokens of gpt-oss-20b (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting); "
+        + _NO_PREDICTIONS,
+    ),
+    "deepseek_v2": Family(
+        2.3,
+        0.78,
+        ("fitted", "estimate"),
+        "12,000 tokens of DeepSeek-V2-Lite (deepseek-ai/ESFT, expert_scores); " + _NO_PREDICTIONS,
+    ),
+    "qwen2_moe": Family(
+        1.1,
+        0.8,
+        ("published", "published"),
+        "Qwen1.5-MoE on MMLU: hit rates of LCP by cache size, MoEpic, table 1; accuracy: MoEpic, figure 2c "
+        "(2.07 to 3.39 of 4 by layer)",
+    ),
+    "mixtral": Family(
+        0.9,
+        0.88,
+        ("estimate", "published"),
+        "popularity of experts in layers 0, 7, 15 over six domains (allenai/OLMoE, routing_output: a quarter "
+        "of the experts serves 26 to 31 %), and more for repeated experts (Jiang et al., 2024, section 5); "
+        "accuracy: AdapMoE's published table by layer (0.57, 0.72, 0.79, then 0.80 to 0.94)",
+    ),
+    "olmoe": Family(
+        2.6,
+        0.8,
+        ("estimate", "estimate"),
+        "popularity of experts in layers 0, 7, 15 (allenai/OLMoE, routing_output: a quarter of the experts "
+        "serves 34 to 76 % within a domain, 36 to 45 % over all), and a third more for repeated experts, as "
+        "with gpt-oss and DeepSeek; " + _NO_PREDICTIONS,
+    ),
+    "qwen3_moe": Family(2.6, 0.8, ("estimate", "estimate"), "as OLMoE: many small experts, no shared one"),
+    "deepseek_v3": Family(
+        1.8, 0.78, ("estimate", "estimate"), "as DeepSeek-V2-Lite, less for balancing by a bias"
+    ),
+    "phimoe": Family(1.4, 0.85, ("estimate", "estimate"), "between Mixtral and the generic family"),
+}
+_ALIKE = {
+    "deepseek": "deepseek_v2",
+    "kimi_k2": "deepseek_v3",
+    "glm4_moe": "deepseek_v3",
+    "qwen3_next": "qwen3_moe",
+    "qwen3_5_moe": "qwen3_moe",
+    "grinmoe": "phimoe",
+}
+
+# Skew under a policy over that under LCP. lru, lfu, discount (γ = 0.98), static: mean of the fits to gpt-oss
+# and DeepSeek-V2-Lite; lru and lfu with Qwen1.5-MoE's (MoEpic, table 1) as a third. belady: from the hit
+# rates with a quarter of the experts. The others are estimates: blend lies between LCP and Belady, two-level
+# LRU close to LRU.
+_POLICY_FACTOR: Mapping[str, float] = {
+    "lcp": 1.0,
+    "lru": 0.97,
+    "lfu": 0.87,
+    "discount": 1.15,
+    "static": 0.75,
+    "belady": 2.0,
+    "blend": 1.25,
+    "two_level_lru": 1.0,
+}
+
+# Early layers route more evenly: skew 0.51, 0.69, 0.87, 0.98 of the mean in gpt-oss's first layers, 0.85,
+# 0.72, 0.81, 0.78 in DeepSeek-V2-Lite's.
+_EVEN_DROP, _EVEN_SPAN = 0.33, 3.0
+# And they are predicted worse, as are the last ones, by a little (MoEpic, figures 2c and 6; AdapMoE's table:
+# 0.57 / 0.88, 0.72 / 0.88, 0.79 / 0.88 in layers 1 to 3, 0.85 / 0.88 in the last).
+_PREDICTED_DROP, _PREDICTED_SPAN, _LAST_DROP = 0.36, 1.6, 0.04
+# The first layer is predicted from the last one of the token before; AdapMoE predicts it with 0. An estimate.
+_FIRST_ACCURACY = 0.3
+
+
+def family_of(model_type: str) -> Family:
+    """Numbers of a transformers ``model_type``; those of the generic family if it is not known."""
+    return FAMILIES.get(_ALIKE.get(model_type, model_type), _GENERIC)
+
+
+def default_statistics(
+    model_type: str,
+    layers: int,
+    experts: int,
+    top_k: int,
+    depth: int | None = None,
+    policy: str = "blend",
+) -> RoutingStatistics:
+    """What to expect of a model of which nothing was recorded.
+
+    - ``H(C)``: see :class:`Family`; less skewed in early layers.
+    - ``P(y)`` falls from near 1 to near 0 around place K, as a logistic function: as wide as the accuracy
+      says, and adding up to K over all places.
+    - ``PH(y, C)``: an expert that will be activated is cached with ``H(C)``; one that will not, though it was
+      likely, halfway between that and ``C / N``.
+
+    Args:
+        model_type: As transformers names it.
+        layers: Expert layers.
+        experts: Of a layer.
+        top_k: Experts a token.
+        depth: Places of a prediction; ``None``: twice ``top_k``, at most all experts.
+        policy: Of the cache.
+
+    Returns:
+        Statistics with ``tokens = 0``, for none were counted, and counts that stand for shares; every expert
+        is equally popular, since which ones are is not known.
+
+    Raises:
+        ValueError: A size is below 1, ``top_k`` or ``depth`` is above ``experts``.
+    """
+    depth = min(experts, 2 * top_k) if depth is None else depth
+    if min(layers, top_k) < 1 or not top_k <= experts or not 0 <= depth <= experts:
+        raise ValueError(f"{layers} layers, {experts} experts, top {top_k}, depth {depth} do not fit")
+    family = family_of(model_type)
+    skews = family.skew * _POLICY_FACTOR.get(policy, 1.0) * _layer_factors(layers, _EVEN_DROP, _EVEN_SPAN)
+    sizes = np.arange(experts + 1) / experts
+    hit = np.stack([_saturating(sizes, skew) for skew in skews])
+    accuracy = family.accuracy * np.concatenate(
+        [[1.0], _layer_factors(layers - 1, _PREDICTED_DROP, _PREDICTED_SPAN)]
+    )
+    accuracy[-1] -= _LAST_DROP if layers > 1 else 0.0
+    # Nothing is predicted worse than by chance.
+    accuracy[0] = _FIRST_ACCURACY
+    accuracy = np.maximum(accuracy, top_k / experts)
+    places = _places(accuracy, experts, top_k)[:, :depth]
+    likely = (hit + sizes) / 2
+    cached = places[:, :, None] * hit[:, None, :] + (1 - places[:, :, None]) * likely[:, None, :]
+    tokens = np.full(layers, _BASE_TOKENS, dtype=np.int64)
+    return RoutingStatistics(
+        policy=policy,
+        top_k=top_k,
+        tokens=0,
+        predicted=tokens,
+        activations=np.full((layers, experts), round(_BASE_TOKENS * top_k / experts), dtype=np.int64),
+        ranks=_counts(hit, _BASE_TOKENS * top_k),
+        hits_of_prediction=np.rint(places * _BASE_TOKENS).astype(np.int64),
+        ranks_of_prediction=_counts(cached, _BASE_TOKENS),
+    )
+
+
+def blended_statistics(
+    default: RoutingStatistics, seen: RoutingStatistics | None, pseudo_tokens: int = PSEUDO_TOKENS
+) -> RoutingStatistics:
+    """Counts over the defaults, which count for ``pseudo_tokens`` tokens in every layer.
+
+    A layer that was seen less, or predicted less, keeps more of its default. After ``pseudo_tokens`` tokens
+    both weigh the same, after ten times as many the defaults make a tenth, and nothing ever jumps.
+
+    Args:
+        default: From :func:`default_statistics`.
+        seen: Recorded, of the same model and policy; ``None``: nothing.
+        pseudo_tokens: Weight of the defaults.
+
+    Returns:
+        Counts with ``tokens`` of ``seen``, and as many places of predictions as both have.
+
+    Raises:
+        ValueError: The two differ in layers, experts, top-k or policy, or the weight is below 1.
+    """
+    if pseudo_tokens < 1:
+        raise ValueError(f"the defaults count for {pseudo_tokens} tokens; at least 1 is needed")
+    if seen is None:
+        return default
+    for name in ("layers", "experts", "top_k", "policy"):
+        ours, theirs = getattr(default, name), getattr(seen, name)
+        if ours != theirs:
+            raise ValueError(f"the statistics have {name} {theirs}, the defaults {ours}")
+    depth = min(default.depth, seen.depth)
+    activations = pseudo_tokens * default.top_k
+    ranks_of_prediction = default.prediction_hit_rate[:, :depth]
+    hits = np.rint(default.prediction_accuracy[:, :depth] * pseudo_tokens).astype(np.int64)
+    return RoutingStatistics(
+        policy=seen.policy,
+        top_k=seen.top_k,
+        tokens=seen.tokens,
+        predicted=pseudo_tokens + seen.predicted,
+        activations=_counts(_shares(default.activations), activations) + seen.activations,
+        ranks=_counts(default.hit_rate, activations) + seen.ranks,
+        hits_of_prediction=hits + seen.hits_of_prediction[:, :depth],
+        ranks_of_prediction=_counts(ranks_of_prediction, pseudo_tokens) + seen.ranks_of_prediction[:, :depth],
+    )
+
+
+def _layer_factors(layers: int, drop: float, span: float) -> Floats:
+    """1 in the middle of a model, ``1 − drop`` in its first layer."""
+    return 1.0 - drop * np.exp(-np.arange(layers) / span)
+
+
+def _saturating(share: Floats, skew: float) -> Floats:
+    """From (0, 0) to (1, 1), steeper at first the larger the skew."""
+    if skew < 1e-6:
+        return share
+    return np.asarray(np.expm1(-skew * share) / math.expm1(-skew))
+
+
+def _places(accuracy: Floats, experts: int, top_k: int) -> Floats:
+    """``P(y)``: ``[layers, experts]``, falling, K in all, of which ``accuracy·K`` in the first K places.
+
+    The mean over each place of a logistic function that falls around K. Where it falls follows from its width
+    in closed form; the width is found by bisection.
+    """
+    if top_k == experts:
+        return np.ones((len(accuracy), experts))
+    edges = np.arange(experts + 1)
+
+    def area(width: Floats, upto: npt.NDArray[np.int64]) -> Floats:
+        inverse = 1 / width[:, None]
+        middle = (
+            top_k * inverse
+            + np.log1p(-np.exp(-top_k * inverse))
+            - np.log1p(-np.exp((top_k - experts) * inverse))
+        )
+        full = np.logaddexp(0.0, middle)
+        return np.asarray(width[:, None] * (full - np.logaddexp(0.0, middle - upto * inverse)))
+
+    narrow, wide = np.full(len(accuracy), 1e-3), np.full(len(accuracy), 64.0 * experts)
+    for _ in range(40):
+        width = np.sqrt(narrow * wide)
+        sharp = area(width, edges[top_k : top_k + 1])[:, 0] > accuracy * top_k
+        narrow, wide = np.where(sharp, width, narrow), np.where(sharp, wide, width)
+    return np.clip(np.diff(area(width, edges), axis=1), 0.0, 1.0)
+
+
+def _counts(cumulative: Floats, total: int) -> Ints:
+    """Whole counts ``[..., n]``, with running sums ``cumulative`` ``[..., n + 1]`` of ``total`` to 0.5."""
+    return np.maximum(np.diff(np.rint(cumulative * total), axis=-1), 0).astype(np.int64)
+
+
+def _shares(counts: Ints) -> Floats:
+    """Running shares ``[..., n + 1]`` of counts ``[..., n]``; even where there are none."""
+    n = counts.shape[-1]
+    sums = np.concatenate([np.zeros((*counts.shape[:-1], 1)), np.cumsum(counts, axis=-1)], axis=-1)
+    total = sums[..., -1:]
+    return np.asarray(np.where(total > 0, sums / np.maximum(total, 1), np.arange(n + 1) / n))
