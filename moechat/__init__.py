@@ -14,10 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Progress", "Stats", "Step", "__version__", "load"]
+__all__ = ["Engine", "Plan", "Progress", "Stats", "Step", "__version__", "load", "plan"]
 
 if TYPE_CHECKING:
     from moechat.engine import Engine, Progress, Stats, Step, load
+    from moechat.planning import Plan, plan
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from moechat import engine
 
         return getattr(engine, name)
+    if name in ("Plan", "plan"):
+        from moechat import planning
+
+        return getattr(planning, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

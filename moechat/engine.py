@@ -35,16 +35,19 @@ from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
 from moechat.models.threads import steady_pass
-from moechat.offload.settings import OffloadOptions
+from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.offload.upkeep import REPLAN_TOKENS, Replanned
 from moechat.statistics import Meter, Stats
 from moechat.store.store import Store
+from moechat.tuner import MAPPED, Sequences, Tuner, Tuning, skipped
 
-__all__ = ["Engine", "Message", "Progress", "Stats", "Step", "load"]
+__all__ = ["Engine", "Message", "Progress", "Replanned", "Stats", "Step", "Tuning", "load"]
 
 Message = dict[str, str]
 FinishReason = Literal["stop", "length"]
 _DEFAULT_THREADS = _native.num_threads()
 _MOST_THREADS = 1024
+_TUNE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def load(
     system: str = "auto",
     threads: int | None = None,
     ctx: int | None = None,
+    tune: bool = False,
+    replan_tokens: int = REPLAN_TOKENS,
     offload: OffloadOptions | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Engine:
@@ -94,6 +99,8 @@ def load(
             ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
         ctx: Context length in tokens; ``None`` takes the model's own, or what the memory allows.
+        tune: Time a few plans and keep the fastest, as :meth:`Engine.tune` does, or take what was remembered.
+        replan_tokens: Decoded tokens after which :meth:`Engine.idle` makes a new plan; 0: never.
         offload: For tests and measurements.
         progress: Called now and then while converting, verifying and loading.
 
@@ -123,6 +130,7 @@ def load(
             raise UsageError(f"threads is {threads}; it must be between 1 and {_MOST_THREADS}")
     if ctx is not None:
         ctx = _whole("ctx", ctx, least=2)
+    replan_tokens = _whole("replan_tokens", replan_tokens, least=0)
     if offload.pages is not None:
         offload = replace(offload, pages=_whole("pages", offload.pages, least=0))
     if not isinstance(model, str | Path):
@@ -146,8 +154,17 @@ def load(
         settings=settings,
         offload=offload,
         report=report,
+        replan_tokens=replan_tokens,
     )
-    engine = Engine(loaded, name=ref.name, system="custom" if offload.cache else system, started=started)
+    engine = Engine(
+        loaded,
+        name=ref.name,
+        system="custom" if offload.cache else system,
+        started=started,
+        link=offload.link,
+    )
+    if tune:
+        engine.tune(progress=report)
     report(Progress("load", 1, 1, "ready"))
     return engine
 
@@ -162,7 +179,9 @@ class Engine:
         context_length: Most tokens of prompt and answer together.
     """
 
-    def __init__(self, loaded: LoadedModel, *, name: str, system: str, started: float) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, name: str, system: str, started: float, link: LinkSettings
+    ) -> None:
         """Use :func:`load`."""
         self.name = name
         self.context_length = loaded.plan.context
@@ -172,12 +191,16 @@ class Engine:
         self._model: Any = loaded.model
         self._process = os.getpid()
         self._near = loaded.near
+        self._link = link
+        self._upkeep = loaded.upkeep
+        self._tuning: Tuning | None = None
         self._counters = loaded.counters
         self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._tokenizer = load_tokenizer(loaded.store.path)
         self._generation_config = load_generation_config(loaded.store.path)
         self._stop_tokens = stop_tokens(self._generation_config, loaded.config, self._tokenizer)
         self._prompt_cache = PromptCache()
+        self._held = 0  # tokens that it may hold
         self._meter = Meter(loaded.near, loaded.counters)
         plan = loaded.plan
         self._stats = Stats(
@@ -205,10 +228,13 @@ class Engine:
 
         Answers under way and later calls that compute end with :class:`MoechatError`.
         """
+        if self._upkeep is not None:
+            self._upkeep.close()
+            self._upkeep = None
         near, self._near, self._model = self._near, None, None
         self._meter.close()
         self._prompt_cache.drop()
-        self._loaded = replace(self._loaded, model=None, near=None)
+        self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None)
         if near is not None:
             near.close()
 
@@ -220,7 +246,132 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Measurements of the last answer."""
-        return replace(self._stats, peak_rss_bytes=peak_resident_bytes())
+        upkeep, tuning = self._upkeep, self._tuning
+        stats = replace(
+            self._stats,
+            peak_rss_bytes=peak_resident_bytes(),
+            tuned="" if tuning is None or tuning.state == "skipped" else tuning.winner,
+            tuning=None if tuning is None else tuning.to_json(),
+        )
+        if self._near is not None:
+            stats = replace(stats, plan=self._near.plan.method)
+        if upkeep is None:
+            return stats
+        last = None if upkeep.last is None else upkeep.last.to_json()
+        return replace(stats, replans=upkeep.replans, replan=last)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What :meth:`tune` did last; ``None`` before."""
+        return self._tuning
+
+    def idle(self) -> Replanned | None:
+        """Use the time while nobody waits for a token: before reading what the user types, say.
+
+        Routing statistics go to the user's directory, and after every ``replan_tokens`` decoded tokens a new
+        plan for the experts is made, as :meth:`replan` does. Takes milliseconds, mostly none.
+
+        Returns:
+            The new plan, if one was made.
+        """
+        return None if self._upkeep is None else self._upkeep.idle()
+
+    def replan(self) -> Replanned | None:
+        """Divide the pages among the layers anew, from all that is known now; at once, and no block moves.
+
+        Returns:
+            What has changed; ``None`` where experts are mapped.
+        """
+        return None if self._upkeep is None else self._upkeep.replan()
+
+    def notices(self) -> list[str]:
+        """What of the user's files could not be used or written since the last call, sentences for people."""
+        return [] if self._upkeep is None else self._upkeep.take_notes()
+
+    def tune(
+        self,
+        *,
+        limit_s: float = _TUNE_SECONDS,
+        again: bool = False,
+        may_map: bool | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Tuning:
+        """Time a few plans on this machine and keep the fastest, for this and later starts.
+
+        Text is decoded for a few seconds, with an attention cache of its own: the conversation stays as it
+        is, and so do its statistics. The tokens are the same with every plan.
+
+        Args:
+            limit_s: Seconds after which no more tokens are begun; 0: only what is remembered.
+            again: Time also where a choice is remembered.
+            may_map: Whether mapping the store may win; ``None``: where no memory budget was given.
+            progress: Told how far it is, in milliseconds.
+
+        Returns:
+            What was done and why; see also :attr:`stats`.
+
+        Raises:
+            MoechatError: Experts cannot be read, or the engine is closed.
+            KeyboardInterrupt: Ctrl-C; the computed plan is in effect again.
+        """
+        model = self._usable_model()
+        self._tuning = skipped("all experts are in memory, so there is nothing to choose")
+        if self._near is None:
+            return self._tuning
+        tuner = Tuner(self._loaded, self._link, lambda: self._sequences(model), may_map=may_map)
+        found = None if again else tuner.recall()
+        if found is None:
+            if self._held + Sequences.MOST_TOKENS > self.context_length and self._held:
+                self._tuning = skipped("the conversation takes the memory of the attention cache")
+                return self._tuning
+            if limit_s <= 0:
+                self._tuning = skipped("nothing is remembered for this model and budget")
+                return self._tuning
+            self._tuning = skipped("it was interrupted")
+            try:
+                found = self._timed(tuner, limit_s, progress)
+            finally:
+                self._meter.restart()
+        self._tuning = found
+        if found.winner == MAPPED:
+            self._leave_pages()
+        return found
+
+    def _timed(self, tuner: Tuner, limit_s: float, progress: Callable[[Progress], None] | None) -> Tuning:
+        if progress is None:
+            return tuner.run(limit_s)
+        report, total = progress, round(1000 * limit_s)
+        return tuner.run(
+            limit_s, lambda share: report(Progress("tune", round(share * total), total, "Ctrl-C skips it"))
+        )
+
+    def _leave_pages(self) -> None:
+        """Experts are mapped from now on: what the pages held is the page cache's."""
+        near, self._near = self._near, None
+        self._meter.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
+        self._upkeep = None
+        self._loaded = replace(self._loaded, near=None, upkeep=None)
+        self._stats = replace(self._stats, pages=0)
+        if near is not None:
+            near.close()
+
+    def _sequences(self, model: Any) -> Sequences:
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
+
+        def forward(ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+            output = self._forward(ids, past_key_values=cache, use_cache=True, **arguments)
+            return output.logits[0, -1], output.past_key_values
+
+        return Sequences(
+            forward,
+            self._new_cache,
+            None if self._tokenizer is None else self.encode,
+            vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+            stop=frozenset(self._stop_tokens),
+            most_tokens=self.context_length,
+        )
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -256,13 +407,20 @@ class Engine:
             "memory_scratch_bytes": plan.scratch,
             "memory_margin_bytes": plan.margin,
             "memory_experts_bytes": plan.expert_bytes,
-            "experts": "mapped: all of them fit" if plan.mapped else "in pages, the rest read when needed",
+            "experts": self._how_experts_are_held(),
             "pages": plan.pages,
             "page_bytes": plan.page_bytes,
             "blocks": len(self._store.layers) * geometry.num_experts * geometry.blocks_per_expert,
             "system": self._system,
             **self._meter.describe(),
         }
+
+    def _how_experts_are_held(self) -> str:
+        if self._loaded.plan.mapped:
+            return "mapped: all of them fit"
+        if self._tuning is not None and self._tuning.winner == MAPPED:
+            return "mapped: the page cache was faster than pages"
+        return "in pages, the rest read when needed"
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Tokens of a text, or of chat messages through the model's chat template.
@@ -410,9 +568,11 @@ class Engine:
         history, parts = ids, self._parts(ids[:, reused:], prompt)
         first = 0.0
         computed = reused
+        upkeep = self._upkeep
         self._meter.start()
         try:
             for count in range(1, limit + 1):
+                begun = time.perf_counter()
                 for part in parts:
                     arguments: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_last else {}
                     output = self._forward(part, past_key_values=cache, use_cache=True, **arguments)
@@ -421,6 +581,8 @@ class Engine:
                 token = sampler.draw(history, output.logits[0, -1])
                 now = time.perf_counter()
                 first = first or now
+                if upkeep is not None:
+                    upkeep.step(now - begun)
                 self._stats = stats = replace(
                     self._meter.add(stats),
                     output_tokens=count,
@@ -445,9 +607,12 @@ class Engine:
                 history = torch.cat([history, parts[0]], dim=1)
                 known.append(token)
         finally:
+            if upkeep is not None and upkeep is self._upkeep:
+                upkeep.answer_done()
             if cache is not None and self._model is not None:
                 # An interrupted pass leaves layers of different lengths: what it added is cut off again.
                 self._prompt_cache.keep(cache, known[:computed], prompt)
+                self._held = computed
 
     def _new_cache(self) -> Any:
         """An empty attention cache; ``None`` where the model makes its own."""

@@ -28,9 +28,12 @@ from moechat.models.mapping import plan_checkpoint
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.threads import steady_modules
 from moechat.offload.budget import MemoryPlan, Needs, automatic_budget, plan_memory
-from moechat.offload.cached import MIN_PAGES, NearTier
+from moechat.offload.cached import MIN_PAGES, NearTier, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, ExpertLayer, attach, register
+from moechat.offload.perfect import refuse_without_replay
+from moechat.offload.planner import gather
 from moechat.offload.settings import OffloadOptions
+from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.manifest import MANIFEST_NAME, Manifest
@@ -76,6 +79,9 @@ class LoadedModel:
         plan: How the memory is spent.
         near: Pages and link of the experts; ``None`` if they are mapped.
         counters: Of the expert layers.
+        top_k: Experts a token.
+        parts: The experts modules, in order.
+        upkeep: What the near tier learns while it runs; ``None`` without one.
     """
 
     store: Store
@@ -87,6 +93,21 @@ class LoadedModel:
     plan: MemoryPlan
     near: NearTier | None
     counters: ExpertCounters
+    top_k: int
+    parts: tuple[Any, ...]
+    upkeep: Upkeep | None
+
+    def map_experts(self) -> None:
+        """Let the experts be computed from the mapped store, whatever computed them before."""
+        for record, part in zip(self.store.layers, self.parts, strict=True):
+            records = self.store.expert_layer(record.layer)
+            attach(part, ExpertLayer(self.store.geometry, records, self.counters))
+
+    def page_experts(self) -> None:
+        """Let the near tier compute the experts, whatever computed them before."""
+        assert self.near is not None
+        for ordinal, part in enumerate(self.parts):
+            attach(part, self.near.layer(ordinal))
 
 
 def parse_budget(ram: str | int | None) -> int | None:
@@ -175,6 +196,7 @@ def load_model(
     settings: CacheSettings,
     offload: OffloadOptions,
     report: Report,
+    replan_tokens: int = REPLAN_TOKENS,
 ) -> LoadedModel:
     """Plan the memory and load.
 
@@ -186,11 +208,13 @@ def load_model(
         settings: Of the near tier.
         offload: Link, pages, predictor and replay for tests and measurements.
         report: Progress.
+        replan_tokens: Decoded tokens after which a new plan is due; 0: never.
 
     Raises:
         DoesNotFitError: The budget is too small, or the context is longer than the model allows.
         MoechatError: See :mod:`moechat.errors`.
     """
+    refuse_without_replay(settings, offload.replay)
     report(Progress("load", 0, None, "dense weights"))
     register()
     config = load_config(store.path)
@@ -212,17 +236,30 @@ def load_model(
     give_back_unused()
     steady_modules(skeleton.model)
     counters = ExpertCounters()
-    near = (
-        None if plan.mapped else _near_tier(store, skeleton, plan.pages, top_k, settings, offload, counters)
+    near = upkeep = None
+    if not plan.mapped:
+        near, upkeep = _near_tier(
+            store, skeleton, plan.pages, top_k, settings, offload, counters, dtype, replan_tokens
+        )
+    loaded = LoadedModel(
+        store=store,
+        config=config,
+        model=skeleton.model,
+        dtype=dtype,
+        cache=shape,
+        chunk=prefill_chunk(skeleton.model.config),
+        plan=plan,
+        near=near,
+        counters=counters,
+        top_k=top_k,
+        parts=tuple(entry.module for entry in skeleton.experts),
+        upkeep=upkeep,
     )
-    for ordinal, entry in enumerate(skeleton.experts):
-        if near is None:
-            records = store.expert_layer(entry.layer)
-            attach(entry.module, ExpertLayer(store.geometry, records, counters))
-        else:
-            attach(entry.module, near.layer(ordinal))
-    chunk = prefill_chunk(skeleton.model.config)
-    return LoadedModel(store, config, skeleton.model, dtype, shape, chunk, plan, near, counters)
+    if near is None:
+        loaded.map_experts()
+    else:
+        loaded.page_experts()
+    return loaded
 
 
 def _near_tier(
@@ -233,14 +270,41 @@ def _near_tier(
     settings: CacheSettings,
     offload: OffloadOptions,
     counters: ExpertCounters,
-) -> NearTier:
+    dtype: torch.dtype,
+    replan_tokens: int,
+) -> tuple[NearTier, Upkeep]:
     predictor = offload.predictor
     if predictor is None and settings.prefetch == "next-router":
         from moechat.models.routers import find_routers
         from moechat.predict import NextRouterPredictor
 
         predictor = NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
-    return NearTier(
+    model: Any = skeleton.model
+    embedding = model.get_input_embeddings().weight
+    # Without an output embedding of its own a model's head is its embedding.
+    output = model.get_output_embeddings()
+    head = embedding if output is None else output.weight
+    dense_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    shape = shape_of(
+        store,
+        top_k,
+        dense_bytes=max(0, dense_bytes - head.nbytes - (0 if head is embedding else embedding.nbytes)),
+        head_bytes=head.nbytes,
+        itemsize=dtype.itemsize,
+    )
+    family = store.manifest.model_type
+    fingerprint = store.manifest.source.fingerprint
+    # A set that never changes is chosen by how popular experts are, which auto has counted.
+    ranked_by = "blend" if settings.policy in ("static", "belady") else settings.policy
+    knowledge = gather(
+        shape,
+        family,
+        fingerprint,
+        ranked_by,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=_native.num_threads(),
+    )
+    near = NearTier(
         store,
         pages=pages,
         top_k=top_k,
@@ -249,7 +313,12 @@ def _near_tier(
         predictor=predictor,
         replay=offload.replay,
         counters=counters,
+        knowledge=knowledge,
     )
+    upkeep = Upkeep(
+        near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens
+    )
+    return near, upkeep
 
 
 def _configured_top_k(config: Any) -> int:

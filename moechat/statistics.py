@@ -39,6 +39,11 @@ class Stats:
         budget_bytes: Memory budget of the whole process.
         peak_rss_bytes: Largest resident set of the process so far, mapped files included.
         seed: What makes the same draw again.
+        plan: How the pages are divided among the layers: the method; empty where experts are mapped.
+        tuned: Candidate that the tuner has chosen, now or at an earlier start; empty without one.
+        replans: How often the plan was made anew since the model was loaded.
+        replan: The last of them, see :class:`moechat.offload.upkeep.Replanned`; ``None`` before.
+        tuning: What the tuner did and why, see :class:`moechat.tuner.Tuning`; ``None`` if it was not asked.
     """
 
     load_s: float = 0.0
@@ -64,6 +69,11 @@ class Stats:
     budget_bytes: int = 0
     peak_rss_bytes: int = 0
     seed: int = 0
+    plan: str = ""
+    tuned: str = ""
+    replans: int = 0
+    replan: dict[str, Any] | None = None
+    tuning: dict[str, Any] | None = None
 
     @property
     def hit_rates(self) -> dict[str, float]:
@@ -120,12 +130,26 @@ class Meter:
         """How the near tier is run."""
         if self._near is None:
             return {}
-        settings = self._near.settings
-        return {
+        near, settings = self._near, self._near.settings
+        told = {
             "policy": settings.policy,
             "split": settings.split,
             "prefetch": settings.prefetch,
+            "plan": near.plan.method,
+            "plan_experts_by_layer": near.targets[:, 0].tolist(),
+            "plan_blocks_by_layer": near.targets[:, 1].tolist(),
         }
+        if near.knowledge is not None and near.plan.allocation is not None:
+            told |= {
+                "plan_exposed_ms": 1000 * near.plan.allocation.exposed_total,
+                "plan_statistics": near.knowledge.statistics_from,
+                "plan_costs": near.knowledge.costs_from,
+            }
+        return told
+
+    def restart(self) -> None:
+        """What was computed and moved until now belongs to no answer."""
+        self._before = self._read()
 
     def start(self) -> None:
         """What was computed since the last step belongs to others."""

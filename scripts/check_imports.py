@@ -23,7 +23,8 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"bench", "chat", "serve", "tune"}),
     frozenset({"engine"}),
-    frozenset({"loading", "statistics"}),
+    frozenset({"tuner"}),
+    frozenset({"loading", "planning", "statistics"}),
     frozenset({"offload", "simulate"}),
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing"}),
@@ -39,7 +40,10 @@ EVERYWHERE = "_native"
 # The package itself hands out the engine's API (`moechat.load`, ...) lazily. So these two files may import
 # the rooms given here, inside functions only; and whoever uses a name of the package, other than those of
 # PACKAGE_NAMES, uses the engine.
-ENTRY_FILES = {"__init__.py": frozenset({"engine"}), "__main__.py": frozenset({"engine", "cli"})}
+ENTRY_FILES = {
+    "__init__.py": frozenset({"engine", "planning"}),
+    "__main__.py": frozenset({"engine", "cli"}),
+}
 PACKAGE_NAMES = frozenset({"__version__", "__file__", "__path__", "__name__", "__doc__"})
 
 

@@ -51,6 +51,7 @@ def case_figures(
     page_bytes: int,
     bandwidth: float,
     floor: float | None,
+    predicted: float | None = None,
 ) -> dict[str, Any]:
     """One entry of ``cases``; see :mod:`moechat.bench.report`.
 
@@ -62,6 +63,7 @@ def case_figures(
         page_bytes: A page.
         bandwidth: Of the link, bytes a second.
         floor: Seconds for a token with everything in memory, or ``None``.
+        predicted: Seconds for a token that the simulator expects, or ``None``.
     """
     tokens = sum(len(run.steps) for run in runs)
     wall = sum(sum(run.steps) for run in runs)
@@ -76,6 +78,7 @@ def case_figures(
     outside = spent["experts"] - spent["begin"] - spent["prefetch"] - spent["finish"] - spent["predict"]
     inside = spent["finish"] - total("compute_seconds") - total("stall_seconds")
     costs = {**spent, "python": outside, "finish": inside}
+    measured = spread([run.tpot for run in runs])
     missing = (total("blocks_wanted") - total("blocks_resident")) * page_bytes / tokens
     return {
         "system": system.name,
@@ -85,7 +88,9 @@ def case_figures(
         "pages_bytes": pages * page_bytes,
         "filled": max(run.filled for run in runs),
         "ttft_s": spread([run.ttft for run in runs]),
-        "tpot_s": {**spread([run.tpot for run in runs]), "runs": [run.tpot for run in runs]},
+        "tpot_s": {**measured, "runs": [run.tpot for run in runs]},
+        "predicted_tpot_ms": None if predicted is None else 1000 * predicted,
+        "predicted_ratio": None if predicted is None else predicted / measured["median"],
         "hits": {kind: total(f"hits_{kind}") / accesses for kind in _HITS},
         "blocks_resident": total("blocks_resident") / wanted,
         "blocks_prefetched": total("blocks_prefetched") / wanted,

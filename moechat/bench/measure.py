@@ -11,9 +11,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -22,6 +24,16 @@ from moechat.bench.accuracy import prediction_accuracy
 from moechat.bench.decode import Bench
 from moechat.bench.figures import Run, case_figures, spread
 from moechat.bench.options import BenchOptions, System
+from moechat.bench.predicted import (
+    Recorded,
+    Recorder,
+    floor_timing,
+    kernel_curve,
+    link_times,
+    predict,
+    predictor_seconds,
+    tier_of,
+)
 from moechat.bench.speeds import compute_rate, link_bandwidth
 from moechat.bench.timing import TimedCalls, TimedPredictor
 from moechat.configurator.systems import CacheSettings
@@ -33,6 +45,8 @@ from moechat.offload.cached import MIN_PAGES, CachedExpertLayer, NearTier
 from moechat.offload.settings import LinkSettings
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
+from moechat.simulate import Timing
+from moechat.simulate.run import Tier
 from moechat.store.files import format_bytes
 
 FORMAT = 1
@@ -83,6 +97,8 @@ class _Measurement:
         self.replay = None if self.mapping is None else Replay(self.mapping.trace)
         self.routers = NextRouterPredictor(find_routers(bench.model, bench.parts))
         self.predictor = self._predictor()
+        self.played: dict[str, tuple[Recorded, Tier]] = {}  # by system, at the fraction at work
+        self.curve: npt.NDArray[np.float64] | None = None
 
     # ---- what is computed
 
@@ -141,6 +157,7 @@ class _Measurement:
         try:
             for fraction, pages in sizes:
                 runs: dict[str, list[Run]] = {system.name: [] for system in options.systems}
+                self.played = {}
                 here = []
                 for turn in range(options.runs):
                     said = f"{fraction:.3g} of the experts, run {turn + 1} of {options.runs}"
@@ -153,6 +170,7 @@ class _Measurement:
                         self.report(f"{said}, {system.name}: {1000 * done.tpot:.1f} ms a token")
                 floors += here
                 least = statistics.median(run.tpot for run in here) if here else None
+                timing = self._timing(here, link, link_facts["bandwidth"])
                 cases += [
                     case_figures(
                         system,
@@ -162,6 +180,7 @@ class _Measurement:
                         page_bytes=self.bench.store.geometry.record_bytes,
                         bandwidth=link_facts["bandwidth"],
                         floor=least,
+                        predicted=self._predicted(system, timing),
                     )
                     for system in options.systems
                 ]
@@ -274,15 +293,54 @@ class _Measurement:
             predictor=TimedPredictor(self.predictor),
             replay=self.replay,
         )
-        near.runner = TimedCalls(near.runner)  # type: ignore[assignment]
+        recorder = Recorder(TimedCalls(near.runner), self.bench.layers)
+        near.runner = recorder  # type: ignore[assignment]
         return near
 
     def _turn(self, system: System, pages: int, link: LinkSettings) -> Run:
         near = self._near(system.settings, pages, link)
         try:
-            return self._pass(near, link, fill=True)
+            run = self._pass(near, link, fill=True)
+            if system.name not in self.played:
+                recorder: Any = near.runner
+                self.played[system.name] = recorder.routing(near.geometry.num_experts), tier_of(near)
+            return run
         finally:
             near.close()
+
+    # ---- what the simulator says
+
+    def _timing(self, floors: Sequence[Run], link: LinkSettings, bandwidth: float) -> Timing | None:
+        """Times for the simulator; ``None`` where not everything fits in memory."""
+        if not floors:
+            return None
+        store, bench = self.bench.store, self.bench
+        if self.curve is None:
+            self.curve = kernel_curve(
+                store, bench.top_k * store.geometry.blocks_per_expert, seed=self.options.seed
+            )
+        times = link_times(store, link, bandwidth)
+        return floor_timing(floors, bench.layers, self.curve, times)
+
+    def _predicted(self, system: System, timing: Timing | None) -> float | None:
+        """Seconds of a token, the median as for what is measured."""
+        if timing is None:
+            return None
+        recorded, tier = self.played[system.name]
+        if recorded.rankings is not None:
+            hidden_size = self.bench.store.geometry.hidden_size
+            more = predictor_seconds(self.predictor, self.bench.layers, hidden_size)
+            timing = replace(timing, attention=timing.attention + more)
+        done = predict(
+            recorded,
+            system.settings,
+            tier,
+            timing,
+            fill=self.options.fill_tokens,
+            timed=self.options.tokens,
+            hidden_size=self.bench.store.geometry.hidden_size,
+        )
+        return None if done is None else float(np.median(done.seconds))
 
     def _pass(self, near: NearTier, link: LinkSettings, fill: bool = False) -> Run:
         """What fills the cache, prompt, warm-up, timed tokens."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,13 @@ from transformers import AutoConfig
 
 from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry, WeightType
+from moechat.hub.known_shapes import shape_names, shape_values
 from moechat.models.skeleton import build_skeleton
 from moechat.store.progress import ProgressCallback
 from moechat.store.store import Store
 from moechat.store.synthetic import SyntheticModel, write_synthetic_store
+
+__all__ = ["Shape", "describe_shape", "load_shape", "shape_names", "store_name", "synthetic_store"]
 
 # Part of the directory name of a synthetic store.
 _REVISION = 1
@@ -27,7 +28,7 @@ class Shape:
     """A known model's shape, cut down if asked for.
 
     Attributes:
-        name: As in ``moechat/bench/shapes``.
+        name: As in ``moechat/hub/shapes``.
         layers: Decoder layers taken.
         all_layers: Decoder layers of the model.
         vocabulary: Tokens of the vocabulary taken.
@@ -53,26 +54,18 @@ class Shape:
         return cuts
 
 
-def shape_names() -> list[str]:
-    """Names that :func:`load_shape` knows."""
-    files = (resources.files("moechat.bench") / "shapes").iterdir()
-    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
-
-
 def load_shape(name: str, *, layers: int | None = None, vocabulary: int | None = None) -> Shape:
     """A known model's shape.
 
     Args:
-        name: One of :func:`shape_names`.
+        name: One of :func:`moechat.hub.known_shapes.shape_names`.
         layers: Decoder layers to keep; ``None`` keeps all.
         vocabulary: Tokens to keep; ``None`` keeps all.
 
     Raises:
         UsageError: The name is unknown, or there are fewer layers or tokens than asked for.
     """
-    if name not in shape_names():
-        raise UsageError(f"there is no shape {name!r}", hint=f"choose one of: {', '.join(shape_names())}")
-    values = json.loads((resources.files("moechat.bench") / "shapes" / f"{name}.json").read_text("utf-8"))
+    values = shape_values(name)
     all_layers, all_tokens = values["num_hidden_layers"], values["vocab_size"]
     dense = values.get("first_k_dense_replace", 0)
     kept = all_layers if layers is None else layers

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moechat.configurator.systems import SYSTEMS
+from moechat.errors import UsageError
 
 Action = Callable[[], int]
 
@@ -45,6 +46,73 @@ _BENCH_EXAMPLES = """\
 moechat bench demo --fractions 1/4,1/2
 
 moechat bench --synthetic olmoe-1b-7b --layers 4 --systems "on-demand,auto,auto:split=0.5" --link sim:4x
+"""
+
+_PLAN_HELP = """\
+Show what a model would take and how fast it would be, without loading it.
+
+With --vram or --gpu for a graphics card, else for this machine as `moechat run` uses it. Nothing of the \
+model has to be here: the shapes of known models are built in, and a config.json is enough for others.
+
+--json: model (name, type, parameters, active_parameters, bits, dtype, weights, expert_layers, experts, \
+top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, limited_by_memory), \
+memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, split, hit_rate, \
+exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, \
+hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), other_budgets (name, \
+bytes, tokens_per_s), notes. Bytes, seconds, shares from 0 to 1; speed is null where the machine is not known.
+"""
+_PLAN_EXAMPLES = """\
+moechat plan mixtral --vram 12G --gpu rtx3060-12g
+
+moechat plan qwen3 --ram 8G
+
+moechat plan ./config.json --gpu rtx4090 --ctx 8192 --json
+
+moechat plan --list-gpus
+"""
+
+_PROFILE_HELP = """\
+Measure this machine, once, and show what it can do.
+
+Disk, memory and expert kernels, alone and together, in about 20 seconds; the figures are kept for plans and \
+choices, and shown again without measuring. With --model also what a layer of that model takes.
+"""
+_PROFILE_EXAMPLES = """\
+moechat profile
+
+moechat profile --refresh --json
+
+moechat profile --model demo
+"""
+
+_SIMULATE_HELP = """\
+Replay recorded routing under every system, on a machine that need not be here.
+
+Cache, policies and transfers are the engine's own, on a simulated clock. No weights are needed: sizes come \
+from the model that the trace fits, or from --model; times from --profile.
+
+JSON: a list with one object for each system and fraction: system, fraction, hit_rate, top_hit_rate, \
+tpot_ms, stall_ms, bytes_per_token, and more; trace, model, profile, accuracy, tokens and costs say what it \
+was made from, in each object.
+"""
+_SIMULATE_EXAMPLES = """\
+moechat simulate trace.npz --profile rtx3060-12g
+
+moechat simulate trace.npz --profile rtx4090-24g --systems moepic,auto,auto:lookahead=2 --fractions 1/8,1/4
+
+moechat simulate trace.npz --profile ssd-only-16g --json --plot time.png | jq ".[] | {system, tpot_ms}"
+"""
+
+_TRACE_HELP = """\
+Record which experts a model's routers choose over many prompts.
+
+The file holds the routing of all tokens of prompts and answers. bench --routing replays it, simulate \
+computes what every system would make of it. Ctrl-C keeps what was recorded so far.
+"""
+_TRACE_EXAMPLES = """\
+moechat trace demo --prompts prompts.txt --out demo.npz
+
+head -50 questions.jsonl | moechat trace ./some-model --prompts - --max-tokens 300 --json
 """
 
 app = typer.Typer(
@@ -140,7 +208,7 @@ def _run(
         typer.Option(
             metavar="NAME",
             help="How experts are kept and fetched ahead; the answer is the same for all. "
-            f"One of: {', '.join(SYSTEMS)}.",
+            f"One of: {', '.join(name for name in SYSTEMS if name != 'oracle')}.",
         ),
     ] = "auto",
     ctx: Annotated[
@@ -180,6 +248,16 @@ def _run(
         str,
         typer.Option(metavar="TYPE", help="Type of the dense weights: auto, float32, bfloat16 or float16."),
     ] = "auto",
+    tune: Annotated[
+        bool | None,
+        typer.Option(
+            "--tune/--no-tune",
+            metavar="",
+            help="Time a few plans for experts that do not fit (some seconds), or take the computed one. If "
+            "neither is given: once for each model and budget, on a terminal.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option(
@@ -217,6 +295,7 @@ def _run(
         completion=completion,
         threads=threads,
         dtype=dtype,
+        tune=tune,
         json=json,
         stats=stats,
         quiet=quiet,
@@ -329,3 +408,258 @@ def _bench(
         quiet=quiet,
     )
     return lambda: bench(command)
+
+
+@app.command("plan", help=_PLAN_HELP, epilog=_PLAN_EXAMPLES)
+def _plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="As for run; or a known shape, a directory with a config.json, or such a file.",
+            show_default=False,
+        ),
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Graphics memory to use, such as 12G; what the card has free if not given."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan for a reference machine, or for one in a .toml file of that form, "
+            "instead of this one.",
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="RAM of the whole process; what there is if not given."),
+    ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="Context length; the model's own, or what memory allows."),
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(metavar="BITS", help="Bits of an expert weight: 2, 3, 4, 8 or 16.")
+    ] = None,
+    system: Annotated[
+        str, typer.Option(metavar="NAME", help=f"As for run. One of: {', '.join(SYSTEMS)}.")
+    ] = "auto",
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the plan as one JSON object.")
+    ] = False,
+    list_gpus: Annotated[
+        bool, typer.Option("--list-gpus", metavar="", help="Show the reference machines and exit.")
+    ] = False,
+) -> Action:
+    from moechat.cli.plan import PlanCommand, plan
+    from moechat.cli.plan import list_gpus as show_gpus
+
+    if list_gpus:
+        return show_gpus
+    if model is None:
+        raise UsageError(
+            "there is no MODEL to plan for",
+            hint="moechat plan mixtral; moechat plan --help lists the options",
+        )
+    command = PlanCommand(
+        model=model, vram=vram, gpu=gpu, ram=ram, ctx=ctx, bits=bits, system=system, json=json
+    )
+    return lambda: plan(command)
+
+
+@app.command("profile", help=_PROFILE_HELP, epilog=_PROFILE_EXAMPLES)
+def _profile(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Time the layers of a model as well; named as for run."),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", metavar="", help="Measure again, even if figures are kept.")
+    ] = False,
+    list_: Annotated[
+        bool,
+        typer.Option("--list", metavar="", help="List kept profiles, and those of machines to plan for."),
+    ] = False,
+    bits: Annotated[int | None, typer.Option(metavar="BITS", help="As for run; with --model.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="As for run; with --model.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run; with --model.")] = "auto",
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="Only the result, and errors.")
+    ] = False,
+) -> Action:
+    from moechat.cli.profile import ProfileCommand, profile
+
+    command = ProfileCommand(
+        model=model,
+        refresh=refresh,
+        list=list_,
+        bits=bits,
+        threads=threads,
+        dtype=dtype,
+        json=json,
+        quiet=quiet,
+    )
+    return lambda: profile(command)
+
+
+@app.command("simulate", help=_SIMULATE_HELP, epilog=_SIMULATE_EXAMPLES)
+def _simulate(
+    trace: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE", help="An .npz file with recorded routing.", show_default=False),
+    ],
+    systems: Annotated[
+        str,
+        typer.Option(metavar="S,S", help="NAME or NAME:KEY=VALUE,KEY=VALUE; the first one is compared with."),
+    ] = ",".join(SYSTEMS),
+    fractions: Annotated[
+        str, typer.Option(metavar="F,F", help="Shares of all experts that fit, such as 0.25 or 1/4.")
+    ] = "0.125,0.25,0.5",
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A reference machine (moechat profile --list), a .toml file of that form, or, if not "
+            "given, this machine as it was measured.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A known shape, or a config.json: whose sizes count. The known model that has the trace's "
+            "layers and experts if not given; a trace of others is mapped.",
+        ),
+    ] = None,
+    bits: Annotated[int, typer.Option(metavar="BITS", help="Bits of an expert weight.")] = 4,
+    near: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER",
+            help="What computes: gpu (experts come from RAM) or ram (from the disk); gpu if there is one.",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes a second of the link, such as 12G, not the profile's."),
+    ] = None,
+    accuracy: Annotated[
+        float,
+        typer.Option(metavar="P", help="Share of the experts that is predicted; less in the first layers."),
+    ] = 0.7,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that are timed.")] = 2000,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens before them, which fill the cache and make the plans; 1000, or a third of a short "
+            "trace, if not given.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of everything that is drawn.")] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the results as a JSON list.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw time per token over memory: .png, .svg or .pdf."),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="Only the results, and errors.")
+    ] = False,
+) -> Action:
+    from moechat.cli.simulate import SimulateCommand, simulate
+
+    command = SimulateCommand(
+        trace=trace,
+        systems=systems,
+        fractions=fractions,
+        profile=profile,
+        model=model,
+        bits=bits,
+        near=near,
+        link=link,
+        accuracy=accuracy,
+        tokens=tokens,
+        warmup=warmup,
+        seed=seed,
+        json=json,
+        plot=plot,
+        quiet=quiet,
+    )
+    return lambda: simulate(command)
+
+
+@app.command("trace", help=_TRACE_HELP, epilog=_TRACE_EXAMPLES)
+def _trace(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for run.", show_default=False)],
+    prompts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="One prompt a line, or JSON lines with messages, turns, prompt, question or text; "
+            "'-' is stdin.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE", help="The .npz file to write; MODEL.trace.npz here if not given."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 128,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="The first prompts only; all if not given.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--completion",
+            metavar="",
+            help="Ask through the model's chat template, or continue the texts as they are; "
+            "a chat where the model has a template.",
+            show_default=False,
+        ),
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As for run.")] = None,
+    system: Annotated[str, typer.Option(metavar="NAME", help="As for run.")] = "auto",
+    bits: Annotated[int | None, typer.Option(metavar="BITS", help="As for run.")] = None,
+    ctx: Annotated[int | None, typer.Option(metavar="TOKENS", help="As for run.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="As for run.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run.")] = "auto",
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar="", help="Only the result, and errors.")
+    ] = False,
+) -> Action:
+    from moechat.cli.trace import TraceCommand, trace
+
+    command = TraceCommand(
+        model=model,
+        prompts=prompts,
+        out=out,
+        max_tokens=max_tokens,
+        limit=limit,
+        chat=chat,
+        ram=ram,
+        system=system,
+        bits=bits,
+        ctx=ctx,
+        temperature=temperature,
+        seed=seed,
+        threads=threads,
+        dtype=dtype,
+        json=json,
+        quiet=quiet,
+    )
+    return lambda: trace(command)

@@ -73,7 +73,7 @@ def bench(command: BenchCommand) -> int:
     RunOptions(model="", bits=command.bits, dtype=command.dtype, threads=command.threads)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
-    out = None if command.out is None else _writable(command.out)
+    out = None if command.out is None else writable(command.out)
 
     from moechat.bench.measure import run_bench
     from moechat.bench.report import assumptions
@@ -141,7 +141,7 @@ def _options(command: BenchCommand) -> BenchOptions:
     )
 
 
-def _writable(path: Path) -> Path:
+def writable(path: Path) -> Path:
     """Find out before minutes of measuring that the result could not be kept."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -245,6 +245,7 @@ _COLUMNS: Sequence[tuple[str, Any]] = (
     ("first token", "right"),
     ("ms/token", "right"),
     ("range", "right"),
+    ("simulated", "right"),
     ("speed", "right"),
     ("full/ahead/top/miss %", "right"),
     ("MB/token demand+ahead (wasted)", "right"),
@@ -265,6 +266,7 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> l
         format_seconds(case["ttft_s"]["median"]),
         f"{1000 * pace['median']:.1f}",
         f"{1000 * pace['min']:.1f}-{1000 * pace['max']:.1f}",
+        _simulated(case),
         f"{first['tpot_s']['median'] / pace['median']:.2f}x",
         "/".join(f"{100 * hits[kind]:.0f}" for kind in ("full", "prefetch", "top", "miss")),
         f"{moved['demand'] / 1e6:.1f}+{moved['prefetch'] / 1e6:.1f} ({moved['wasted'] / 1e6:.1f})",
@@ -274,6 +276,12 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> l
         _floor(case, fastest),
         f"{costs['python']:.0f}+{costs['predict']:.0f}+{native:.0f}",
     ]
+
+
+def _simulated(case: Mapping[str, Any]) -> str:
+    """Milliseconds that the simulator expects, and how far that is from what was measured."""
+    expected = case["predicted_tpot_ms"]
+    return "-" if expected is None else f"{expected:.1f} ({case['predicted_ratio'] - 1:+.0%})"
 
 
 def _floor(case: Mapping[str, Any], fastest: float) -> str:

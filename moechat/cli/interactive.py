@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from moechat.cli.reply import Reply, opening, say_if_cut
-from moechat.cli.stats import print_stats
+from moechat.cli.stats import print_replanned, print_stats
 from moechat.cli.terminal import Answer, print_error, print_notice
 from moechat.errors import MoechatError, PromptTooLongError, StoreDamagedError
 
@@ -55,6 +55,7 @@ class Chat:
         asked_to_leave = False
         while True:
             try:
+                self._rest()
                 line = _read_line()
                 asked_to_leave = False
                 if not self._handle(line):
@@ -72,6 +73,15 @@ class Chat:
                     return 0
                 asked_to_leave = True
                 print_notice("Ctrl-C again or Ctrl-D leaves")
+
+    def _rest(self) -> None:
+        """Nobody waits for a token now."""
+        replanned = self._engine.idle()
+        if replanned is not None and (self._options.stats or self._options.verbose):
+            print_replanned(replanned.to_json())
+        if self._options.verbose:
+            for notice in self._engine.notices():
+                print_notice(notice)
 
     def _handle(self, line: str) -> bool:
         """Do what a line says; ``False`` when it says to leave."""

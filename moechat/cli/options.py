@@ -41,6 +41,7 @@ class RunOptions:
     completion: bool = False
     threads: int | None = None
     dtype: str = "auto"
+    tune: bool | None = None
     json: bool = False
     stats: bool = False
     quiet: bool = False
@@ -52,7 +53,12 @@ class RunOptions:
         _one_of("--dtype", self.dtype, DTYPES)
         if self.ram is not None and parse_size(self.ram) == 0:
             raise UsageError("--ram is 0", hint="leave it out to use the memory that is available")
-        settings_of(self.system)
+        settings = settings_of(self.system)
+        if settings.policy == "belady" or settings.prefetch == "perfect":
+            raise UsageError(
+                f"the system {self.system} looks into the future, which a chat does not have",
+                hint="`moechat simulate` and `moechat bench --routing` play a recorded one back",
+            )
         _between("--ctx", self.ctx, 2, 1 << 24)
         _between("--max-tokens", self.max_tokens, 1, 1 << 24)
         _between("--threads", self.threads, 1, 1024)

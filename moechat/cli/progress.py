@@ -19,6 +19,7 @@ _TITLES = {
     "wait": "waiting for another conversion of this model",
     "verify": "verifying",
     "load": "loading",
+    "tune": "timing plans for this machine",
     "synthetic": "writing random weights",
 }
 _FIRST_LINE_AFTER_S = 3.0
@@ -80,7 +81,7 @@ class LoadProgress:
             return
         if self._bar is not None and self._task is not None:
             self._shown_at = now
-            in_bytes = report.total is not None and report.total > 1
+            in_bytes = report.total is not None and report.total > 1 and report.stage != "tune"
             self._bar.update(
                 self._task,
                 description=_TITLES.get(report.stage, report.stage),
@@ -100,7 +101,7 @@ class LoadProgress:
 
     def _line(self, report: Progress, now: float) -> str:
         words = [_TITLES.get(report.stage, report.stage)]
-        if report.total is not None and report.total > 1:
+        if report.total is not None and report.total > 1 and report.stage != "tune":
             words.append(f"{format_bytes(report.done)} of {format_bytes(report.total)}")
             gained = report.done - self._stage_first_done
             if gained > 0:

@@ -11,15 +11,17 @@ from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
 from moechat.cli.reply import Reply, opening, say_if_cut
-from moechat.cli.stats import print_stats
+from moechat.cli.stats import print_stats, print_tuning
 from moechat.cli.terminal import Answer, ClosedStream, print_notice, write_output
-from moechat.errors import UsageError
+from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine
 
 _INTERRUPTED = 128 + signal.SIGINT
+# Seconds for timing plans: before a chat, before a single answer, and where it was asked for.
+_TUNE_CHAT_S, _TUNE_ANSWER_S, _TUNE_LONG_S = 5.0, 3.0, 20.0
 
 
 def run(options: RunOptions) -> int:
@@ -43,11 +45,21 @@ def run(options: RunOptions) -> int:
     if isinstance(sys.stdout, ClosedStream):
         raise BrokenPipeError  # nobody would see what takes seconds to begin
     engine = _load(options)
+    try:
+        return _talk(engine, prompt, options)
+    finally:
+        engine.close()
+
+
+def _talk(engine: Engine, prompt: str | None, options: RunOptions) -> int:
     if not options.completion and not engine.has_chat_template:
         raise UsageError(
             f"{engine.name} has no chat template: it was not made for chats",
             hint='continue a text instead: moechat run MODEL --completion "Once upon a time"',
         )
+    _tune(engine, options, chat=prompt is None)
+    if options.verbose:
+        _describe(engine)
     if prompt is None:
         from moechat.cli.interactive import Chat
 
@@ -59,7 +71,7 @@ def _load(options: RunOptions) -> Engine:
     with LoadProgress(quiet=options.quiet) as progress:
         import moechat
 
-        engine = moechat.load(
+        return moechat.load(
             options.model,
             device=options.device,
             ram=options.ram,
@@ -70,11 +82,44 @@ def _load(options: RunOptions) -> Engine:
             ctx=options.ctx,
             progress=progress,
         )
-    if options.verbose:
-        for key, value in engine.describe().items():
-            shown = format_bytes(value) if key.endswith("_bytes") else value
-            print_notice(f"{key.replace('_', ' ')}: {shown}")
-    return engine
+
+
+def _describe(engine: Engine) -> None:
+    for key, value in engine.describe().items():
+        shown = format_bytes(value) if key.endswith("_bytes") else value
+        print_notice(f"{key.replace('_', ' ')}: {shown}")
+    for notice in engine.notices():
+        print_notice(notice)
+
+
+def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
+    """Take the plan that was the fastest, or find it out, where the user can see why it takes so long.
+
+    A named system is what was asked for; only ``auto`` is ours to choose.
+    """
+    if options.tune is False or (options.tune is None and options.system != "auto"):
+        return
+    seen = sys.stderr.isatty() and not options.quiet and not options.json
+    limit = 0.0
+    if options.tune:
+        limit = _TUNE_LONG_S
+    elif seen:
+        limit = _TUNE_CHAT_S if chat else _TUNE_ANSWER_S
+    # Nothing to show where nothing can take long.
+    quiet = options.quiet or limit == 0 or not engine.stats.pages
+    try:
+        with LoadProgress(quiet=quiet) as progress:
+            engine.tune(limit_s=limit, again=bool(options.tune), progress=progress)
+    except KeyboardInterrupt:
+        if not chat:
+            raise
+        print_notice("(plans were not timed; the computed one is used)")
+    except StoreDamagedError:
+        raise
+    except MoechatError as error:  # a disk that fails now may work again when a question comes
+        print_notice(f"plans were not timed: {error}")
+    if engine.tuning is not None and (options.verbose or (options.stats and engine.stats.pages)):
+        print_tuning(engine.tuning.to_json())
 
 
 def _answer_once(engine: Engine, prompt: str, options: RunOptions) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moechat.cli.progress import format_bytes, format_seconds
-from moechat.cli.terminal import console
+from moechat.cli.terminal import console, print_notice
 
 _TITLES = {
     "load_s": "loading",
@@ -30,9 +30,12 @@ _TITLES = {
     "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
     "seed": "seed",
+    "plan": "experts divided by",
+    "tuned": "plan that was timed",
+    "replans": "plans made anew",
 }
 # Only what is read from disk has these; zeros would say nothing where all experts are in memory.
-_OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_")
+_OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
 # For programs; the table has them in another form.
 _HIDDEN = {
     "hits_full",
@@ -43,6 +46,8 @@ _HIDDEN = {
     "pages",
     "pages_peak",
     "page_bytes",
+    "replan",
+    "tuning",
 }
 
 
@@ -66,6 +71,53 @@ def print_stats(statistics: Mapping[str, Any]) -> None:
     console().print(table)
 
 
+def print_tuning(tuning: Mapping[str, Any]) -> None:
+    """Print ``Tuning.to_json()``: what was chosen and why, and what was timed of each candidate."""
+    from rich.table import Table
+
+    when = {"measured": f"timed in {format_seconds(tuning['seconds'])}", "remembered": "remembered"}
+    how = when.get(tuning["state"], "not timed")
+    if tuning["state"] == "remembered":
+        how += f" from {tuning['measured']}"
+    print_notice(f"plan: {tuning['title']} ({how}: {tuning['why']})")
+    if not tuning["candidates"]:
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in range(4):
+        table.add_column(justify="right")
+    table.add_row("candidate", "ms a token", "spread", "prompt ms", "rounds", style="dim")
+    for entry in tuning["candidates"]:
+        table.add_row(
+            ("* " if entry["name"] == tuning["winner"] else "  ") + entry["name"],
+            _milliseconds(entry["token_ms"]),
+            _milliseconds(entry["spread_ms"]),
+            _milliseconds(entry["prompt_ms"]),
+            str(entry["rounds"]),
+        )
+    console().print(table)
+    if tuning["left_out"]:
+        print_notice(f"no time was left for {', '.join(tuning['left_out'])}")
+    for name, other in tuning["same_as"].items():
+        print_notice(f"{name} is the same as {other}")
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def print_replanned(replanned: Mapping[str, Any]) -> None:
+    """Print ``Replanned.to_json()`` as one line."""
+    expected = ""
+    if replanned["before_ms"] is not None and replanned["after_ms"] is not None:
+        before, after = replanned["before_ms"], replanned["after_ms"]
+        expected = f"; expected wait for the disk: {before:.2f} ms a token before, {after:.2f} ms now"
+    print_notice(
+        f"(new plan after {replanned['tokens']:,} tokens, in {replanned['took_ms']:.0f} ms: "
+        f"{replanned['layers_changed']} layers changed{expected}; from {replanned['statistics_from']})"
+    )
+
+
 def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What the table shows, in its order: that of the titles, then what has none."""
     pages = statistics.get("pages")
@@ -76,7 +128,7 @@ def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     shown = [
         (key, value)
         for key, value in known.items()
-        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES))
+        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES)) and value != ""
     ]
     return sorted(shown, key=lambda row: order.get(row[0], len(order)))
 

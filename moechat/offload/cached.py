@@ -6,8 +6,7 @@ said in ``native/src/cache/split_cache.h`` and ``native/src/offload/runner.h``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,16 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.configurator.pages import uniform_targets
+from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.offload.experts import ExpertCounters
+from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
+from moechat.offload.planner import Knowledge, TierPlan, defaults, plan_tier
 from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
 from moechat.routing import Replay
+from moechat.routing.statistics import RoutingStatistics
 from moechat.store.store import Store
 
 # A page to compute from while another one is filled.
@@ -42,6 +44,11 @@ class NearTier:
         predictor: Ranks the experts of layers to come; ``None``: none are fetched ahead by prediction.
         replay: Chooses the experts in place of the routers.
         counters: Of the engine.
+        knowledge: What the targets are made from, if the settings want others than the same for every layer;
+            ``None`` takes what the package knows of the family.
+
+    Attributes:
+        plan: Where the targets in effect come from.
 
     Raises:
         UsageError: The settings cannot work, such as ``belady`` without a replay or an impossible number of
@@ -61,22 +68,27 @@ class NearTier:
         predictor: Predictor | None = None,
         replay: Replay | None = None,
         counters: ExpertCounters | None = None,
+        knowledge: Knowledge | None = None,
     ) -> None:
+        refuse_without_replay(settings, replay)
         link = LinkSettings() if link is None else link
         geometry = store.geometry
         self.geometry = geometry
         self.settings = settings
         self.layers = len(store.layers)
         self.top_k = top_k
-        self.predictor = predictor if settings.prefetch == "next-router" else None
         self.replay = replay
+        self._predictor = predictor
         self.counters = ExpertCounters() if counters is None else counters
         if pages < MIN_PAGES:
             raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
         if pages >= 1 << 63:  # the native code could not even say that it refuses them
             raise UsageError(f"{pages} pages of experts are more than any memory holds")
-        self.targets, self.reserve = uniform_targets(geometry, self.layers, pages, top_k, settings)
-        policy = _policy(settings, self.layers, geometry.num_experts, replay)
+        self.knowledge = _family(store, top_k, settings) if knowledge is None else knowledge
+        self.pages = pages
+        self.plan = plan_tier(geometry, self.layers, pages, top_k, settings, self.knowledge)
+        self.reserve = self.plan.reserve
+        policy = _policy(settings, self.layers, geometry.num_experts, replay, self.knowledge)
         source = _link(store, link)
         try:
             self.runner = _native.ExpertRunner(
@@ -87,7 +99,7 @@ class NearTier:
                 layers=self.layers,
                 experts=geometry.num_experts,
                 pages=pages,
-                targets=self.targets,
+                targets=self.plan.targets,
                 reserve=self.reserve,
                 policy=policy,
                 link=source,
@@ -96,6 +108,7 @@ class NearTier:
                 # Bytes that never arrive must be memory of their own, or the kernels would read one zero
                 # page.
                 populate=link.kind == "sim" and not link.copy,
+                top_k=min(top_k, geometry.num_experts),
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
@@ -104,8 +117,7 @@ class NearTier:
                 f"{pages} pages of experts cannot be made: {error}",
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
-        experts = settings.prefetch_experts
-        self.prefetch_experts = min(top_k if experts is None else experts, geometry.num_experts)
+        self._run_by(settings)
         # Tokens from which a pass needs so much of a layer that the next one is streamed whole.
         share = min(top_k, geometry.num_experts) / geometry.num_experts
         stream = np.log(1 - _STREAM_SHARE) / np.log1p(-share) if share < 1 else 1.0
@@ -125,14 +137,74 @@ class NearTier:
         """Set all counters to 0."""
         self.runner.reset_stats()
 
+    def routing_statistics(self) -> RoutingStatistics:
+        """What decoding was routed to since the last reset, a copy; one native call, some megabytes."""
+        top_k = min(self.top_k, self.geometry.num_experts)
+        return RoutingStatistics(self.settings.policy, top_k, *self.runner.routing_counts())
+
+    def reset_routing_counts(self) -> None:
+        """Count the routing from nothing again."""
+        self.runner.reset_routing_counts()
+
+    @property
+    def targets(self) -> npt.NDArray[np.int32]:
+        """int32 ``[layers, 2]``: experts that a layer keeps, and blocks of each."""
+        return self.plan.targets
+
     def set_targets(self, targets: npt.NDArray[np.int32]) -> None:
-        """Another plan, at once and without moving a block; the budget stays.
+        """Other targets, at once and without moving a block; the budget stays.
 
         Raises:
             ValueError: The targets take more pages than there are besides the reserve.
         """
-        self.runner.set_targets(targets)
-        self.targets = targets
+        self.apply(TierPlan(targets, self.reserve, "given"))
+
+    def apply(self, plan: TierPlan) -> None:
+        """As :meth:`set_targets`, for a plan from :meth:`plan_for`."""
+        self.runner.set_targets(plan.targets)
+        self.plan = plan
+
+    def plan_for(self, settings: CacheSettings, knowledge: Knowledge | None = None) -> TierPlan:
+        """A plan for these pages that other settings or other knowledge would give; nothing changes."""
+        return plan_tier(
+            self.geometry,
+            self.layers,
+            self.pages,
+            self.top_k,
+            settings,
+            self.knowledge if knowledge is None else knowledge,
+            reserve=self.reserve,
+        )
+
+    def switch(self, settings: CacheSettings, plan: TierPlan) -> None:
+        """Another way to run the same pages from the next layer on, without moving a block.
+
+        Args:
+            settings: With the policy and the ``whole_experts`` that the near tier was made with.
+            plan: From :meth:`plan_for`.
+
+        Raises:
+            ValueError: The settings need another native runner, or the plan is for other pages.
+        """
+        if (settings.policy, settings.whole_experts) != (self.settings.policy, self.settings.whole_experts):
+            raise ValueError("another policy, or whole experts instead of blocks, need another near tier")
+        self.apply(plan)
+        self._run_by(settings)
+
+    def _run_by(self, settings: CacheSettings) -> None:
+        """What is fetched ahead, and how far."""
+        self.settings = settings
+        self.predictor = {"next-router": self._predictor, "perfect": self._perfect()}.get(settings.prefetch)
+        experts = self.top_k if settings.prefetch_experts is None else settings.prefetch_experts
+        self.prefetch_experts = min(experts, self.geometry.num_experts)
+        depth = min(settings.lookahead, self.layers - 1)
+        self.ahead = [
+            [(ahead, (ordinal + ahead) % self.layers) for ahead in range(1, depth + 1)]
+            for ordinal in range(self.layers)
+        ]
+
+    def _perfect(self) -> Predictor | None:
+        return None if self.replay is None else PerfectPredictor(self.replay, self.geometry.num_experts)
 
     def drain(self) -> None:
         """Wait until nothing is queued or in flight."""
@@ -154,12 +226,6 @@ class CachedExpertLayer:
 
     near: NearTier
     ordinal: int
-    _ahead: Sequence[tuple[int, int]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        layers = self.near.layers
-        depth = min(self.near.settings.lookahead, layers - 1)
-        self._ahead = [(ahead, (self.ordinal + ahead) % layers) for ahead in range(1, depth + 1)]
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -191,14 +257,14 @@ class CachedExpertLayer:
         settings = near.settings
         last = self.ordinal == near.layers - 1
         if settings.prefetch == "whole-layer" or (len(x) >= near.stream_tokens and not last):
-            if self._ahead:
+            if near.ahead[self.ordinal]:
                 near.runner.prefetch(
-                    self._ahead[0][1], None, near.geometry.num_experts, settings.prefetch_bytes
+                    near.ahead[self.ordinal][0][1], None, near.geometry.num_experts, settings.prefetch_bytes
                 )
             return
         if near.predictor is None or (len(x) > 1 and not last):
             return
-        for ahead, layer in self._ahead:
+        for ahead, layer in near.ahead[self.ordinal]:
             scores = near.predictor.scores(self.ordinal, ahead, x[-1:])
             if scores is not None:
                 near.runner.prefetch(
@@ -206,16 +272,52 @@ class CachedExpertLayer:
                 )
 
 
+def _family(store: Store, top_k: int, settings: CacheSettings) -> Knowledge | None:
+    """What the package knows, where the settings ask for it."""
+    if settings.allocation == "uniform" and settings.policy != "static":
+        return None
+    return defaults(shape_of(store, top_k), store.manifest.model_type, settings.policy)
+
+
+def shape_of(
+    store: Store, top_k: int, *, dense_bytes: int = 0, head_bytes: int = 0, itemsize: int = 4
+) -> ModelShape:
+    """What a plan has to know about a stored model.
+
+    Args:
+        store: With the experts.
+        top_k: Experts a token.
+        dense_bytes: Dense weights that a token reads between embedding and final norm.
+        head_bytes: Of final norm and head.
+        itemsize: Bytes of a dense weight.
+    """
+    geometry = store.geometry
+    return ModelShape(
+        layers=len(store.layers),
+        experts=geometry.num_experts,
+        top_k=top_k,
+        bits=geometry.bits,
+        block_bytes=geometry.record_bytes,
+        blocks_per_expert=geometry.blocks_per_expert,
+        expert_weights=3 * geometry.hidden_size * geometry.intermediate_size,
+        dense_bytes=dense_bytes,
+        head_bytes=head_bytes,
+        dense_itemsize=itemsize,
+        kv_bytes=0,
+        hidden_size=geometry.hidden_size,
+    )
+
+
 def _policy(
-    settings: CacheSettings, layers: int, experts: int, replay: Replay | None
+    settings: CacheSettings, layers: int, experts: int, replay: Replay | None, knowledge: Knowledge | None
 ) -> _native.EvictionPolicy:
     ranks = future = None
     if settings.policy == "static":
-        # Without statistics any set is as good as another: the first experts of each layer.
-        ranks = np.tile(-np.arange(experts, dtype=np.float64), (layers, 1))
-    if settings.policy == "belady":
-        if replay is None:
-            raise UsageError("the policy belady looks into the future, so it needs a replayed trace")
+        # Of equally popular experts, and where nothing is known of them, the first of each layer.
+        ranks = np.tile(-np.arange(experts, dtype=np.float64), (layers, 1)) / (experts + 1)
+        if knowledge is not None and knowledge.statistics is not None:
+            ranks += knowledge.statistics.activations
+    if replay is not None and settings.policy == "belady":
         future = np.ascontiguousarray(replay.future(), dtype=np.int32)
     return _native.EvictionPolicy(
         settings.policy,

@@ -19,6 +19,9 @@ FACTS = {
     "mixtral-8x7b": (8, 2, 4096, 14336, 32),
     "olmoe-1b-7b": (64, 8, 2048, 1024, 16),
     "gpt-oss-20b": (32, 4, 2880, 2880, 24),
+    "gpt-oss-120b": (128, 4, 2880, 2880, 36),
+    "phi-3.5-moe": (16, 2, 4096, 6400, 32),
+    "qwen1.5-moe-a2.7b": (60, 4, 2048, 1408, 24),
     "deepseek-v2-lite": (64, 6, 2048, 1408, 26),
 }
 # Billions of parameters, embeddings and all.
@@ -27,6 +30,9 @@ PARAMETERS = {
     "mixtral-8x7b": 46.7,
     "olmoe-1b-7b": 6.92,
     "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "phi-3.5-moe": 41.9,
+    "qwen1.5-moe-a2.7b": 14.3,
     "deepseek-v2-lite": 15.7,
 }
 
@@ -86,6 +92,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"intermediate_size": 128, "hidden_size": 64, "head_dim": 16},
     "olmoe-1b-7b": {"intermediate_size": 64, "num_experts": 8, "hidden_size": 64},
     "gpt-oss-20b": {"intermediate_size": 96, "num_local_experts": 8, "hidden_size": 64, "head_dim": 16},
+    "gpt-oss-120b": {"intermediate_size": 96, "num_local_experts": 8, "hidden_size": 64, "head_dim": 16},
+    "phi-3.5-moe": {"intermediate_size": 128, "num_local_experts": 8, "hidden_size": 64, "head_dim": 128},
+    "qwen1.5-moe-a2.7b": {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 8,
+        "hidden_size": 64,
+    },
     "deepseek-v2-lite": {
         "moe_intermediate_size": 80,
         "n_routed_experts": 8,

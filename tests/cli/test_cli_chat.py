@@ -48,6 +48,9 @@ class ScriptedEngine:
         self.asked.append([dict(message) for message in prompt])
         return self._steps(self.answers.pop(0))
 
+    def idle(self) -> None:
+        return None
+
     @staticmethod
     def _steps(pieces: list[str | BaseException]) -> Iterator[Step]:
         for index, piece in enumerate(pieces):

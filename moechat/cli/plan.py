@@ -1,0 +1,334 @@
+"""``moechat plan``: what a model would take and how fast it would be, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from moechat.cli.options import BITS
+from moechat.cli.progress import format_bytes, format_seconds
+from moechat.cli.terminal import neutralise, write_output
+from moechat.config import parse_size
+from moechat.configurator.systems import settings_of
+from moechat.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from moechat.planning import Plan
+    from moechat.planning.result import LayerPlan, Speed
+
+_TIERS = {"vram": "VRAM", "ram": "RAM"}
+_ORIGINS = {
+    "datasheet": "data sheet",
+    "published": "published",
+    "measured": "measured",
+    "estimate": "estimate",
+}
+_BAR = 16
+# More different rows than this are shown as a picture instead.
+_MOST_ROWS = 10
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_PLAIN_HEIGHTS = "._-=+*%#"
+_BUDGETS = {"half": "half", "all_experts": "all experts"}
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """What was asked for.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    model: str
+    vram: str | None = None
+    gpu: str | None = None
+    ram: str | None = None
+    ctx: int | None = None
+    bits: int | None = None
+    system: str = "auto"
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        for name, size in (("--vram", self.vram), ("--ram", self.ram)):
+            if size is not None and parse_size(size) == 0:
+                raise UsageError(f"{name} is 0", hint="leave it out to use what there is")
+        if self.bits is not None and self.bits not in BITS:
+            raise UsageError(f"--bits is {self.bits}; this version knows {', '.join(map(str, BITS))}")
+        if self.ctx is not None and not 2 <= self.ctx <= 1 << 24:
+            raise UsageError(f"--ctx is {self.ctx}; it must be at least 2 and at most {1 << 24}")
+        settings_of(self.system)
+
+
+def plan(command: PlanCommand) -> int:
+    """Make the plan and show it; returns the exit status."""
+    import moechat
+
+    made = moechat.plan(
+        command.model,
+        vram=command.vram,
+        ram=command.ram,
+        profile=command.gpu,
+        ctx=command.ctx,
+        bits=command.bits,
+        system=command.system,
+    )
+    if command.json:
+        text = json.dumps(made.to_json(), indent=1, ensure_ascii=not _is_utf8()) + "\n"
+    else:
+        text = render(made)
+    write_output(sys.stdout, text)
+    return 0
+
+
+def list_gpus() -> int:
+    """Show the machines that ``--gpu`` knows; returns the exit status."""
+    from moechat.hardware.profile_file import reference_names, reference_profile
+
+    table = _table(("name", "left"), ("VRAM", "right"), ("RAM", "right"), ("machine", "left"))
+    for name in reference_names():
+        profile = reference_profile(name)
+        vram = "-" if profile.gpu is None else format_bytes(profile.gpu.vram.value)
+        table.add_row(name, vram, format_bytes(profile.ram.value), profile.title)
+    buffer = _console()
+    buffer.print(table)
+    write_output(sys.stdout, _text(buffer))
+    return 0
+
+
+def render(made: Plan) -> str:
+    """The plan for people."""
+    console = _console()
+    _say(console, _headline(made))
+    console.print()
+    console.print(_memory(made))
+    if made.layers:
+        console.print()
+        _print_layers(console, made)
+    if made.speed is not None:
+        console.print()
+        _say(console, f"expected speed: {_basis(made.speed)}", style="bold")
+        console.print(_speed(made, made.speed))
+    if made.other_budgets:
+        console.print()
+        console.print(_budgets(made))
+    if made.notes:
+        console.print()
+        for note in made.notes:
+            _say(console, f"note: {note}", style="dim")
+    return _text(console)
+
+
+def _console() -> Console:
+    import io
+
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    return Console(
+        file=io.StringIO(),
+        width=None if terminal else 200,
+        force_terminal=terminal or None,
+        highlight=False,
+        soft_wrap=False,
+        legacy_windows=False,
+    )
+
+
+def _text(console: Console) -> str:
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(neutralise(text), style=style, soft_wrap=True, markup=False)
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        show_header=any(name for name, _ in columns),
+    )
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _headline(made: Plan) -> str:
+    limited = " (memory allows no more)" if made.context_limited else ""
+    return (
+        f"{made.model}: {_billions(made.parameters)} parameters, "
+        f"{_billions(made.active_parameters)} for a token; "
+        f"{made.expert_layers} layers of {made.experts} experts, {made.top_k} a token; "
+        f"{made.bits} bits, {format_bytes(made.all_expert_bytes)} of experts\n"
+        f"{made.machine_title}: {made.context:,} tokens of context{limited}, system {made.system}"
+    )
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+
+
+def _memory(made: Plan) -> Table:
+    table = _table(("", "left"), ("", "right"), ("", "left"))
+    for tier in made.tiers:
+        given = "given" if tier.given else "available"
+        table.add_row(_TIERS[tier.name], format_bytes(tier.budget), given, style="bold")
+        for part in tier.parts:
+            words: str = part.basis
+            if part.name == "experts":
+                words = f"{100 * made.resident_share:.1f} % of all"
+            elif part.name.startswith("experts") and made.far is not None:
+                words = f"{100 * made.far.share:.0f} % of all"
+            table.add_row(f"  {part.name}", format_bytes(part.nbytes), words)
+        if tier.budget - tier.used >= 1 << 20:
+            table.add_row("  left", format_bytes(tier.budget - tier.used), "", style="dim")
+    if made.far is not None and made.far.kind == "disk":
+        table.add_row("disk", format_bytes(made.all_expert_bytes), "all experts", style="bold")
+    elif made.far is not None and made.far.kind == "ram+disk":
+        rest = made.all_expert_bytes * (1 - made.far.share)
+        table.add_row("disk", format_bytes(rest), "experts that RAM does not hold", style="bold")
+    return table
+
+
+def _print_layers(console: Console, made: Plan) -> None:
+    near = _TIERS[made.near]
+    groups = _groups(made.layers)
+    _say(console, f"experts kept in {near}: C of {made.experts} a layer, θ of each", style="bold")
+    if len(groups) <= _MOST_ROWS:
+        table = _table(
+            ("layers", "left"),
+            ("C", "right"),
+            ("θ", "right"),
+            ("hits", "right"),
+            ("", "left"),
+        )
+        for group in groups:
+            first, last = group[0], group[-1]
+            name = f"{first.layer}" if first is last else f"{first.layer}-{last.layer}"
+            hits = sum(entry.hit_rate for entry in group) / len(group)
+            kept = first.experts * first.split / made.experts
+            theta = f"{first.split:.2f}" if first.experts else "-"
+            table.add_row(name, f"{first.experts}", theta, f"{100 * hits:.0f} %", _bar(kept))
+        console.print(table)
+        return
+    table = _table(("", "left"), ("", "left"), ("", "right"))
+    experts = [entry.experts for entry in made.layers]
+    splits = [entry.split for entry in made.layers if entry.experts]
+    table.add_row("C", _heights([count / made.experts for count in experts]), _range(experts))
+    table.add_row("θ", _heights([entry.split for entry in made.layers]), _range(splits))
+    rates = [entry.hit_rate for entry in made.layers]
+    table.add_row("hits", _heights(rates), _range([100 * rate for rate in rates], " %"))
+    console.print(table)
+    numbers = (
+        f"layers {made.layers[0].layer} to {made.layers[-1].layer}; a full block is all experts, 1, 100 %"
+    )
+    _say(console, numbers, style="dim")
+
+
+def _groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Neighbours with the same targets."""
+    return [list(group) for _, group in groupby(layers, key=lambda entry: (entry.experts, entry.blocks))]
+
+
+def _range(values: Sequence[float], unit: str = "") -> str:
+    if not values:
+        return "-"
+    digits = 0 if isinstance(values[0], int) or unit else 2
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return f"{low}{unit}" if low == high else f"{low}-{high}{unit}"
+
+
+def _is_utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def _bar(share: float) -> str:
+    full = round(share * _BAR)
+    return ("█" * full + "░" * (_BAR - full)) if _is_utf8() else ("#" * full + "." * (_BAR - full))
+
+
+def _heights(shares: Sequence[float]) -> str:
+    glyphs = _HEIGHTS if _is_utf8() else _PLAIN_HEIGHTS
+    return "".join(
+        " " if share <= 0 else glyphs[min(len(glyphs) - 1, int(share * len(glyphs)))] for share in shares
+    )
+
+
+def _speed(made: Plan, speed: Speed) -> Table:
+    decode, near = speed.decode, _TIERS[made.near]
+    table = _table(("", "left"), ("", "left"))
+    table.add_row(
+        "tokens a second", f"{_rate(decode.rate)} after {speed.context:,} tokens of context", style="bold"
+    )
+    parts = {
+        "dense": decode.dense,
+        "experts": decode.experts,
+        "waiting": decode.waiting,
+        "head": decode.head,
+    }
+    shown = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in parts.items() if seconds > 0)
+    table.add_row("a token", f"{_milliseconds(decode.seconds)}: {shown}")
+    if speed.ttft_s:
+        times = ", ".join(f"{format_seconds(s)} for {tokens:,}" for tokens, s in speed.ttft_s.items())
+        table.add_row("first token", f"{times} tokens of prompt")
+    if made.far is not None:
+        table.add_row(
+            "hit rate",
+            f"{100 * decode.hit_rate:.0f} % of activated experts are kept in {near}, "
+            f"{100 * decode.ready_rate:.0f} % are there with those fetched ahead",
+        )
+        place = {"ram": "RAM", "disk": "the disk", "ram+disk": "RAM and the disk"}[made.far.kind]
+        table.add_row(f"from {place}", f"{format_bytes(decode.far_bytes)} of experts a token")
+    table.add_row("bottleneck", speed.bottleneck)
+    table.add_row("routing", made.statistics_source)
+    for number, figure in enumerate(speed.figures):
+        name, _, unit = figure.name.partition(", ")
+        value = (
+            f"{figure.value / 1e12:.1f} T{unit}"
+            if figure.value >= 1e12
+            else f"{figure.value / 1e9:.1f} G{unit}"
+        )
+        shown = value.replace("bytes/s", "B/s").replace("operations/s", "op/s")
+        table.add_row(
+            "figures" if number == 0 else "", f"{name} {shown}, {_ORIGINS[figure.origin]}", style="dim"
+        )
+    return table
+
+
+def _basis(speed: Speed) -> str:
+    origins = {figure.origin for figure in speed.figures}
+    if origins == {"measured"}:
+        return "estimate from what was measured on this machine"
+    return "estimate, not measured"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else format_seconds(seconds)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.2g}" if rate < 1 else f"{rate:.1f}"
+
+
+def _budgets(made: Plan) -> Table:
+    near = _TIERS[made.near]
+    table = _table((f"with {near}", "right"), ("tokens a second", "right"), ("", "left"))
+    rows = [(entry.nbytes, entry.tokens_per_s, _BUDGETS.get(entry.name, "")) for entry in made.other_budgets]
+    assert made.speed is not None
+    rows.append((made.tiers[0].budget, made.speed.tokens_per_s, "this plan"))
+    for nbytes, rate, name in sorted(rows, key=lambda row: row[0]):
+        shown = "does not fit" if rate is None else _rate(rate)
+        table.add_row(format_bytes(nbytes), shown, name, style="bold" if name == "this plan" else None)
+    return table

@@ -1,0 +1,260 @@
+"""Profiles of machines as tables for people."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.progress import format_bytes, format_seconds
+from moechat.cli.terminal import neutralise
+
+if TYPE_CHECKING:
+    from moechat.hardware.measured_file import Measurement
+    from moechat.hardware.profile import Figure, LinkFigures, ModelTimes
+
+_LINKS = {"file": "disk to memory", "gpu": "memory to GPU"}
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """The times of a model, and what they hold for."""
+
+    name: str
+    dtype: str
+    threads: int
+    bits: int
+    expert_layers: int
+    times: ModelTimes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        named = {key: getattr(self, key) for key in ("name", "dtype", "threads", "bits", "expert_layers")}
+        return named | asdict(self.times)
+
+
+def render_list(found: Mapping[str, Any]) -> str:
+    """Kept profiles and those to plan for; see :func:`moechat.cli.profile.profile`."""
+    page = _Page()
+    rows: list[Sequence[str]]
+    if found["saved"]:
+        rows = [
+            (
+                item["name"],
+                item["title"],
+                format_age(item["age_s"]),
+                "this machine" if item["current"] else "",
+            )
+            for item in found["saved"]
+        ]
+        columns = (("name", "left"), ("machine", "left"), ("when", "right"), ("", "left"))
+        page.table("measured", columns, rows)
+    else:
+        page.line("nothing was measured yet: `moechat profile` does it")
+    page.line()
+    rows = [(item["name"], item["title"]) for item in found["reference"]]
+    page.table("machines to plan for", (("name", "left"), ("machine", "left")), rows)
+    return page.text
+
+
+def render_profile(measurement: Measurement, timed: TimedModel | None) -> str:
+    """The figures of a machine and, if it was timed, of a model."""
+    profile, missing = measurement.profile, measurement.missing
+    page = _Page()
+    page.line(profile.title, "bold")
+    page.line(f"measured {format_age(measurement.age)}, in {format_seconds(measurement.seconds)}", "dim")
+    page.line()
+    page.pairs(_machine(measurement))
+    page.line()
+    _links(page, profile.links, missing)
+    page.line()
+    _kernels(page, measurement)
+    if timed is not None:
+        page.line()
+        _times(page, timed)
+    for remark in measurement.remarks:
+        page.line()
+        page.line(remark, "dim")
+    if "together" in missing:
+        page.line()
+        page.line(f"disk and kernels together: not measured: {missing['together']}", "dim")
+    return page.text
+
+
+def _machine(measurement: Measurement) -> list[tuple[str, str]]:
+    profile, facts = measurement.profile, measurement.facts
+    cores = f"{profile.cores} core{'' if profile.cores == 1 else 's'} to use"
+    if facts.get("cpus"):
+        cores += f", {facts['cpus']} CPUs in all"
+    rows = [
+        ("processor", f"{profile.cpu}; {cores}"),
+        ("kernels", f"{profile.isa}, of {', '.join(facts.get('kernels', [profile.isa]))}"),
+    ]
+    if facts.get("instruction_sets"):
+        rows.append(("instructions", " ".join(facts["instruction_sets"])))
+    memory = f"{format_bytes(profile.ram.value)}, read at {_rate(profile.ram_bandwidth)}"
+    if facts.get("huge_pages"):
+        memory += f"; pages of {format_bytes(facts['page_bytes'])}, huge pages: {facts['huge_pages']}"
+    rows.append(("memory", memory))
+    disk = facts.get("disk", {})
+    words = [str(disk[key]) for key in ("device", "file_system") if disk.get(key)]
+    if disk.get("bytes"):
+        words.append(format_bytes(disk["bytes"]))
+    if facts.get("disk_read_bytes"):
+        how = "direct reads" if facts.get("direct_reads") else "reads through the page cache"
+        words.append(f"{how} of {format_bytes(facts['disk_read_bytes'])} ({facts.get('disk_read')})")
+    rows.append(("disk", ", ".join(words) or "unknown"))
+    gpu = profile.gpu
+    if gpu is None:
+        rows.append(("GPU", f"not measured: {measurement.missing.get('gpu', 'there is none')}"))
+    for device in facts.get("gpus", []):
+        rows.append(("GPU", _gpu_line(device)))
+    if gpu is not None:
+        rows.append(("GPU estimates", f"memory {_rate(gpu.bandwidth)}, {gpu.flops.value / 1e12:.0f} TFLOP/s"))
+    if facts.get("gpu_driver"):
+        rows.append(("GPU driver", str(facts["gpu_driver"])))
+    return rows
+
+
+def _gpu_line(device: Mapping[str, Any]) -> str:
+    def most(now: object, limit: object) -> str:
+        return "unknown" if now is None and limit is None else f"{now or '?'} of {limit or '?'}"
+
+    generation = most(device["pcie_generation"], device["pcie_generation_max"])
+    lanes = most(device["pcie_lanes"], device["pcie_lanes_max"])
+    free, whole = format_bytes(device["vram_free_bytes"]), format_bytes(device["vram_bytes"])
+    return f"{device['name']}, {free} of {whole} free; PCIe generation {generation}, lanes {lanes}"
+
+
+def _links(page: _Page, links: Mapping[str, LinkFigures], missing: Mapping[str, str]) -> None:
+    sizes = sorted({size for link in links.values() for size in link.bandwidth})
+    for kind, name in _LINKS.items():
+        if kind not in links and f"link {kind}" in missing:
+            page.line(f"{name}: not measured: {missing[f'link {kind}']}")
+    if not links:
+        return
+    rows = [
+        (
+            _LINKS[kind],
+            *(_rate(link.bandwidth.get(size)) for size in sizes),
+            format_short(link.latency.value),
+            _rate(link.together),
+        )
+        for kind, link in links.items()
+    ]
+    columns = [("", "left"), *((format_bytes(size), "right") for size in sizes)]
+    page.table(
+        "link, by bytes asked for", [*columns, ("latency", "right"), ("while computing", "right")], rows
+    )
+
+
+def _kernels(page: _Page, measurement: Measurement) -> None:
+    profile = measurement.profile
+    threads = sorted({count for rates in profile.expert_rate.values() for count in rates})
+    rows = []
+    for bits, rates in sorted(profile.expert_rate.items()):
+        many = profile.expert_flops.get(bits)
+        rows.append(
+            (
+                str(bits),
+                *(_rate(rates.get(count)) for count in threads),
+                _rate(profile.expert_rate_together.get(bits)),
+                "-" if many is None else f"{many.value / 1e9:.0f} GFLOP/s",
+            )
+        )
+    counts = [(f"{count} thread{'' if count == 1 else 's'}", "right") for count in threads]
+    columns = [("bits", "right"), *counts, ("while loading", "right"), ("many tokens", "right")]
+    page.table("expert kernels, blocks computed from memory", columns, rows)
+
+
+def _times(page: _Page, timed: TimedModel) -> None:
+    times = timed.times
+    said = f"{timed.bits} bits, {timed.dtype}, {timed.threads} threads, {timed.expert_layers} expert layers"
+    page.line(f"{timed.name}: {said}", "bold")
+    token = timed.expert_layers * (times.attention.value + times.moe.value) + times.head.value
+    rows = [
+        ("a layer without its experts (T_att)", format_short(times.attention.value)),
+        ("a layer's experts (T_moe)", format_short(times.moe.value)),
+        ("once a token (T_head)", format_short(times.head.value)),
+        ("a token with all experts in memory", format_short(token)),
+    ]
+    page.table("", (("", "left"), ("time", "right")), rows)
+    page.line(times.moe.source, "dim")
+
+
+def _rate(figure: Figure | None) -> str:
+    return "-" if figure is None else f"{figure.value / 1e9:.2f} GB/s"
+
+
+def format_short(seconds: float) -> str:
+    """``0.35 ms``, ``12.3 ms`` or ``1.2 s``; microseconds below 0.1 ms."""
+    if seconds < 1e-4:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.2f} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def format_age(seconds: float | None) -> str:
+    """``just now``, ``5 minutes ago``, ``3 days ago``; ``at an unknown time``."""
+    if seconds is None:
+        return "at an unknown time"
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // length)
+        if count:
+            return f"{count} {name}{'' if count == 1 else 's'} ago"
+    return "just now"
+
+
+class _Page:
+    """Tables and lines for people: as wide as the terminal, plain and unwrapped under a pipe."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        terminal = sys.stdout.isatty()
+        self._buffer = io.StringIO()
+        self.console = Console(
+            file=self._buffer,
+            width=None if terminal else 200,
+            force_terminal=terminal or None,
+            highlight=False,
+            soft_wrap=False,
+            legacy_windows=False,
+        )
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._buffer.getvalue().split("\n"))
+
+    def line(self, text: str = "", style: str = "") -> None:
+        self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
+
+    def table(self, title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=Text(title, style="bold"),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+        )
+        for name, justify in columns:
+            align: Any = justify
+            table.add_column(Text(name), justify=align, overflow="fold", no_wrap=justify == "right")
+        for row in rows:
+            table.add_row(*(Text(neutralise(cell)) for cell in row))
+        self.console.print(table)
+
+    def pairs(self, rows: Sequence[tuple[str, str]]) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in rows:
+            table.add_row(Text(name), Text(neutralise(text)))
+        self.console.print(table)

@@ -1,0 +1,171 @@
+"""Files with many prompts: text with one a line, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moechat.errors import UsageError
+
+Messages = list[dict[str, str]]
+
+KEYS = ("messages", "turns", "prompt", "question", "text")
+_MAX_BYTES = 256 << 20
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """One prompt.
+
+    Attributes:
+        line: Where it stands, from 1.
+        opening: Messages before the first turn; empty for plain texts.
+        turns: What the user says, one after the other, at least one.
+    """
+
+    line: int
+    opening: Messages
+    turns: list[str]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a single text, which can be continued without a chat template."""
+        return not self.opening and len(self.turns) == 1
+
+
+@dataclass(frozen=True)
+class PromptsFile:
+    """Prompts of a file.
+
+    Attributes:
+        prompts: In the order of their lines, at least one.
+        understood: How the file was read, for people: ``text, one prompt a line`` or ``JSON lines (turns)``.
+    """
+
+    prompts: list[FilePrompt]
+    understood: str
+
+
+def read_prompts(path: str) -> PromptsFile:
+    """Read a file with prompts; ``-`` is stdin.
+
+    A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, one that ends
+    in ``.txt`` a plain text a line; others are taken for the first if they begin with ``{``. Empty lines are
+    left out. Of an object the first of :data:`KEYS` counts: ``messages`` are a conversation, of which what
+    follows the last word of the user is left out; ``turns`` are what a user says one after the other; the
+    others are single texts.
+
+    Raises:
+        UsageError: There is no such file, it holds no prompt, or a line is wrong; the message gives its
+            number.
+    """
+    shown = "stdin" if path == "-" else path
+    data = _read(path)
+    lines = _decoded(shown, data)
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UsageError(f"{shown} holds no prompt", hint="write one prompt a line")
+    suffix = Path(path).suffix.lower()
+    is_json = suffix in (".jsonl", ".ndjson", ".json") or (
+        suffix != ".txt" and numbered[0][1].lstrip().startswith("{")
+    )
+    if not is_json:
+        prompts = [FilePrompt(number, [], [line.strip()]) for number, line in numbered]
+        return PromptsFile(prompts, "text, one prompt a line")
+    used: list[str] = []
+    prompts = [_parsed(shown, number, line, used) for number, line in numbered]
+    keys = [key for key in KEYS if key in used]
+    return PromptsFile(prompts, f"JSON lines ({', '.join(keys)})")
+
+
+def _read(path: str) -> bytes:
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}", hint="--prompts - reads from stdin") from None
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be read: {problem.strerror}") from problem
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{path} is larger than {_MAX_BYTES >> 20} MiB", hint="split it")
+    return data
+
+
+def _decoded(shown: str, data: bytes) -> list[str]:
+    # By bytes, so that the line is known that is not UTF-8; and only real ends of lines, since JSON may hold
+    # U+2028 as it is.
+    lines = []
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            lines.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{shown}, line {number}: not UTF-8 (byte {error.object[error.start]:#04x})",
+                hint="convert it first, for example with iconv",
+            ) from None
+    return lines
+
+
+def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
+    def refuse(reason: str) -> UsageError:
+        return UsageError(
+            f"{shown}, line {number}: {reason}",
+            hint=f"write one JSON object a line, with one of: {', '.join(KEYS)}",
+        )
+
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        )
+        raise refuse(f"not JSON ({reason})") from None
+    if not isinstance(entry, dict):
+        raise refuse("not an object")
+    key = next((key for key in KEYS if entry.get(key) is not None), None)
+    if key is None:
+        raise refuse(f"none of {', '.join(KEYS)} in it")
+    used.append(key)
+    value = entry[key]
+    if key == "messages" or (isinstance(value, list) and value and isinstance(value[0], dict)):
+        messages = _messages(value)
+        if messages is None:
+            raise refuse(f"{key} is no list of messages with a role and a content")
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        if not messages:
+            raise refuse(f"{key} has no message of the user")
+        return FilePrompt(number, messages[:-1], [messages[-1]["content"]])
+    turns = value if key == "turns" else [value]
+    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise refuse(f"{key} is no text" if key != "turns" else "turns is no list of texts")
+    if not turns:
+        raise refuse("turns is empty")
+    if any(_has_surrogate(turn) for turn in turns):
+        raise refuse(f"{key} is no Unicode text")
+    return FilePrompt(number, [], turns)
+
+
+def _messages(value: Any) -> Messages | None:
+    if not isinstance(value, list):
+        return None
+    messages = []
+    for entry in value:
+        if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
+            return None
+        content = entry.get("content")
+        if not isinstance(content, str) or _has_surrogate(content):
+            return None
+        messages.append({"role": entry["role"], "content": content})
+    return messages
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,223 @@
+"""``moechat simulate``: what systems would do with a recorded trace, on a machine that need not be here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.progress import format_bytes
+from moechat.cli.terminal import neutralise, print_notice, write_output
+from moechat.errors import UsageError
+
+if TYPE_CHECKING:
+    from moechat.hardware.profile import HardwareProfile
+    from moechat.simulate.compare import SimulateOptions
+
+
+@dataclass(frozen=True)
+class SimulateCommand:
+    """What ``moechat simulate`` was asked for; see its help."""
+
+    trace: Path
+    systems: str
+    fractions: str
+    profile: str | None
+    model: str | None
+    bits: int
+    near: str | None
+    link: str | None
+    accuracy: float
+    tokens: int
+    warmup: int | None
+    seed: int
+    json: bool
+    plot: Path | None
+    quiet: bool
+
+
+def simulate(command: SimulateCommand) -> int:
+    """Do what ``moechat simulate`` was asked for.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    if command.near not in (None, "gpu", "ram"):
+        raise UsageError(f"the near tier is {command.near!r}", hint="choose gpu or ram")
+    if command.plot is not None:
+        _check_plot(command.plot)
+
+    from moechat.routing.trace import Trace
+
+    options = _options(command)
+    profile = _profile(command.profile)
+    trace = Trace.read(command.trace)
+
+    from moechat.simulate.compare import Comparison
+    from moechat.simulate.shape import model_for
+
+    model = model_for(command.model, trace, command.bits)
+    near: Any = command.near
+    comparison = Comparison(trace, model, profile, options, near=near, name=command.trace.name)
+    said = (lambda _: None) if command.quiet else print_notice
+    cases = list(comparison.cases(said))
+    text = json.dumps(cases, indent=1) + "\n" if command.json else render(cases, profile.title)
+    try:
+        write_output(sys.stdout, text)
+    finally:
+        if command.plot is not None:
+            from moechat.simulate.plot import draw
+
+            draw(cases, command.plot)
+    return 0
+
+
+def _check_plot(path: Path) -> None:
+    from moechat.cli.bench import writable
+    from moechat.simulate.plot import check_plot
+
+    check_plot(path)
+    writable(path)
+
+
+def _options(command: SimulateCommand) -> SimulateOptions:
+    from moechat.bench.options import parse_fractions, parse_systems
+    from moechat.config import parse_size
+    from moechat.simulate.compare import SimulateOptions
+    from moechat.simulate.systems import refuse_later
+
+    refuse_later(command.systems)
+    return SimulateOptions(
+        systems=tuple(system.name for system in parse_systems(command.systems)),
+        fractions=parse_fractions(command.fractions),
+        accuracy=command.accuracy,
+        tokens=command.tokens,
+        warmup=command.warmup,
+        bandwidth=None if command.link is None else float(parse_size(command.link)),
+        seed=command.seed,
+    )
+
+
+def _profile(name: str | None) -> HardwareProfile:
+    from moechat.hardware.measured_file import load_measured
+    from moechat.hardware.profile_file import read_profile, reference_names, reference_profile
+
+    if name is None:
+        measured = load_measured()
+        if measured is None:
+            raise UsageError(
+                "this machine has not been measured",
+                hint="`moechat profile` does it once; or name another one with --profile: "
+                f"{', '.join(reference_names())}",
+            )
+        return measured
+    if name.endswith(".toml"):
+        return read_profile(name)
+    return reference_profile(name)
+
+
+def render(cases: Sequence[Mapping[str, Any]], machine: str) -> str:
+    """The results as tables for people, one for each fraction, and what they assume."""
+    import io
+
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = sys.stdout.isatty()
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=None if terminal else 200,
+        force_terminal=terminal or None,
+        highlight=False,
+        soft_wrap=False,
+        legacy_windows=False,
+    )
+    for line in _headline(cases[0], machine):
+        console.print(neutralise(line), soft_wrap=True, markup=False)
+    by_fraction: dict[float, list[Mapping[str, Any]]] = {}
+    for case in cases:
+        by_fraction.setdefault(case["fraction"], []).append(case)
+    for fraction, group in by_fraction.items():
+        size = format_bytes(round(fraction * group[0]["experts_total_bytes"]))
+        title = f"{fraction:.3g} of the experts in {size}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for name, justify in _COLUMNS:
+            table.add_column(name, justify=justify, no_wrap=True, overflow="fold")
+        for case in group:
+            table.add_row(*_row(case, group[0]))
+        console.print()
+        console.print(table)
+    console.print()
+    for sentence in assumptions(cases[0]):
+        console.print(neutralise(sentence), style="dim", soft_wrap=True, markup=False)
+    return buffer.getvalue()
+
+
+_COLUMNS: Sequence[tuple[str, Any]] = (
+    ("system", "left"),
+    ("ms/token", "right"),
+    ("speed", "right"),
+    ("tokens/s", "right"),
+    ("full/ahead/top/miss %", "right"),
+    ("stall ms", "right"),
+    ("MB/token demand+ahead (wasted)", "right"),
+    ("link", "right"),
+    ("far", "right"),
+    ("experts a layer", "right"),
+    ("split", "right"),
+)
+
+
+def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    hits = (case[f"{kind}_hit_rate"] for kind in ("full", "prefetch", "top"))
+    rate = case["tokens_per_second"]
+    demand, ahead = case["demand_bytes_per_token"], case["prefetch_bytes_per_token"]
+    return [
+        case["system"],
+        f"{case['tpot_ms']:.1f}",
+        f"{first['tpot_ms'] / case['tpot_ms']:.2f}x" if case["tpot_ms"] else "-",
+        "-" if rate is None else f"{rate:.1f}",
+        "/".join(f"{100 * share:.0f}" for share in (*hits, case["miss_rate"])),
+        f"{case['stall_ms']:.1f}",
+        f"{demand / 1e6:.1f}+{ahead / 1e6:.1f} ({case['wasted_bytes_per_token'] / 1e6:.1f})",
+        f"{case['link_busy']:.0%}",
+        f"{case['far_busy']:.0%}",
+        f"{case['experts_kept']:.1f}",
+        f"{case['split']:.2f}",
+    ]
+
+
+def _headline(case: Mapping[str, Any], machine: str) -> list[str]:
+    costs = case["costs"]
+    far = "cannot compute" if costs["compute_far"] is None else f"{1000 * costs['compute_far']:.2f} ms there"
+    return [
+        f"{case['model']}, {case['bits']} bits, {format_bytes(case['experts_total_bytes'])} of experts, "
+        f"on {machine}",
+        f"one expert: {format_bytes(case['expert_bytes'])}, {1000 * costs['load']:.2f} ms over the link "
+        f"({case['link_bandwidth'] / 1e9:.1f} GB/s), {far}; a layer: {1000 * costs['attention']:.3f} ms "
+        f"without experts, {1000 * costs['moe']:.3f} ms for them",
+    ]
+
+
+def assumptions(case: Mapping[str, Any]) -> list[str]:
+    """What the results of a run assume, in sentences."""
+    first = case["accuracy_by_layer"][0]
+    said = [
+        f"{case['tokens']} tokens of {case['trace']} are timed. The {case['warmup']} before them fill the "
+        "cache, and are all that a system knows when its memory is divided and its sets are chosen (the "
+        "oracle knows everything).",
+        f"Predictions are drawn: {case['accuracy_measured']:.0%} of the experts are among the best k in the "
+        f"mean, {first:.0%} in the first layer. Every system sees the same ones.",
+        "A system that keeps nothing between tokens has the pages that its blocks on their way need, however "
+        "large the budget.",
+    ]
+    if case["mapping"] is not None:
+        said.insert(0, str(case["mapping"]))
+    return said

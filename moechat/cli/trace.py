@@ -1,0 +1,373 @@
+"""``moechat trace``: record what a model's routers choose over many prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moechat.cli.options import RunOptions
+from moechat.cli.progress import LoadProgress, format_seconds
+from moechat.cli.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
+from moechat.cli.terminal import is_animated, print_notice, write_output
+from moechat.errors import MoechatError, PromptTooLongError, UsageError
+from moechat.hub.names import resolve
+
+if TYPE_CHECKING:
+    from moechat import Engine
+    from moechat.offload.recorder import RoutingRecorder
+    from moechat.routing import Trace
+
+_INTERRUPTED = 128 + signal.SIGINT
+_FIRST_LINE_AFTER_S = 3.0
+_LINE_EVERY_S = 10.0
+_REDRAW_EVERY_S = 0.1
+
+
+@dataclass(frozen=True)
+class TraceCommand:
+    """What ``moechat trace`` was asked for; see its help.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    model: str
+    prompts: str
+    out: Path | None = None
+    max_tokens: int = 128
+    limit: int | None = None
+    chat: bool | None = None
+    ram: str | None = None
+    system: str = "auto"
+    bits: int | None = None
+    ctx: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    threads: int | None = None
+    dtype: str = "auto"
+    json: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        # What has the same meaning as for run is checked as run does it.
+        RunOptions(
+            model=self.model,
+            ram=self.ram,
+            system=self.system,
+            bits=self.bits,
+            ctx=self.ctx,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            threads=self.threads,
+            dtype=self.dtype,
+        )
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
+
+
+def trace(command: TraceCommand) -> int:
+    """Do what ``moechat trace`` was asked for.
+
+    What was recorded is kept whatever ends the recording.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    # In the order of what costs least to find out.
+    ref = resolve(command.model, bits=command.bits)
+    out = _destination(command.out, ref.name)
+    file = read_prompts(command.prompts)
+    wanted = file.prompts[: command.limit]
+    if not command.quiet:
+        print_notice(_understood(command.prompts, file, len(wanted)))
+    engine = _load(command)
+    with engine:
+        session = _Session(engine, command, wanted)
+        try:
+            session.run()
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
+            session.interrupted = True
+        except BaseException:
+            # An error in the middle: what came before it may have taken hours.
+            if session.recorder.sequences:
+                _keep(session.recorder.trace(), out)
+                print_notice(f"{_prompts(session.recorder.sequences)} were recorded before that, in {out}")
+            raise
+        recorder = session.recorder
+        if not recorder.sequences:
+            print_notice("nothing was recorded")
+            return _INTERRUPTED
+        recorded = recorder.trace()
+        _keep(recorded, out)
+        result = describe(
+            recorded, out, model=engine.name, asked=len(wanted), interrupted=session.interrupted
+        )
+    result |= {"understood": file.understood, "mode": "chat" if session.chat else "completion"}
+    write_output(sys.stdout, json.dumps(result) + "\n" if command.json else render(result))
+    if session.interrupted and not command.quiet:
+        print_notice(f"interrupted: {recorder.sequences} of {_prompts(len(wanted))} were recorded")
+    return _INTERRUPTED if session.interrupted else 0
+
+
+def describe(trace: Trace, out: Path, *, model: str, asked: int, interrupted: bool) -> dict[str, Any]:
+    """The result for programs; numbers that are not defined are ``None``."""
+    locality = trace.locality()
+    prompts = trace.prompt_lengths
+    return {
+        "out": str(out),
+        "model": model,
+        "prompts": trace.sequences,
+        "prompts_asked": asked,
+        "interrupted": interrupted,
+        "tokens": trace.tokens,
+        "prompt_tokens": 0 if prompts is None else int(prompts.sum()),
+        "layers": trace.layers,
+        "experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "locality": None if math.isnan(locality) else locality,
+        "locality_by_chance": trace.top_k / trace.num_experts,
+        "entropy_bits": trace.entropy(),
+        "most_entropy_bits": math.log2(trace.num_experts),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as lines for people."""
+    locality = result["locality"]
+    same = "unknown" if locality is None else f"{locality:.3f}"
+    return (
+        f"{result['out']}: {result['tokens']:,} tokens ({result['prompt_tokens']:,} of them prompt) of "
+        f"{_prompts(result['prompts'])}, {result['layers']} layers of {result['experts']} experts, "
+        f"{result['top_k']} a token\n"
+        f"locality {same} (share of a token's experts that the token before used; "
+        f"{result['locality_by_chance']:.3f} by chance)\n"
+        f"entropy {result['entropy_bits']:.2f} of {result['most_entropy_bits']:.2f} bits a layer\n"
+    )
+
+
+class _Session:
+    """One recording."""
+
+    def __init__(self, engine: Engine, command: TraceCommand, prompts: Sequence[FilePrompt]) -> None:
+        from moechat.offload.recorder import RoutingRecorder
+
+        self._engine = engine
+        self._command = command
+        self._prompts = prompts
+        self.interrupted = False
+        self.chat = engine.has_chat_template if command.chat is None else command.chat
+        if self.chat and not engine.has_chat_template:
+            raise UsageError(
+                f"{engine.name} has no chat template: it was not made for chats", hint="leave --chat out"
+            )
+        store = engine._store
+        self.recorder: RoutingRecorder = RoutingRecorder(
+            [engine._model.get_submodule(record.module) for record in store.layers],
+            store.geometry.num_experts,
+        )
+
+    def run(self) -> None:
+        """Record all prompts."""
+        first = [self._first_turn(prompt) for prompt in self._prompts]
+        with self.recorder.attached(), _Counting(len(first), quiet=self._command.quiet) as counting:
+            for prompt, tokens in zip(self._prompts, first, strict=True):
+                self._record(prompt, tokens, counting)
+
+    def _first_turn(self, prompt: FilePrompt) -> list[int]:
+        """Tokens up to the first answer; all prompts are looked at before the first one is computed."""
+        where = f"{'stdin' if self._command.prompts == '-' else self._command.prompts}, line {prompt.line}"
+        if not self.chat and not prompt.is_plain:
+            raise UsageError(
+                f"{where}: a conversation cannot be continued without a chat template",
+                hint="leave --completion out, or use a model that was made for chats",
+            )
+        try:
+            tokens = self._encoded(
+                [*prompt.opening, _said(prompt.turns[0])] if self.chat else prompt.turns[0]
+            )
+        except UsageError as problem:
+            raise UsageError(f"{where}: {problem}", hint=problem.hint) from problem
+        if len(tokens) >= self._engine.context_length:
+            raise PromptTooLongError(
+                f"{where}: the prompt has {len(tokens)} tokens; the context holds "
+                f"{self._engine.context_length}, of which 1 for the answer",
+                hint="shorten the prompt, or raise the context with --ctx where the model allows it",
+            )
+        return tokens
+
+    def _encoded(self, prompt: str | Messages) -> list[int]:
+        return self._engine.encode(prompt)
+
+    def _record(self, prompt: FilePrompt, tokens: list[int], counting: _Counting) -> None:
+        """One sequence: a text, or all turns of a conversation."""
+        engine, recorder = self._engine, self.recorder
+        # What is taken over from the sequence before would not be computed, and so not be seen.
+        engine._prompt_cache.drop()
+        conversation = list(prompt.opening)
+        known: list[int] = []
+        opening = 0
+        try:
+            for turn, said in enumerate(prompt.turns):
+                if turn > 0:
+                    tokens = self._encoded([*conversation, _said(said)])
+                    if len(tokens) >= engine.context_length:
+                        print_notice(f"line {prompt.line}: turn {turn + 1} does not fit into the context")
+                        return
+                before, answer, text = recorder.rows, [], []
+                try:
+                    for step in engine.generate(
+                        tokens,
+                        max_new_tokens=self._command.max_tokens,
+                        temperature=self._command.temperature,
+                        seed=self._command.seed,
+                    ):
+                        answer.append(step.token_id)
+                        text.append(step.text)
+                        counting.show(recorder.sequences, recorder.tokens + recorder.rows)
+                finally:
+                    with _held_back():
+                        if recorder.rows > before:
+                            reused = engine.stats.reused_tokens
+                            recorder.forget(reused, before)
+                            known = [*tokens, *answer]
+                            opening = opening if reused else len(tokens)
+                conversation += [_said(said), {"role": "assistant", "content": "".join(text)}]
+        finally:
+            with _held_back():
+                recorder.end_sequence(known, opening)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """An interrupt waits for the end of the block: rows of different layers must not get out of step."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _load(command: TraceCommand) -> Engine:
+    with LoadProgress(quiet=command.quiet) as progress:
+        import moechat
+
+        return moechat.load(
+            command.model,
+            ram=command.ram,
+            system=command.system,
+            bits=command.bits,
+            dtype=command.dtype,
+            threads=command.threads,
+            ctx=command.ctx,
+            progress=progress,
+        )
+
+
+def _destination(out: Path | None, model: str) -> Path:
+    """Where the trace goes; found out before hours of recording.
+
+    Raises:
+        UsageError: It cannot be written there, or a file is there that was not named.
+    """
+    if out is None:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", model).strip("-.") or "model"
+        out = Path(f"{name}.trace.npz")
+        if out.exists():
+            raise UsageError(f"{out} is there already", hint=f"--out {out} replaces it")
+    parent = out.parent
+    if out.is_dir():
+        raise UsageError(f"{out} is a directory")
+    if not parent.is_dir():
+        raise UsageError(f"there is no directory {parent} for {out.name}")
+    if not os.access(out if out.exists() and not out.is_file() else parent, os.W_OK):
+        raise UsageError(f"{out} cannot be written: no permission")
+    return out
+
+
+def _keep(trace: Trace, out: Path) -> None:
+    try:
+        trace.write(out)
+    except OSError as problem:
+        raise MoechatError(f"{out} cannot be written: {problem.strerror or problem}") from problem
+
+
+def _understood(path: str, file: PromptsFile, used: int) -> str:
+    shown = "stdin" if path == "-" else path
+    taken = "" if used == len(file.prompts) else f", the first {used} of them"
+    return f"{shown}: {_prompts(len(file.prompts))}, {file.understood}{taken}"
+
+
+def _prompts(count: int) -> str:
+    return f"{count:,} prompt{'' if count == 1 else 's'}"
+
+
+class _Counting:
+    """How far a recording has come, on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, prompts: int, *, quiet: bool) -> None:
+        self._prompts = prompts
+        self._quiet = quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._started = time.monotonic()
+        self._next = self._started + _FIRST_LINE_AFTER_S
+
+    def __enter__(self) -> _Counting:
+        if not self._quiet and is_animated():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            from moechat.cli.terminal import console
+
+            self._bar = Progress(
+                TextColumn("recording"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed} of {task.total} prompts, {task.fields[tokens]:,} tokens"),
+                TimeRemainingColumn(compact=True),
+                console=console(),
+                transient=True,
+            )
+            self._next = self._started
+            self._task = self._bar.add_task("recording", total=self._prompts, tokens=0)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: int, tokens: int) -> None:
+        """So many prompts are complete, and so many tokens are recorded."""
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (_LINE_EVERY_S if self._bar is None else _REDRAW_EVERY_S)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, tokens=tokens)
+            return
+        passed = now - self._started
+        left = f", {format_seconds(passed / done * (self._prompts - done))} left" if done else ""
+        print_notice(f"recorded {done} of {_prompts(self._prompts)}, {tokens:,} tokens{left}")

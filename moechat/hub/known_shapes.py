@@ -1,0 +1,65 @@
+"""Shapes of known models: configurations that ship with the package, for plans without weights.
+
+Nothing here needs torch or the network.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+from moechat.errors import UsageError
+from moechat.hub.names import ALIASES
+
+# Repositories whose models have a shape, in lower case.
+_REPOSITORIES = {
+    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "mistralai/mixtral-8x7b-instruct-v0.1": "mixtral-8x7b",
+    "qwen/qwen3-30b-a3b": "qwen3-30b-a3b",
+    "qwen/qwen3-30b-a3b-base": "qwen3-30b-a3b",
+    "qwen/qwen1.5-moe-a2.7b": "qwen1.5-moe-a2.7b",
+    "qwen/qwen1.5-moe-a2.7b-chat": "qwen1.5-moe-a2.7b",
+    "allenai/olmoe-1b-7b-0125": "olmoe-1b-7b",
+    "allenai/olmoe-1b-7b-0125-instruct": "olmoe-1b-7b",
+    "allenai/olmoe-1b-7b-0924": "olmoe-1b-7b",
+    "allenai/olmoe-1b-7b-0924-instruct": "olmoe-1b-7b",
+    "microsoft/phi-3.5-moe-instruct": "phi-3.5-moe",
+    "deepseek-ai/deepseek-v2-lite": "deepseek-v2-lite",
+    "deepseek-ai/deepseek-v2-lite-chat": "deepseek-v2-lite",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+}
+
+
+def _directory() -> Any:
+    return resources.files("moechat.hub") / "shapes"
+
+
+def shape_names() -> list[str]:
+    """Names that :func:`shape_values` knows."""
+    return sorted(
+        file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")
+    )
+
+
+def shape_values(name: str) -> dict[str, Any]:
+    """The configuration of a known shape, as its ``config.json`` states it.
+
+    Raises:
+        UsageError: The name is unknown.
+    """
+    if name not in shape_names():
+        raise UsageError(f"there is no shape {name!r}", hint=f"choose one of: {', '.join(shape_names())}")
+    values: dict[str, Any] = json.loads((_directory() / f"{name}.json").read_text("utf-8"))
+    return values
+
+
+def find_shape(model: str) -> str | None:
+    """The shape of a model by its alias, its repository (in any revision) or the shape's own name, in either
+    case; ``None`` where none is known.
+    """
+    name = model.partition("@")[0].lower()
+    if name in shape_names():
+        return name
+    return _REPOSITORIES.get(ALIASES.get(name, name).lower())

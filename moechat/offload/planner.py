@@ -1,0 +1,310 @@
+"""From what is known of machine and routing to the targets of a near tier; there is always a plan.
+
+What is known is read from the user's files and from the package. Whatever of it is missing, unreadable or
+damaged is replaced: routing statistics by the package's for the family, measured costs by stated ones, and a
+plan that cannot be made by the same share for every layer. :attr:`Knowledge.notes` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.configurator.allocate import allocate
+from moechat.configurator.allocation import Allocation
+from moechat.configurator.costs import Costs
+from moechat.configurator.curves import RoutingCurves
+from moechat.configurator.estimate import ModelShape, costs_of
+from moechat.configurator.exposure import EngineModel
+from moechat.configurator.pages import uniform_targets
+from moechat.configurator.systems import CacheSettings
+from moechat.configurator.targets import evaluate, pages_of
+from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.geometry import ExpertGeometry
+from moechat.hardware.measured_file import load_measured
+from moechat.hardware.model_times import TimesKey, load_times
+from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.statistics_file import load_statistics, model_key
+
+# A machine of which nothing is known: an NVMe disk of the third PCIe generation as experts are read from it,
+# memory with two channels of DDR4, a token's fixed work in Python and torch. The plan depends on ratios of
+# these alone, and the first answer replaces them by what it took.
+_ASSUMED_LINK = 2.0e9
+_ASSUMED_EXPERTS = 12.0e9
+_ASSUMED_DENSE = 10.0e9
+_LAYER_SECONDS = 100e-6
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a plan is made from.
+
+    Attributes:
+        statistics: Of the routing; ``None``: nothing is known of it.
+        costs: Of a token.
+        statistics_from: Where the statistics come from, for people; so for the next.
+        costs_from: And the costs.
+        notes: What could not be used, and why.
+    """
+
+    statistics: RoutingStatistics | None
+    costs: Costs
+    statistics_from: str
+    costs_from: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Targets of a near tier.
+
+    Attributes:
+        targets: int32 ``[layers, 2]``: experts kept, and blocks of each.
+        reserve: Pages left for blocks on their way.
+        method: Of the allocation that was made.
+        allocation: What the configurator expects of it; ``None`` where it was not asked.
+        notes: Why another method than the wanted one was taken.
+    """
+
+    targets: npt.NDArray[np.int32]
+    reserve: int
+    method: str
+    allocation: Allocation | None = None
+    notes: tuple[str, ...] = ()
+
+
+def plan_tier(
+    geometry: ExpertGeometry,
+    layers: int,
+    pages: int,
+    top_k: int,
+    settings: CacheSettings,
+    knowledge: Knowledge | None,
+    *,
+    reserve: int | None = None,
+) -> TierPlan:
+    """Divide the pages among the layers.
+
+    Args:
+        geometry: Of the experts.
+        layers: Expert layers.
+        pages: Of the slab.
+        top_k: Experts a token.
+        settings: For the method.
+        knowledge: What is known; ``None`` gives every layer the same.
+        reserve: Pages left for blocks on their way, where that is settled already.
+    """
+    targets, usual = uniform_targets(geometry, layers, pages, top_k, settings)
+    reserve = usual if reserve is None else reserve
+    kept = int((pages - reserve) * settings.keep)
+    evenly = TierPlan(targets, reserve, "uniform")
+    if pages_of(targets) > kept:  # a reserve larger than these settings would have made
+        evenly = replace(evenly, targets=_shrunk(targets, kept))
+    if settings.allocation == "uniform" or knowledge is None or knowledge.statistics is None or kept < layers:
+        return evenly
+    try:
+        found = allocate(
+            settings,
+            knowledge.statistics,
+            knowledge.costs,
+            blocks=geometry.blocks_per_expert,
+            pages=kept,
+            top_k=top_k,
+        )
+        _check(found.targets, geometry, layers, kept)
+    except Exception as error:  # a chat must begin, whatever is in the files that a plan is made from
+        return replace(evenly, notes=(f"no {settings.allocation} plan could be made: {error!r}",))
+    return TierPlan(np.ascontiguousarray(found.targets, dtype=np.int32), reserve, found.method, found)
+
+
+def _shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
+    smaller = targets.copy()
+    while pages_of(smaller) > pages:
+        most = int(smaller[:, 0].argmax())
+        smaller[most, 0] -= 1
+    return smaller
+
+
+def _check(targets: npt.NDArray[np.int32], geometry: ExpertGeometry, layers: int, pages: int) -> None:
+    experts, blocks = targets[:, 0], targets[:, 1]
+    if targets.shape != (layers, 2) or experts.min() < 0 or experts.max() > geometry.num_experts:
+        raise ValueError(f"targets of shape {targets.shape} are not for this model")
+    if (blocks[experts > 0] < 1).any() or blocks.max() > geometry.blocks_per_expert:
+        raise ValueError(f"blocks are not between 1 and {geometry.blocks_per_expert}")
+    if pages_of(targets) > pages:
+        raise ValueError(f"{pages_of(targets)} pages are planned, {pages} are there")
+
+
+def gather(
+    shape: ModelShape, model_type: str, fingerprint: str, policy: str, *, dtype: str, threads: int
+) -> Knowledge:
+    """Read what is known before a model has run; quick, and it never fails.
+
+    Args:
+        shape: Of the model.
+        model_type: Its family, as transformers calls it.
+        fingerprint: Of its weights: statistics and measured times are kept by it.
+        policy: Eviction policy by whose priorities statistics rank experts.
+        dtype: Of the dense weights; for measured times, as the next.
+        threads: That compute.
+    """
+    notes: list[str] = []
+    statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
+    costs, costs_from = _costs(shape, fingerprint, dtype, threads, notes)
+    return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
+
+
+def defaults(shape: ModelShape, model_type: str, policy: str) -> Knowledge:
+    """What is known from the package alone, without a look into the user's files."""
+    notes: list[str] = []
+    statistics, told = _statistics(shape, model_type, None, policy, notes)
+    return Knowledge(statistics, assumed_costs(shape), told, "assumed", tuple(notes))
+
+
+def assumed_costs(shape: ModelShape) -> Costs:
+    """Costs on a machine of which nothing is known."""
+    far = shape.expert_bytes / _ASSUMED_EXPERTS
+    return Costs(
+        attention=shape.layer_dense_bytes / _ASSUMED_DENSE + _LAYER_SECONDS,
+        moe=shape.top_k * far,
+        head=shape.head_bytes / _ASSUMED_DENSE + _LAYER_SECONDS,
+        load=shape.expert_bytes / _ASSUMED_LINK,
+        latency=100e-6,
+    )
+
+
+def _statistics(
+    shape: ModelShape, model_type: str, fingerprint: str | None, policy: str, notes: list[str]
+) -> tuple[RoutingStatistics | None, str]:
+    default = family_statistics(shape, model_type, policy, notes)
+    seen = None if fingerprint is None else saved_statistics(shape, fingerprint, policy, notes)
+    return blend(default, seen, notes)
+
+
+def saved_statistics(
+    shape: ModelShape, fingerprint: str, policy: str, notes: list[str]
+) -> RoutingStatistics | None:
+    """What earlier runs have counted; ``None``, perhaps with a note, where there is nothing to be used."""
+
+    def saved() -> RoutingStatistics | None:
+        return load_statistics(key_of(shape, fingerprint), policy, warn=notes.append)
+
+    seen = _tried("saved routing statistics", saved, notes)
+    if seen is not None and (seen.layers, seen.experts) != (shape.layers, shape.experts):
+        notes.append(f"saved routing statistics are of {seen.describe()}, so they are not used")
+        return None
+    return seen
+
+
+def key_of(shape: ModelShape, fingerprint: str) -> str:
+    """Name under which a model's statistics are kept."""
+    return model_key(fingerprint, layers=shape.layers, experts=shape.experts, top_k=shape.top_k)
+
+
+def family_statistics(
+    shape: ModelShape, model_type: str, policy: str, notes: list[str]
+) -> RoutingStatistics | None:
+    """What the package expects of a family; ``None``, and a note, where that fails."""
+
+    def usual() -> RoutingStatistics:
+        return default_statistics(model_type, shape.layers, shape.experts, shape.top_k, policy=policy)
+
+    return _tried("the family's routing statistics", usual, notes)
+
+
+def blend(
+    default: RoutingStatistics | None, seen: RoutingStatistics | None, notes: list[str]
+) -> tuple[RoutingStatistics | None, str]:
+    """The defaults, and what was seen as far as it goes; and where it comes from, for people."""
+    if default is None:
+        return seen, "none" if seen is None else f"{seen.tokens:,} tokens of this model"
+
+    def both() -> RoutingStatistics:
+        return blended_statistics(default, seen)
+
+    told = "defaults" if seen is None else f"defaults and {seen.tokens:,} tokens of this model"
+    return _tried("routing statistics", both, notes) or seen or default, told
+
+
+def _costs(
+    shape: ModelShape, fingerprint: str, dtype: str, threads: int, notes: list[str]
+) -> tuple[Costs, str]:
+    def measured() -> tuple[Costs, str] | None:
+        profile = load_measured(notes.append)
+        if profile is None:
+            return None
+        key = TimesKey(profile=profile.key, model=fingerprint, dtype=dtype, threads=threads, bits=shape.bits)
+        times = load_times(key, notes.append)
+        told = "the machine's profile" if times is None else "the machine's profile and the model's times"
+        return costs_of(profile, shape, times=times, near="ram"), told
+
+    return _tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
+
+
+def observed_costs(
+    shape: ModelShape, before: Costs, counted: Mapping[str, float], tokens: int, seconds: float
+) -> Costs | None:
+    """Costs from what decoding has taken; ``None`` if nothing was computed or nothing was moved.
+
+    What is not the experts' is divided between layers and head as in the costs before; rates of the link are
+    those that its transfers had together while it was busy.
+
+    Args:
+        shape: Of the model.
+        before: Costs that these replace.
+        counted: Differences of the native runner's counters over these tokens.
+        tokens: Tokens decoded.
+        seconds: That they took.
+    """
+    computed, computing = counted["bytes_computed"], counted["compute_seconds"]
+    moved, busy = counted["link_bytes"], counted["link_busy_seconds"]
+    if min(computed, computing, moved, busy, tokens) <= 0:
+        return None
+    rest = max(0.0, seconds - computing - counted["stall_seconds"] - counted["begin_seconds"]) / tokens
+    layers = before.attention * shape.layers
+    share = layers / (layers + before.head) if layers + before.head > 0 else 1.0
+    return replace(
+        before,
+        attention=rest * share / shape.layers,
+        head=rest * (1 - share),
+        moe=shape.top_k * shape.expert_bytes * computing / computed,
+        load=shape.expert_bytes * busy / moved,
+        load_together=None,
+    )
+
+
+def expected_seconds(
+    plan: TierPlan, settings: CacheSettings, knowledge: Knowledge, top_k: int, blocks: int
+) -> float | None:
+    """Load time of a token that nothing hides, under this knowledge; ``None`` where it cannot be told.
+
+    Args:
+        plan: With the targets.
+        settings: How the near tier is run.
+        knowledge: What the expectation rests on.
+        top_k: Experts a token.
+        blocks: Of an expert.
+    """
+    statistics, costs = knowledge.statistics, knowledge.costs
+    if statistics is None:
+        return None
+
+    def seconds() -> float:
+        curves = RoutingCurves.of(statistics, settings, top_k)
+        return evaluate(plan.targets, curves, EngineModel.of(settings, costs, top_k, blocks), blocks).total
+
+    return _tried("the expectation", seconds, [])
+
+
+def _tried(what: str, source: Callable[[], _T], notes: list[str]) -> _T | None:
+    try:
+        return source()
+    except Exception as error:  # whatever is in the user's files, a chat must begin
+        notes.append(f"{what} cannot be used: {error!r}")
+        return None

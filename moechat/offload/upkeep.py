@@ -1,0 +1,275 @@
+"""What a near tier learns while it runs, and what is done with it while nobody waits for a token.
+
+Nothing here runs between the passes of an answer but two sums a token. Statistics go to the user's directory
+when an answer is over (rarely), when the chat waits for its user, and at the end; a plan is made anew from
+them every so many decoded tokens, and only when the caller says that nobody waits (MoEpic, section 3.4.2,
+where τ is 5000 tokens).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moechat.configurator.estimate import ModelShape
+from moechat.offload.cached import NearTier
+from moechat.offload.planner import (
+    Knowledge,
+    blend,
+    expected_seconds,
+    family_statistics,
+    key_of,
+    observed_costs,
+    saved_statistics,
+)
+from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.statistics_file import add_statistics
+
+REPLAN_TOKENS = 5000
+# Decoded tokens from which what they took says more than a profile does.
+_OBSERVED_TOKENS = 64
+# Seconds between two writes: at the end of an answer, and while the chat waits.
+_SAVE_AFTER_ANSWER_S, _SAVE_IDLE_S = 120.0, 15.0
+_MOST_NOTES = 32
+_RUNNER_COUNTERS = (
+    "bytes_computed",
+    "compute_seconds",
+    "link_bytes",
+    "link_busy_seconds",
+    "stall_seconds",
+    "begin_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A plan made anew.
+
+    Attributes:
+        tokens: Decoded since the plan before.
+        method: Of the allocation.
+        layers_changed: Layers whose targets are others now.
+        before_ms: Load time of a token that nothing hides, in milliseconds, with the targets before, as
+            expected by what is known now; ``None`` where nothing is known.
+        after_ms: The same with the targets now.
+        took_ms: Milliseconds that it took.
+        statistics_from: What the routing statistics come from.
+        costs_from: And the costs.
+    """
+
+    tokens: int
+    method: str
+    layers_changed: int
+    before_ms: float | None
+    after_ms: float | None
+    took_ms: float
+    statistics_from: str
+    costs_from: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(vars(self))
+
+
+class Upkeep:
+    """Counts, keeps and uses what is learnt; one for each near tier. Not safe for several threads.
+
+    Args:
+        near: The near tier.
+        shape: Of the model.
+        model_type: Its family.
+        fingerprint: Of its weights.
+        knowledge: From which the first plan was made.
+        every: Decoded tokens after which a new plan is due; 0: never.
+
+    Attributes:
+        replans: Plans made anew so far.
+        last: The last of them.
+    """
+
+    def __init__(
+        self,
+        near: NearTier,
+        shape: ModelShape,
+        *,
+        model_type: str,
+        fingerprint: str,
+        knowledge: Knowledge,
+        every: int = REPLAN_TOKENS,
+    ) -> None:
+        self._near = near
+        self._shape = shape
+        self._model_type = model_type
+        self._fingerprint = fingerprint
+        self._knowledge = knowledge
+        self._every = every
+        self._process = os.getpid()
+        # A trace that is played back, and a set that never changes, say nothing about what to keep.
+        self._counts = near.replay is None and near.settings.policy not in ("static", "belady")
+        self._pending: RoutingStatistics | None = None
+        self._saved_at = time.monotonic()
+        self._notes: deque[str] = deque(knowledge.notes + near.plan.notes, maxlen=_MOST_NOTES)
+        self._default: RoutingStatistics | None = None
+        self._tokens = 0  # decoded since the last plan
+        # Of the answer under way, after its first token.
+        self._mark: Mapping[str, float] | None = None
+        self._answer_tokens, self._seconds = 0, 0.0
+        # Of answers since the last plan: what their tokens took, by the native runner's clocks and in all.
+        self._taken = dict.fromkeys(_RUNNER_COUNTERS, 0.0)
+        self._taken_seconds = 0.0
+        self._taken_tokens = 0
+        self.replans = 0
+        self.last: Replanned | None = None
+
+    # ---- during an answer
+
+    def step(self, seconds: float) -> None:
+        """A token of an answer was computed, the first one with its prompt."""
+        if self._mark is None:
+            self._mark = self._near.stats()
+            self._answer_tokens, self._seconds = 0, 0.0
+        else:
+            self._answer_tokens += 1
+            self._seconds += seconds
+
+    def answer_done(self) -> None:
+        """The answer has ended, in whatever way; cheap but for a rare write."""
+        mark, self._mark = self._mark, None
+        if mark is None or os.getpid() != self._process:
+            return
+        now = self._near.stats()
+        self._tokens += self._answer_tokens
+        gained = {name: now[name] - mark[name] for name in self._taken}
+        if self._answer_tokens and min(gained.values()) >= 0:  # else somebody has set the counters back
+            for name, value in gained.items():
+                self._taken[name] += value
+            self._taken_seconds += self._seconds
+            self._taken_tokens += self._answer_tokens
+        if time.monotonic() - self._saved_at >= _SAVE_AFTER_ANSWER_S:
+            self.save()
+
+    # ---- while nobody waits
+
+    def idle(self) -> Replanned | None:
+        """Do what is due: keep the statistics, and make a new plan if enough was decoded since the last.
+
+        Returns:
+            The new plan, if one was made.
+        """
+        done = self.replan() if self._every and self._tokens >= self._every else None
+        if time.monotonic() - self._saved_at >= _SAVE_IDLE_S:
+            self.save()
+        return done
+
+    def replan(self) -> Replanned:
+        """Make a new plan from all that is known now and let it take effect; no block moves."""
+        started = time.perf_counter()
+        near, blocks = self._near, self._shape.blocks_per_expert
+        knowledge = self._latest()
+        settings, old = near.settings, near.plan
+        plan = near.plan_for(settings, knowledge)
+        before = expected_seconds(old, settings, knowledge, near.top_k, blocks)
+        after = expected_seconds(plan, settings, knowledge, near.top_k, blocks)
+        self._notes.extend(plan.notes)
+        changed = int((old.targets != plan.targets).any(axis=1).sum())
+        near.apply(plan)
+        near.knowledge = self._knowledge = knowledge
+        tokens, self._tokens = self._tokens, 0
+        self.replans += 1
+        self.last = Replanned(
+            tokens=tokens,
+            method=plan.method,
+            layers_changed=changed,
+            before_ms=None if before is None else 1000 * before,
+            after_ms=None if after is None else 1000 * after,
+            took_ms=1000 * (time.perf_counter() - started),
+            statistics_from=knowledge.statistics_from,
+            costs_from=knowledge.costs_from,
+        )
+        return self.last
+
+    def save(self) -> bool:
+        """Add what was counted to the user's file; ``False`` if that was not possible: it is tried again."""
+        if not self._counts or os.getpid() != self._process or sys.is_finalizing():
+            return False
+        self._saved_at = time.monotonic()
+        self._collect()
+        if self._pending is None or self._pending.tokens == 0:
+            return True
+        try:
+            kept = add_statistics(
+                key_of(self._shape, self._fingerprint), self._pending, warn=self._notes.append
+            )
+        except Exception as error:  # nothing in a file is a reason to trouble a conversation
+            self._notes.append(f"routing statistics cannot be kept: {error!r}")
+            kept = False
+        if not kept:
+            return False
+        self._pending = None
+        return True
+
+    def close(self) -> None:
+        """Keep what was counted, as far as that is possible; to be called before the near tier is closed."""
+        self.save()
+
+    def take_notes(self) -> list[str]:
+        """What could not be used or kept since the last call, for people who ask."""
+        notes = list(dict.fromkeys(self._notes))
+        self._notes.clear()
+        return notes
+
+    def pending(self) -> RoutingStatistics | None:
+        """What was counted and is not kept yet; ``None``: nothing that could be."""
+        if self._counts:
+            self._collect()
+        return self._pending
+
+    def collect(self) -> None:
+        """Set aside what was counted so far; what comes until :meth:`discard` may be thrown away."""
+        if self._counts:
+            self._collect()
+
+    def discard(self) -> None:
+        """Throw away what was counted since :meth:`collect`: it was no text of the user's."""
+        if self._counts:
+            self._near.reset_routing_counts()
+
+    def _collect(self) -> None:
+        counted = self._near.routing_statistics()
+        self._near.reset_routing_counts()
+        self._pending = counted if self._pending is None else self._pending.merge(counted)
+
+    def _latest(self) -> Knowledge:
+        """What is known now."""
+        notes: list[str] = []
+        knowledge = self._knowledge
+        statistics, told = knowledge.statistics, knowledge.statistics_from
+        if self._counts:
+            statistics, told = self._latest_statistics(notes)
+        costs, costs_from = knowledge.costs, knowledge.costs_from
+        if self._taken_tokens >= _OBSERVED_TOKENS:
+            tokens, seconds = self._taken_tokens, self._taken_seconds
+            found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
+            if found is not None:
+                costs, costs_from = found, f"{tokens:,} decoded tokens"
+            self._taken = dict.fromkeys(self._taken, 0.0)
+            self._taken_seconds, self._taken_tokens = 0.0, 0
+        self._notes.extend(notes)
+        return replace(
+            knowledge, statistics=statistics, statistics_from=told, costs=costs, costs_from=costs_from
+        )
+
+    def _latest_statistics(self, notes: list[str]) -> tuple[RoutingStatistics | None, str]:
+        policy = self._near.settings.policy
+        self._collect()
+        saved, seen = saved_statistics(self._shape, self._fingerprint, policy, notes), self._pending
+        if saved is not None and (seen is None or saved.fits(seen)):
+            seen = saved if seen is None else saved.merge(seen)
+        if self._default is None:
+            self._default = family_statistics(self._shape, self._model_type, policy, notes)
+        return blend(self._default, seen, notes)

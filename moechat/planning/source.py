@@ -1,0 +1,114 @@
+"""From a name to the configuration that a plan needs: nothing more of a model has to be here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moechat.errors import ModelNotFoundError
+from moechat.hub.known_shapes import find_shape, shape_names
+from moechat.hub.names import ALIASES, DEMO, ModelRef, resolve
+
+if TYPE_CHECKING:
+    from moechat.store.store import Store
+
+_DEFAULT_BITS = 4
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model by what is known of it.
+
+    Attributes:
+        name: To show.
+        config: transformers' configuration.
+        bits: Of an expert weight.
+        weights: ``store`` (converted, ready to run), ``checkpoint`` (to be converted), or ``none``: only the
+            configuration is here.
+        store: The finished store, if that is what was named.
+        note: What the user may not expect, or empty.
+    """
+
+    name: str
+    config: Any
+    bits: int
+    weights: str
+    store: Store | None = None
+    note: str = ""
+
+
+def find_model(model: str | Path, bits: int | None) -> PlannedModel:
+    """What a name stands for.
+
+    In this order: a file like a ``config.json``; whatever ``moechat run`` takes (the demo, an alias or a
+    repository in the library, a checkpoint, a store); a directory with nothing but a ``config.json``; the
+    shapes of known models.
+
+    Args:
+        model: The name.
+        bits: Bits of an expert weight wanted; ``None`` takes the store's, else 4.
+
+    Raises:
+        ModelNotFoundError: The name means nothing.
+        MoechatError: What it means cannot be read or run.
+    """
+    # Imported here: these bring torch and transformers.
+    from moechat.models.shape import known_config, read_config
+
+    text = str(model)
+    if _is_file(text):
+        path = Path(text).expanduser()
+        return PlannedModel(path.name, read_config(path), bits or _DEFAULT_BITS, "none")
+    try:
+        ref = resolve(text, bits=bits)
+    except ModelNotFoundError as error:
+        shape = find_shape(text)
+        if shape is None:
+            raise _with_shapes(error, text) from error
+        return PlannedModel(shape, known_config(shape), bits or _DEFAULT_BITS, "none")
+    return _here(ref, bits)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return text.lower().endswith(".json") and Path(text).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # what resolve() says of such names is better
+        return False
+
+
+def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
+    from moechat.models.shape import read_config
+    from moechat.store.store import Store
+
+    if ref.store is None:
+        assert ref.checkpoint is not None
+        has_weights = any(ref.checkpoint.glob("*.safetensors"))
+        weights = "checkpoint" if has_weights else "none"
+        return PlannedModel(ref.name, read_config(ref.checkpoint), bits or _DEFAULT_BITS, weights)
+    store = Store.open(ref.store)
+    found = PlannedModel(ref.name, read_config(store.path), store.geometry.bits, "store", store)
+    if bits is None or bits == store.geometry.bits:
+        return found
+    note = f"{ref.name} is stored with {store.geometry.bits} bits; this is what {bits} would take"
+    return replace(found, bits=bits, weights="none", store=None, note=note)
+
+
+def _with_shapes(error: ModelNotFoundError, text: str) -> ModelNotFoundError:
+    """The same, with what a plan knows besides what can be run."""
+    known = [DEMO, *ALIASES, *shape_names()]
+    close = difflib.get_close_matches(text.lower(), known, n=2, cutoff=0.6)
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = (
+            f"a plan needs no weights: name a directory with a config.json, such a file, "
+            f"or one of: {', '.join(dict.fromkeys(known))}"
+        )
+    if "not in the library" in str(error):
+        return ModelNotFoundError(
+            f"{text} is not in the library, and its shape is not among the known ones",
+            hint="fetch its config.json and name that file or its directory: a plan needs no weights",
+        )
+    return ModelNotFoundError(str(error), hint=hint)

@@ -1,0 +1,278 @@
+"""How fast a plan would be: what a token and a prompt take, and what holds them up. Pure.
+
+A decoded token takes ``T_head + L·(T_att + T_moe) + Σ T_i``. The exposed times ``T_i`` of an allocation
+are those of the expected number of missing experts, which is a lower bound: a layer that misses half an
+expert in the mean misses none in one token and one in the next, and only the latter waits. Here they are
+expected over the number that is missing, each activated expert taken as missing on its own.
+
+A prompt goes through the layers in passes; in each, the experts that its tokens choose and that are not near
+are streamed while the layer before is computed (DESIGN, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.configurator.allocation import Allocation
+from moechat.configurator.costs import Costs
+from moechat.configurator.estimate import ModelShape, Near, expert_rate
+from moechat.configurator.exposure import EngineModel
+from moechat.configurator.systems import CacheSettings
+from moechat.hardware.profile import Figure, HardwareProfile
+from moechat.routing.statistics import RoutingStatistics
+
+PROMPTS = (128, 1024, 4096)
+# Share of a card's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
+_QUANTISED_SHARE = 0.5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """What a decoded token takes.
+
+    Attributes:
+        seconds: All of it.
+        dense: Seconds in attention, norms, routers, shared experts.
+        experts: Seconds in the routed experts that are near.
+        waiting: Seconds in which nothing but missing experts goes on: moved, or computed where they lie.
+        head: Seconds of the head, of drawing the token.
+        hit_rate: Share of activated experts, by bytes, that are kept near.
+        ready_rate: The same with what was fetched ahead in time.
+        far_bytes: Bytes of activated experts that are not kept near.
+    """
+
+    seconds: float
+    dense: float
+    experts: float
+    waiting: float
+    head: float
+    hit_rate: float
+    ready_rate: float
+    far_bytes: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return 1 / self.seconds
+
+
+def kept_share(allocation: Allocation, statistics: RoutingStatistics, blocks: int) -> Floats:
+    """``H(C)·θ``: float64 ``[layers]``: share of activations, by bytes, that the kept experts serve."""
+    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    layers = np.arange(len(experts))
+    share: Floats = statistics.hit_rate[layers, experts] * kept / blocks
+    return share
+
+
+def expected_exposed(
+    settings: CacheSettings,
+    costs: Costs,
+    shape: ModelShape,
+    statistics: RoutingStatistics,
+    allocation: Allocation,
+) -> Floats:
+    """Expected exposed seconds of each layer: float64 ``[layers]``.
+
+    Of K activated experts r are not kept at all: binomial, by ``1 - H(C)``; the others lack ``1 - θ``. What
+    is fetched ahead in time takes its share of both.
+    """
+    top_k, blocks = shape.top_k, shape.blocks_per_expert
+    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    hit = statistics.hit_rate[np.arange(len(experts)), experts]
+    lacking = 1 - np.where(experts > 0, kept / blocks, 0.0)
+    missing = top_k * (1 - hit * (1 - lacking))
+    ahead = np.where(missing > 0, (top_k - allocation.loaded) / np.maximum(missing, 1e-12), 0.0)
+    ahead = np.clip(ahead, 0.0, 1.0)  # share of what is not kept that still has to come
+    whole = (1 - hit) * ahead
+    counts = np.arange(top_k + 1)
+    ways = np.array([math.comb(top_k, count) for count in counts], dtype=np.float64)
+    chance = ways * whole[:, None] ** counts * (1 - whole[:, None]) ** (top_k - counts)
+    late = counts + (top_k - counts) * (lacking * ahead)[:, None]
+    exposed, _ = EngineModel.of(settings, costs, top_k, blocks).times(top_k - np.minimum(late, top_k))
+    expected: Floats = (chance * exposed).sum(axis=1)
+    # Where the bound is above, as with experts that miss together, it stands.
+    return np.maximum(expected, allocation.exposed)
+
+
+def decode_speed(
+    costs: Costs,
+    shape: ModelShape,
+    statistics: RoutingStatistics,
+    allocation: Allocation | None = None,
+    exposed: Floats | None = None,
+) -> Decode:
+    """What a token takes with an allocation and its :func:`expected_exposed`; without them all experts are
+    near.
+    """
+    dense, experts = shape.layers * costs.attention, shape.layers * costs.moe
+    if allocation is None or exposed is None:
+        seconds = costs.head + dense + experts
+        return Decode(seconds, dense, experts, 0.0, costs.head, 1.0, 1.0, 0.0)
+    share = kept_share(allocation, statistics, shape.blocks_per_expert)
+    waiting = float(exposed.sum())
+    return Decode(
+        seconds=costs.head + dense + experts + waiting,
+        dense=dense,
+        experts=experts,
+        waiting=waiting,
+        head=costs.head,
+        hit_rate=float(share.mean()),
+        ready_rate=float(np.clip(allocation.loaded / shape.top_k, 0, 1).mean()),
+        far_bytes=float((1 - share).sum()) * shape.top_k * shape.expert_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class PrefillRates:
+    """What many tokens at a time are computed and streamed with.
+
+    Attributes:
+        dense: Multiplications and additions a second with dense weights.
+        experts: The same with experts.
+        width: Bytes of weights a second, below which no pass can be.
+        stream: Bytes of experts a second from the far tier; infinite where all are near.
+    """
+
+    dense: float
+    experts: float
+    width: float
+    stream: float
+
+
+def prefill_rates(
+    profile: HardwareProfile, shape: ModelShape, near: Near, stream: float
+) -> PrefillRates | None:
+    """From a profile; ``None`` where it says nothing about many tokens."""
+    if near == "gpu":
+        assert profile.gpu is not None
+        flops = profile.gpu.flops.value
+        share = _QUANTISED_SHARE if shape.bits < 16 else 1.0
+        return PrefillRates(flops, share * flops, profile.gpu.bandwidth.value, stream)
+    if not profile.expert_flops:
+        return None
+    known = profile.expert_flops
+    nearest = min(known, key=lambda bits: abs(math.log2(bits / shape.bits)))
+    return PrefillRates(
+        known[max(known)].value, known[nearest].value, expert_rate(profile, shape.bits).value, stream
+    )
+
+
+def prompt_seconds(
+    tokens: int,
+    chunk: int,
+    shape: ModelShape,
+    rates: PrefillRates,
+    statistics: RoutingStatistics,
+    allocation: Allocation | None,
+    costs: Costs,
+) -> float:
+    """Time to the first token of a prompt, in passes of ``chunk`` tokens."""
+    dense_weights = shape.dense_bytes / shape.dense_itemsize
+    seconds, done = costs.head, 0
+    while done < tokens:
+        step = min(chunk, tokens - done)
+        chosen, missing = _streamed(step, shape, statistics, allocation)
+        # Scores and values of attention: two products a pair of tokens.
+        pairs = step * (done + step / 2)
+        products = 2 * step * dense_weights + 4 * pairs * shape.hidden_size * shape.layers
+        dense = max(products / rates.dense, shape.dense_bytes / rates.width)
+        routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts
+        computed = dense / shape.layers + np.maximum(routed, chosen * shape.expert_bytes / rates.width)
+        computed = np.maximum(computed, costs.attention + costs.moe)  # no pass is quicker than a token's
+        moved = missing * shape.expert_bytes / rates.stream
+        seconds += float(np.maximum(computed, moved).sum())
+        done += step
+    return seconds
+
+
+def _streamed(
+    tokens: int, shape: ModelShape, statistics: RoutingStatistics, allocation: Allocation | None
+) -> tuple[Floats, Floats]:
+    """Experts that so many tokens choose in each layer, and those of them that are not near: float64
+    ``[layers]`` each.
+
+    Tokens are taken as choosing independently, each expert as often as was counted; a text's tokens choose
+    alike, so these are more than will be.
+    """
+    counts = statistics.activations.astype(np.float64) + 1e-9
+    popular = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
+    touched = 1 - (1 - np.minimum(shape.top_k * popular, 1.0)) ** tokens
+    chosen: Floats = touched.sum(axis=1)
+    if allocation is None:
+        return chosen, np.zeros(len(chosen))
+    sums = np.concatenate([np.zeros((len(chosen), 1)), np.cumsum(touched, axis=1)], axis=1)
+    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    there = sums[np.arange(len(chosen)), experts] * kept / shape.blocks_per_expert
+    return chosen, np.maximum(chosen - there, 0.0)
+
+
+def behind_disk(
+    costs: Costs,
+    shape: ModelShape,
+    statistics: RoutingStatistics,
+    *,
+    near_share: float,
+    ram_share: float,
+    disk_rate: float,
+) -> Costs:
+    """Costs where RAM does not hold all experts, so that some of the missing ones come from the disk.
+
+    RAM keeps what is used most of what the near tier does not hold, so of the activations that miss the near
+    tier this share misses both: ``(1 - H(C_near + C_ram)) / (1 - H(C_near))``.
+
+    Args:
+        costs: With RAM holding all of them.
+        shape: The model.
+        statistics: For H.
+        near_share: Share of all experts that the near tier holds.
+        ram_share: Share that RAM holds.
+        disk_rate: Bytes a second from the disk.
+    """
+    if ram_share >= 1:
+        return costs
+    reached = statistics.hit_rate.mean(axis=0)
+    places = np.arange(len(reached)) / (len(reached) - 1)
+    missed_both = 1 - float(np.interp(min(1.0, near_share + ram_share), places, reached))
+    missed_near = 1 - float(np.interp(near_share, places, reached))
+    disk = min(1.0, missed_both / missed_near) if missed_near > 0 else 0.0
+    read = shape.expert_bytes / disk_rate
+
+    def slower(seconds: float) -> float:
+        return (1 - disk) * seconds + disk * max(seconds, read) if math.isfinite(seconds) else seconds
+
+    return replace(
+        costs,
+        load=slower(costs.load),
+        compute_far=slower(costs.compute_far),
+        load_together=slower(costs.both_loads),
+        compute_together=slower(costs.both_computes),
+    )
+
+
+def figures_used(profile: HardwareProfile, shape: ModelShape, near: Near, disk: bool) -> Mapping[str, Figure]:
+    """The figures of a profile that a speed rests on, by name."""
+    found: dict[str, Figure] = {}
+    if near == "gpu" and profile.gpu is not None:
+        found["graphics memory, bytes/s"] = profile.gpu.bandwidth
+        found["graphics card, operations/s"] = profile.gpu.flops
+        found["RAM to graphics card, bytes/s"] = _at(profile, "gpu", shape)
+    found["experts on the CPU, bytes/s"] = expert_rate(profile, shape.bits)
+    if near == "ram":
+        found["RAM, bytes/s"] = profile.ram_bandwidth
+    if disk:
+        found["disk to RAM, bytes/s"] = _at(profile, "file", shape)
+    return found
+
+
+def _at(profile: HardwareProfile, kind: str, shape: ModelShape) -> Figure:
+    """A link's rate for whole experts, with the origin of the nearest size."""
+    link = profile.links[kind]
+    nearest = min(link.bandwidth, key=lambda size: abs(math.log2(size / shape.expert_bytes)))
+    return replace(link.bandwidth[nearest], value=link.rate(shape.expert_bytes))

@@ -1,0 +1,58 @@
+"""What a plan says in words."""
+
+from __future__ import annotations
+
+from moechat.configurator.systems import CacheSettings
+from moechat.planning.machine import Machine
+from moechat.planning.memory import Far
+from moechat.planning.speed import Decode
+
+_MISSES = {
+    "fetch": "moved from RAM",
+    "compute": "computed in RAM by the CPU",
+    "both": "moved from RAM or computed there by the CPU",
+}
+
+
+def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
+    """What a token's time mostly is."""
+    waiting = "missing experts"
+    if far is not None:
+        waiting += ", " + (_MISSES[settings.miss] if far.kind == "ram" else "read from the disk")
+    parts = {
+        waiting: decode.waiting,
+        "experts that are near": decode.experts,
+        "attention and the other dense weights": decode.dense,
+        "the head": decode.head,
+    }
+    name = max(parts, key=lambda key: parts[key])
+    return f"{name}: {100 * parts[name] / decode.seconds:.0f} % of a token's time"
+
+
+def notes(machine: Machine, far: Far | None, model: str) -> tuple[str, ...]:
+    """What the user may not expect.
+
+    Args:
+        machine: The machine.
+        far: Where the other experts lie.
+        model: What is to be said of the model, or empty.
+    """
+    said = [model] if model else []
+    profile = machine.profile
+    if machine.near == "gpu":
+        said.append(
+            "this version computes on the CPU only; running on a graphics card comes with a later one"
+        )
+    if far is not None and far.kind == "ram+disk":
+        said.append(
+            f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
+        )
+    if profile is None:
+        said.append("this machine has not been measured, so no speed is given: `moechat profile` measures it")
+    elif machine.figures is None:
+        said.append(
+            "the speed of the disk could not be measured, so none is given here: see `moechat profile`"
+        )
+    if machine.here and machine.near == "ram" and profile is not None and profile.gpu is not None:
+        said.append(f"--vram plans for the {profile.gpu.name} of this machine")
+    return tuple(said)

@@ -1,0 +1,316 @@
+"""Systems side by side over one trace, at several sizes of the near tier.
+
+What a result's keys mean; there is one object for each system and fraction:
+
+- ``system`` as it was written, ``fraction`` of all experts that the near tier holds, ``pages`` of one block
+  each and ``pages_bytes`` of them (fewer for a system that keeps nothing between tokens), ``experts_kept`` of
+  a layer and ``split``, the share of each that is kept, in the mean.
+- ``hit_rate``: share of (token, expert) pairs whose expert was all there, or on its way, when the router had
+  spoken: ``full_hit_rate`` without the help of a prefetch plus ``prefetch_hit_rate`` with it.
+  ``top_hit_rate``: only some of its blocks were; ``miss_rate``: none. Together they are 1.
+- ``tpot_ms``: milliseconds of a token in the mean, ``tpot_p50_ms`` and ``tpot_p95_ms`` of the middle and of
+  the slow ones, ``tokens_per_second`` its inverse. ``stall_ms``: part of it in which the near tier had
+  nothing to compute, because blocks or the far tier's sums were missing; ``compute_ms``: it computed experts;
+  ``dense_ms``: the rest of the model.
+- ``bytes_per_token`` over the link: ``demand_bytes_per_token`` plus ``prefetch_bytes_per_token``, of which
+  ``wasted_bytes_per_token`` were never used. ``far_blocks_per_token`` were computed in the far tier instead.
+- ``link_busy`` and ``far_busy``: shares of the time.
+- What it was made from, the same in all objects of a run: ``trace``, ``mapping`` (null where the trace has
+  the model's shape), ``model``, ``bits``, ``expert_bytes``, ``experts_total_bytes`` of all
+  of them, ``profile``, ``near`` (tier that computes),
+  ``link_bandwidth`` (bytes a second for an expert), ``accuracy`` as stated, ``accuracy_measured`` over all
+  layers and ``accuracy_by_layer``, ``warmup`` and ``tokens``, ``seed``, and ``costs``: seconds of
+  ``attention`` (a layer), ``moe`` (a layer's experts, all near), ``head`` (a token), ``load`` (an expert over
+  the link) and ``compute_far`` (an expert in the far tier, null where it cannot).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moechat.configurator.costs import Costs
+from moechat.configurator.estimate import ModelShape, Near, costs_of
+from moechat.configurator.systems import CacheSettings
+from moechat.errors import UsageError
+from moechat.hardware.profile import HardwareProfile
+from moechat.routing.counter import statistics_of_trace
+from moechat.routing.mapping import map_trace
+from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.trace import Trace
+from moechat.simulate.predictions import (
+    AHEAD_FACTOR,
+    accuracy_by_layer,
+    draw_rankings,
+    measured_accuracy,
+    perfect_rankings,
+)
+from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
+from moechat.simulate.shape import SimulatedModel
+from moechat.simulate.systems import kept_share, pages_for, settings_for, tier_for
+from moechat.simulate.timing import Timing, timing_of
+
+Report = Callable[[str], None]
+DEFAULT_FRACTIONS = (0.125, 0.25, 0.5)
+_USUAL_WARMUP = 1000
+# Kernels that computing any experts starts, however few; as moechat.configurator.estimate counts.
+_EXPERT_KERNELS = 3
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What is simulated.
+
+    Attributes:
+        systems: Names, as :func:`moechat.simulate.systems.settings_for` takes them.
+        fractions: Shares of all experts that the near tier holds.
+        accuracy: Of predictions, in the mean over the layers.
+        tokens: Tokens that are timed.
+        warmup: Tokens before them, which fill the cache and are all that a system knows of the routing when
+            its plan is made; ``None``: 1000, or a third of a trace that is short.
+        bandwidth: Bytes a second of the link, in place of the profile's.
+        seed: Of what is drawn.
+
+    Raises:
+        UsageError: A value is out of range, or a system is not known.
+    """
+
+    systems: tuple[str, ...]
+    fractions: tuple[float, ...] = DEFAULT_FRACTIONS
+    accuracy: float = 0.7
+    tokens: int = 2000
+    warmup: int | None = None
+    bandwidth: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.systems or len(set(self.systems)) != len(self.systems):
+            raise UsageError("name different systems, at least one")
+        for name in self.systems:
+            settings_for(name)
+        for fraction in self.fractions:
+            if not 0 < fraction <= 1:
+                raise UsageError(f"a fraction is {fraction:g}; it must be above 0 and at most 1")
+        if not self.fractions or len(set(self.fractions)) != len(self.fractions):
+            raise UsageError("the fractions must be different numbers, at least one")
+        accuracy_by_layer(1, self.accuracy)
+        for name, value, least in (
+            ("tokens", self.tokens, 1),
+            ("warmup", 0 if self.warmup is None else self.warmup, 0),
+            ("seed", self.seed, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name} is {value}; it must be at least {least}")
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise UsageError(f"the link moves {self.bandwidth:g} bytes a second; it must be above 0")
+
+
+class Comparison:
+    """A trace, a model and a machine, over which systems are compared.
+
+    Args:
+        trace: As recorded.
+        model: Whose sizes count; the trace is mapped to it where it has others.
+        profile: The machine.
+        near: Tier that computes; ``None``: the graphics card if there is one.
+        options: What is simulated.
+        name: Of the trace, for the results.
+
+    Raises:
+        UsageError: The trace is too short or cannot stand for the model, or the profile lacks a tier.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        model: SimulatedModel,
+        profile: HardwareProfile,
+        options: SimulateOptions,
+        *,
+        near: Near | None = None,
+        name: str = "",
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.near: Near = near if near is not None else ("gpu" if profile.gpu is not None else "ram")
+        shape = model.shape
+        self.warmup, self.tokens = _lengths(trace, options)
+        part = trace.head(self.warmup + self.tokens)
+        mapped = map_trace(part, shape.layers, shape.experts, shape.top_k, seed=options.seed)
+        self.trace = mapped.trace
+        self.how = None if self.trace is part else mapped.how
+        self.costs = _costs(profile, shape, self.near, options.bandwidth)
+        self.timing = self._timing(profile)
+        self.rankings: dict[int, Ints] = {}
+        self.accuracy = accuracy_by_layer(shape.layers, options.accuracy)
+        self._statistics: dict[tuple[Any, ...], RoutingStatistics] = {}
+        self.facts = self._facts(profile, name)
+
+    def cases(self, report: Report = lambda _: None) -> Iterator[dict[str, Any]]:
+        """Results, one for each system and fraction; see the head of this module.
+
+        Args:
+            report: Told what was simulated.
+        """
+        for fraction in self.options.fractions:
+            for name in self.options.systems:
+                case = self.case(name, fraction)
+                report(f"{fraction:.3g} of the experts, {name}: {case['tpot_ms']:.1f} ms a token")
+                yield case
+
+    def case(self, name: str, fraction: float) -> dict[str, Any]:
+        """One system at one size."""
+        settings = settings_for(name)
+        geometry, shape = self.model.geometry, self.model.shape
+        tier = tier_for(
+            settings,
+            self.statistics(settings),
+            self.costs,
+            geometry,
+            pages=pages_for(geometry, shape.layers, shape.top_k, settings, fraction),
+            top_k=shape.top_k,
+        )
+        rankings = self.rankings_for(settings)
+        done = simulate(self.trace, settings, tier, self.timing, rankings=rankings, warmup=self.warmup)
+        return {"system": name, "fraction": fraction, **_figures(done, tier), **self.facts}
+
+    def rankings_for(self, settings: CacheSettings) -> Ints | None:
+        """Predictions that a system sees; every system sees the same ones."""
+        if settings.prefetch == "perfect":
+            return perfect_rankings(self.trace, settings.lookahead)
+        if settings.prefetch != "next-router":
+            return None
+        k = self.model.shape.top_k
+        width = k if settings.prefetch_experts is None else max(1, settings.prefetch_experts)
+        return self._drawn(settings.lookahead, width)
+
+    def _drawn(self, lookahead: int, width: int = 0) -> Ints:
+        """Drawn once for the widest and farthest looking system, so that what it draws changes no other."""
+        if not self.rankings:
+            everyone = [settings_for(name) for name in self.options.systems]
+            widest = max([self.model.shape.top_k, *(each.prefetch_experts or 0 for each in everyone)])
+            for ahead in range(max(each.lookahead for each in everyone)):
+                # One layer ahead after another: a farther lookahead leaves the nearer draws as they are.
+                self.rankings[ahead] = draw_rankings(
+                    self.trace,
+                    self.accuracy * AHEAD_FACTOR**ahead,
+                    width=widest,
+                    seed=self.options.seed + ahead,
+                )
+        wanted = [self.rankings[ahead][..., :width] for ahead in range(lookahead)]
+        return np.ascontiguousarray(np.concatenate(wanted))
+
+    def statistics(self, settings: CacheSettings) -> RoutingStatistics:
+        """Of the tokens before timing, ranked by the policy of a system."""
+        if settings.policy == "belady":  # its ranks would say nothing about a cache
+            settings = replace(settings, policy="lcp")
+        key = (settings.policy, settings.omega, settings.rho, settings.gamma)
+        if key not in self._statistics:
+            seen = self.trace.head(max(1, self.warmup))
+            expected = self._drawn(1, self.model.shape.top_k)[0, : seen.tokens]
+            self._statistics[key] = statistics_of_trace(seen, settings, predictions=expected)
+        return self._statistics[key]
+
+    def _timing(self, profile: HardwareProfile) -> Timing:
+        shape = self.model.shape
+        gpu = profile.gpu if self.near == "gpu" else None
+        return timing_of(
+            self.costs,
+            top_k=shape.top_k,
+            blocks=shape.blocks_per_expert,
+            block_bytes=shape.block_bytes,
+            link=profile.links["gpu" if self.near == "gpu" else "file"],
+            bandwidth=self.options.bandwidth,
+            call=0.0 if gpu is None else _EXPERT_KERNELS * gpu.launch.value,
+        )
+
+    def _facts(self, profile: HardwareProfile, name: str) -> dict[str, Any]:
+        shape, options, costs = self.model.shape, self.options, self.costs
+        load = len(self.timing.link) * shape.block_bytes / self.timing.link[-1]
+        return {
+            "trace": name,
+            "mapping": self.how,
+            "model": self.model.name,
+            "bits": shape.bits,
+            "expert_bytes": shape.expert_bytes,
+            "experts_total_bytes": shape.all_expert_bytes,
+            "profile": profile.name,
+            "near": self.near,
+            "link_bandwidth": load,
+            "accuracy": options.accuracy,
+            "accuracy_measured": measured_accuracy(self.trace, self._drawn(1, shape.top_k)),
+            "accuracy_by_layer": [round(float(value), 4) for value in self.accuracy],
+            "warmup": self.warmup,
+            "tokens": self.tokens,
+            "seed": options.seed,
+            "costs": {
+                "attention": costs.attention,
+                "moe": costs.moe,
+                "head": costs.head,
+                "load": costs.load,
+                "compute_far": costs.compute_far if math.isfinite(costs.compute_far) else None,
+            },
+        }
+
+
+def _costs(profile: HardwareProfile, shape: ModelShape, near: Near, bandwidth: float | None) -> Costs:
+    costs = costs_of(profile, shape, near=near)
+    if bandwidth is None:
+        return costs
+    load = shape.expert_bytes / bandwidth
+    return replace(costs, load=load, load_together=load * costs.both_loads / costs.load)
+
+
+def _lengths(trace: Trace, options: SimulateOptions) -> tuple[int, int]:
+    """Tokens before timing, and timed."""
+    warmup = options.warmup
+    if warmup is None:
+        warmup = min(_USUAL_WARMUP, trace.tokens // 3)
+    left = trace.tokens - warmup
+    if left < 1:
+        raise UsageError(
+            f"the trace has {trace.tokens} tokens, {warmup} of which come before timing: none is left",
+            hint="use a longer trace, or a smaller --warmup",
+        )
+    return warmup, min(options.tokens, left)
+
+
+def _figures(done: SimulatedRun, tier: Tier) -> dict[str, Any]:
+    hits, counters, tokens = done.hits, done.counters, len(done.seconds)
+    total = float(done.seconds.sum())
+    experts, split = kept_share(tier)
+
+    def milliseconds(values: npt.NDArray[np.float64] | float) -> float:
+        return 1000 * float(np.mean(values))
+
+    compute = counters["compute_seconds"] / tokens
+    return {
+        "hit_rate": hits["full"] + hits["prefetch"],
+        "top_hit_rate": hits["top"],
+        "tpot_ms": milliseconds(done.seconds),
+        "stall_ms": milliseconds(done.stall),
+        "bytes_per_token": done.bytes_per_token,
+        "full_hit_rate": hits["full"],
+        "prefetch_hit_rate": hits["prefetch"],
+        "miss_rate": hits["miss"],
+        "tpot_p50_ms": milliseconds(float(np.percentile(done.seconds, 50))),
+        "tpot_p95_ms": milliseconds(float(np.percentile(done.seconds, 95))),
+        "tokens_per_second": 1 / done.tpot if done.tpot > 0 else None,
+        "compute_ms": milliseconds(compute),
+        "dense_ms": milliseconds(done.seconds - done.stall) - milliseconds(compute),
+        "demand_bytes_per_token": float(done.demand_bytes.mean()),
+        "prefetch_bytes_per_token": float(done.prefetch_bytes.mean()),
+        "wasted_bytes_per_token": counters["prefetch_wasted"] * tier.block_bytes / tokens,
+        "far_blocks_per_token": counters["far_blocks"] / tokens,
+        "link_busy": counters["link_busy_seconds"] / total if total else 0.0,
+        "far_busy": counters["far_seconds"] / total if total else 0.0,
+        "pages": tier.pages,
+        "pages_bytes": tier.pages * tier.block_bytes,
+        "experts_kept": experts,
+        "split": split,
+    }

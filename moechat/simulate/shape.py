@@ -1,0 +1,106 @@
+"""The model that a trace is of, or is to stand for: its sizes, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moechat.configurator.estimate import ModelShape
+from moechat.errors import UsageError
+from moechat.geometry import ExpertGeometry
+from moechat.hub.known_shapes import find_shape, shape_names, shape_values
+from moechat.routing.trace import Trace
+
+# Keys under which configurations state expert layers, experts and experts a token.
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+# Context at which the attention cache is counted.
+_CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """Sizes of a model.
+
+    Attributes:
+        name: To show.
+        shape: What its time depends on.
+        geometry: Of its experts.
+        guessed: It was chosen because the trace has its layers and experts.
+    """
+
+    name: str
+    shape: ModelShape
+    geometry: ExpertGeometry
+    guessed: bool = False
+
+
+def shape_of_trace(trace: Trace) -> str:
+    """The known model that has the trace's layers, experts and experts a token.
+
+    Raises:
+        UsageError: There is none, or there are several.
+    """
+    found = []
+    for name in shape_names():
+        values = shape_values(name)
+        experts = next((values[key] for key in _EXPERTS if key in values), None)
+        top_k = next((values[key] for key in _TOP_K if key in values), None)
+        layers = values["num_hidden_layers"] - values.get("first_k_dense_replace", 0)
+        if (layers, experts, top_k) == (trace.layers, trace.num_experts, trace.top_k):
+            found.append(name)
+    if len(found) == 1:
+        return found[0]
+    what = f"{trace.layers} layers of {trace.num_experts} experts, {trace.top_k} a token"
+    raise UsageError(
+        f"{'no' if not found else 'more than one'} known model has the trace's {what}",
+        hint=f"name one with --model: a config.json, or one of: {', '.join(shape_names())}",
+    )
+
+
+def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
+    """Sizes of a model by the name of a known shape, a ``config.json`` or a directory with one.
+
+    Args:
+        name: ``None`` takes the known model that the trace fits.
+        trace: Recorded routing.
+        bits: Of an expert weight.
+
+    Raises:
+        UsageError: Nothing is known under that name, or the bits are not supported.
+        UnsupportedModelError: The configuration cannot be used.
+    """
+    guessed = name is None
+    if name is None:
+        name = shape_of_trace(trace)
+    known = find_shape(name)
+    path = Path(name).expanduser()
+    if known is None and not path.exists():
+        raise UsageError(
+            f"there is no model {name!r}",
+            hint=f"name a config.json, a directory with one, or one of: {', '.join(shape_names())}",
+        )
+    # Imported here: these bring torch and transformers.
+    import torch
+
+    from moechat.models.shape import known_config, outline_model, read_config
+
+    config = known_config(known) if known is not None else read_config(path)
+    outline = outline_model(config, torch.bfloat16)
+    geometry = outline.geometry(bits)
+    size = outline.dtype.itemsize
+    shape = ModelShape(
+        layers=len(outline.expert_layers),
+        experts=geometry.num_experts,
+        top_k=outline.top_k,
+        bits=bits,
+        block_bytes=geometry.record_bytes,
+        blocks_per_expert=geometry.blocks_per_expert,
+        expert_weights=outline.expert_weights,
+        dense_bytes=outline.dense.in_layers * size,
+        head_bytes=outline.dense.head * size,
+        dense_itemsize=size,
+        kv_bytes=outline.cache.nbytes(_CONTEXT) // _CONTEXT,
+        hidden_size=geometry.hidden_size,
+    )
+    return SimulatedModel(known if known is not None else path.name, shape, geometry, guessed)

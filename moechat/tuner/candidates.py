@@ -1,0 +1,90 @@
+"""The plans that are worth timing against the computed one.
+
+None of them needs another native runner: pages, policy and link stay, so that they can take turns on one near
+tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moechat.configurator.systems import CacheSettings
+
+DEFAULT = "computed"
+PLAIN = "plain"
+MAPPED = "mapped"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan.
+
+    Attributes:
+        name: Short and stable: it is what is remembered.
+        title: For people.
+        settings: How the near tier is run; ``None``: the store is mapped, and the page cache keeps what it
+            will.
+    """
+
+    name: str
+    title: str
+    settings: CacheSettings | None
+
+
+def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Candidate]:
+    """The computed plan, the plain one, and variations, most promising first.
+
+    Args:
+        settings: Of the near tier as it was loaded.
+        top_k: Experts a token.
+        may_map: No budget was given, so that mapping the store breaks no promise: then that is the plain one.
+            Else it is whole experts fetched when they are needed.
+
+    Returns:
+        The first is :data:`DEFAULT`, the second :data:`MAPPED` or :data:`PLAIN`.
+    """
+    found = [Candidate(DEFAULT, "the computed plan", settings)]
+    nothing_ahead = replace(settings, allocation="uniform", split=1.0, prefetch="none")
+    plain = Candidate(PLAIN, "whole experts, nothing fetched ahead", nothing_ahead)
+    if may_map:
+        found.append(Candidate(MAPPED, "the store mapped, kept by the page cache", None))
+    found.append(plain)
+    ahead = settings.prefetch == "next-router"
+    found.append(
+        Candidate(
+            "uniform",
+            "whole experts, as many in each layer",
+            replace(nothing_ahead, prefetch=settings.prefetch),
+        )
+    )
+    if ahead:
+        found.append(
+            Candidate(
+                "nothing-ahead",
+                "the computed plan, nothing fetched ahead",
+                replace(settings, prefetch="none"),
+            )
+        )
+        usual = top_k if settings.prefetch_experts is None else settings.prefetch_experts
+        if usual > 1:
+            half = replace(settings, prefetch_experts=-(-usual // 2))
+            found.append(Candidate("half-ahead", "the computed plan, half as much fetched ahead", half))
+        if settings.lookahead == 1:
+            found.append(
+                Candidate(
+                    "two-ahead", "the computed plan, fetched two layers ahead", replace(settings, lookahead=2)
+                )
+            )
+    found.append(
+        Candidate(
+            "dp",
+            "whole experts, most hits (dynamic programming)",
+            replace(settings, allocation="dp", split=1.0),
+        )
+    )
+    found.append(
+        Candidate(
+            "halves", "half of twice as many experts", replace(settings, allocation="uniform", split=0.5)
+        )
+    )
+    return found

@@ -1,0 +1,140 @@
+"""Choices kept from one start to the next: one small file for each machine and model, one entry a budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moechat.tuner.choice import Timing
+
+FORMAT = 1
+# Numbers of pages this close are one budget: what the process itself takes differs a little at each start.
+_SAME_BUDGET = 0.05
+_MOST_ENTRIES = 16
+_MOST_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TuningKey:
+    """What a choice holds for, but for the budget.
+
+    Attributes:
+        machine: Identity of hardware and software.
+        model: Identity of the weights.
+        bits: Of an expert weight.
+        threads: That compute.
+        dtype: Of the dense weights.
+        settings: How the near tier is run by default, and over which link.
+        version: Of moechat: another one may have other kernels and other plans.
+    """
+
+    machine: str
+    model: str
+    bits: int
+    threads: int
+    dtype: str
+    settings: str
+    version: str
+
+    @property
+    def digest(self) -> str:
+        """Name of the file."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """One choice.
+
+    Attributes:
+        pages: Of the near tier.
+        may_map: Whether the mapped store was among the candidates.
+        winner: Name of the candidate.
+        why: For people.
+        decided: Else there were too few rounds; more may be added to them.
+        measured: When, ISO 8601 in UTC.
+        timings: Of all candidates.
+    """
+
+    pages: int
+    may_map: bool
+    winner: str
+    why: str
+    decided: bool
+    measured: str
+    timings: tuple[Timing, ...]
+
+    def is_for(self, pages: int, may_map: bool) -> bool:
+        """Whether it holds for this budget."""
+        return self.may_map == may_map and abs(self.pages - pages) <= _SAME_BUDGET * max(self.pages, pages)
+
+
+def recall(directory: Path, key: TuningKey, *, pages: int, may_map: bool) -> Remembered | None:
+    """The newest choice for a budget; ``None`` if there is none, or if its file cannot be read or is damaged.
+
+    Args:
+        directory: Where choices are kept.
+        key: What it is to hold for.
+        pages: Of the near tier.
+        may_map: Whether the store may be mapped.
+    """
+    return next((entry for entry in _read(_path(directory, key), key) if entry.is_for(pages, may_map)), None)
+
+
+def remember(directory: Path, key: TuningKey, entry: Remembered) -> None:
+    """Keep a choice, in place of one for the same budget; the file changes at once or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = _path(directory, key)
+    others = [old for old in _read(path, key) if not old.is_for(entry.pages, entry.may_map)]
+    entries = [asdict(kept) for kept in (entry, *others)][:_MOST_ENTRIES]
+    text = json.dumps({"format": FORMAT, "key": asdict(key), "entries": entries}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _path(directory: Path, key: TuningKey) -> Path:
+    return directory / f"{key.digest}.json"
+
+
+def _read(path: Path, key: TuningKey) -> list[Remembered]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MOST_FILE_BYTES))
+        if content["format"] != FORMAT or content["key"] != asdict(key):
+            return []
+        return [_entry(value) for value in content["entries"]]
+    # A file that says something else than what is written here, whatever that is, says nothing.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+
+
+def _entry(value: dict[str, Any]) -> Remembered:
+    timings = tuple(
+        Timing(str(item["name"]), tuple(map(float, item["decode"])), tuple(map(float, item["prefill"])))
+        for item in value["timings"]
+    )
+    entry = Remembered(**{**value, "timings": timings})
+    types = {"pages": int, "may_map": bool, "winner": str, "why": str, "decided": bool, "measured": str}
+    for name, kind in types.items():
+        if type(getattr(entry, name)) is not kind:
+            raise TypeError(name)
+    if entry.winner not in {timing.name for timing in timings}:
+        raise ValueError(entry.winner)
+    return entry

@@ -1,0 +1,138 @@
+"""Candidates timed in turns, within a limit of seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moechat.tuner.candidates import Candidate
+from moechat.tuner.choice import LEAST_ROUNDS, Timing
+
+MOST_ROUNDS = 8
+# Tokens of a turn: those that the near tier takes to follow another plan, then those that are timed.
+_FEWEST_TOKENS, _MOST_TOKENS = 6, 30
+_SETTLE_SHARE = 1 / 3
+# To learn the pace: at most so many tokens, and at most this share of the limit.
+_FIRST_TOKENS, _FIRST_SHARE = 12, 0.15
+# All prompts together may take this share of the limit.
+_PREFILL_SHARE = 0.25
+_PREFILL_ROUNDS = 2
+# Some candidates are slower than the first.
+_SLACK = 1.3
+
+
+class Passes(Protocol):
+    """The model at work; every call returns the seconds that it took."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt that :meth:`prefill` computes."""
+        ...
+
+    def decode(self) -> float:
+        """Compute one more token."""
+        ...
+
+    def prefill(self) -> float:
+        """Begin a new sequence: compute a prompt in one pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What came out.
+
+    Attributes:
+        timings: Of the candidates that there was time for, equally many rounds of each.
+        left_out: Names of the others.
+        pace: Seconds a token of the first candidate when it was first tried.
+        seconds: That all of it took.
+    """
+
+    timings: tuple[Timing, ...]
+    left_out: tuple[str, ...]
+    pace: float
+    seconds: float
+
+
+def time_candidates(
+    candidates: Sequence[Candidate],
+    passes: Passes,
+    use: Callable[[Candidate], None],
+    *,
+    limit_s: float,
+    report: Callable[[float], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timed:
+    """Time candidates in interleaved rounds.
+
+    In each round every candidate has a turn of a few tokens, in an order that is turned and reversed from
+    round to round. The text goes on from turn to turn: repeating the same tokens would let each turn find the
+    experts that the turn before has brought. Where there is not the time for three rounds of all, the last
+    ones are left out, but never the first two; what does not end in time is no round.
+
+    Args:
+        candidates: At least one, most important first.
+        passes: Computes.
+        use: Makes a candidate the plan that is in effect.
+        limit_s: Seconds after which no further token is begun.
+        report: Told the share of the time that has passed, now and then.
+        clock: For tests.
+
+    Raises:
+        Exception: Whatever ``passes`` and ``use`` raise, KeyboardInterrupt included.
+    """
+    started = clock()
+    deadline = started + limit_s
+    use(candidates[0])
+    first: list[float] = []
+    while len(first) < _FIRST_TOKENS and (not first or clock() < started + _FIRST_SHARE * limit_s):
+        first.append(passes.decode())
+    pace = statistics.median(first[len(first) // 2 :])
+
+    tokens_left = max(0.0, deadline - clock()) / (pace * _SLACK)
+    turns = int(tokens_left / _FEWEST_TOKENS)
+    kept = list(candidates[: max(2, min(len(candidates), turns // LEAST_ROUNDS))])
+    per_turn = int(tokens_left / (len(kept) * MOST_ROUNDS))
+    per_turn = min(_MOST_TOKENS, max(_FEWEST_TOKENS, per_turn))
+    settle = max(2, int(per_turn * _SETTLE_SHARE))
+    prompts = len(kept) * _PREFILL_ROUNDS * passes.prompt_tokens * pace
+    with_prompts = prompts <= _PREFILL_SHARE * limit_s
+
+    decode: dict[str, list[float]] = {candidate.name: [] for candidate in kept}
+    prefill: dict[str, list[float]] = {candidate.name: [] for candidate in kept}
+    for number in range(MOST_ROUNDS):
+        taken: dict[str, float] = {}
+        prompted: dict[str, float] = {}
+        for candidate in _order(kept, number):
+            use(candidate)
+            if with_prompts and number < _PREFILL_ROUNDS:
+                prompted[candidate.name] = passes.prefill()
+            seconds: list[float] = []
+            while len(seconds) < per_turn and clock() < deadline:
+                seconds.append(passes.decode())
+                report(min(1.0, (clock() - started) / limit_s))
+            if len(seconds) < per_turn:
+                break
+            taken[candidate.name] = statistics.fmean(seconds[settle:])
+        if len(taken) < len(kept):
+            break
+        for name in taken:
+            decode[name].append(taken[name])
+            prefill[name] += [prompted[name]] if name in prompted else []
+    return Timed(
+        tuple(Timing(name, tuple(decode[name]), tuple(prefill[name])) for name in decode),
+        tuple(candidate.name for candidate in candidates[len(kept) :]),
+        pace,
+        clock() - started,
+    )
+
+
+def _order(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
+    """Round by round another one is first, and each order comes forwards and backwards."""
+    start = number // 2 % len(candidates)
+    order = [*candidates[start:], *candidates[:start]]
+    return order[::-1] if number % 2 else order

@@ -1,0 +1,304 @@
+"""The tuner of one loaded model: recall or time, choose, let the winner take effect, remember it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import moechat
+from moechat import _native
+from moechat.config import user_paths
+from moechat.configurator.systems import CacheSettings
+from moechat.hardware.identity import this_machine
+from moechat.loading import LoadedModel
+from moechat.offload.cached import NearTier
+from moechat.offload.planner import TierPlan
+from moechat.offload.settings import LinkSettings
+from moechat.tuner.candidates import DEFAULT, MAPPED, PLAIN, Candidate, candidates
+from moechat.tuner.choice import Choice, Timing, choose
+from moechat.tuner.passes import Sequences
+from moechat.tuner.remembered import Remembered, TuningKey, recall, remember
+from moechat.tuner.timing import Timed, time_candidates
+
+State = Literal["measured", "remembered", "skipped"]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What the tuner did.
+
+    Attributes:
+        state: ``measured`` now, ``remembered`` from an earlier start, or ``skipped``.
+        winner: Name of the candidate that is in effect.
+        title: What it is, for people.
+        why: For people, a sentence without a period.
+        measured: When the timings were taken, ISO 8601 in UTC; empty if there are none.
+        timings: Of the candidates.
+        left_out: Candidates for which there was no time.
+        same_as: Candidates left out because they come to what another one is: name, and the other's.
+        seconds: That it took now.
+        kept: The choice was written to the user's directory, or came from there.
+    """
+
+    state: State
+    winner: str
+    title: str
+    why: str
+    measured: str = ""
+    timings: tuple[Timing, ...] = ()
+    left_out: tuple[str, ...] = ()
+    same_as: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    kept: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; medians and spreads in milliseconds."""
+        return {
+            "state": self.state,
+            "winner": self.winner,
+            "title": self.title,
+            "why": self.why,
+            "measured": self.measured,
+            "seconds": self.seconds,
+            "kept": self.kept,
+            "left_out": list(self.left_out),
+            "same_as": dict(self.same_as),
+            "candidates": [
+                {
+                    "name": timing.name,
+                    "rounds": timing.rounds,
+                    "token_ms": 1000 * timing.token_seconds if timing.rounds else None,
+                    "spread_ms": 1000 * timing.token_spread,
+                    "prompt_ms": 1000 * timing.prompt_seconds if timing.prefill else None,
+                }
+                for timing in self.timings
+            ],
+        }
+
+
+def skipped(why: str) -> Tuning:
+    """Nothing was timed, and the computed plan stays."""
+    return Tuning("skipped", DEFAULT, "the computed plan", why)
+
+
+class Tuner:
+    """Times plans on a loaded model.
+
+    Args:
+        loaded: With a near tier.
+        link: Over which it is filled.
+        sequences: Text to decode; not from the user's, and with an attention cache of its own.
+        may_map: Mapping the store would break no promise about memory; ``None``: where no budget was given.
+        directory: Where choices are kept; ``None``: in the user's state directory.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        link: LinkSettings,
+        sequences: Callable[[], Sequences],
+        *,
+        may_map: bool | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        assert loaded.near is not None
+        self._loaded = loaded
+        self._near: NearTier = loaded.near
+        self._link = link
+        self._sequences = sequences
+        self._may_map = not loaded.plan.given if may_map is None else may_map
+        self._directory = directory
+        self._settings = self._near.settings
+        found = candidates(self._settings, self._near.top_k, may_map=self._may_map)
+        self._candidates, self._plans, self._same_as = _distinct(found, self._near)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Those that differ from each other, most important first."""
+        return list(self._candidates)
+
+    @property
+    def plain(self) -> str:
+        """Name of the candidate that nothing slower may replace."""
+        wanted = MAPPED if self._may_map else PLAIN
+        return self._same_as.get(wanted, wanted)
+
+    def use(self, name: str) -> Candidate:
+        """Let a candidate take effect, at once and without moving a block.
+
+        Raises:
+            KeyError: There is no such candidate.
+        """
+        name = self._same_as.get(name, name)
+        candidate = {candidate.name: candidate for candidate in self._candidates}[name]
+        if candidate.settings is None:
+            self._loaded.map_experts()
+            return candidate
+        self._near.switch(candidate.settings, self._plans[name])
+        self._loaded.page_experts()
+        return candidate
+
+    def recall(self) -> Tuning | None:
+        """Let the choice of an earlier start take effect, if there is one."""
+        entry = self._recalled()
+        if entry is None or not entry.decided:
+            return None
+        try:
+            candidate = self.use(entry.winner)
+        except KeyError:
+            return None
+        return Tuning(
+            "remembered", candidate.name, candidate.title, entry.why, entry.measured, entry.timings, kept=True
+        )
+
+    def run(self, limit_s: float, report: Callable[[float], None] = lambda _: None) -> Tuning:
+        """Time the candidates, let the winner take effect and remember it.
+
+        Timings that too few rounds of an earlier start have left are added to.
+
+        Args:
+            limit_s: Seconds after which no token is begun any more.
+            report: Told the share of that time that has passed.
+
+        Raises:
+            Exception: Whatever decoding raises, KeyboardInterrupt included; then the computed plan is in
+                effect again.
+        """
+        upkeep = self._loaded.upkeep
+        if upkeep is not None:
+            upkeep.collect()
+        try:
+            timed = time_candidates(
+                self._candidates,
+                self._sequences(),
+                lambda candidate: self._take_turns(candidate.name),
+                limit_s=limit_s,
+                report=report,
+            )
+            timings, choice = self._decide(timed)
+        except BaseException:
+            self.use(DEFAULT)
+            raise
+        finally:
+            if upkeep is not None:
+                upkeep.discard()
+        winner = self.use(choice.winner)
+        measured = datetime.now(UTC).isoformat(timespec="seconds")
+        return Tuning(
+            "measured",
+            winner.name,
+            winner.title,
+            choice.why,
+            measured,
+            timings,
+            timed.left_out,
+            self._same_as,
+            timed.seconds,
+            self._keep(choice, timings, measured),
+        )
+
+    def _take_turns(self, name: str) -> None:
+        # What the turn before has queued is not this one's work.
+        self._near.drain()
+        self.use(name)
+
+    def _decide(self, timed: Timed) -> tuple[tuple[Timing, ...], Choice]:
+        timings = timed.timings
+        before = self._recalled()
+        if before is not None and not before.decided:
+            timings = _together(before.timings, timings)
+        return timings, choose(timings, default=DEFAULT, plain=self.plain)
+
+    # ---- memory
+
+    def _key(self) -> TuningKey:
+        store = self._loaded.store
+        return TuningKey(
+            machine=this_machine().key,
+            model=store.manifest.source.fingerprint,
+            bits=store.geometry.bits,
+            threads=_native.num_threads(),
+            dtype=str(self._loaded.dtype).removeprefix("torch."),
+            settings=f"{self._settings} {self._link} replayed={self._near.replay is not None}",
+            version=moechat.__version__,
+        )
+
+    def _place(self) -> Path:
+        return user_paths().state / "tuning" if self._directory is None else self._directory
+
+    def _recalled(self) -> Remembered | None:
+        try:
+            return recall(self._place(), self._key(), pages=self._near.pages, may_map=self._may_map)
+        except Exception:  # of whatever tells machines apart; a chat must begin
+            return None
+
+    def _keep(self, choice: Choice, timings: Sequence[Timing], measured: str) -> bool:
+        if not any(timing.rounds for timing in timings):
+            return False
+        entry = Remembered(
+            self._near.pages,
+            self._may_map,
+            choice.winner,
+            choice.why,
+            choice.decided,
+            measured,
+            tuple(timings),
+        )
+        try:
+            remember(self._place(), self._key(), entry)
+        except Exception:  # a directory that cannot be written; the choice holds for this time
+            return False
+        return True
+
+
+def _distinct(
+    found: Sequence[Candidate], near: NearTier
+) -> tuple[list[Candidate], dict[str, TierPlan], dict[str, str]]:
+    """Candidates that differ, their plans, and for the others which one they are the same as."""
+    kept: list[Candidate] = []
+    plans: dict[str, TierPlan] = {}
+    same_as: dict[str, str] = {}
+    for candidate in found:
+        if candidate.settings is None:
+            kept.append(candidate)
+            continue
+        plan = near.plan if candidate.name == DEFAULT else near.plan_for(candidate.settings)
+        twin = next(
+            (
+                other.name
+                for other in kept
+                if other.settings is not None
+                and np.array_equal(plans[other.name].targets, plan.targets)
+                and _alike(other.settings, candidate.settings)
+            ),
+            None,
+        )
+        if twin is not None:
+            same_as[candidate.name] = twin
+            continue
+        kept.append(candidate)
+        plans[candidate.name] = plan
+    return kept, plans, same_as
+
+
+def _alike(one: CacheSettings, other: CacheSettings) -> bool:
+    """Whether two settings differ in nothing but how their targets came about."""
+    return replace(one, allocation="uniform", split=1.0) == replace(other, allocation="uniform", split=1.0)
+
+
+def _together(before: Sequence[Timing], now: Sequence[Timing]) -> tuple[Timing, ...]:
+    """Both timings as one, where they are of the same candidates; else those of now."""
+    old = {timing.name: timing for timing in before}
+    if old.keys() != {timing.name for timing in now}:
+        return tuple(now)
+    return tuple(
+        Timing(
+            timing.name, old[timing.name].decode + timing.decode, old[timing.name].prefill + timing.prefill
+        )
+        for timing in now
+    )

@@ -1,0 +1,254 @@
+"""``moechat profile``: measured once, kept, shown; interrupted without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_support import PATIENCE_S, Cli
+
+from moechat.hardware import measure as room
+from moechat.hardware.measure_budget import LARGE_BYTES, Budget
+
+SHORT = Budget(
+    scratch_bytes=2 * LARGE_BYTES,
+    link_seconds=0.05,
+    latency_seconds=0.01,
+    memory_bytes=64 << 20,
+    stream_seconds=0.02,
+    compute_seconds=0.02,
+    many_seconds=0.0,
+    together_seconds=0.05,
+    bits=(2, 4),
+)
+
+
+@pytest.fixture
+def own(tmp_path: Path, cli: Cli) -> Cli:
+    """The program with a library that nobody has measured yet."""
+    return replace(cli, home=tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls inside this process measure for a second; the real program does for many."""
+    monkeypatch.setattr(room, "Budget", lambda: SHORT)
+
+
+def test_it_measures_once_and_then_shows_what_it_kept(own: Cli) -> None:
+    first = own.call("profile")
+    assert first.status == 0, first.err
+    assert "measuring this machine" in first.err
+    assert "kept in" in first.err
+    second = own.call("profile")
+    assert second.err == ""
+    assert b"measured just now" in second.out
+    text = second.out.decode()
+    for word in ("processor", "memory", "disk", "GPU", "256 KiB", "latency", "GB/s", "GFLOP/s", "1 thread"):
+        assert word in text, word
+    assert "\x1b" not in text
+    assert (
+        first.out.decode().partition("\n")[2].partition("\n")[2] == text.partition("\n")[2].partition("\n")[2]
+    )
+
+
+def test_figures_line_up_at_the_right(own: Cli) -> None:
+    lines = own.call("profile", "-q").out.decode().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("bits"))
+    ends = {
+        tuple(match.end() for match in re.finditer(r"GB/s|GFLOP/s", line)) for line in lines[at + 1 : at + 3]
+    }
+    assert len(ends) == 1
+
+
+def test_json_has_its_keys_and_says_whether_it_is_fresh(own: Cli) -> None:
+    first = json.loads(own.call("profile", "--json", "-q").out)
+    second = json.loads(own.call("profile", "--json").out)
+    assert (first["fresh"], second["fresh"]) == (True, False)
+    assert set(first) == {
+        "format",
+        "kind",
+        "key",
+        "profile",
+        "missing",
+        "remarks",
+        "facts",
+        "seconds",
+        "age_s",
+        "fresh",
+        "model_times",
+    }
+    assert first["profile"] == second["profile"]
+    assert first["profile"]["links"]["file"]["bandwidth"]["262144"]["value"] > 0
+    assert first["model_times"] is None
+    if first["profile"]["gpu"] is None:
+        assert first["missing"]["gpu"]
+    else:
+        assert first["missing"]["link gpu"]
+
+
+def test_refresh_measures_again(own: Cli) -> None:
+    own.call("profile", "-q")
+    (file,) = (own.home / "data" / "profiles").glob("*.json")
+    kept = json.loads(file.read_text())
+    kept["seconds"] = 12345.0
+    file.write_text(json.dumps(kept))
+    assert b"in 3:25:45 h" in own.call("profile").out
+    assert own.call("profile", "--refresh", "-q").status == 0
+    assert json.loads(file.read_text())["seconds"] < 12345
+
+
+def test_a_damaged_file_is_measured_anew_with_a_word(own: Cli) -> None:
+    own.call("profile", "-q")
+    (file,) = (own.home / "data" / "profiles").glob("*.json")
+    file.write_text("{")
+    done = own.call("profile")
+    assert done.status == 0
+    assert "is damaged and is ignored" in done.err
+    assert json.loads(file.read_text())["profile"]
+
+
+def test_a_list_names_kept_and_reference_profiles(own: Cli) -> None:
+    empty = own.call("profile", "--list")
+    assert empty.status == 0
+    assert b"nothing was measured yet" in empty.out
+    assert b"rtx3060-12g" in empty.out
+    own.call("profile", "-q")
+    assert b"this machine" in own.call("profile", "--list").out
+    found = json.loads(own.call("profile", "--list", "--json").out)
+    (saved,) = found["saved"]
+    assert saved["current"] is True
+    assert saved["age_s"] < 600
+    assert all(item["title"] for item in found["reference"])
+
+
+def test_a_profile_of_other_hardware_is_listed_but_not_used(own: Cli) -> None:
+    own.call("profile", "-q")
+    (file,) = (own.home / "data" / "profiles").glob("*.json")
+    text = file.read_text().replace(file.stem, "0" * 16)
+    file.with_name("0" * 16 + ".json").write_text(text)
+    file.unlink()
+    found = json.loads(own.call("profile", "--list", "--json").out)
+    assert [item["current"] for item in found["saved"]] == [False]
+    assert "measuring this machine" in own.call("profile").err
+
+
+def test_figures_that_cannot_be_kept_are_shown(own: Cli) -> None:
+    (own.home / "data").mkdir(parents=True)
+    (own.home / "data" / "profiles").write_text("a file in the way")
+    done = own.call("profile")
+    assert done.status == 0
+    assert "the profile is not kept" in done.err
+    assert "MOECHAT_HOME" in done.err
+    assert b"GB/s" in done.out
+
+
+def test_a_part_that_was_not_measured_says_why(own: Cli) -> None:
+    own.home.mkdir()
+    (own.home / "data").write_text("a file in the way")
+    done = own.call("profile")
+    assert done.status == 0
+    assert b"disk to memory: not measured: nothing can be written in" in done.out
+    assert b"expert kernels" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--list", "--refresh"), "--list measures nothing"),
+        (("--list", "--model", "demo"), "--list measures nothing"),
+        (("--bits", "4"), "need --model"),
+        (("--model", "demo", "--bits", "5"), "--bits is 5"),
+        (("--model", "demo", "--threads", "0"), "--threads is 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(own: Cli, arguments: tuple[str, ...], said: str) -> None:
+    done = own.call("profile", *arguments)
+    assert done.status == 2
+    assert said in done.err
+    assert not own.home.exists()
+
+
+def test_a_model_that_is_not_there_is_refused_before_measuring(own: Cli) -> None:
+    done = own.call("profile", "--model", "./nowhere")
+    assert done.status == 3
+    assert not (own.home / "data" / "profiles").exists()
+
+
+def test_a_home_that_is_no_directory_is_refused(own: Cli) -> None:
+    own.home.write_text("a file")
+    done = own.call("profile")
+    assert done.status == 2
+    assert "not a directory" in done.err
+
+
+def test_the_times_of_a_model_are_shown_and_kept(own: Cli, model: str, cli: Cli) -> None:
+    done = cli.call("profile", "--model", model, "--json", "-q")
+    assert done.status == 0, done.err
+    times = json.loads(done.out)["model_times"]
+    assert times["moe"]["origin"] == "measured"
+    assert times["moe"]["value"] > 0
+    assert times["expert_layers"] >= 1
+    assert list((cli.home / "data" / "profiles").glob("*.times/*.json"))
+    table = cli.call("profile", "--model", model).out.decode()
+    assert "T_moe" in table
+    assert "a token with all experts in memory" in table
+
+
+def test_without_a_model_torch_is_not_loaded(own: Cli) -> None:
+    code = (
+        "import sys; from moechat.hardware import measure as room; from tests_budget import SHORT; "
+        "room.Budget = lambda: SHORT; from moechat.cli.main import main; "
+        "status = [main(['profile', '-q']), main(['profile', '--list'])]; "
+        "sys.exit('torch' in sys.modules or any(status))"
+    )
+    budget = own.home.parent / "tests_budget.py"
+    budget.write_text(f"from moechat.hardware.measure_budget import Budget\nSHORT = {SHORT!r}\n")
+    environment = {**own.environment, "PYTHONPATH": str(budget.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=own.directory,
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wait_s", [0.3, 2.5])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_file(own: Cli, number: int, status: int, wait_s: float) -> None:
+    process = own.start("profile")
+    assert process.stderr is not None
+    assert b"measuring this machine" in process.stderr.readline()
+    time.sleep(wait_s)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == status, err
+    assert (out, err) == (b"", b"")
+    files = [entry for _, _, names in os.walk(own.home) for entry in names]
+    assert files == []
+
+
+def test_a_terminal_sees_what_is_measured_and_its_cursor_again(own: Cli) -> None:
+    child = own.terminal("profile")
+    child.expect("measuring this machine, about 20 seconds: ")
+    child.expect("disk: |memory: |CPU: ")
+    child.sendintr()
+    child.expect("\x1b\\[\\?25h")
+    child.wait()
+    assert child.exitstatus == 130
+
+
+def test_a_list_whose_reader_has_gone_ends_quietly(own: Cli) -> None:
+    done = own.shell("$M profile --list | true")
+    assert done.status == 0
+    assert done.err == ""

@@ -1,0 +1,139 @@
+"""Files of prompts: what is understood, and what is refused with its line."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moechat.cli.prompts_file import FilePrompt, read_prompts
+from moechat.errors import UsageError
+
+
+def write(directory: Path, text: str | bytes, name: str = "prompts") -> str:
+    path = directory / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
+    file = read_prompts(write(tmp_path, "\ufeffFirst one. \r\n\n   \nSecond:\u2028still the second"))
+    assert file.prompts == [
+        FilePrompt(1, [], ["First one."]),
+        FilePrompt(4, [], ["Second:\u2028still the second"]),
+    ]
+    assert file.understood == "text, one prompt a line"
+    assert all(prompt.is_plain for prompt in file.prompts)
+
+
+@pytest.mark.parametrize(
+    ("entry", "turns"),
+    [
+        ({"prompt": "a"}, ["a"]),
+        ({"question": "b", "answer": "42"}, ["b"]),
+        ({"text": "c\nd"}, ["c\nd"]),
+        ({"turns": ["a", "b"], "question_id": 81}, ["a", "b"]),
+        ({"text": "what it is about", "question": "b"}, ["b"]),
+        ({"prompt": None, "text": "c"}, ["c"]),
+    ],
+)
+def test_keys_of_json_lines(tmp_path: Path, entry: dict[str, object], turns: list[str]) -> None:
+    file = read_prompts(write(tmp_path, json.dumps(entry) + "\n"))
+    assert file.prompts == [FilePrompt(1, [], turns)]
+    assert file.prompts[0].is_plain == (len(turns) == 1)
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt"])
+def test_conversations_end_with_the_user(tmp_path: Path, key: str) -> None:
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Why?", "name": "me"},
+        {"role": "assistant", "content": "Because."},
+    ]
+    (prompt,) = read_prompts(write(tmp_path, json.dumps({key: said}))).prompts
+    assert prompt.turns == ["Why?"]
+    assert prompt.opening == said[:3]
+    assert not prompt.is_plain
+
+
+def test_it_says_which_keys_it_found(tmp_path: Path) -> None:
+    text = '{"text": "a"}\n{"turns": ["b"]}\n{"text": "c"}\n'
+    assert read_prompts(write(tmp_path, text)).understood == "JSON lines (turns, text)"
+
+
+def test_the_name_decides_before_the_content(tmp_path: Path) -> None:
+    assert read_prompts(write(tmp_path, '{"x": 1}', "a.txt")).prompts[0].turns == ['{"x": 1}']
+    with pytest.raises(UsageError, match="line 1: not JSON"):
+        read_prompts(write(tmp_path, "Hello", "a.jsonl"))
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    assert [prompt.turns for prompt in read_prompts("-").prompts] == [["one"], ["two"]]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    with pytest.raises(UsageError, match="stdin, line 1: none of messages, turns"):
+        read_prompts("-")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": ', "not JSON (Expecting value, column 12)"),
+        (b"[" * 100_000, "not JSON"),
+        (b'["a"]', "not an object"),
+        (b'{"q": "a"}', "none of messages, turns, prompt, question, text in it"),
+        (b'{"prompt": 5}', "prompt is no text"),
+        (b'{"prompt": "  "}', "prompt is no text"),
+        (b'{"prompt": []}', "prompt is no text"),
+        (b'{"turns": "a"}', "turns is no list of texts"),
+        (b'{"turns": []}', "turns is empty"),
+        (b'{"turns": ["a", 1]}', "turns is no list of texts"),
+        (b'{"text": "\\ud800"}', "text is no Unicode text"),
+        (b'{"messages": []}', "messages has no message of the user"),
+        (b'{"messages": ["a"]}', "messages is no list of messages"),
+        (b'{"messages": [{"role": "user"}]}', "messages is no list of messages"),
+        (b'{"messages": [{"role": "king", "content": "a"}]}', "messages is no list of messages"),
+        (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_prompts(write(tmp_path, b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n'))
+    assert "line 3: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "\n \n\r\n"])
+def test_nothing_to_ask(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="holds no prompt"):
+        read_prompts(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        read_prompts(str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        read_prompts(str(tmp_path))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.one_of(
+        st.binary(max_size=80), st.text(max_size=40).map(lambda text: json.dumps({"text": text}).encode())
+    )
+)
+def test_any_bytes_are_prompts_or_a_usage_error(tmp_path: Path, data: bytes) -> None:
+    try:
+        file = read_prompts(write(tmp_path, data))
+    except UsageError:
+        return
+    assert file.prompts
+    assert all(turn.strip() for prompt in file.prompts for turn in prompt.turns)

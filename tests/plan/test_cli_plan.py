@@ -1,0 +1,170 @@
+"""``moechat plan`` as people and scripts use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import Cli
+from tiny import tiny_config
+
+CARD = ("--gpu", "rtx3060-12g")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file that is no model, only its sizes."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 24}
+    path = tmp_path_factory.mktemp("config") / "many.json"
+    tiny_config("qwen3_moe", 0, **sizes).to_json_file(path)
+    return str(path)
+
+
+def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
+    result = cli.call("plan", "mixtral", "--vram", "12G", *CARD)
+    assert (result.status, result.err) == (0, "")
+    text = result.out.decode()
+    assert text.startswith("mixtral-8x7b: 46.7 billion parameters, 12.7 billion for a token")
+    for words in (
+        "VRAM               12.0 GiB  given",
+        "dense weights     3.0 GiB  counted",
+        "CUDA context      448 MiB  estimate",
+        "experts, pinned  23.6 GiB  100 % of all",
+        "experts kept in VRAM: C of 8 a layer, θ of each",
+        "expected speed: estimate, not measured",
+        "tokens a second",
+        "RAM to graphics card 25.5 GB/s, estimate",
+        "routing          defaults for models like mixtral, none recorded",
+        "this plan",
+        "this version computes on the CPU only",
+    ):
+        assert words in text
+    assert "\x1b" not in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= 200
+
+
+def test_many_different_layers_become_a_picture(cli: Cli) -> None:
+    result = cli.call("plan", "qwen3", "--vram", "12G", *CARD)
+    assert result.status == 0, result.err
+    lines = result.out.decode().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
+    picture = lines[start + 1 : start + 4]
+    assert [line.split()[0] for line in picture] == ["C", "θ", "hits"]
+    for line in picture:
+        glyphs = line[6:54]
+        assert set(glyphs) <= set("▁▂▃▄▅▆▇█ "), glyphs
+        assert len(glyphs) == 48
+    assert lines[start + 4].startswith("layers 0 to 47")
+
+
+def test_without_unicode_the_picture_is_ascii(cli: Cli) -> None:
+    plain = Cli(cli.directory, cli.home, {"PYTHONIOENCODING": "ascii"})
+    result = plain.run("plan", "qwen3", "--vram", "12G", *CARD)
+    assert result.status == 0, result.err
+    text = result.out.decode("ascii")
+    picture = next(line for line in text.splitlines() if line.startswith("hits"))
+    assert set(picture[6:54]) <= set("._-=+*%#")
+
+
+def test_json_is_read_by_other_programs(cli: Cli, config: str) -> None:
+    script = f"$M plan {config} --vram 700M {' '.join(CARD)} --json | python3 -m json.tool"
+    result = cli.shell(script)
+    assert (result.status, result.err) == (0, "")
+    plan = json.loads(result.out)
+    assert plan["machine"]["name"] == "rtx3060-12g"
+    assert plan["memory"]["near"] == "vram"
+    assert len(plan["layers"]) == 24
+    assert plan["speed"]["basis"] == "estimate"
+
+
+def test_a_reader_may_stop_early(cli: Cli, config: str) -> None:
+    result = cli.shell(f"$M plan {config} {' '.join(CARD)} | head -c 40")
+    assert (result.status, result.err) == (0, "")
+    assert len(result.out) == 40
+
+
+def test_on_a_terminal_lines_are_not_cut(cli: Cli, config: str) -> None:
+    terminal = cli.terminal("plan", config, "--vram", "700M", *CARD)
+    terminal.expect("tokens a second")
+    terminal.expect("this plan")
+    terminal.expect("comes with a later one")
+    terminal.wait()
+    assert terminal.exitstatus == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason", "hint"),
+    [
+        (("mixtral", "--gpu", "rtx3060"), 2, "no hardware profile 'rtx3060'", "rtx3060-12g"),
+        (("mixtral", "--gpu", "voodoo2"), 2, "no hardware profile 'voodoo2'", "rtx4090"),
+        (("mixtral", "--vram", "12G"), 2, "--vram needs a graphics card", "--list-gpus"),
+        (("mixtral", "--vram", "12Q", *CARD), 2, "'12Q' is not a size", "12G"),
+        (("mixtral", "--vram", "0", *CARD), 2, "--vram is 0", "leave it out"),
+        (("mixtral", "--bits", "5", *CARD), 2, "--bits is 5", ""),
+        (("mixtral", "--ctx", "1", *CARD), 2, "--ctx is 1", ""),
+        (("mixtral", "--system", "best"), 2, "system 'best' is not known", "auto"),
+        ((), 2, "there is no MODEL", "moechat plan mixtral"),
+        (("mixtrl", *CARD), 3, "there is no model 'mixtrl'", "mixtral"),
+        (("nobody/nothing", *CARD), 3, "its shape is not among the known ones", "config.json"),
+        (("mixtral", "--vram", "3G", *CARD), 4, "the least that works is", "--vram (vram=)"),
+        (("mixtral", "--vram", "24G", *CARD), 4, "has 12288 MiB of memory", "another card"),
+        (("mixtral", "--ctx", "32769", *CARD), 4, "the model was made for 32768", "at most 32768"),
+        (("mixtral", "--ram", "1G", "--ctx", "512"), 4, "the least that works is", "--ram (ram=)"),
+        (("mixtral", "--ram", "1G", *CARD), 4, "the least that works is 1344 MiB", "--ram (ram=)"),
+    ],
+)
+def test_what_cannot_be_planned_ends_with_its_status(
+    cli: Cli, arguments: tuple[str, ...], status: int, reason: str, hint: str
+) -> None:
+    result = cli.call("plan", *arguments)
+    assert result.status == status, result.err
+    assert result.out == b""
+    first, *rest = result.err.splitlines()
+    assert first.startswith("error: ")
+    assert reason in first
+    if hint:
+        assert hint in "\n".join(line for line in rest if line.startswith("hint: "))
+
+
+def test_the_machines_are_listed(cli: Cli) -> None:
+    result = cli.call("plan", "--list-gpus")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.decode().splitlines()
+    assert lines[0].split() == ["name", "VRAM", "RAM", "machine"]
+    names = [line.split()[0] for line in lines[1:]]
+    assert names == sorted(names)
+    assert "rtx3060-12g" in names
+
+
+def test_a_machine_of_ones_own(cli: Cli, tmp_path: Path, config: str) -> None:
+    from moechat.hardware import profile_file
+
+    shipped = Path(profile_file.__file__).parents[2] / "profiles" / "rtx3060-12g.toml"
+    own = tmp_path / "my-pc.toml"
+    own.write_text(shipped.read_text().replace("12288", "8192"))
+    result = cli.call("plan", config, "--gpu", str(own), "--json")
+    assert result.status == 0, result.err
+    plan = json.loads(result.out)
+    assert plan["machine"]["name"] == "my-pc"
+    assert plan["memory"]["tiers"][0]["budget_bytes"] == 8 << 30
+
+
+def test_this_machine_is_planned_as_run_uses_it(cli: Cli) -> None:
+    result = cli.call("plan", "demo", "--json")
+    assert result.status == 0, result.err
+    plan = json.loads(result.out)
+    assert plan["machine"]["name"] == "this machine"
+    assert plan["model"]["weights"] == "store"
+    assert plan["memory"]["near"] == "ram"
+    assert plan["speed"] is None
+    assert any("moechat profile" in note for note in plan["notes"])
+
+
+def test_help_documents_the_keys(cli: Cli) -> None:
+    result = cli.call("plan", "--help")
+    assert result.status == 0
+    text = " ".join(result.out.decode().split())
+    for key in ("tokens_per_s", "resident_share", "other_budgets", "far_bytes_per_token", "--list-gpus"):
+        assert key in text

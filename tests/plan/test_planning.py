@@ -1,0 +1,320 @@
+"""Plans through the API: memory that adds up, budgets that mean something, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_support import GIB, desktop, without_disk
+from tiny import tiny_config
+
+import moechat
+import moechat.planning.make
+from moechat.errors import (
+    DoesNotFitError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from moechat.hardware.profile_file import reference_names
+from moechat.planning import Plan
+from moechat.store.store import Store
+
+DEMO = Path(moechat.__file__).parent / "hub" / "demo"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 4 layers and 57 MiB of experts: quick to plan for."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 16, "num_hidden_layers": 4}
+    path = tmp_path_factory.mktemp("config") / "small.json"
+    tiny_config("qwen3_moe", 0, **sizes).to_json_file(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def olmoe() -> Plan:
+    return moechat.plan("olmoe", vram="3G", profile=desktop())
+
+
+def part(plan: Plan, name: str, tier: int = 0) -> int:
+    return next(part.nbytes for part in plan.tiers[tier].parts if part.name == name)
+
+
+def test_parts_fill_the_budget_and_no_more(olmoe: Plan) -> None:
+    near, far = olmoe.tiers
+    assert (near.name, near.budget, near.given) == ("vram", 3 * GIB, True)
+    assert near.budget - near.used in range(16 << 20)
+    # Attention, norms, embedding, head and routers in 16 bits; rotary frequencies; routers in float32.
+    assert part(olmoe, "dense weights") == 2 * 476_710_912 + 512 + 4 * 16 * 64 * 2048
+    assert part(olmoe, "attention cache") == olmoe.context * 131072
+    assert part(olmoe, "experts") == olmoe.pages * (olmoe.all_expert_bytes // (16 * 64 * 16))
+    assert (far.name, far.given) == ("ram", False)
+    assert part(olmoe, "experts, pinned", 1) == olmoe.all_expert_bytes
+    assert olmoe.far is not None
+    assert (olmoe.far.kind, olmoe.far.share) == ("ram", 1.0)
+
+
+def test_targets_stay_within_the_pages(olmoe: Plan) -> None:
+    assert [entry.layer for entry in olmoe.layers] == list(range(16))
+    assert 0 < sum(entry.experts * entry.blocks for entry in olmoe.layers) <= olmoe.pages
+    for entry in olmoe.layers:
+        assert 0 <= entry.experts <= 64
+        assert 0 <= entry.blocks <= 16
+        assert entry.split == entry.blocks / 16
+        assert 0 <= entry.hit_rate <= 1
+    assert olmoe.speed is not None
+    decode = olmoe.speed.decode
+    assert decode.hit_rate == pytest.approx(sum(entry.hit_rate for entry in olmoe.layers) / 16)
+    assert decode.waiting == pytest.approx(sum(entry.exposed_s for entry in olmoe.layers))
+    assert decode.seconds == pytest.approx(decode.dense + decode.experts + decode.waiting + decode.head)
+
+
+def test_more_memory_is_never_slower(small: Path) -> None:
+    rates = []
+    for vram in ("520M", "530M", "540M", "550M", "560M", "800M"):
+        made = moechat.plan(small, vram=vram, profile=desktop(), ctx=128)
+        assert made.speed is not None
+        rates.append(made.speed.tokens_per_s)
+    assert rates == sorted(rates)
+    assert rates[-1] > rates[0]
+
+
+def test_other_budgets_say_what_a_plan_for_them_says(olmoe: Plan) -> None:
+    names = [entry.name for entry in olmoe.other_budgets]
+    assert names == ["half", "less", "more", "much_more", "all_experts"]
+    half, *rest = olmoe.other_budgets
+    assert (half.nbytes, half.tokens_per_s) == (3 * GIB // 2, None)  # dense weights and context take more
+    for entry in rest:
+        again = moechat.plan("olmoe", vram=entry.nbytes, profile=desktop(), ctx=olmoe.context)
+        assert again.speed is not None
+        assert again.speed.tokens_per_s == entry.tokens_per_s
+        assert bool(again.layers) == (entry.name != "all_experts")
+
+
+def test_with_room_for_all_experts_nothing_is_far() -> None:
+    made = moechat.plan("olmoe", vram="10G", profile=desktop())
+    assert (made.far, made.layers, made.pages, made.resident_share) == (None, (), 0, 1.0)
+    assert made.context == 4096
+    assert not made.context_limited
+    assert [tier.name for tier in made.tiers] == ["vram"]
+    assert made.speed is not None
+    assert made.speed.decode.hit_rate == 1.0
+    assert [entry.name for entry in made.other_budgets if entry.nbytes > 10 * GIB] == []
+
+
+def test_too_little_graphics_memory_is_refused_with_what_would_do() -> None:
+    with pytest.raises(DoesNotFitError, match="CUDA context 448, dense weights") as caught:
+        moechat.plan("olmoe", vram="1G", profile=desktop(), ctx=512)
+    least = caught.value.least_bytes
+    assert least is not None
+    assert f"{least >> 20}M with --vram" in str(caught.value.hint)
+    moechat.plan("olmoe", vram=least, profile=desktop(), ctx=512)
+    with pytest.raises(DoesNotFitError):
+        moechat.plan("olmoe", vram=least - (16 << 20), profile=desktop(), ctx=512)
+
+
+def test_little_ram_makes_a_chain_to_the_disk() -> None:
+    plenty = moechat.plan("olmoe", vram="2G", profile=desktop(), ctx=512)
+    made = moechat.plan("olmoe", vram="2G", ram="2G", profile=desktop(), ctx=512)
+    assert made.far is not None
+    assert made.far.kind == "ram+disk"
+    assert made.far.share == pytest.approx((2 * GIB - part(made, "process", 1)) / made.all_expert_bytes)
+    assert any("read from the disk" in note for note in made.notes)
+    assert made.speed is not None
+    assert plenty.speed is not None
+    assert made.speed.tokens_per_s < plenty.speed.tokens_per_s
+    assert "disk to RAM, bytes/s" in [figure.name for figure in made.speed.figures]
+    with pytest.raises(DoesNotFitError, match="the least that works is 1344 MiB"):
+        moechat.plan("olmoe", vram="2G", ram="1G", profile=desktop(), ctx=512)
+    with pytest.raises(DoesNotFitError, match="has 32768 MiB of RAM"):
+        moechat.plan("olmoe", vram="2G", ram="64G", profile=desktop(), ctx=512)
+
+
+def test_without_a_card_ram_is_near_and_the_disk_far() -> None:
+    made = moechat.plan("mixtral", profile=desktop(gpu=False, ram=16 * GIB))
+    assert made.near == "ram"
+    assert made.far is not None
+    assert made.far.kind == "disk"
+    assert made.tiers[0].budget < 14 * GIB  # the system keeps something
+    assert made.speed is not None
+    assert "disk" in made.speed.bottleneck
+    with pytest.raises(UsageError, match="A desktop has no graphics card"):
+        moechat.plan("mixtral", vram="12G", profile=desktop(gpu=False))
+
+
+def test_a_machine_of_unknown_speed_still_has_a_plan() -> None:
+    made = moechat.plan("mixtral", profile=without_disk(desktop(gpu=False, ram=16 * GIB)))
+    assert made.speed is None
+    assert made.other_budgets == ()
+    assert len(made.layers) == 32
+    assert any("speed of the disk" in note for note in made.notes)
+    here = moechat.plan("olmoe", ram="3G", ctx=512)
+    assert (here.machine, here.tiers[0].parts[0].basis) == ("this machine", "measured")
+    assert here.speed is None
+    assert any("moechat profile" in note for note in here.notes)
+
+
+def test_only_a_profile_or_a_card_makes_graphics_memory() -> None:
+    with pytest.raises(UsageError, match="--vram needs a graphics card") as caught:
+        moechat.plan("olmoe", vram="12G")
+    assert "--gpu" in str(caught.value.hint)
+
+
+def test_the_card_has_no_more_than_it_has() -> None:
+    with pytest.raises(DoesNotFitError, match="Test card has 12288 MiB"):
+        moechat.plan("olmoe", vram="16G", profile=desktop())
+    made = moechat.plan("olmoe", profile=desktop(vram=2.5 * GIB))
+    assert (made.tiers[0].budget, made.tiers[0].given) == (int(2.5 * GIB), False)
+
+
+def test_every_reference_machine_can_be_planned_for(small: Path) -> None:
+    names = reference_names()
+    assert len(names) >= 10
+    for name in names:
+        made = moechat.plan(small, profile=name)
+        assert made.speed is not None
+        assert 10 < made.speed.tokens_per_s < 20_000, name
+        assert made.machine == name
+        assert made.speed.ttft_s is not None
+        assert all(figure.source for figure in made.speed.figures)
+
+
+def test_a_plan_is_what_loading_does() -> None:
+    with moechat.load("demo", ram="460M", ctx=256) as engine:
+        facts = engine.describe()
+    base = facts["memory_process_bytes"]
+    made = moechat.plan("demo", ram=facts["memory_budget_bytes"], ctx=256)
+    assert made.weights == "store"
+    # The same process has grown meanwhile, so what is left for experts differs.
+    assert base <= part(made, "process")
+    assert part(made, "dense weights") == facts["memory_dense_bytes"]
+    assert part(made, "attention cache") == facts["memory_attention_cache_bytes"]
+    assert part(made, "workspace") == facts["memory_workspace_bytes"] + facts["memory_scratch_bytes"]
+    assert made.dtype == facts["dense_dtype"]
+    assert made.all_expert_bytes == facts["expert_bytes"]
+    assert made.blocks_per_expert == facts["blocks_per_expert"]
+
+
+def test_a_configuration_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "Tiny.Config.JSON"
+    tiny_config("qwen2_moe", 0).to_json_file(config)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    shutil.copy(config, directory / "config.json")
+    by_file = moechat.plan(config, profile=desktop())
+    by_directory = moechat.plan(directory, profile=desktop())
+    assert by_file.weights == by_directory.weights == "none"
+    assert by_file.model == "Tiny.Config.JSON"
+    assert by_file.parameters == by_directory.parameters > 0
+    monkeypatch.chdir(directory)
+    assert moechat.plan("config.json", profile=desktop()).parameters == by_file.parameters
+    assert moechat.plan(".", profile=desktop()).parameters == by_file.parameters
+
+
+def test_a_store_is_planned_with_its_bits_and_others() -> None:
+    bits = Store.open(DEMO).geometry.bits
+    assert moechat.plan("demo", profile=desktop()).bits == bits
+    other = moechat.plan("demo", profile=desktop(), bits=8)
+    assert (other.bits, other.weights) == (8, "none")
+    assert any(f"stored with {bits} bits" in note for note in other.notes)
+    with pytest.raises(UsageError, match="5 bits"):
+        moechat.plan("demo", profile=desktop(), bits=5)
+
+
+def test_recorded_routing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.configurator.warm_start import default_statistics
+    from moechat.routing.statistics_file import add_statistics, model_key
+
+    before = moechat.plan("demo", ram="460M", ctx=256, profile=None)
+    assert (before.statistics_tokens, before.weights) == (0, "store")
+    store = Store.open(DEMO)
+    key = model_key(store.manifest.source.fingerprint, layers=8, experts=16, top_k=2)
+    made_up = default_statistics("mixtral", 8, 16, 2, policy="blend")
+    seen = {name: getattr(made_up, name) for name in made_up.__dataclass_fields__}
+    assert add_statistics(key, type(made_up)(**{**seen, "tokens": 321}))
+    after = moechat.plan("demo", ram="460M", ctx=256)
+    assert after.statistics_tokens == 321
+    assert "321 recorded tokens" in after.statistics_source
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "error", "reason"),
+    [
+        ("mixtrl", {}, ModelNotFoundError, "there is no model 'mixtrl'"),
+        ("./nowhere", {}, ModelNotFoundError, "no directory"),
+        ("some/model", {}, ModelNotFoundError, "not in the library, and its shape is not"),
+        ("", {}, ModelNotFoundError, "not a model name"),
+        ("olmoe", {"ctx": 4097}, DoesNotFitError, "the model was made for 4096"),
+        ("olmoe", {"ctx": 1}, UsageError, "at least 2"),
+        ("olmoe", {"system": "best"}, UsageError, "system 'best' is not known"),
+        ("olmoe", {"vram": "lots"}, UsageError, "'lots' is not a size"),
+        ("olmoe", {"vram": 0}, UsageError, "vram is 0"),
+        ("olmoe", {"ram": -5}, UsageError, "ram is -5"),
+        ("olmoe", {"vram": 1 << 70}, UsageError, "vram is"),
+        ("olmoe", {"profile": "rtx9999-12g"}, UsageError, "no hardware profile 'rtx9999-12g'"),
+        ("olmoe", {"profile": "./no.toml"}, UsageError, "no.toml"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(
+    model: str, arguments: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        moechat.plan(model, **{"profile": desktop(), **arguments})
+
+
+def test_near_names_are_offered() -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        moechat.plan("mixtrl")
+    assert "mixtral" in str(caught.value.hint)
+    with pytest.raises(UsageError) as unknown:
+        moechat.plan("olmoe", profile="rtx3060-12")
+    assert "rtx3060-12g" in str(unknown.value.hint)
+
+
+def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(UnsupportedModelError, match=r"broken\.json"):
+        moechat.plan(broken, profile=desktop())
+    dense = tmp_path / "dense.json"
+    dense.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}))
+    with pytest.raises(UnsupportedModelError, match="no routed experts"):
+        moechat.plan(dense, profile=desktop())
+
+
+def test_every_system_can_be_planned(small: Path) -> None:
+    from moechat.configurator.systems import SYSTEMS
+
+    rates = {}
+    for system in SYSTEMS:
+        made = moechat.plan(small, vram="540M", profile=desktop(), ctx=128, system=system)
+        assert 0 < made.resident_share < 1
+        assert made.speed is not None, system
+        rates[system] = made.speed.tokens_per_s
+    assert rates["auto"] >= max(rates[name] for name in ("mixtral-offloading", "on-demand", "pregated"))
+
+
+def test_json_is_plain_and_complete(olmoe: Plan) -> None:
+    plain = json.loads(json.dumps(olmoe.to_json(), allow_nan=False))
+    assert set(plain) == {
+        "model",
+        "machine",
+        "system",
+        "context",
+        "memory",
+        "layers",
+        "statistics",
+        "speed",
+        "other_budgets",
+        "notes",
+    }
+    assert plain["model"]["experts"] == 64
+    assert plain["memory"]["tiers"][0]["used_bytes"] == olmoe.tiers[0].used
+    assert plain["speed"]["tokens_per_s"] == olmoe.speed.tokens_per_s if olmoe.speed else False
+    assert {figure["origin"] for figure in plain["speed"]["figures"]} == {"datasheet"}
+    assert {figure["name"] for figure in plain["speed"]["costs_s"]} >= {"attention", "moe", "head", "load"}
+    assert list(plain["speed"]["ttft_s"]) == ["128", "1024"]

@@ -1,0 +1,183 @@
+"""The timeline against the real expert runner: the same trace, the same decisions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moechat import _native
+
+HIDDEN = 64
+# Whatever is counted, but for times and for what only one of the two has.
+COUNTED = (
+    *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),
+    *("blocks_wanted", "blocks_resident", "blocks_prefetched", "fetched_demand", "fetched_prefetch"),
+    *("prefetch_wasted", "evicted", "admitted", "blocks_staged"),
+    *("link_bytes_demand", "link_bytes_near", "link_bytes_far"),
+)
+
+
+@dataclass
+class Case:
+    """A model's shape, its routing, and a near tier for it."""
+
+    experts: Any  # int32 [tokens, layers, k]
+    count: int
+    blocks: int
+    pages: int
+    targets: Any
+    reserve: int
+    policy: str = "lcp"
+    whole: bool = False
+    ahead: str = "ranked"
+    lookahead: int = 1
+    width: int = 0
+    starts: Any = None
+    rankings: Any = None
+
+    def __post_init__(self) -> None:
+        self.tokens, self.layers, self.k = self.experts.shape
+        if self.starts is None:
+            self.starts = np.arange(self.tokens + 1, dtype=np.int64)
+        self.layout = _native.BlockLayout(HIDDEN, 64 * self.blocks, 16)
+
+    def _policy(self) -> _native.EvictionPolicy:
+        future = self.experts if self.policy == "belady" else None
+        return _native.EvictionPolicy(self.policy, self.layers, self.count, future=future)
+
+    def timeline(self, **times: Any) -> _native.Timeline:
+        free = {"attention": 0.0, "head": 0.0, "call": 0.0, "compute": [0.0], "latency": 0.0, "link": [0.0]}
+        return _native.Timeline(
+            layers=self.layers,
+            experts=self.count,
+            blocks=self.blocks,
+            block_bytes=self.layout.record_bytes,
+            pages=self.pages,
+            targets=self.targets,
+            reserve=self.reserve,
+            policy=self._policy(),
+            whole_experts=self.whole,
+            miss="fetch",
+            ahead=self.ahead,
+            lookahead=self.lookahead,
+            ahead_experts=self.width,
+            ahead_bytes=None,
+            stream_tokens=0,
+            group_items=0,
+            far_block=0.0,
+            far_block_shared=0.0,
+            link_shared=[],
+            **{"in_flight_bytes": 2 << 20, **free, **times},
+        )
+
+    def simulate(self, **times: Any) -> dict[str, float]:
+        timeline = self.timeline(**times)
+        timeline.run(self.experts, self.starts, self.rankings)
+        timeline.drain()
+        assert timeline.check() == ""
+        return {**timeline.stats(), "residency": timeline.residency().tolist()}
+
+    def run(self, *, settled: bool, **link: Any) -> dict[str, Any]:
+        """The same with the engine; ``settled`` waits for all transfers whenever a layer is done."""
+        records = [
+            np.zeros((self.count, self.blocks, self.layout.record_bytes), np.uint8)
+            for _ in range(self.layers)
+        ]
+        runner = _native.ExpertRunner(
+            self.layout,
+            "silu",
+            0.0,
+            0.0,
+            layers=self.layers,
+            experts=self.count,
+            pages=self.pages,
+            targets=self.targets,
+            reserve=self.reserve,
+            policy=self._policy(),
+            link=_native.sim_link(records, **link),
+            whole_experts=self.whole,
+        )
+        for first, end in zip(self.starts[:-1], self.starts[1:], strict=True):
+            tokens = int(end - first)
+            x = np.zeros((tokens, HIDDEN), np.float32)
+            for layer in range(self.layers):
+                index = np.ascontiguousarray(self.experts[first:end, layer], dtype=np.int64)
+                runner.begin(layer, index, np.ones(index.shape, np.float32))
+                self._prefetch(runner, layer, int(end) - 1, tokens)
+                runner.finish(x, np.empty_like(x))
+                if settled:
+                    runner.drain()
+        runner.drain()
+        found = {**runner.stats(), "residency": runner.residency().tolist()}
+        runner.close()
+        return found
+
+    def _prefetch(self, runner: _native.ExpertRunner, layer: int, token: int, tokens: int) -> None:
+        if self.ahead == "none" or self.layers == 1:
+            return
+        if self.ahead == "whole-layer":
+            runner.prefetch((layer + 1) % self.layers, None, self.count, None)
+            return
+        if tokens > 1 and layer < self.layers - 1:
+            return
+        for ahead in range(1, min(self.lookahead, self.layers - 1) + 1):
+            turns, target = divmod(layer + ahead, self.layers)
+            if token + turns >= self.tokens:
+                continue
+            scores = np.full(self.count, -math.inf, np.float32)
+            ranking = self.rankings[ahead - 1, token + turns, target]
+            scores[ranking] = np.arange(len(ranking), 0, -1)
+            runner.prefetch(target, scores, self.width, None, far=ahead > 1)
+
+
+def random_case(draw: st.DrawFn) -> Case:
+    layers, count, blocks = draw(st.integers(1, 4)), draw(st.integers(2, 8)), draw(st.integers(1, 4))
+    k = draw(st.integers(1, min(3, count)))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    longest = draw(st.sampled_from([1, 1, 5]))
+    lengths = rng.integers(1, longest + 1, size=40)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = int(starts[-1])
+    weights = 1.0 / (1 + np.arange(count))  # a few experts are chosen often
+    keys = np.log(weights) + rng.gumbel(size=(tokens, layers, count))
+    experts = np.ascontiguousarray(np.argsort(-keys, axis=-1)[..., :k], dtype=np.int32)
+    lookahead = draw(st.integers(1, 3))
+    width = draw(st.integers(0, count))
+    noise = rng.gumbel(size=(lookahead, tokens, layers, count))
+    rankings = np.ascontiguousarray(np.argsort(-(keys + noise), axis=-1)[..., : max(width, 1)], np.int32)
+    # Room for what is on its way, so that no decision has to wait for a page.
+    transit = (min(count, longest * k) + lookahead * count) * blocks
+    kept = draw(st.integers(0, layers * count * blocks))
+    per_layer = kept // layers
+    split = draw(st.integers(1, blocks))
+    target = (min(count, per_layer // split), split)
+    return Case(
+        experts=experts,
+        count=count,
+        blocks=blocks,
+        pages=kept + transit,
+        targets=np.tile(np.array(target, np.int32), (layers, 1)),
+        reserve=transit,
+        policy=draw(st.sampled_from(["lcp", "lru", "lfu", "blend", "two_level_lru", "belady"])),
+        whole=draw(st.booleans()),
+        ahead=draw(st.sampled_from(["none", "ranked", "whole-layer"])),
+        lookahead=lookahead,
+        width=width,
+        starts=starts,
+        rankings=rankings,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blocks_and_hits_are_those_of_the_engine_where_time_decides_nothing(data: st.DataObject) -> None:
+    case = random_case(data.draw)
+    expected = case.run(settled=True)
+    found = case.simulate()
+    assert {key: found[key] for key in COUNTED} == {key: expected[key] for key in COUNTED}
+    assert found["residency"] == expected["residency"]

@@ -1,0 +1,155 @@
+"""The file that keeps choices: budgets, damage, versions, directories that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moechat.tuner import Remembered, Timing, TuningKey, recall, remember
+
+KEY = TuningKey("machine", "weights", 4, 2, "float32", "auto", "0.1.0")
+ENTRY = Remembered(
+    pages=1000,
+    may_map=False,
+    winner="dp",
+    why="5.0 % faster than computed",
+    decided=True,
+    measured="2026-11-21T20:00:00+00:00",
+    timings=(Timing("computed", (0.01, 0.02, 0.03), (0.5,)), Timing("dp", (0.01, 0.01, 0.01))),
+)
+
+
+def recalled(
+    directory: Path, *, pages: int = 1000, may_map: bool = False, key: TuningKey = KEY
+) -> Remembered | None:
+    return recall(directory, key, pages=pages, may_map=may_map)
+
+
+def test_what_was_kept_comes_back(tmp_path: Path) -> None:
+    assert recalled(tmp_path / "tuning") is None
+    remember(tmp_path / "tuning", KEY, ENTRY)
+    assert recalled(tmp_path / "tuning") == ENTRY
+    assert [path.suffix for path in (tmp_path / "tuning").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    ("pages", "found"), [(1000, True), (960, True), (1050, True), (900, False), (1100, False)]
+)
+def test_a_budget_that_differs_a_little_is_the_same(tmp_path: Path, pages: int, found: bool) -> None:
+    remember(tmp_path, KEY, ENTRY)
+    assert (recalled(tmp_path, pages=pages) is not None) == found
+    assert recalled(tmp_path, pages=pages, may_map=True) is None
+
+
+def test_each_budget_has_its_own_and_the_newest_replaces(tmp_path: Path) -> None:
+    for pages in (1000, 2000, 4000):
+        remember(tmp_path, KEY, replace(ENTRY, pages=pages, why=str(pages)))
+    remember(tmp_path, KEY, replace(ENTRY, pages=2010, why="newer"))
+    assert [getattr(recalled(tmp_path, pages=pages), "why", None) for pages in (1000, 2000, 4000)] == [
+        "1000",
+        "newer",
+        "4000",
+    ]
+    for pages in range(1, 60):
+        remember(tmp_path, KEY, replace(ENTRY, pages=pages * 10_000))
+    (path,) = tmp_path.iterdir()
+    assert len(json.loads(path.read_text())["entries"]) == 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"machine": "another"},
+        {"model": "another"},
+        {"bits": 8},
+        {"threads": 4},
+        {"dtype": "bfloat16"},
+        {"settings": "moepic"},
+        {"version": "0.2.0"},
+    ],
+)
+def test_it_holds_for_nothing_else(tmp_path: Path, change: dict[str, object]) -> None:
+    remember(tmp_path, KEY, ENTRY)
+    assert recalled(tmp_path, key=replace(KEY, **change)) is None  # type: ignore[arg-type]
+
+
+def damaged(text: str) -> list[bytes]:
+    content = json.loads(text)
+
+    def changed(**values: object) -> bytes:
+        return json.dumps({**content, **values}).encode()
+
+    def entry(**values: object) -> bytes:
+        return changed(entries=[{**content["entries"][0], **values}])
+
+    return [
+        b"",
+        b"\xff\xfe",
+        text.encode()[:-20],
+        b"null",
+        b"[]",
+        b"[" * 100_000,
+        changed(format=2),
+        changed(key="another"),
+        changed(entries=None),
+        changed(entries=[None]),
+        changed(entries=[{}]),
+        entry(pages="many"),
+        entry(pages=True),
+        entry(decided=1),
+        entry(winner="nobody"),
+        entry(unknown=1),
+        entry(timings=[{"name": "dp"}]),
+        entry(timings=[{"name": "dp", "decode": [-1], "prefill": []}]),
+        entry(timings=[{"name": "dp", "decode": ["x"], "prefill": []}]),
+        entry(timings={"name": "dp"}),
+    ]
+
+
+def test_a_damaged_file_says_nothing_and_is_replaced(tmp_path: Path) -> None:
+    remember(tmp_path, KEY, ENTRY)
+    (path,) = tmp_path.iterdir()
+    for data in damaged(path.read_text()):
+        path.write_bytes(data)
+        assert recalled(tmp_path) is None, data[:80]
+        remember(tmp_path, KEY, ENTRY)
+        assert recalled(tmp_path) == ENTRY
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(st.data())
+def test_no_change_of_a_byte_brings_it_down(tmp_path: Path, data: st.DataObject) -> None:
+    remember(tmp_path, KEY, ENTRY)
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    found = recalled(tmp_path)
+    assert found is None or found.winner in {timing.name for timing in found.timings}
+
+
+def test_a_file_instead_of_the_directory_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "tuning").write_text("a file")
+    assert recalled(tmp_path / "tuning") is None
+    with pytest.raises(OSError, match="tuning"):
+        remember(tmp_path / "tuning", KEY, ENTRY)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(tmp_path, KEY, ENTRY)
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        remember(tmp_path, KEY, replace(ENTRY, why="lost"))
+    assert recalled(tmp_path) == ENTRY
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,154 @@
+"""Candidates timed in turns: on a clock of the test's own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from moechat.configurator.systems import SYSTEMS, CacheSettings
+from moechat.tuner import Candidate, candidates, choose, time_candidates
+from moechat.tuner.timing import MOST_ROUNDS
+
+AUTO = SYSTEMS["auto"]
+
+
+def named(*names: str) -> list[Candidate]:
+    return [Candidate(name, name, CacheSettings()) for name in names]
+
+
+@dataclass
+class Machine:
+    """Takes the seconds a token that each candidate costs here, with noise, after a while to settle."""
+
+    costs: dict[str, float]
+    noise: float = 0.0
+    settling: int = 0
+    prompt_tokens: int = 32
+    draw: random.Random = field(default_factory=lambda: random.Random(3))
+    now: float = 100.0
+    active: str = ""
+    used: list[str] = field(default_factory=list)
+    decoded: int = 0
+    prompts: int = 0
+    since: int = 0
+
+    def use(self, candidate: Candidate) -> None:
+        self.active, self.since = candidate.name, 0
+        self.used.append(candidate.name)
+
+    def clock(self) -> float:
+        return self.now
+
+    def _pass(self, seconds: float) -> float:
+        seconds *= 1 + self.noise * abs(self.draw.gauss(0, 1))
+        self.now += seconds
+        return seconds
+
+    def decode(self) -> float:
+        self.decoded += 1
+        self.since += 1
+        return self._pass(self.costs[self.active] * (5 if self.since <= self.settling else 1))
+
+    def prefill(self) -> float:
+        self.prompts += 1
+        return self._pass(3 * self.costs[self.active])
+
+
+def test_every_candidate_has_as_many_turns_and_each_begins_some_round() -> None:
+    machine = Machine({"computed": 0.004, "plain": 0.005, "dp": 0.003}, prompt_tokens=10_000)
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
+    assert [timing.rounds for timing in timed.timings] == [MOST_ROUNDS] * 3
+    assert machine.prompts == 0, "they would have taken longer than a quarter of the time"
+    rounds = [machine.used[1:][start : start + 3] for start in range(0, 3 * MOST_ROUNDS, 3)]
+    assert all(sorted(order) == sorted(machine.costs) for order in rounds)
+    assert {order[0] for order in rounds} == set(machine.costs)
+    for timing in timed.timings:
+        assert timing.token_seconds == pytest.approx(machine.costs[timing.name])
+    assert not timed.left_out
+
+
+def test_tokens_in_which_a_plan_settles_are_not_counted() -> None:
+    machine = Machine({"computed": 0.004, "plain": 0.005}, settling=2)
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
+    assert timed.timings[0].decode == pytest.approx([0.004] * MOST_ROUNDS)
+
+
+def test_a_short_prompt_is_timed_too() -> None:
+    machine = Machine({"computed": 0.004, "plain": 0.005}, prompt_tokens=32)
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
+    assert timed.timings[0].prefill == pytest.approx([0.012, 0.012])
+
+
+@pytest.mark.parametrize("pace", [1e-4, 0.004, 0.03, 0.2, 0.9, 3.0])
+def test_the_limit_is_kept_but_for_one_token(pace: float) -> None:
+    costs = {name: pace * factor for name, factor in zip("abcdefgh", (1, 2, 1, 3, 1, 1, 2, 1), strict=True)}
+    machine = Machine(costs)
+    timed = time_candidates(named(*costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
+    assert timed.seconds <= 5.0 + 3 * pace
+    assert len({timing.rounds for timing in timed.timings}) == 1
+    assert [timing.name for timing in timed.timings] + list(timed.left_out) == list(costs)
+    assert len(timed.timings) >= 2, "the first two stay, however slow they are"
+
+
+def test_slow_models_are_timed_with_fewer_candidates_and_at_last_not_at_all() -> None:
+    def rounds(pace: float) -> tuple[int, int]:
+        machine = Machine(dict.fromkeys("abcdefgh", pace))
+        timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
+        return len(timed.timings), timed.timings[0].rounds
+
+    assert rounds(0.004) == (8, MOST_ROUNDS)
+    few, enough = rounds(0.04)
+    assert 2 <= few < 8
+    assert enough >= 3
+    assert rounds(0.25) == (2, 1)
+    assert rounds(1.0) == (2, 0)
+
+
+def test_progress_goes_from_nothing_to_all_and_an_interrupt_comes_through() -> None:
+    machine = Machine({"computed": 0.004, "plain": 0.005})
+    shares: list[float] = []
+
+    def report(share: float) -> None:
+        shares.append(share)
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        time_candidates(
+            named(*machine.costs), machine, machine.use, limit_s=2.0, report=report, clock=machine.clock
+        )
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_truly_fastest_wins_on_a_noisy_machine(seed: int) -> None:
+    machine = Machine({"computed": 0.01, "plain": 0.013, "dp": 0.0075}, noise=0.1, draw=random.Random(seed))
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
+    assert choose(timed.timings, default="computed", plain="plain").winner == "dp"
+
+
+def test_candidates_need_no_other_runner() -> None:
+    found = candidates(AUTO, 8, may_map=False)
+    assert [candidate.name for candidate in found][:2] == ["computed", "plain"]
+    assert len({candidate.name for candidate in found}) == len(found)
+    for candidate in found:
+        assert candidate.settings is not None
+        assert (candidate.settings.policy, candidate.settings.whole_experts) == (
+            AUTO.policy,
+            AUTO.whole_experts,
+        )
+    assert found[1].settings == CacheSettings(
+        policy=AUTO.policy, split=1.0, allocation="uniform", prefetch="none", miss=AUTO.miss
+    )
+
+
+def test_the_mapped_store_is_the_plain_way_where_it_is_allowed() -> None:
+    found = candidates(AUTO, 8, may_map=True)
+    assert [(candidate.name, candidate.settings is None) for candidate in found[:3]] == [
+        ("computed", False),
+        ("mapped", True),
+        ("plain", False),
+    ]
