@@ -403,14 +403,33 @@ def sim_link(
 def policy_names() -> list[str]:
     """Names that :class:`EvictionPolicy` knows."""
 
+def demand_hits(policy: EvictionPolicy, experts: _I32, capacities: list[int], admit: bool = False) -> _I64:
+    """Hits of a cache of whole experts that is filled on demand only, for several sizes in one pass.
+
+    After each token a layer keeps the highest keys of what it held and what was chosen.
+
+    Args:
+        policy: Taken over, and told of every token.
+        experts: int32 [tokens, layers, top_k], no expert twice for a token.
+        capacities: Experts of a layer that fit, 0 to all.
+        admit: What was chosen stays until the layer's next token, whatever its key, as far as it fits.
+
+    Returns:
+        int64 [capacities, layers]: of tokens * top_k choices, those that were there.
+
+    Raises:
+        IndexError: An expert does not exist, or a capacity is out of range.
+        ValueError: Wrong dtype or shape, or the policy was taken already.
+    """
+
 class EvictionPolicy:
     """Which experts of a layer are worth keeping: bookkeeping over (layer, expert), never over pages.
 
     A cache or a runner takes the policy that it is made with; every later call raises ValueError.
 
     Args:
-        name: ``lcp`` (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount`` (MELINOE, definition C.1),
-            ``two_level_lru`` (ExpertFlow, section 3.3.1), ``static`` or ``belady``.
+        name: ``forecast`` and ``blend`` (ours), ``lcp`` (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount``
+            (MELINOE, definition C.1), ``two_level_lru`` (ExpertFlow, section 3.3.1), ``static``, ``belady``.
         layers: Expert layers.
         experts: Experts of a layer.
         omega: ``lcp``: tokens in which an unused expert's priority falls by the factor ``rho``; above 0.
@@ -966,10 +985,9 @@ def prediction_depth(experts: int, top_k: int) -> int:
     """Places of a prediction that are counted: ``4 * top_k``, at least 16, at most 64 and ``experts``."""
 
 class RoutingCounter:
-    """Ranks the experts of recorded routing by a policy's keys just before each access.
+    """Counts with how many cached experts the choices of recorded routing would have been hits.
 
-    Experts with a higher key come first, of equal ones those with a higher number, as in the cache. Calls
-    from several threads take turns. Source: ``native/src/cache/routing_counter.h``.
+    Calls from several threads take turns. What is counted: ``native/src/cache/routing_counter.h``.
 
     Args:
         policy: Taken over.
@@ -1015,3 +1033,66 @@ class RoutingCounter:
         """
     def reset(self) -> None:
         """Set the counts to 0; the policy remembers."""
+
+class LayerPlan:
+    """What an allocation comes to: the configurator's inner loops (``native/src/plan/layer_plan.h``).
+
+    Args:
+        miss: 0: MoEpic's equations 5 to 7; 1, 2, 3: the engine's with fetching, computing, both.
+        top_k: K, at least 1.
+        times: Seconds: attention, moe, head, load, latency, far tier, link and far tier together.
+        grain: Share of an expert that is computed at a time.
+        shares: float64 [outcomes, layers, experts + 1], C order, as the others: H.
+        chances: The same shape: of each outcome.
+        accuracy: float64 [layers, depth]: P.
+        cached: float64 [outcomes, layers, experts + 1, depth]: PH.
+
+    Raises:
+        ValueError: Shapes do not match, or a number is out of range; as for all methods.
+    """
+
+    def __init__(
+        self,
+        miss: int,
+        top_k: int,
+        times: Sequence[float],
+        grain: float,
+        shares: _F64,
+        chances: _F64,
+        accuracy: _F64,
+        cached: _F64,
+    ) -> None: ...
+    def evaluate(self, experts: _I64, theta: _F64, more: float) -> tuple[_F64, _F64, _F64, _F64]:
+        """Go through the layers of several allocations; drops the GIL.
+
+        Args:
+            experts: int64 [candidates, layers].
+            theta: float64, the same shape; 0 where there are no experts.
+            more: Loads by which a window is longer to see what it is worth.
+
+        Returns:
+            m, exposed seconds, windows and their prices, each [candidates, layers].
+        """
+    def split(self, volumes: _F64, theta: float) -> tuple[_I64, _F64, _F64, _F64]:
+        """MoEpic's ExpertSplit for several sets of volumes; drops the GIL.
+
+        Args:
+            volumes: float64 [variants, layers], in experts.
+            theta: Of every layer; below 0: free.
+
+        Returns:
+            Experts, m, exposed seconds and windows, each [variants, layers].
+        """
+    def option_costs(self, experts: _I64, theta: _F64, windows: _F64, prices: _F64, tie: float) -> _F64:
+        """Cost of options for every layer: exposed time, less what the window left is worth; drops the GIL.
+
+        Args:
+            experts: int64 [pairs].
+            theta: float64 [pairs].
+            windows: float64 [layers], seconds.
+            prices: float64 [layers].
+            tie: Seconds for every missing expert.
+
+        Returns:
+            float64 [layers, pairs].
+        """

@@ -315,8 +315,9 @@ class Engine:
             KeyboardInterrupt: Ctrl-C; the computed plan is in effect again.
         """
         model = self._usable_model()
-        self._tuning = skipped("all experts are in memory, so there is nothing to choose")
         if self._near is None:
+            if self._tuning is None or self._tuning.winner != MAPPED:
+                self._tuning = skipped("all experts are in memory, so there is nothing to choose")
             return self._tuning
         tuner = Tuner(self._loaded, self._link, lambda: self._sequences(model), may_map=may_map)
         found = None if again else tuner.recall()

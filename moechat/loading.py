@@ -10,7 +10,7 @@ import torch
 
 from moechat import _native
 from moechat.config import parse_size, user_paths
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.errors import UnsupportedModelError, UsageError
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.hub.names import ModelRef
@@ -295,7 +295,7 @@ def _near_tier(
     family = store.manifest.model_type
     fingerprint = store.manifest.source.fingerprint
     # A set that never changes is chosen by how popular experts are, which auto has counted.
-    ranked_by = "blend" if settings.policy in ("static", "belady") else settings.policy
+    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
     knowledge = gather(
         shape,
         family,

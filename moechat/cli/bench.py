@@ -73,7 +73,7 @@ def bench(command: BenchCommand) -> int:
     RunOptions(model="", bits=command.bits, dtype=command.dtype, threads=command.threads)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
-    out = None if command.out is None else writable(command.out)
+    out = None if command.out is None else _writable(command.out)
 
     from moechat.bench.measure import run_bench
     from moechat.bench.report import assumptions
@@ -141,7 +141,7 @@ def _options(command: BenchCommand) -> BenchOptions:
     )
 
 
-def writable(path: Path) -> Path:
+def _writable(path: Path) -> Path:
     """Find out before minutes of measuring that the result could not be kept."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

@@ -79,11 +79,11 @@ def simulate(command: SimulateCommand) -> int:
 
 
 def _check_plot(path: Path) -> None:
-    from moechat.cli.bench import writable
+    from moechat.cli.bench import _writable
     from moechat.simulate.plot import check_plot
 
     check_plot(path)
-    writable(path)
+    _writable(path)
 
 
 def _options(command: SimulateCommand) -> SimulateOptions:

@@ -106,7 +106,9 @@ def trace(command: TraceCommand) -> int:
             # An error in the middle: what came before it may have taken hours.
             if session.recorder.sequences:
                 _keep(session.recorder.trace(), out)
-                print_notice(f"{_prompts(session.recorder.sequences)} were recorded before that, in {out}")
+                print_notice(
+                    f"what was recorded before that is in {out}: {_prompts(session.recorder.sequences)}"
+                )
             raise
         recorder = session.recorder
         if not recorder.sequences:

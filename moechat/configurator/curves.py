@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,8 @@ from moechat.configurator.systems import CacheSettings
 from moechat.routing.statistics import RoutingStatistics
 
 Floats = npt.NDArray[np.float64]
-# float64, or float32 where speed matters more than the last digits.
-Shares = npt.NDArray[np.floating[Any]]
+# What is rarer never happens: divided by it, numbers overflow.
+_CERTAIN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,24 @@ class RoutingCurves:
             left -= part
         return float(min(total, self.top_k))
 
+    def by_outcome(self, averages: bool) -> tuple[Floats, Floats, Floats]:
+        """``H``, chances and ``PH`` by outcome.
+
+        Args:
+            averages: Tell tokens with few hits from those with many, see :func:`two_outcomes`; otherwise
+                there is one outcome, the mean.
+
+        Returns:
+            Float64 ``[outcomes, layers, experts + 1]``, the same, and ``[outcomes, layers, depth, experts +
+            1]``.
+        """
+        if averages:
+            return self._outcomes
+        return self.hit[None], np.ones_like(self.hit)[None], self.cached[None]
+
     def amounts(
         self, layer: int, experts: npt.NDArray[np.int64], theta: Floats, window: Floats, averages: bool
-    ) -> tuple[Floats, Shares]:
+    ) -> tuple[Floats, Floats]:
         """The same for several C, θ and windows, each ``[n]``, of one layer, by outcome.
 
         Args:
@@ -118,16 +132,12 @@ class RoutingCurves:
             experts: C.
             theta: θ.
             window: Loads.
-            averages: Tell tokens with few hits from those with many, see :func:`two_outcomes`.
+            averages: As in :meth:`by_outcome`.
 
         Returns:
             Chances and m, each ``[outcomes, n]``.
         """
-        if averages:
-            shares, weights, cached = (part[:, layer] for part in self._outcomes)
-        else:
-            shares, cached = self.hit[None, layer], self.cached[None, layer]
-            weights = np.ones_like(shares)
+        shares, weights, cached = (part[:, layer] for part in self.by_outcome(averages))
         sizes = prefetch_sizes(cached[..., experts].transpose(1, 0, 2), theta)
         accuracy = self.accuracy[layer, :, None, None]
         return weights[:, experts], amount(self.top_k, shares[:, experts], accuracy, sizes, theta, window)
@@ -148,6 +158,7 @@ def two_outcomes(hit: Floats, top_k: int) -> tuple[Floats, Floats]:
         Shares and weights, each ``[2, ...]``, few hits first.
     """
     spread = np.sqrt(hit * (1 - hit) / top_k)
+    spread[spread < _CERTAIN] = 0.0
     skewness = np.divide(1 - 2 * hit, spread * top_k, out=np.zeros_like(hit), where=spread > 0)
     root = np.sqrt(skewness**2 + 4)
     shares = np.stack([hit + spread * (skewness - root) / 2, hit + spread * (skewness + root) / 2])
@@ -161,12 +172,12 @@ def cached_at(cached: Floats, hit: Floats, share: Floats) -> Floats:
     Where more of the activated experts are cached, more of the predicted ones are: all by the same factor,
     or, where predicted ones are cached more often than activated ones, as much of what is not cached.
     """
-    up = np.divide(cached, hit, out=np.zeros(np.broadcast(cached, hit).shape), where=hit > 0)
-    down = np.divide(1 - cached, 1 - hit, out=np.zeros(up.shape), where=hit < 1)
+    up = np.divide(cached, hit, out=np.zeros(np.broadcast(cached, hit).shape), where=hit > _CERTAIN)
+    down = np.divide(1 - cached, 1 - hit, out=np.zeros(up.shape), where=hit < 1 - _CERTAIN)
     return np.clip(cached + (share - hit) * np.minimum(up, down), 0.0, 1.0)
 
 
-def amount(top_k: int, hit: Shares, accuracy: Shares, sizes: Shares, theta: Shares, window: Shares) -> Shares:
+def amount(top_k: int, hit: Floats, accuracy: Floats, sizes: Floats, theta: Floats, window: Floats) -> Floats:
     """``m``: activated experts, in experts, expected near when the router has spoken (equations 10 and 11).
 
     ``m = K·H·θ + Σ_y part_y·P(y)``: prefetches come one after the other while the window lasts; the last one
@@ -181,7 +192,7 @@ def amount(top_k: int, hit: Shares, accuracy: Shares, sizes: Shares, theta: Shar
         window: W / T_load.
 
     Returns:
-        S, in the precision of ``hit``.
+        float64, S.
     """
     total = np.asarray(top_k * hit * theta)
     left = np.array(np.broadcast_to(window, total.shape), dtype=total.dtype)
@@ -196,7 +207,7 @@ def amount(top_k: int, hit: Shares, accuracy: Shares, sizes: Shares, theta: Shar
     return np.minimum(total, top_k, out=total)
 
 
-def prefetch_sizes(cached: Shares, theta: Shares) -> Shares:
+def prefetch_sizes(cached: Floats, theta: Floats) -> Floats:
     """``1 − PH(y, C)·θ``: the loads that a prefetch takes, and what it brings (equations 9 and 10).
 
     Args:

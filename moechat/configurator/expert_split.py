@@ -88,6 +88,8 @@ def expert_split(
 ) -> Split:
     """Solve layer after layer; each leaves the next one its window (``ExpertSplit``, algorithm 1).
 
+    The search itself calls the native writing of this, :meth:`moechat._native.LayerPlan.split`.
+
     Args:
         curves: Routing.
         model: Times of a layer by m; MoEpic's is :class:`moechat.configurator.exposure.PaperModel`.

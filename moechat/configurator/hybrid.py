@@ -2,9 +2,13 @@
 
 Where MoEpic moves one hundredth of the memory at a time and stops at the first move that does not help, every
 option of every layer, C experts with b blocks each, is looked at here, whole experts and none at all among
-them, and one option a layer is chosen under the budget (:mod:`moechat.configurator.knapsack`). Windows link
-the layers, each being what the layer before leaves; so the choice is made for the windows of the last
-choice, and evaluated with its own, a few times over.
+them, and one option a layer is chosen under the budget (:mod:`moechat.configurator.knapsack`).
+
+Windows link the layers, each being what the layer before leaves. So the choice is made for the windows of
+the last one, with a price on what an option leaves to those behind it (the derivative of their exposed time),
+then evaluated with its own windows, a few times over; where that overshoots, half the way is tried. In the
+end single layers and pairs of them are changed a little, each change with all that follows from it
+(:mod:`moechat.configurator.polish`). It begins with what the other methods find, and never ends worse.
 """
 
 from __future__ import annotations
@@ -15,26 +19,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moechat.configurator.curves import (
-    Floats,
-    RoutingCurves,
-    amount,
-    cached_at,
-    prefetch_sizes,
-    two_outcomes,
-)
+from moechat.configurator.curves import Floats, RoutingCurves
 from moechat.configurator.exposure import LayerModel
 from moechat.configurator.knapsack import Ints, choose
-from moechat.configurator.targets import Evaluation, Targets, evaluate, evaluate_all
+from moechat.configurator.native import native_plan
+from moechat.configurator.polish import polished
+from moechat.configurator.targets import Evaluation, Targets, evaluated, exposed_totals
 from moechat.configurator.uniform import kept_blocks
 
-_ROUNDS = 6
+_ROUNDS = 5
+# So many rounds without a gain end the search.
+_FAILURES = 2
+# Allocations that are tried one by one at the end: 10 ms.
+_EVALUATIONS = 700
 # A round that gains less than this share is the last one.
 _GAIN = 1e-3
 # Steps of the dynamic programming of one round: about 10 ms.
 _WORK = 2e6
-# Options of all layers together that are looked at: one evaluation of them is about 2 ms.
-_MOST_PAIRS = 30_000
+# Options of all layers together that are looked at: one look takes about 2 ms.
+_MOST_PAIRS = 40_000
 # What a missing expert weighs besides its exposed time, in loads: it decides between options whose exposed
 # time is the same, 0 above all, and is too small to decide anything else.
 _TIE = 1e-4
@@ -45,7 +48,7 @@ class Options:
     """What a layer can be given, by pages.
 
     Attributes:
-        experts: C, int64 ``[pairs]``; the first pair is (0, 1).
+        experts: C, int64 ``[pairs]``; the first pair has C = 0.
         blocks: b, int64 ``[pairs]``.
         sizes: int64 ``[sizes]``: the different numbers of pages, ascending from 0.
         starts: int64 ``[sizes]``: first pair of each; pairs are in ascending order of pages.
@@ -63,14 +66,14 @@ class Options:
         Where there are more than ``most``, an even spread of C and of b, both ends among them.
         """
         kept = np.arange(1, blocks + 1) if split is None else np.array([kept_blocks(split, blocks)])
-        numbers = np.arange(1, experts + 1)
+        none, numbers = int(kept[0]), np.arange(1, experts + 1)
         if len(numbers) * len(kept) > most:
             thinner = math.sqrt(most / (len(numbers) * len(kept)))
             numbers, kept = _spread(numbers, thinner), _spread(kept, thinner)
         counts, kept = np.repeat(numbers, len(kept)), np.tile(kept, len(numbers))
         fits = counts * kept <= budget
         counts = np.concatenate([[0], counts[fits]]).astype(np.int64)
-        kept = np.concatenate([[1], kept[fits]]).astype(np.int64)
+        kept = np.concatenate([[none], kept[fits]]).astype(np.int64)
         pages = counts * kept
         # Of the same pages, whole experts come first, and win where all else is equal.
         order = np.lexsort((counts, pages))
@@ -93,23 +96,22 @@ class Search:
         self, curves: RoutingCurves, model: LayerModel, blocks: int, pages: int, split: float | None
     ) -> None:
         self.curves, self.model, self.blocks, self.pages = curves, model, blocks, pages
+        self.split = split
         self.options = Options.of(curves.experts, blocks, pages, split, _MOST_PAIRS // curves.layers)
-        theta, counts = self.options.blocks / blocks, self.options.experts
-        hit = curves.hit
-        shares, weights = (
-            two_outcomes(hit, curves.top_k) if model.averages else (hit[None], np.ones((1, 1, 1)))
-        )
-        # All of these [outcomes, layers, pairs], with places in front of them where there are any.
-        cached = cached_at(curves.cached.transpose(1, 0, 2)[:, None], hit, shares)
-        self._theta = theta.astype(np.float32)
-        self._weights = np.broadcast_to(weights, shares.shape)[..., counts]
-        self._hit = shares.astype(np.float32)[..., counts]
-        self._accuracy = curves.accuracy.astype(np.float32).T[:, None, :, None]
-        self._sizes = prefetch_sizes(cached.astype(np.float32)[..., counts], self._theta)
+        self._theta = np.where(self.options.experts > 0, self.options.blocks / blocks, 0.0)
+        self._plan = native_plan(curves, model)
 
     def evaluate(self, targets: Targets) -> Evaluation:
         """Targets under this problem's model."""
-        return evaluate(targets, self.curves, self.model, self.blocks)
+        return self.evaluate_all([targets])[0]
+
+    def evaluate_all(self, candidates: Sequence[Targets]) -> list[Evaluation]:
+        """The same for several."""
+        return evaluated(candidates, self._plan, self.blocks)
+
+    def totals(self, candidates: Targets) -> Floats:
+        """Exposed seconds of several targets, ``[candidates, layers, 2]``."""
+        return exposed_totals(candidates, self._plan, self.blocks)
 
     def improve(self, windows: Floats, prices: Floats) -> Targets:
         """The best targets if the layers had these windows, and a longer window were worth its price.
@@ -119,12 +121,8 @@ class Search:
             prices: Of each layer's window, see :class:`moechat.configurator.targets.Evaluation`.
         """
         options = self.options
-        reach = windows[:, None] / self.model.costs.load
-        loaded = amount(self.curves.top_k, self._hit, self._accuracy, self._sizes, self._theta, reach)
-        exposed, left = self.model.times(loaded.astype(np.float64))
-        exposed -= np.append(prices[1:], 0.0)[:, None] * left
-        exposed += (self.curves.top_k - loaded) * (_TIE * self.model.costs.load)
-        costs = (exposed * self._weights).sum(axis=0)
+        tie = _TIE * self.model.costs.load
+        costs = self._plan.option_costs(options.experts, self._theta, windows, prices, tie)
         least = np.minimum.reduceat(costs, options.starts, axis=1)
         choice = choose(np.minimum.accumulate(least, axis=1), options.sizes, self.pages, work=_WORK)
         return self._targets(costs, choice.picks)
@@ -157,11 +155,11 @@ def minimise(search: Search, starts: Sequence[Targets]) -> tuple[Targets, Evalua
     Returns:
         Targets, what they come to, and how many choices were made.
     """
-    every = evaluate_all(starts, search.curves, search.model, search.blocks)
+    every = search.evaluate_all(starts)
     first = min(range(len(starts)), key=lambda i: every[i].score)
     best, at, step = (starts[first], every[first]), every[first], 1.0
-    rounds = 0
-    while rounds < _ROUNDS and best[1].total > 0:
+    rounds = failures = 0
+    while rounds < _ROUNDS and failures < _FAILURES and best[1].total > 0:
         rounds += 1
         targets = search.improve(at.windows, at.prices)
         found = search.evaluate(targets)
@@ -173,9 +171,22 @@ def minimise(search: Search, starts: Sequence[Targets]) -> tuple[Targets, Evalua
         else:
             # Too far: towards what was found, but less of it.
             step /= 2
+            failures += 1
             at = replace(
                 best[1],
                 windows=(1 - step) * best[1].windows + step * found.windows,
                 prices=(1 - step) * best[1].prices + step * found.prices,
             )
+    targets = polished(
+        best[0],
+        best[1].total,
+        search.totals,
+        search.curves.experts,
+        search.blocks,
+        search.pages,
+        free_split=search.split is None,
+        work=_EVALUATIONS,
+    )
+    if targets is not best[0]:
+        best = targets, search.evaluate(targets)
     return *best, rounds

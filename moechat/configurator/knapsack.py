@@ -71,22 +71,33 @@ def _at(costs: Floats, picks: Ints) -> Floats:
 
 
 def _priced(costs: Floats, sizes: Ints, budget: int) -> tuple[float, Ints]:
-    """The lowest price at which what every layer takes for itself fits, and that."""
+    """The lowest price at which what every layer takes for itself fits, and that.
+
+    Layers that are alike change their minds at the same price, all at once; as many of them as fit are let.
+    """
     steps = -np.diff(costs, axis=1) / np.diff(sizes)
     low, high = 0.0, float(steps.max(initial=0.0)) * 2 + 1e-300
     taken = np.zeros(len(costs), dtype=np.int64)
+    dearer = taken
     for _ in range(_PRICES):
         price = (low + high) / 2
         picks = np.argmin(costs + price * sizes, axis=1)
         used = int(sizes[picks].sum())
         if used > budget:
-            low = price
+            low, dearer = price, picks
         else:
             high, taken = price, picks.astype(np.int64)
             if used == budget:
                 break
         if high - low <= 1e-12 * high:
             break
+    left = budget - int(sizes[taken].sum())
+    more = sizes[dearer] - sizes[taken]
+    gain = _at(costs, taken) - _at(costs, dearer)
+    for layer in np.argsort(-gain / np.maximum(more, 1), kind="stable").tolist():
+        if 0 < more[layer] <= left and gain[layer] > 0:
+            taken[layer] = dearer[layer]
+            left -= int(more[layer])
     return high, taken
 
 
@@ -102,18 +113,23 @@ def _up_to(sizes: Ints) -> Ints:
 def _handed_out(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
     """What is left goes, step by step, where it gains most for its size."""
     picks = picks.copy()
-    rows = np.arange(len(costs))
+    rows, up_to, largest = np.arange(len(costs))[:, None], _up_to(sizes), int(sizes[-1])
     left = budget - int(sizes[picks].sum())
     while left > 0:
-        more = sizes[None, :] - sizes[picks][:, None]
-        gain = _at(costs, picks)[:, None] - costs
-        rate = np.where((more > 0) & (more <= left) & (gain > 0), gain / np.maximum(more, 1), 0.0)
-        best = np.argmax(rate, axis=1)
-        layer = int(np.argmax(rate[rows, best]))
-        if rate[layer, best[layer]] <= 0:
+        held = sizes[picks]
+        last = up_to[np.minimum(held + left, largest)]
+        width = int((last - picks).max())
+        if width == 0:
             break
-        left -= int(more[layer, best[layer]])
-        picks[layer] = best[layer]
+        option = np.minimum(picks[:, None] + np.arange(1, width + 1), last[:, None])
+        more = sizes[option] - held[:, None]
+        gain = np.where(more > 0, _at(costs, picks)[:, None] - costs[rows, option], 0.0)
+        rate = gain / np.maximum(more, 1)
+        layer, column = np.unravel_index(int(rate.argmax()), rate.shape)
+        if rate[layer, column] <= 0:
+            break
+        left -= int(more[layer, column])
+        picks[layer] = option[layer, column]
     return picks
 
 

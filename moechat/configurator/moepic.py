@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat.configurator.curves import Floats, RoutingCurves
-from moechat.configurator.expert_split import Split, expert_split, split_ratio
-from moechat.configurator.exposure import LayerModel
+from moechat.configurator.expert_split import Split, split_ratio
+from moechat.configurator.exposure import PaperModel
+from moechat.configurator.native import native_plan
 
 # The paper's default (section 4.1).
 ZETA = 0.01
@@ -40,7 +41,7 @@ class VramAllocation:
 
 def vram_allocation(
     curves: RoutingCurves,
-    model: LayerModel,
+    model: PaperModel,
     budget: float,
     *,
     zeta: float = ZETA,
@@ -69,11 +70,12 @@ def vram_allocation(
     layers, most = curves.layers, float(curves.experts)
     budget = min(budget, layers * most)
     step = zeta * budget
+    plan = native_plan(curves, model)
     volumes = np.full(layers, budget / layers)
 
     def tried(volumes: Floats) -> Split:
-        variants = np.stack([volumes, volumes + step, volumes - step])
-        return expert_split(curves, model, np.clip(variants, 0.0, most), split)
+        variants = np.clip(np.stack([volumes, volumes + step, volumes - step]), 0.0, most)
+        return Split(*plan.split(variants, -1.0 if split is None else split))
 
     now = tried(volumes)
     moves = 0

@@ -12,9 +12,7 @@ from typing import Literal, get_args
 
 from moechat.errors import UsageError
 
-Policy = Literal[
-    "forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"
-]
+Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
 Prefetch = Literal["none", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
 Miss = Literal["fetch", "compute", "both"]
@@ -119,7 +117,7 @@ class CacheSettings:
 _LRU_WHOLE = CacheSettings(policy="lru", whole_experts=True)
 
 SYSTEMS: Mapping[str, CacheSettings] = {
-    "auto": CacheSettings(policy="blend", split=None, allocation="auto", miss="both"),
+    "auto": CacheSettings(policy="forecast", split=None, allocation="auto", miss="both"),
     "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic"),
     "mixtral-offloading": _LRU_WHOLE,
     "adapmoe": replace(_LRU_WHOLE, allocation="dp"),

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moechat._native import LayerPlan
 from moechat.configurator.curves import Floats, RoutingCurves
-from moechat.configurator.exposure import LayerModel, first_window
+from moechat.configurator.exposure import LayerModel
+from moechat.configurator.native import native_plan
 
 Targets = npt.NDArray[np.int32]
 # By so many loads a window is longer to see what it is worth.
@@ -61,28 +63,23 @@ def evaluate_all(
     candidates: Sequence[Targets], curves: RoutingCurves, model: LayerModel, blocks: int
 ) -> list[Evaluation]:
     """:func:`evaluate` for several targets in one go, which takes hardly longer than for one."""
-    count, load = len(candidates), model.costs.load
-    shape = (count, curves.layers)
-    loaded, exposed, windows = np.empty(shape), np.empty(shape), np.empty(shape)
-    saved, handed = np.empty(shape), np.empty(shape)
-    more = _MORE * load
-    window = np.full(count, first_window(model.costs))
-    every = np.stack(candidates)
-    for layer in range(curves.layers):
-        windows[:, layer] = window
-        # With the window as it is, and with a little more.
-        twice = np.concatenate([every[:, layer], every[:, layer]])
-        reach = np.concatenate([window, window + more])
-        m, time, left = outcomes(layer, twice, reach, curves, model, blocks)
-        loaded[:, layer], exposed[:, layer], window = m[:count], time[:count], left[:count]
-        saved[:, layer] = (time[:count] - time[count:]) / more
-        handed[:, layer] = (left[count:] - left[:count]) / more
-    prices = np.empty(shape)
-    price = np.zeros(count)
-    for layer in range(curves.layers - 1, -1, -1):
-        price = saved[:, layer] + handed[:, layer] * price
-        prices[:, layer] = price
-    return [Evaluation(*rows) for rows in zip(loaded, exposed, windows, prices, strict=True)]
+    return evaluated(candidates, native_plan(curves, model), blocks)
+
+
+def evaluated(candidates: Sequence[Targets], plan: LayerPlan, blocks: int) -> list[Evaluation]:
+    """:func:`evaluate_all` where the native tables are there already."""
+    results = plan.evaluate(*_arguments(np.stack(candidates), blocks), _MORE)
+    return [Evaluation(*rows) for rows in zip(*results, strict=True)]
+
+
+def exposed_totals(candidates: Targets, plan: LayerPlan, blocks: int) -> Floats:
+    """Exposed seconds a token of several targets, ``[candidates, layers, 2]``, and nothing else."""
+    return np.asarray(plan.evaluate(*_arguments(candidates, blocks), _MORE)[1].sum(axis=1))
+
+
+def _arguments(targets: Targets, blocks: int) -> tuple[npt.NDArray[np.int64], Floats]:
+    experts = np.ascontiguousarray(targets[..., 0], dtype=np.int64)
+    return experts, np.where(experts > 0, targets[..., 1] / blocks, 0.0)
 
 
 def outcomes(
@@ -93,7 +90,7 @@ def outcomes(
     model: LayerModel,
     blocks: int,
 ) -> tuple[Floats, Floats, Floats]:
-    """What several targets of one layer, each with a window of its own, come to.
+    """What several targets of one layer, each with a window of its own, come to: the native loops, in Python.
 
     Args:
         layer: Which.
@@ -109,7 +106,7 @@ def outcomes(
     experts, kept = targets[:, 0].astype(np.int64), targets[:, 1]
     theta = np.where(experts > 0, kept / blocks, 0.0)
     chances, loaded = curves.amounts(layer, experts, theta, windows / model.costs.load, model.averages)
-    exposed, left = model.times(loaded.astype(np.float64, copy=False))
+    exposed, left = model.times(loaded)
     means = [(chances * values).sum(axis=0) for values in (loaded, exposed, left)]
     return means[0], means[1], means[2]
 

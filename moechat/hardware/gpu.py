@@ -18,8 +18,10 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # consumer cards since Ampere (GA102, AD102, GB202 whitepapers), and of GA100 and GH100.
 _TENSOR_FACTOR = 2.0
 _TENSOR_FACTOR_DATACENTRE = {(8, 0): 16.0, (9, 0): 14.7, (10, 0): 15.0}
-_SUSTAINED_MEMORY = 0.9
-_SUSTAINED_COMPUTE = 0.6
+# What programs reach of the rates that follow from the highest clocks: profiles/README.md says where it was
+# measured; cards compute at some 0.85 of the clock that they call their highest.
+_SUSTAINED_MEMORY = 0.914
+_SUSTAINED_COMPUTE = 0.85
 _LAUNCH_SECONDS = 5e-6
 
 
@@ -97,7 +99,7 @@ class GpuDevice:
                 f"{_SUSTAINED_COMPUTE:g} x 2 x cores x clock x {_tensor_factor(self.capability):g} for "
                 "tensor cores, as NVML reports them",
             ),
-            launch=Figure(_LAUNCH_SECONDS, "estimate", "usual time from launch to start of a kernel"),
+            launch=Figure(_LAUNCH_SECONDS, "estimate", "starting a kernel from the host"),
             # Idle cards step the link's speed down, so the present generation says little.
             pcie_generation=self.generation_most or self.generation or 3,
             pcie_lanes=self.lanes or self.lanes_most or 8,

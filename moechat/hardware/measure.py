@@ -88,7 +88,7 @@ class _Measuring:
             cpu = self._cpu(memory, disk, identity.cores)
         assert cpu.stream is not None
         if figures is not None:
-            figures = replace(figures, together=cpu.link_together)
+            figures = _settled(replace(figures, together=cpu.link_together))
         self._note_others(others.share())
         if gpus.best is None:
             self.missing["gpu"] = gpus.why
@@ -187,6 +187,7 @@ class _Measuring:
                 many_seconds=budget.many_seconds / ROUNDS,
                 link=None if disk is None else busy,
             )
+        sweep.settle()
         if sweep.failure:
             self.missing["together"] = sweep.failure
         return sweep
@@ -241,6 +242,15 @@ class _Others:
         """Of the time of all processors since the beginning, 0 to 1."""
         whole, busy, own = (now - before for now, before in zip(self._now(), self._before, strict=True))
         return min(1.0, max(0.0, (busy - own) / whole)) if whole > 0 else 0.0
+
+
+def _settled(link: LinkFigures) -> LinkFigures:
+    """The link, alone at least as fast as together with the kernels; see :meth:`KernelSweep.settle`."""
+    together = link.together
+    if together is None or link.bandwidth[LARGE_BYTES].value >= together.value:
+        return link
+    alone = _measured(together.value, "as much as while kernels run")
+    return replace(link, bandwidth={**link.bandwidth, LARGE_BYTES: alone})
 
 
 def huge_pages(file: Path = _HUGE_PAGES) -> str:

@@ -7,12 +7,16 @@ those that the block store would hold.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from moechat import _native
 from moechat.errors import UnsupportedModelError
@@ -171,7 +175,8 @@ def read_config(source: Path) -> Any:
     Raises:
         UnsupportedModelError: It cannot be read or used; the message says why.
     """
-    return load_config(source)
+    with _without_warnings():
+        return load_config(source)
 
 
 def known_config(name: str) -> Any:
@@ -180,7 +185,19 @@ def known_config(name: str) -> Any:
     Raises:
         UsageError: The name is unknown.
     """
-    return AutoConfig.for_model(**shape_values(name))
+    with _without_warnings():
+        return AutoConfig.for_model(**shape_values(name))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Without what transformers says about spellings in configurations: to a plan they mean nothing."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def automatic_type() -> torch.dtype:
@@ -202,7 +219,8 @@ def outline_model(config: Any, dtype: torch.dtype) -> ModelOutline:
         UnsupportedModelError: The installed transformers cannot build it, it has no routed experts, or they
             are of a kind that moechat cannot run.
     """
-    skeleton = build_skeleton(config, dtype)
+    with _without_warnings():
+        skeleton = build_skeleton(config, dtype)
     chosen: list[int] = []
 
     def trial(hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ class NearTier:
             ``None`` takes what the package knows of the family.
 
     Attributes:
+        settings: How it is run now; ``first_settings``: how it was at first.
         plan: Where the targets in effect come from.
 
     Raises:
@@ -117,6 +118,7 @@ class NearTier:
                 f"{pages} pages of experts cannot be made: {error}",
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
+        self.first_settings = settings
         self._run_by(settings)
         # Tokens from which a pass needs so much of a layer that the next one is streamed whole.
         share = min(top_k, geometry.num_experts) / geometry.num_experts

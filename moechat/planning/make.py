@@ -173,6 +173,8 @@ def _others(cases: Cases, case: Case, needs: Needs, ram_share: float) -> tuple[O
     memory = case.memory
     fixed = memory.total - memory.expert_bytes
     resident = fixed + int(cases.shape.all_expert_bytes * _RESIDENT_SHARE)
+    if memory.mapped:
+        resident = memory.budget  # what is left went into a longer context
 
     def rate(budget: int) -> float | None:
         try:

@@ -59,8 +59,9 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
 
     text = str(model)
     if _is_file(text):
-        path = Path(text).expanduser()
-        return PlannedModel(path.name, read_config(path), bits or _DEFAULT_BITS, "none")
+        path = Path(text).expanduser().resolve()
+        name = path.parent.name or path.name if path.name == "config.json" else path.name
+        return PlannedModel(name, read_config(path), bits or _DEFAULT_BITS, "none")
     try:
         ref = resolve(text, bits=bits)
     except ModelNotFoundError as error:

@@ -13,12 +13,15 @@ _MISSES = {
     "both": "moved from RAM or computed there by the CPU",
 }
 
+_BOTH = "moved from RAM and the disk"
+
 
 def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
     """What a token's time mostly is."""
     waiting = "missing experts"
     if far is not None:
-        waiting += ", " + (_MISSES[settings.miss] if far.kind == "ram" else "read from the disk")
+        where = {"ram": _MISSES[settings.miss], "disk": "read from the disk", "ram+disk": _BOTH}
+        waiting += ", " + where[far.kind]
     parts = {
         waiting: decode.waiting,
         "experts that are near": decode.experts,

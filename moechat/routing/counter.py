@@ -112,8 +112,7 @@ def statistics_of_trace(
     Args:
         trace: What the routers chose.
         policy: Name of an eviction policy, or settings that hold it with its parameters. ``static`` ranks by
-            how often the trace chose each expert; ``belady`` has no ranks that a cache could follow, because
-            its keys rise before an expert is used.
+            how often the trace chose each expert; ``belady`` looks into the trace.
         predictions: ``[tokens, layers, n]`` rankings, best first, for these choices (:func:`rankings` makes
             them from scores); without it nothing counts as predicted.
         tokens: The first tokens only.
@@ -125,7 +124,7 @@ def statistics_of_trace(
         gamma: See ``omega``.
 
     Raises:
-        UsageError: No such policy or ``belady``, a parameter is out of range, or no token was asked for.
+        UsageError: No such policy, a parameter is out of range, or no token was asked for.
         ValueError: ``predictions`` does not fit the trace.
     """
     name = policy
@@ -133,14 +132,10 @@ def statistics_of_trace(
         name, omega, rho, gamma = policy.policy, policy.omega, policy.rho, policy.gamma
     if tokens is not None and tokens < 1:
         raise UsageError(f"tokens is {tokens}; it must be at least 1")
-    if name == "belady":
-        raise UsageError(
-            "ranks by belady say nothing of what a cache holds",
-            hint="replay the trace through a cache instead",
-        )
     if tokens is not None:
         trace = trace.head(tokens)
     ranks = trace.counts().astype(np.float64) if name == "static" else None
+    future = trace.experts if name == "belady" else None
     try:
         made = _native.EvictionPolicy(
             str(name),
@@ -150,6 +145,7 @@ def statistics_of_trace(
             rho=rho,
             gamma=gamma,
             ranks=ranks,
+            future=future,
         )
     except ValueError as error:
         raise UsageError(f"no policy to rank experts by: {error}") from error

@@ -15,9 +15,10 @@ from moechat import _native
 class RoutingStatistics:
     """Counts over decoded tokens, layer by layer. Passes of several tokens (prompts) are not counted.
 
-    Experts are ranked by the priority of the eviction policy just before each access, the best has rank 0; an
-    activation would be a hit with C cached experts if its rank is below C, so one count of ranks serves every
-    C.
+    The rank of an expert just before an access is the least number of cached experts with which it would not
+    be cached; for most policies, its place among the layer's experts by their priorities. An activation is a
+    hit with C cached experts if its rank is below C, so one count of ranks serves every C.
+    ``native/src/cache/routing_counter.h`` says what is cached.
 
     Attributes:
         policy: Eviction policy by whose priorities experts were ranked.

@@ -21,6 +21,7 @@ _FIRST_LAYER = 2.07 / 3.39
 _RISING_SHARE = 0.25
 _MOST_VALUES = 1 << 22  # drawn at a time
 _MOST_RANKED = 1 << 28
+_LEAST = np.float32(1e-9)
 
 
 def accuracy_by_layer(layers: int, mean: float) -> npt.NDArray[np.float64]:
@@ -110,7 +111,9 @@ def _draw(
     """
     k = chosen.shape[-1]
     shape = (*chosen.shape[:-1], popularity.shape[-1])
-    drawn = popularity - np.log(generator.standard_exponential(shape, dtype=np.float32))
+    # In 24 bits an exponential variable can be 0.
+    exponential = np.maximum(generator.standard_exponential(shape, dtype=np.float32), _LEAST)
+    drawn = popularity - np.log(exponential)
     found = generator.random(chosen.shape) < accuracy
     lowest, highest = float(drawn.min()) - 1, float(drawn.max()) + 1
     span = highest - lowest

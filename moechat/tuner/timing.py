@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moechat.tuner.candidates import Candidate
@@ -22,6 +22,8 @@ _PREFILL_SHARE = 0.25
 _PREFILL_ROUNDS = 2
 # Some candidates are slower than the first.
 _SLACK = 1.3
+# Below so many pairs of turns nothing can be said about what hardness costs.
+_FEWEST_SLOPES = 6
 
 
 class Passes(Protocol):
@@ -58,12 +60,56 @@ class Timed:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one candidate.
+
+    Attributes:
+        name: Of the candidate.
+        seconds: A token, in the mean.
+        hardness: Of the text, a token; ``None``: not known.
+    """
+
+    name: str
+    seconds: float
+    hardness: float | None
+
+
+def even_out(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns as if all had had text of the same hardness.
+
+    What hardness costs is the median slope between turns of the same candidate (Theil and Sen), and at least
+    nothing; hiccups of the machine hardly move it. A turn loses at most half of its time.
+    """
+    known = [turn for turn in turns if turn.hardness is not None]
+    slopes = [
+        (one.seconds - other.seconds) / (one.hardness - other.hardness)
+        for place, one in enumerate(known)
+        for other in known[:place]
+        if one.name == other.name
+        and one.hardness is not None
+        and other.hardness is not None
+        and one.hardness != other.hardness
+    ]
+    if len(slopes) < _FEWEST_SLOPES:
+        return list(turns)
+    slope = max(0.0, statistics.median(slopes))
+    usual = statistics.fmean(turn.hardness for turn in known if turn.hardness is not None)
+    return [
+        turn
+        if turn.hardness is None
+        else replace(turn, seconds=max(turn.seconds / 2, turn.seconds - slope * (turn.hardness - usual)))
+        for turn in turns
+    ]
+
+
 def time_candidates(
     candidates: Sequence[Candidate],
     passes: Passes,
     use: Callable[[Candidate], None],
     *,
     limit_s: float,
+    hardness: Callable[[], float | None] = lambda: None,
     report: Callable[[float], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timed:
@@ -74,11 +120,15 @@ def time_candidates(
     experts that the turn before has brought. Where there is not the time for three rounds of all, the last
     ones are left out, but never the first two; what does not end in time is no round.
 
+    Some text needs more experts that are not cached than other text. Where ``hardness`` tells how much, it is
+    allowed for, see :func:`even_out`.
+
     Args:
         candidates: At least one, most important first.
         passes: Computes.
         use: Makes a candidate the plan that is in effect.
         limit_s: Seconds after which no further token is begun.
+        hardness: What the text so far has asked of any plan, a sum that grows; ``None``: not known.
         report: Told the share of the time that has passed, now and then.
         clock: For tests.
 
@@ -102,27 +152,37 @@ def time_candidates(
     prompts = len(kept) * _PREFILL_ROUNDS * passes.prompt_tokens * pace
     with_prompts = prompts <= _PREFILL_SHARE * limit_s
 
-    decode: dict[str, list[float]] = {candidate.name: [] for candidate in kept}
+    turns_taken: list[Turn] = []
     prefill: dict[str, list[float]] = {candidate.name: [] for candidate in kept}
     for number in range(MOST_ROUNDS):
-        taken: dict[str, float] = {}
+        taken: list[Turn] = []
         prompted: dict[str, float] = {}
         for candidate in _order(kept, number):
             use(candidate)
             if with_prompts and number < _PREFILL_ROUNDS:
                 prompted[candidate.name] = passes.prefill()
             seconds: list[float] = []
+            before = None
             while len(seconds) < per_turn and clock() < deadline:
+                before = hardness() if len(seconds) == settle else before
                 seconds.append(passes.decode())
                 report(min(1.0, (clock() - started) / limit_s))
             if len(seconds) < per_turn:
                 break
-            taken[candidate.name] = statistics.fmean(seconds[settle:])
+            after = None if before is None else hardness()
+            hard = None
+            # Nothing was counted where the near tier stood still.
+            if before is not None and after is not None and after > before:
+                hard = (after - before) / (per_turn - settle)
+            taken.append(Turn(candidate.name, statistics.fmean(seconds[settle:]), hard))
         if len(taken) < len(kept):
             break
-        for name in taken:
-            decode[name].append(taken[name])
-            prefill[name] += [prompted[name]] if name in prompted else []
+        turns_taken += taken
+        for name, seconds_taken in prompted.items():
+            prefill[name].append(seconds_taken)
+    decode: dict[str, list[float]] = {candidate.name: [] for candidate in kept}
+    for turn in even_out(turns_taken):
+        decode[turn.name].append(turn.seconds)
     return Timed(
         tuple(Timing(name, tuple(decode[name]), tuple(prefill[name])) for name in decode),
         tuple(candidate.name for candidate in candidates[len(kept) :]),

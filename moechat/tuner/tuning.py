@@ -113,7 +113,7 @@ class Tuner:
         self._sequences = sequences
         self._may_map = not loaded.plan.given if may_map is None else may_map
         self._directory = directory
-        self._settings = self._near.settings
+        self._settings = self._near.first_settings
         found = candidates(self._settings, self._near.top_k, may_map=self._may_map)
         self._candidates, self._plans, self._same_as = _distinct(found, self._near)
 
@@ -178,6 +178,7 @@ class Tuner:
                 self._sequences(),
                 lambda candidate: self._take_turns(candidate.name),
                 limit_s=limit_s,
+                hardness=self._hardness,
                 report=report,
             )
             timings, choice = self._decide(timed)
@@ -201,6 +202,15 @@ class Tuner:
             timed.seconds,
             self._keep(choice, timings, measured),
         )
+
+    def _hardness(self) -> float | None:
+        """Activations so far that would have missed the computed plan's experts, whatever was really kept.
+
+        The near tier ranks experts by the policy, which sees the same text under every plan.
+        """
+        ranks = self._near.routing_statistics().ranks
+        kept = self._plans[DEFAULT].targets[:, :1]
+        return float(ranks[np.arange(ranks.shape[1])[None, :] >= kept].sum())
 
     def _take_turns(self, name: str) -> None:
         # What the turn before has queued is not this one's work.
@@ -240,6 +250,9 @@ class Tuner:
     def _keep(self, choice: Choice, timings: Sequence[Timing], measured: str) -> bool:
         if not any(timing.rounds for timing in timings):
             return False
+        before = self._recalled()
+        if not choice.decided and before is not None and before.decided:
+            return False
         entry = Remembered(
             self._near.pages,
             self._may_map,
@@ -267,7 +280,7 @@ def _distinct(
         if candidate.settings is None:
             kept.append(candidate)
             continue
-        plan = near.plan if candidate.name == DEFAULT else near.plan_for(candidate.settings)
+        plan = near.plan_for(candidate.settings)
         twin = next(
             (
                 other.name

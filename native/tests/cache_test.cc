@@ -460,6 +460,7 @@ std::int64_t run_random(double seconds, std::uint64_t seed) {
       {{1, 6, 4, 3, 16, 4, "two_level_lru"}, 1},
       {{4, 16, 5, 4, 90, 12, "lfu"}, 64},
       {{8, 32, 12, 8, 900, 100, "discount"}, 4096},
+      {{5, 12, 4, 3, 60, 9, "forecast"}, 16},
       {{16, 64, 12, 8, 4000, 200, "lcp"}, 32768},
   };
   const double share = seconds / static_cast<double>(std::size(cases));
@@ -531,14 +532,17 @@ Timing bench_layer(const Shape& shape, std::int32_t misses, double theta) {
 void bench() {
   // Half of the experts fit, and the blocks of one layer's experts twice on their way.
   const Shape shapes[] = {{48, 128, 12, 8, 48 * 64 * 12 + 192, 192, "lcp"},
-                          {32, 8, 224, 2, 32 * 4 * 224 + 896, 896, "lcp"}};
+                          {48, 128, 12, 8, 48 * 64 * 12 + 192, 192, "forecast"},
+                          {32, 8, 224, 2, 32 * 4 * 224 + 896, 896, "lcp"},
+                          {32, 8, 224, 2, 32 * 4 * 224 + 896, 896, "forecast"}};
   for (const Shape& shape : shapes) {
     const std::int32_t misses = std::max(1, shape.top_k / 4);
     for (const double theta : {1.0, 0.5}) {
       const Timing hit = bench_layer(shape, 0, theta);
       const Timing miss = bench_layer(shape, misses, theta);
-      std::printf("%d layers x %d experts x %d blocks, top %d, theta %.2f: all hit %.0f ns a layer; ",
-                  shape.layers, shape.experts, shape.blocks, shape.top_k, theta, hit.nanoseconds);
+      std::printf("%s, %d layers x %d experts x %d blocks, top %d, theta %.2f: all hit %.0f ns a layer; ",
+                  shape.policy, shape.layers, shape.experts, shape.blocks, shape.top_k, theta,
+                  hit.nanoseconds);
       std::printf("%d cold, %.0f blocks fetched: %.0f ns a layer\n", misses, miss.blocks, miss.nanoseconds);
     }
   }

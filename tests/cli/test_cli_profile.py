@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from cli_support import PATIENCE_S, Cli
 
+from moechat.bench import model_times
 from moechat.hardware import measure as room
 from moechat.hardware.measure_budget import LARGE_BYTES, Budget
 
@@ -35,6 +38,23 @@ SHORT = Budget(
 def own(tmp_path: Path, cli: Cli) -> Cli:
     """The program with a library that nobody has measured yet."""
     return replace(cli, home=tmp_path / "home")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
+    """A library of a machine that was measured."""
+    home = tmp_path_factory.mktemp("measured")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "Budget", lambda: SHORT)
+        assert replace(cli, home=home).call("profile", "-q").status == 0
+    return home
+
+
+@pytest.fixture
+def known(own: Cli, measured: Path) -> Cli:
+    """The program with a copy of that library."""
+    shutil.copytree(measured, own.home)
+    return own
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +80,8 @@ def test_it_measures_once_and_then_shows_what_it_kept(own: Cli) -> None:
     )
 
 
-def test_figures_line_up_at_the_right(own: Cli) -> None:
-    lines = own.call("profile", "-q").out.decode().splitlines()
+def test_figures_line_up_at_the_right(known: Cli) -> None:
+    lines = known.call("profile", "-q").out.decode().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("bits"))
     ends = {
         tuple(match.end() for match in re.finditer(r"GB/s|GFLOP/s", line)) for line in lines[at + 1 : at + 3]
@@ -95,33 +115,31 @@ def test_json_has_its_keys_and_says_whether_it_is_fresh(own: Cli) -> None:
         assert first["missing"]["link gpu"]
 
 
-def test_refresh_measures_again(own: Cli) -> None:
-    own.call("profile", "-q")
-    (file,) = (own.home / "data" / "profiles").glob("*.json")
+def test_refresh_measures_again(known: Cli) -> None:
+    (file,) = (known.home / "data" / "profiles").glob("*.json")
     kept = json.loads(file.read_text())
     kept["seconds"] = 12345.0
     file.write_text(json.dumps(kept))
-    assert b"in 3:25:45 h" in own.call("profile").out
-    assert own.call("profile", "--refresh", "-q").status == 0
+    assert b"in 3:25:45 h" in known.call("profile").out
+    assert known.call("profile", "--refresh", "-q").status == 0
     assert json.loads(file.read_text())["seconds"] < 12345
 
 
-def test_a_damaged_file_is_measured_anew_with_a_word(own: Cli) -> None:
-    own.call("profile", "-q")
-    (file,) = (own.home / "data" / "profiles").glob("*.json")
+def test_a_damaged_file_is_measured_anew_with_a_word(known: Cli) -> None:
+    (file,) = (known.home / "data" / "profiles").glob("*.json")
     file.write_text("{")
-    done = own.call("profile")
+    done = known.call("profile")
     assert done.status == 0
     assert "is damaged and is ignored" in done.err
     assert json.loads(file.read_text())["profile"]
 
 
-def test_a_list_names_kept_and_reference_profiles(own: Cli) -> None:
+def test_a_list_names_kept_and_reference_profiles(own: Cli, measured: Path) -> None:
     empty = own.call("profile", "--list")
     assert empty.status == 0
     assert b"nothing was measured yet" in empty.out
     assert b"rtx3060-12g" in empty.out
-    own.call("profile", "-q")
+    shutil.copytree(measured, own.home)
     assert b"this machine" in own.call("profile", "--list").out
     found = json.loads(own.call("profile", "--list", "--json").out)
     (saved,) = found["saved"]
@@ -130,15 +148,14 @@ def test_a_list_names_kept_and_reference_profiles(own: Cli) -> None:
     assert all(item["title"] for item in found["reference"])
 
 
-def test_a_profile_of_other_hardware_is_listed_but_not_used(own: Cli) -> None:
-    own.call("profile", "-q")
-    (file,) = (own.home / "data" / "profiles").glob("*.json")
+def test_a_profile_of_other_hardware_is_listed_but_not_used(known: Cli) -> None:
+    (file,) = (known.home / "data" / "profiles").glob("*.json")
     text = file.read_text().replace(file.stem, "0" * 16)
     file.with_name("0" * 16 + ".json").write_text(text)
     file.unlink()
-    found = json.loads(own.call("profile", "--list", "--json").out)
+    found = json.loads(known.call("profile", "--list", "--json").out)
     assert [item["current"] for item in found["saved"]] == [False]
-    assert "measuring this machine" in own.call("profile").err
+    assert "measuring this machine" in known.call("profile").err
 
 
 def test_figures_that_cannot_be_kept_are_shown(own: Cli) -> None:
@@ -190,7 +207,11 @@ def test_a_home_that_is_no_directory_is_refused(own: Cli) -> None:
     assert "not a directory" in done.err
 
 
-def test_the_times_of_a_model_are_shown_and_kept(own: Cli, model: str, cli: Cli) -> None:
+def test_the_times_of_a_model_are_shown_and_kept(
+    model: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = functools.partial(model_times.measure_model_times, seconds=0.2)
+    monkeypatch.setattr(model_times, "measure_model_times", short)
     done = cli.call("profile", "--model", model, "--json", "-q")
     assert done.status == 0, done.err
     times = json.loads(done.out)["model_times"]
@@ -223,8 +244,10 @@ def test_without_a_model_torch_is_not_loaded(own: Cli) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("wait_s", [0.3, 2.5])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "wait_s"),
+    [(signal.SIGINT, 130, 0.2), (signal.SIGINT, 130, 2.0), (signal.SIGTERM, 143, 1.0)],
+)
 def test_an_interrupt_leaves_no_file(own: Cli, number: int, status: int, wait_s: float) -> None:
     process = own.start("profile")
     assert process.stderr is not None

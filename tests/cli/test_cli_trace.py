@@ -231,7 +231,7 @@ def test_an_error_in_the_middle_keeps_what_came_before(at: Cli, monkeypatch: pyt
     name = write(at, "Tell me a story.\nTell me another one.\n")
     result = at.call("trace", "demo", "--prompts", name, "--out", "out.npz", *ARGUMENTS)
     assert result.status == 1
-    assert "1 prompt were recorded before that, in out.npz" in result.err
+    assert "what was recorded before that is in out.npz: 1 prompt" in result.err
     assert "the disk is gone" in result.err
     assert Trace.read(at.directory / "out.npz").sequences == 1
 

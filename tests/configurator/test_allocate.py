@@ -76,9 +76,8 @@ def test_ours_against_brute_force(shape, costs, wanted, share):
     _, best = best_allocation(curves, model, blocks, pages)
     nothing = evaluate(np.tile(np.array([[0, 1]], np.int32), (layers, 1)), curves, model, blocks).total
     assert ours.exposed_total >= best - 1e-12
-    # Windows that a choice makes for the next layer are seen after it: of what a cache could save at most,
-    # that costs now and then a little.
-    assert ours.exposed_total - best <= 0.1 * nothing + 1e-12
+    # Of what is exposed without a cache; nearly always it is nothing (next test).
+    assert ours.exposed_total - best <= 0.05 * nothing + 1e-12
 
 
 def test_ours_mostly_is_the_best_there_is():
@@ -95,7 +94,7 @@ def test_ours_mostly_is_the_best_there_is():
         model = EngineModel.of(AUTO, costs, top_k, blocks)
         _, best = best_allocation(curves, model, blocks, pages)
         exact += ours.exposed_total <= best * (1 + 1e-6) + 1e-12
-    assert exact >= 114
+    assert exact >= 117
 
 
 @settings(max_examples=25, deadline=None)
@@ -146,7 +145,7 @@ def test_more_pages_never_expose_more(seed, miss):
             for pages in range(0, everything + 40, 40)
         ]
     )
-    # Windows that a choice makes are seen after it; what that costs is less than a thousandth.
+    # No search is exact: to a thousandth of what is exposed without a cache.
     assert (np.diff(totals) <= 1e-3 * totals[0]).all()
     assert totals[-1] == 0.0
 

@@ -34,7 +34,7 @@ def least(costs, sizes, budget):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems())
 def test_exact(problem):
     costs, sizes, budget = problem
@@ -44,7 +44,7 @@ def test_exact(problem):
     assert abs(found.cost - least(costs, sizes, budget)) < 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_without_dynamic_programming_the_bound_holds(problem):
     costs, sizes, budget = problem

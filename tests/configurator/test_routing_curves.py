@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from configurator_support import curves, drawn, statistics
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moechat.configurator.curves import RoutingCurves, amount, prefetch_sizes
+from moechat.configurator.curves import (
+    RoutingCurves,
+    amount,
+    cached_at,
+    prefetch_sizes,
+    two_outcomes,
+)
 from moechat.configurator.systems import CacheSettings
 from moechat.routing.statistics import RoutingStatistics
 
@@ -95,3 +103,37 @@ def test_more_experts_a_token_than_there_are():
     assert RoutingCurves.of(drawn(0, 1, 3, 1), CacheSettings(), 9).top_k == 3
     with pytest.raises(ValueError, match="top_k is 0"):
         RoutingCurves.of(drawn(0, 1, 3, 1), CacheSettings(), 0)
+
+
+def test_two_outcomes_by_hand():
+    # K = 1: a miss with 0.3, a hit with 0.7.
+    shares, weights = two_outcomes(np.array([0.7]), 1)
+    assert shares[:, 0] == pytest.approx([0.0, 1.0])
+    assert weights[:, 0] == pytest.approx([0.3, 0.7])
+    # K = 4, H = 0.5: symmetric; half the hits and half of that spread: sqrt(0.25 / 4) = 0.25.
+    shares, weights = two_outcomes(np.array([0.5]), 4)
+    assert shares[:, 0] == pytest.approx([0.25, 0.75])
+    assert weights[:, 0] == pytest.approx([0.5, 0.5])
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_two_outcomes_have_the_moments_of_the_binomial(hit, top_k):
+    shares, weights = two_outcomes(np.array([hit]), top_k)
+    assert ((shares >= 0) & (shares <= 1)).all()
+    assert weights.sum() == pytest.approx(1.0)
+    assert (weights >= 0).all()
+    mean, variance = hit, hit * (1 - hit) / top_k
+    assert (weights * shares).sum() == pytest.approx(mean, abs=1e-9)
+    assert (weights * (shares - mean) ** 2).sum() == pytest.approx(variance, abs=1e-9)
+    third = variance / top_k * (1 - 2 * hit)
+    assert (weights * (shares - mean) ** 3).sum() == pytest.approx(third, abs=1e-9)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 16))
+def test_predicted_experts_are_cached_as_often_as_before_on_average(hit, cached, top_k):
+    hits, cache = np.array([hit]), np.array([cached])
+    shares, weights = two_outcomes(hits, top_k)
+    found = cached_at(cache, hits, shares)
+    assert ((found >= 0) & (found <= 1)).all()
+    if 1e-9 < hit < 1 - 1e-9:
+        assert (weights * found).sum() == pytest.approx(cached, abs=1e-6)

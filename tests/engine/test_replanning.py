@@ -23,6 +23,7 @@ from moechat.routing import Replay, Trace
 from moechat.routing.statistics_file import load_statistics
 
 PAGES = 160
+POLICY = SYSTEMS["auto"].policy
 PROMPT = "Once upon a time"
 
 
@@ -40,7 +41,7 @@ def load(pages: int = PAGES, **arguments: Any) -> Engine:
     return moechat.load("demo", offload=OffloadOptions(pages=pages, link=MEMORY), **arguments)
 
 
-def answer(engine: Engine, count: int = 40) -> list[int]:
+def answer(engine: Engine, count: int = 20) -> list[int]:
     return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=count, temperature=0.0)]
 
 
@@ -56,7 +57,7 @@ def test_a_new_plan_at_every_token_changes_no_token_and_keeps_the_budget(own_hom
     with load() as engine:
         near = near_of(engine)
         tokens, resident = [], []
-        for step in engine.generate(PROMPT, max_new_tokens=40, temperature=0.0):
+        for step in engine.generate(PROMPT, max_new_tokens=20, temperature=0.0):
             tokens.append(step.token_id)
             replanned = engine.replan()
             assert replanned is not None
@@ -67,22 +68,25 @@ def test_a_new_plan_at_every_token_changes_no_token_and_keeps_the_budget(own_hom
         assert 0 < engine.stats.pages_peak <= PAGES
         assert near.runner.resident_bytes <= PAGES * near.runner.page_bytes
         assert max(resident[5:]) - resident[5] < 16 << 20
-        assert engine.stats.replans == 40
+        assert engine.stats.replans == 20
 
 
-def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(own_home: Path) -> None:
-    with load(replan_tokens=50) as engine:
+def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "_OBSERVED_TOKENS", 30)
+    with load(replan_tokens=25) as engine:
         before = near_of(engine).targets.copy()
         answer(engine)
-        assert engine.idle() is None, "39 tokens were decoded, the first comes from the prompt"
+        assert engine.idle() is None, "19 tokens were decoded, the first comes from the prompt"
         answer(engine)
         assert (near_of(engine).targets == before).all(), "not during an answer"
         assert engine.stats.replans == 0
         replanned = engine.idle()
         assert replanned is not None
-        assert (replanned.tokens, replanned.method) == (78, "auto")
-        assert replanned.statistics_from == "defaults and 78 tokens of this model"
-        assert replanned.costs_from == "78 decoded tokens"
+        assert (replanned.tokens, replanned.method) == (38, "auto")
+        assert replanned.statistics_from == "defaults and 38 tokens of this model"
+        assert replanned.costs_from == "38 decoded tokens"
         assert replanned.layers_changed == int((near_of(engine).targets != before).any(axis=1).sum())
         assert replanned.before_ms is not None
         assert replanned.after_ms is not None
@@ -94,7 +98,7 @@ def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(own_home:
 
 def test_none_is_due_where_the_setting_is_0_or_experts_are_mapped(own_home: Path) -> None:
     with load(replan_tokens=0) as engine:
-        answer(engine)
+        answer(engine, 3)
         assert engine.idle() is None
     with moechat.load("demo") as engine:
         answer(engine, 3)
@@ -111,16 +115,16 @@ def test_statistics_are_kept_at_the_end_and_used_at_the_next_start(own_home: Pat
         assert near.knowledge.statistics_from == "defaults"
         answer(engine)
         store, shape = engine._store, engine._upkeep._shape  # type: ignore[union-attr]
-    kept = load_statistics(planner.key_of(shape, store.manifest.source.fingerprint), "blend")
+    kept = load_statistics(planner.key_of(shape, store.manifest.source.fingerprint), POLICY)
     assert kept is not None
-    assert kept.tokens == 39
-    assert kept.activations.sum() == 39 * 8 * 2
+    assert kept.tokens == 19
+    assert kept.activations.sum() == 19 * 8 * 2
     with load() as engine:
-        assert near_of(engine).knowledge.statistics_from == "defaults and 39 tokens of this model"  # type: ignore[union-attr]
-        assert engine.describe()["plan_statistics"] == "defaults and 39 tokens of this model"
+        assert near_of(engine).knowledge.statistics_from == "defaults and 19 tokens of this model"  # type: ignore[union-attr]
+        assert engine.describe()["plan_statistics"] == "defaults and 19 tokens of this model"
         answer(engine)
         # What is kept, what waits to be kept, and the defaults make one plan.
-        assert engine.replan().statistics_from == "defaults and 78 tokens of this model"  # type: ignore[union-attr]
+        assert engine.replan().statistics_from == "defaults and 38 tokens of this model"  # type: ignore[union-attr]
 
 
 def test_statistics_are_written_when_an_answer_ends_but_not_each_time(
@@ -237,7 +241,7 @@ def test_the_oracle_runs_where_a_trace_is_played_back(own_home: Path) -> None:
 
 def test_popular_experts_are_the_ones_that_a_fixed_set_holds(own_home: Path) -> None:
     with load() as engine:
-        answer(engine, 80)
+        answer(engine, 50)
     with load(system="fiddler") as engine:
         answer(engine, 40)
         near = near_of(engine)
@@ -247,28 +251,28 @@ def test_popular_experts_are_the_ones_that_a_fixed_set_holds(own_home: Path) -> 
         resident = near.runner.residency()
         for layer, (count, blocks) in enumerate(near.targets.tolist()):
             popular = np.argsort(-statistics.activations[layer], kind="stable")[:count]
-            seen = popular[statistics.activations[layer][popular] > 10]
-            # The most popular ones were needed by now, and once they are there they stay.
-            assert (resident[layer][seen[: max(1, count // 2)]] >= blocks).all()
+            needed = popular[near.routing_statistics().activations[layer][popular] > 0]
+            assert len(needed)
+            assert (resident[layer][needed] >= blocks).all(), "once they are there they stay"
 
 
 def test_switching_takes_effect_at_once_and_refuses_what_needs_another_runner(own_home: Path) -> None:
     with load() as engine:
         near = near_of(engine)
-        expected = answer(engine)
-        quiet = CacheSettings(policy="blend", prefetch="none", split=0.5)
+        expected = answer(engine, 10)
+        quiet = CacheSettings(policy=POLICY, prefetch="none", split=0.5)
         near.switch(quiet, near.plan_for(quiet))
         assert set(near.targets[:, 1].tolist()) == {2}
         near.drain()
         near.reset_stats()
-        assert answer(engine) == expected
+        assert answer(engine, 10) == expected
         assert near.stats()["fetched_prefetch"] == 0
-        far = CacheSettings(policy="blend", lookahead=2)
+        far = CacheSettings(policy=POLICY, lookahead=2)
         near.switch(far, near.plan_for(far))
         near.reset_stats()
-        assert answer(engine) == expected
+        assert answer(engine, 10) == expected
         assert near.stats()["link_transfers_far"] > 0
-        for other in (CacheSettings(policy="lru"), CacheSettings(policy="blend", whole_experts=True)):
+        for other in (CacheSettings(policy="lru"), CacheSettings(policy=POLICY, whole_experts=True)):
             with pytest.raises(ValueError, match="another near tier"):
                 near.switch(other, near.plan)
         assert near.runner.check() == ""

@@ -18,8 +18,9 @@ import pytest
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, MoechatError
-from moechat.hardware import disk_speed
+from moechat.hardware import disk_speed, kernel_sweep
 from moechat.hardware import measure as room
+from moechat.hardware.kernel_sweep import KernelSweep
 from moechat.hardware.measure import measure, measure_machine
 from moechat.hardware.measure_budget import EXPERT_BYTES, LARGE_BYTES, RECORD_BYTES, Budget
 from moechat.hardware.measure_cpu import (
@@ -100,11 +101,49 @@ def test_it_covers_what_was_asked_for(measured: Measurement) -> None:
         assert measured.missing["gpu"]
 
 
-def test_together_nothing_is_much_faster_than_alone(measured: Measurement) -> None:
+def test_nothing_is_faster_together_than_alone(measured: Measurement) -> None:
     profile = measured.profile
     for bits, together in profile.expert_rate_together.items():
-        # The best of four stretches against one stretch; a busy machine may have become quiet in between.
-        assert together.value <= 3 * max(rate.value for rate in profile.expert_rate[bits].values())
+        assert together.value <= profile.expert_rate[bits][profile.cores].value
+    link = profile.links["file"]
+    assert link.together is not None
+    assert link.together.value <= link.bandwidth[LARGE_BYTES].value
+
+
+def test_memory_gives_at_least_what_kernels_read_of_it(measured: Measurement) -> None:
+    profile = measured.profile
+    fastest = max(rate.value for rates in profile.expert_rate.values() for rate in rates.values())
+    assert profile.ram_bandwidth.value >= fastest
+
+
+def test_of_two_rounds_the_better_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([3.0, 5.0, 4.0, 6.0])
+    monkeypatch.setattr(kernel_sweep, "compute_rate", lambda *arguments, **named: next(rates))
+    monkeypatch.setattr(kernel_sweep, "operation_rate", lambda *arguments, **named: 1.0)
+    sweep = KernelSweep(ExpertMemory(64 * MIB), 2, lambda _: None)
+    busy = iter([40.0, 20.0])
+    for _ in range(2):
+        sweep.run([4], compute_seconds=0, many_seconds=0, link=lambda seed: next(busy))
+    assert {threads: rate.value for threads, rate in sweep.rate[4].items()} == {1: 4.0, 2: 6.0}
+    assert sweep.link_together is not None
+    # The link's figure is of the same round as the kernels'.
+    assert sweep.link_together.value in (40.0, 20.0)
+    sweep.settle()
+    assert sweep.rate[4][2].value == sweep.together[4].value > 6.0
+    assert sweep.stream is not None
+    assert sweep.stream.value == sweep.together[4].value
+
+
+def test_a_link_that_fails_under_load_leaves_the_kernels_alone() -> None:
+    def fail(seed: int) -> float:
+        raise OSError(5, "Input/output error")
+
+    sweep = KernelSweep(ExpertMemory(64 * MIB), 1, lambda _: None)
+    sweep.run([4], compute_seconds=0, many_seconds=0, link=fail)
+    assert "Input/output error" in sweep.failure
+    assert sweep.rate[4][1].value > 0
+    assert not sweep.together
+    assert sweep.link_together is None
 
 
 def test_nothing_is_left_in_the_library(measured: Measurement, home: Path) -> None:

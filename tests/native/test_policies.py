@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moechat import _native
 from moechat._native import EvictionPolicy
 
-NAMES = ("blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady")
+NAMES = ("forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady")
 NEVER = -1e300
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ from plan_support import GIB, desktop, without_disk
 from tiny import tiny_config
 
 import moechat
-import moechat.planning.make
 from moechat.errors import (
     DoesNotFitError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
 )
+from moechat.hardware.memory import resident_bytes
 from moechat.hardware.profile_file import reference_names
 from moechat.planning import Plan
 from moechat.store.store import Store
 
+# Beside the process as it is, which other tests make larger: enough for the demo.
+ROOM = 150 << 20
 DEMO = Path(moechat.__file__).parent / "hub" / "demo"
 
 
@@ -79,7 +82,8 @@ def test_more_memory_is_never_slower(small: Path) -> None:
         made = moechat.plan(small, vram=vram, profile=desktop(), ctx=128)
         assert made.speed is not None
         rates.append(made.speed.tokens_per_s)
-    assert rates == sorted(rates)
+    # But for what the search leaves: it looks at the time of expected amounts, a speed at expected times.
+    assert all(more >= 0.99 * less for less, more in pairwise(rates))
     assert rates[-1] > rates[0]
 
 
@@ -104,6 +108,10 @@ def test_with_room_for_all_experts_nothing_is_far() -> None:
     assert made.speed is not None
     assert made.speed.decode.hit_rate == 1.0
     assert [entry.name for entry in made.other_budgets if entry.nbytes > 10 * GIB] == []
+    # Where all of them fit only beside a context shorter than the model's own, too.
+    tight = moechat.plan("deepseek-v2-lite", vram="12G", profile=desktop())
+    assert (tight.far, tight.context_limited) == (None, True)
+    assert [entry.name for entry in tight.other_budgets] == ["half", "less"]
 
 
 def test_too_little_graphics_memory_is_refused_with_what_would_do() -> None:
@@ -127,6 +135,7 @@ def test_little_ram_makes_a_chain_to_the_disk() -> None:
     assert made.speed is not None
     assert plenty.speed is not None
     assert made.speed.tokens_per_s < plenty.speed.tokens_per_s
+    assert "RAM and the disk" in made.speed.bottleneck
     assert "disk to RAM, bytes/s" in [figure.name for figure in made.speed.figures]
     with pytest.raises(DoesNotFitError, match="the least that works is 1344 MiB"):
         moechat.plan("olmoe", vram="2G", ram="1G", profile=desktop(), ctx=512)
@@ -152,7 +161,7 @@ def test_a_machine_of_unknown_speed_still_has_a_plan() -> None:
     assert made.other_budgets == ()
     assert len(made.layers) == 32
     assert any("speed of the disk" in note for note in made.notes)
-    here = moechat.plan("olmoe", ram="3G", ctx=512)
+    here = moechat.plan("olmoe", ram=resident_bytes() + 2 * GIB, ctx=512)
     assert (here.machine, here.tiers[0].parts[0].basis) == ("this machine", "measured")
     assert here.speed is None
     assert any("moechat profile" in note for note in here.notes)
@@ -184,12 +193,12 @@ def test_every_reference_machine_can_be_planned_for(small: Path) -> None:
 
 
 def test_a_plan_is_what_loading_does() -> None:
-    with moechat.load("demo", ram="460M", ctx=256) as engine:
+    with moechat.load("demo", ram=resident_bytes() + ROOM, ctx=256) as engine:
         facts = engine.describe()
     base = facts["memory_process_bytes"]
-    made = moechat.plan("demo", ram=facts["memory_budget_bytes"], ctx=256)
+    made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
     assert made.weights == "store"
-    # The same process has grown meanwhile, so what is left for experts differs.
+    # The same process has grown meanwhile, so what is left for experts may differ.
     assert base <= part(made, "process")
     assert part(made, "dense weights") == facts["memory_dense_bytes"]
     assert part(made, "attention cache") == facts["memory_attention_cache_bytes"]
@@ -211,7 +220,8 @@ def test_a_configuration_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert by_file.model == "Tiny.Config.JSON"
     assert by_file.parameters == by_directory.parameters > 0
     monkeypatch.chdir(directory)
-    assert moechat.plan("config.json", profile=desktop()).parameters == by_file.parameters
+    here = moechat.plan("config.json", profile=desktop())
+    assert (here.model, here.parameters) == ("model", by_file.parameters)
     assert moechat.plan(".", profile=desktop()).parameters == by_file.parameters
 
 
@@ -225,18 +235,19 @@ def test_a_store_is_planned_with_its_bits_and_others() -> None:
         moechat.plan("demo", profile=desktop(), bits=5)
 
 
-def test_recorded_routing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_routing_is_used() -> None:
+    from moechat.configurator.systems import settings_of
     from moechat.configurator.warm_start import default_statistics
     from moechat.routing.statistics_file import add_statistics, model_key
 
-    before = moechat.plan("demo", ram="460M", ctx=256, profile=None)
+    before = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
     assert (before.statistics_tokens, before.weights) == (0, "store")
     store = Store.open(DEMO)
     key = model_key(store.manifest.source.fingerprint, layers=8, experts=16, top_k=2)
-    made_up = default_statistics("mixtral", 8, 16, 2, policy="blend")
+    made_up = default_statistics("mixtral", 8, 16, 2, policy=settings_of("auto").policy)
     seen = {name: getattr(made_up, name) for name in made_up.__dataclass_fields__}
     assert add_statistics(key, type(made_up)(**{**seen, "tokens": 321}))
-    after = moechat.plan("demo", ram="460M", ctx=256)
+    after = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
     assert after.statistics_tokens == 321
     assert "321 recorded tokens" in after.statistics_source
 

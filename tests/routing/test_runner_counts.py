@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moechat import _native
 from moechat.routing import RoutingCounter, RoutingStatistics, rankings
@@ -14,6 +16,7 @@ LAYERS, EXPERTS, TOP_K, HIDDEN = 3, 24, 2, 64
 
 def runner_of(policy: str, top_k: int = TOP_K) -> _native.ExpertRunner:
     layout = _native.BlockLayout(HIDDEN, 64, 4)
+    ranks = -np.tile(np.arange(EXPERTS, dtype=np.float64), (LAYERS, 1)) if policy == "static" else None
     records = [np.zeros((EXPERTS, 1, layout.record_bytes), np.uint8) for _ in range(LAYERS)]
     return _native.ExpertRunner(
         layout,
@@ -25,7 +28,7 @@ def runner_of(policy: str, top_k: int = TOP_K) -> _native.ExpertRunner:
         pages=LAYERS * 6 + 4,
         targets=np.tile(np.array([6, 1], np.int32), (LAYERS, 1)),
         reserve=4,
-        policy=_native.EvictionPolicy(policy, LAYERS, EXPERTS),
+        policy=_native.EvictionPolicy(policy, LAYERS, EXPERTS, ranks=ranks),
         link=_native.sim_link(records),
         top_k=top_k,
     )
@@ -112,6 +115,27 @@ def test_a_prediction_counts_at_the_access_that_it_was_made_for() -> None:
     run_layer(runner, 0, np.repeat(one, 2, axis=0))  # a prompt uses the prediction up
     run_layer(runner, 0, one)
     assert counts_of(runner, "lru").predicted.tolist() == [0, 1, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from([0.0, -0.0, float("nan"), float("inf"), float("-inf")]), st.floats(width=32)
+        ),
+        min_size=EXPERTS,
+        max_size=EXPERTS,
+    )
+)
+def test_scores_of_any_kind_are_ranked_as_they_would_be_fetched(scores: list[float]) -> None:
+    runner = runner_of("static")  # expert e has rank e, so the ranks of a prediction say what it was
+    runner.prefetch(1, np.array(scores, np.float32), TOP_K, None)
+    run_layer(runner, 1, np.array([[0, 1]], np.int32))
+    seen = counts_of(runner, "static")
+    assert (seen.ranks_of_prediction[1].sum(axis=1) == 1).all()
+    order = seen.ranks_of_prediction[1].argmax(axis=1)
+    assert order.tolist() == rankings(np.array(scores, np.float32), seen.depth).tolist()
+    runner.close()
 
 
 def test_counts_are_copies_and_can_be_reset() -> None:

@@ -17,7 +17,7 @@ HIDDEN = 64
 COUNTED = (
     *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),
     *("blocks_wanted", "blocks_resident", "blocks_prefetched", "fetched_demand", "fetched_prefetch"),
-    *("prefetch_wasted", "evicted", "admitted", "blocks_staged"),
+    *("prefetch_wasted", "evicted", "blocks_staged"),
     *("link_bytes_demand", "link_bytes_near", "link_bytes_far"),
 )
 

@@ -43,7 +43,7 @@ AUTO = SYSTEMS["auto"]
 PAGES = LAYERS * 128 * 12 // 4
 
 
-def family(policy: str = "blend") -> Knowledge:
+def family(policy: str = AUTO.policy) -> Knowledge:
     return defaults(SHAPE, "qwen3_moe", policy)
 
 

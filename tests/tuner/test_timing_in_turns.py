@@ -9,7 +9,7 @@ import pytest
 
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.tuner import Candidate, candidates, choose, time_candidates
-from moechat.tuner.timing import MOST_ROUNDS
+from moechat.tuner.timing import MOST_ROUNDS, Turn, even_out
 
 AUTO = SYSTEMS["auto"]
 
@@ -128,6 +128,58 @@ def test_the_truly_fastest_wins_on_a_noisy_machine(seed: int) -> None:
     machine = Machine({"computed": 0.01, "plain": 0.013, "dp": 0.0075}, noise=0.1, draw=random.Random(seed))
     timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
     assert choose(timed.timings, default="computed", plain="plain").winner == "dp"
+
+
+@dataclass
+class Text(Machine):
+    """Every token costs more the more experts it needs that no plan keeps; text goes from easy to hard."""
+
+    asked: float = 0.0
+    hard: float = 5.0
+
+    def decode(self) -> float:
+        self.hard = min(9.0, max(1.0, self.hard + self.draw.gauss(0, 1.5)))
+        self.asked += self.hard
+        self.decoded += 1
+        return self._pass(self.costs[self.active] + 0.002 * self.hard)
+
+
+def spreads(knows: bool) -> list[float]:
+    machine = Text({"computed": 0.004, "plain": 0.006, "dp": 0.0025})
+    timed = time_candidates(
+        named(*machine.costs),
+        machine,
+        machine.use,
+        limit_s=6.0,
+        hardness=lambda: machine.asked if knows else None,
+        clock=machine.clock,
+    )
+    if knows:
+        for timing in timed.timings:
+            steady = machine.costs[timing.name] + 0.002 * 5
+            assert timing.token_seconds == pytest.approx(steady, abs=0.002)
+        assert choose(timed.timings, default="computed", plain="plain").winner == "dp"
+    return [timing.token_spread for timing in timed.timings]
+
+
+def test_hard_text_is_allowed_for() -> None:
+    known, unknown = spreads(knows=True), spreads(knows=False)
+    assert max(known) < 0.2 * min(unknown)
+
+
+def test_text_is_evened_out_but_never_made_up() -> None:
+    turns = [Turn("a", 1.0 + 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
+    turns += [Turn("b", 2.0 + 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
+    even = even_out(turns)
+    assert [turn.seconds for turn in even] == pytest.approx([1.25] * 4 + [2.25] * 4)
+    assert even_out(turns[:3]) == turns[:3], "three turns say too little"
+    hiccup = [*turns, Turn("a", 50.0, 2.5)]
+    assert even_out(hiccup)[0].seconds == pytest.approx(1.25, abs=0.05)
+    without = [Turn(turn.name, turn.seconds, None) for turn in turns]
+    assert even_out(without) == without
+    # Faster the harder the text is: that is chance, or another cause.
+    turned = [Turn("a", 2.0 - 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
+    assert even_out(turned) == turned
 
 
 def test_candidates_need_no_other_runner() -> None:

@@ -10,6 +10,6 @@ void bind_cache(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_routing(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
-void bind_plan(pybind11::module_& m);
+void bind_layer_plan(pybind11::module_& m);
 
 }  // namespace moechat

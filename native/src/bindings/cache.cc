@@ -1,5 +1,5 @@
-// Python face of policies and of the split-expert cache, for tests and simulation. No call blocks or computes
-// for long, so none drops the GIL.
+// Python face of policies and of the split-expert cache, for tests and simulation. No call blocks, and only
+// demand_hits computes for long and drops the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +15,9 @@
 
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/gil.h"
 #include "bindings/policy_holder.h"
+#include "cache/demand.h"
 #include "cache/policy.h"
 #include "cache/split_cache.h"
 #include "memory/slab.h"
@@ -94,6 +96,31 @@ void policy_predict(EvictionPolicy& policy, std::int32_t layer, const py::array&
   const Experts chosen = experts_of(experts);
   for (std::int64_t i = 0; i < chosen.count; ++i) require_index("expert", chosen.data[i], policy.experts());
   policy.predict(layer, chosen.data, chosen.count);
+}
+
+// Drops the GIL: so the policy is taken for good, and what another thread could change is copied.
+py::array_t<std::int64_t> demand_hits_py(PolicyHolder& holder, const py::array& experts,
+                                         const std::vector<std::int32_t>& capacities, bool admit) {
+  const auto shape = shape_of(experts);
+  const std::int32_t layers = holder.get().layers();
+  const std::int32_t most = holder.get().experts();
+  if (shape.size() != 3 || shape[1] != layers || shape[2] < 1 || shape[2] > most) {
+    refuse("experts has shape " + shape_text(shape) + "; it must be [tokens, " + std::to_string(layers) +
+           ", 1 to " + std::to_string(most) + "]");
+  }
+  const std::int32_t* values = checked<std::int32_t>("experts", experts, shape);
+  const std::vector<std::int32_t> chosen(values, values + experts.size());
+  for (const std::int32_t expert : chosen) require_index("expert", expert, most);
+  for (const std::int32_t capacity : capacities) require_index("capacity", capacity, most + std::int64_t{1});
+  const std::unique_ptr<EvictionPolicy> policy = holder.take();
+  std::vector<std::int64_t> hits;
+  {
+    const ReleaseGil released;
+    const Routing routing{chosen.data(), shape[0], static_cast<std::int32_t>(shape[2])};
+    hits = demand_hits(policy.get(), routing, capacities, admit);
+  }
+  return py::array_t<std::int64_t>(
+      {static_cast<py::ssize_t>(capacities.size()), static_cast<py::ssize_t>(layers)}, hits.data());
 }
 
 using FetchTuple = std::tuple<std::optional<PageId>, std::int32_t, std::int32_t, std::int32_t>;
@@ -196,6 +223,8 @@ auto about_expert(Value (SplitExpertCache::*read)(std::int32_t, std::int32_t) co
 
 void bind_policy(py::module_& m) {
   m.def("policy_names", &policy_names);
+  m.def("demand_hits", &demand_hits_py, py::arg("policy"), py::arg("experts"), py::arg("capacities"),
+        py::arg("admit") = false);
   py::class_<PolicyHolder>(m, "EvictionPolicy")
       .def(py::init(&make_policy_py), py::arg("name"), py::arg("layers"), py::arg("experts"),
            py::arg("omega") = 128.0, py::arg("rho") = 0.25, py::arg("gamma") = 0.9,

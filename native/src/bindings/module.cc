@@ -295,7 +295,7 @@ PYBIND11_MODULE(_native, m) {
   bind_offload(m);
   bind_routing(m);
   bind_simulate(m);
-  bind_plan(m);
+  bind_layer_plan(m);
 }
 
 }  // namespace moechat

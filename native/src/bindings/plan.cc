@@ -133,7 +133,7 @@ Doubles option_costs(const LayerPlan& plan, const py::array& experts, const py::
 
 }  // namespace
 
-void bind_plan(py::module_& m) {
+void bind_layer_plan(py::module_& m) {
   py::class_<LayerPlan>(m, "LayerPlan")
       .def(py::init(&make), py::arg("miss"), py::arg("top_k"), py::arg("times"), py::arg("grain"),
            py::arg("shares"), py::arg("chances"), py::arg("accuracy"), py::arg("cached"))

@@ -119,6 +119,7 @@ class TraceCounter {
     const auto count = static_cast<std::int64_t>(named_.size());
     counter_.access(layer, policy_->keys(layer), named_.data(), count, tokens);
     policy_->access(layer, named_.data(), counts_.data(), count, tokens);
+    counter_.keep(layer, policy_->keys(layer), named_.data(), count);
   }
 
   mutable std::mutex mutex_;

@@ -22,12 +22,12 @@
 // A pass of many tokens says what was chosen but not in which order: it moves rates and state, each expert by
 // its share of the tokens, and teaches nothing about what follows what.
 //
-// On recorded routing the constants lie on a plateau: half or twice of any of them moves the share of the gap
-// between LRU and Belady that is closed by less than two points. Which recordings, and what they say:
-// scripts/policy_table.
+// On recorded routing (scripts/policy_table) the constants lie on a plateau: half or twice of any of them
+// moves the share of the gap between LRU and Belady that is closed by at most two points. Only the size of
+// the state counts for more: half of it costs up to three points, twice of it brings two.
 //
-// Cost: an access reads and writes the layer's readout (8192 numbers at most, up to 512 experts) and reads
-// and writes top_k rows of its table. The two take 96 KiB a layer at most.
+// Cost: an access reads and writes the layer's readout (8192 numbers at most up to 512 experts, 4096 of 128)
+// and reads and writes top_k rows of its table. The two take 96 KiB a layer at most.
 #include "cache/policy_forecast.h"
 
 #include <algorithm>
@@ -56,7 +56,8 @@ constexpr std::int32_t kTableSpan = 300;
 constexpr std::int32_t kReadoutSpan = 1000;
 constexpr std::int32_t kMostPasses = 4096;  // over which the mean of the state is taken
 // Bounds of what a layer keeps, in numbers.
-constexpr std::int32_t kReadoutSize = 8192;
+constexpr std::int32_t kReadoutSize = 8192;  // half of it where a layer has more than kFewExperts
+constexpr std::int32_t kFewExperts = 64;
 constexpr std::int32_t kTableSize = 16384;
 constexpr std::int32_t kLeastState = 16;
 constexpr std::int32_t kMostState = 128;
@@ -241,8 +242,9 @@ class Forecast final : public EvictionPolicy {
  public:
   explicit Forecast(const PolicySpec& spec)
       : EvictionPolicy(spec.name, spec.layers, spec.experts), loops_(best_loops()) {
+    const std::int32_t size = experts_ > kFewExperts ? kReadoutSize / 2 : kReadoutSize;
     // Multiples of 16, so that four rows at a time come out even.
-    state_ = std::clamp(kReadoutSize / experts_ / 16 * 16, kLeastState, kMostState);
+    state_ = std::clamp(size / experts_ / 16 * 16, kLeastState, kMostState);
     rows_ = std::min(experts_, std::max(1, kTableSize / experts_));
     const std::int64_t all = std::int64_t{layers_} * experts_;
     keys_.resize(size_of(all));
@@ -319,7 +321,7 @@ class Forecast final : public EvictionPolicy {
       std::fill(layer.error.begin(), layer.error.end(), 0.0f);
     }
     layer.follows = pass_tokens == 1;
-    layer.count = pass_tokens == 1 ? count : 0;
+    layer.count = pass_tokens == 1 ? std::min<std::int64_t>(count, experts_) : 0;
     std::copy_n(experts, layer.count, layer.chosen.begin());
   }
 

@@ -1,84 +1,10 @@
 #include "cache/routing_counter.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
 namespace moechat {
-namespace {
-
-constexpr std::int64_t kGroup = 4;  // experts that are ranked at a time
-
-// Ranks of experts, `count` rounded up to groups: of what is compared with, each value is loaded once for a
-// group. Vectors by hand, because compilers leave loops over comparisons of doubles scalar (a comparison
-// could trap).
-template <class Doubles, class Integers>
-inline __attribute__((always_inline)) void rank_each(const double* keys, std::int32_t experts,
-                                                     const std::int32_t* wanted, std::int64_t count,
-                                                     std::int32_t* ranks) {
-  constexpr std::int32_t kLanes = sizeof(Doubles) / sizeof(double);
-  const std::int32_t whole = experts / kLanes * kLanes;
-  for (std::int64_t first = 0; first < count; first += kGroup) {
-    double key[kGroup];
-    Doubles keys_of[kGroup] = {};
-    Integers above[kGroup] = {}, not_below[kGroup] = {};  // true is -1
-    for (std::int64_t i = 0; i < kGroup; ++i) {
-      key[i] = keys[wanted[first + i]];
-      keys_of[i] += key[i];
-    }
-    for (std::int32_t other = 0; other < whole; other += kLanes) {
-      Doubles some;
-      std::memcpy(&some, keys + other, sizeof some);
-      for (std::int64_t i = 0; i < kGroup; ++i) above[i] -= some > keys_of[i];
-      for (std::int64_t i = 0; i < kGroup; ++i) not_below[i] -= some >= keys_of[i];
-    }
-    for (std::int64_t i = 0; i < kGroup; ++i) {
-      std::int64_t rank = 0, ties = -1;  // with others than itself
-      for (std::int32_t lane = 0; lane < kLanes; ++lane) {
-        rank += above[i][lane];
-        ties += not_below[i][lane] - above[i][lane];
-      }
-      for (std::int32_t other = whole; other < experts; ++other) {
-        rank += static_cast<int>(keys[other] > key[i]);
-        ties += static_cast<int>(keys[other] == key[i]);
-      }
-      for (std::int32_t other = experts; ties > 0 && --other > wanted[first + i];) {
-        if (keys[other] != key[i]) continue;
-        ++rank;
-        --ties;
-      }
-      ranks[first + i] = static_cast<std::int32_t>(rank);
-    }
-  }
-}
-
-using Rank = void (*)(const double* keys, std::int32_t experts, const std::int32_t* wanted,
-                      std::int64_t count, std::int32_t* ranks);
-
-void rank_narrow(const double* keys, std::int32_t experts, const std::int32_t* wanted, std::int64_t count,
-                 std::int32_t* ranks) {
-  using Doubles = double __attribute__((vector_size(16)));
-  using Integers = std::int64_t __attribute__((vector_size(16)));
-  rank_each<Doubles, Integers>(keys, experts, wanted, count, ranks);
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) void rank_wide(const double* keys, std::int32_t experts,
-                                               const std::int32_t* wanted, std::int64_t count,
-                                               std::int32_t* ranks) {
-  using Doubles = double __attribute__((vector_size(32)));
-  using Integers = std::int64_t __attribute__((vector_size(32)));
-  rank_each<Doubles, Integers>(keys, experts, wanted, count, ranks);
-}
-
-Rank best_rank() { return __builtin_cpu_supports("avx2") ? rank_wide : rank_narrow; }
-#else
-Rank best_rank() { return rank_narrow; }
-#endif
-
-}  // namespace
-
 RoutingCounter::RoutingCounter(std::int32_t layers, std::int32_t experts, std::int32_t top_k)
     : layers_(layers), experts_(experts), depth_(depth_of(experts, top_k)) {
   constexpr std::int64_t kMost = std::int64_t{1} << 28;
@@ -97,10 +23,12 @@ RoutingCounter::RoutingCounter(std::int32_t layers, std::int32_t experts, std::i
   seen_.resize(at(layers));
   predictions_.resize(at(std::int64_t{layers} * depth_));
   waiting_.resize(at(layers));
+  begun_.resize(at(layers));
+  order_.resize(all);
+  rank_.resize(all);
+  for (std::size_t i = 0; i < all; ++i) order_[i] = static_cast<std::int32_t>(i % at(experts));
   chosen_.resize(at(experts));
-  rank_of_.resize(at(experts));
-  wanted_.resize(at(std::int64_t{experts} + depth_ + kGroup));
-  ranks_.resize(wanted_.size());
+  pool_.resize(at(experts));
 }
 
 std::int32_t RoutingCounter::depth_of(std::int32_t experts, std::int32_t top_k) {
@@ -116,33 +44,65 @@ void RoutingCounter::predict(std::int32_t layer, const std::int32_t* ranked, std
 
 void RoutingCounter::access(std::int32_t layer, const double* keys, const std::int32_t* experts,
                             std::int64_t count, std::int64_t pass_tokens) {
-  static const Rank rank_all = best_rank();
+  if (begun_[at(layer)] == 0) begin(layer, keys);
   const std::int32_t places = waiting_[at(layer)];
   waiting_[at(layer)] = 0;
   if (pass_tokens != 1) return;
   counts_.tokens = std::max(counts_.tokens, ++seen_[at(layer)]);
-  // The chosen experts, then those that were only predicted.
-  const std::int32_t* predicted = predictions_.data() + std::int64_t{layer} * depth_;
-  std::int64_t wanted = 0;
-  for (std::int64_t i = 0; i < count; ++i) wanted_[at(wanted++)] = experts[i];
-  for (std::int64_t i = 0; i < count; ++i) chosen_[at(experts[i])] = 1;
-  for (std::int32_t y = 0; y < places; ++y) {
-    if (chosen_[at(predicted[y])] == 0) wanted_[at(wanted++)] = predicted[y];
-  }
-  for (std::int64_t i = wanted; i % kGroup != 0; ++i) wanted_[at(i)] = 0;
-  rank_all(keys, experts_, wanted_.data(), wanted, ranks_.data());
   const std::int64_t row = std::int64_t{layer} * experts_;
+  const std::int32_t* rank = rank_.data() + row;
   for (std::int64_t i = 0; i < count; ++i) {
-    ++counts_.ranks[at(row + ranks_[at(i)])];
+    ++counts_.ranks[at(row + rank[experts[i]])];
     ++counts_.activations[at(row + experts[i])];
   }
-  if (places > 0) ++counts_.predicted[at(layer)];
-  for (std::int64_t i = 0; i < wanted; ++i) rank_of_[at(wanted_[at(i)])] = ranks_[at(i)];
+  if (places == 0) return;
+  for (std::int64_t i = 0; i < count; ++i) chosen_[at(experts[i])] = 1;
+  ++counts_.predicted[at(layer)];
   const std::int64_t first = std::int64_t{layer} * depth_;
   for (std::int32_t y = 0; y < places; ++y) {
-    const std::int32_t expert = predicted[y];
+    const std::int32_t expert = predictions_[at(first + y)];
     counts_.hits_of_prediction[at(first + y)] += chosen_[at(expert)];
-    ++counts_.ranks_of_prediction[at((first + y) * experts_ + rank_of_[at(expert)])];
+    ++counts_.ranks_of_prediction[at((first + y) * experts_ + rank[expert])];
+  }
+  for (std::int64_t i = 0; i < count; ++i) chosen_[at(experts[i])] = 0;
+}
+
+void RoutingCounter::begin(std::int32_t layer, const double* keys) {
+  begun_[at(layer)] = 1;
+  std::int32_t* order = order_.data() + std::int64_t{layer} * experts_;
+  std::sort(order, order + experts_, [keys](std::int32_t a, std::int32_t b) {
+    return keys[a] != keys[b] ? keys[a] > keys[b] : a > b;
+  });
+  for (std::int32_t i = 0; i < experts_; ++i) rank_[at(std::int64_t{layer} * experts_ + order[i])] = i;
+}
+
+// With C experts cached before the access, afterwards the best C of these and the chosen ones are. That of
+// C + 1 is that of C and one more: the best of what the first C + 1 places held and the chosen ones, as far
+// as it is not in a place yet. So the places are filled one after the other from a pool.
+void RoutingCounter::keep(std::int32_t layer, const double* keys, const std::int32_t* experts,
+                          std::int64_t count) {
+  const std::int64_t row = std::int64_t{layer} * experts_;
+  std::int32_t* order = order_.data() + row;
+  const auto better = [](const Candidate& a, const Candidate& b) {
+    return a.key != b.key ? a.key > b.key : a.expert > b.expert;
+  };
+  // The pool is pool_[head, tail), the best first.
+  std::int64_t head = 0, tail = count;
+  for (std::int64_t i = 0; i < count; ++i) {
+    pool_[at(i)] = {keys[experts[i]], experts[i]};
+    chosen_[at(experts[i])] = 1;
+  }
+  std::sort(pool_.begin(), pool_.begin() + count, better);
+  for (std::int32_t place = 0; head < tail; ++place) {
+    const std::int32_t expert = order[place];
+    if (chosen_[at(expert)] == 0) {
+      const Candidate candidate{keys[expert], expert};
+      std::int64_t to = tail++;
+      for (; to > head && better(candidate, pool_[at(to - 1)]); --to) pool_[at(to)] = pool_[at(to - 1)];
+      pool_[at(to)] = candidate;
+    }
+    order[place] = pool_[at(head++)].expert;
+    rank_[at(row + order[place])] = place;
   }
   for (std::int64_t i = 0; i < count; ++i) chosen_[at(experts[i])] = 0;
 }

@@ -1,13 +1,17 @@
 // Counts what routing has been like: the figures from which plans are made (MoEpic, section 3.4.2).
 //
-// Experts of a layer are ranked by the policy's keys just before an access: the rank of an expert is the
-// number of experts that the cache would rather keep, those with a higher key and, of equal keys, a higher
-// number (as the cache chooses its victims). With C whole experts cached an activation is a hit if its rank
-// is below C, so one count of ranks serves every C. A prediction is counted at the access that it was made
-// for, with the ranks of that moment.
+// The rank of an expert just before an access is the least number C of whole cached experts with which it
+// would not be there, so an activation is a hit with C of them if its rank is below C, and one count of ranks
+// serves every C. As the cache does, a layer that keeps C experts keeps the best C of those that it had and
+// those that were just used, by the policy's keys after the access and, of equal keys, the higher number. For
+// policies whose keys change only for the experts that are used, this is the rank by key; a policy whose keys
+// rise beforehand (a forecast, Belady's rule) would rank experts first that no cache holds yet. That what C
+// hold is part of what C + 1 hold makes this a stack (Mattson et al., 1970). A prediction is counted at the
+// access that it was made for, with the ranks of that moment. Before a layer's first access the order is that
+// of the keys, as if its experts had been there.
 //
-// Only passes of one token count: in a longer one most of a layer is wanted whatever is cached. They drop
-// the prediction that was made for their layer.
+// Only passes of one token count: in a longer one most of a layer is wanted whatever is cached. Longer ones
+// change what is kept, and drop the prediction that was made for their layer.
 //
 // Pure bookkeeping, without allocation after the constructor. Not thread-safe.
 #pragma once
@@ -41,17 +45,24 @@ class RoutingCounter {
   // A predictor ranks the experts of `layer`, best first, for its next access; the first depth() count. A
   // later call before that access replaces it. Numbers must be those of experts.
   void predict(std::int32_t layer, const std::int32_t* ranked, std::int64_t count);
-  // The router of `layer` has chosen these experts, no one twice; keys [experts] are the policy's, before it
-  // is told of this access.
+  // The router of `layer` has chosen these experts, no one twice. To be called before the policy is told;
+  // keys [experts] are its keys then.
   void access(std::int32_t layer, const double* keys, const std::int32_t* experts, std::int64_t count,
               std::int64_t pass_tokens);
+  // The policy has been told of this access; keys [experts] are its keys now.
+  void keep(std::int32_t layer, const double* keys, const std::int32_t* experts, std::int64_t count);
 
   const RoutingCounts& counts() const { return counts_; }
   // Sets the counts to 0. Predictions that wait for their access stay.
   void reset();
 
  private:
+  struct Candidate {
+    double key;
+    std::int32_t expert;
+  };
   static std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+  void begin(std::int32_t layer, const double* keys);
 
   std::int32_t layers_;
   std::int32_t experts_;
@@ -60,12 +71,11 @@ class RoutingCounter {
   std::vector<std::int64_t> seen_;         // [layers]: passes of one token
   std::vector<std::int32_t> predictions_;  // [layers, depth]
   std::vector<std::int32_t> waiting_;      // [layers]: places of a prediction that waits for its access
-
-  // Of the access under way.
-  std::vector<std::uint8_t> chosen_;   // [experts]: 1 for the chosen ones; all 0 between calls
-  std::vector<std::int32_t> wanted_;   // experts whose ranks are needed
-  std::vector<std::int32_t> ranks_;    // theirs
-  std::vector<std::int32_t> rank_of_;  // [experts]: the same by expert
+  std::vector<std::uint8_t> begun_;        // [layers]: 1 after the first access
+  std::vector<std::int32_t> order_;        // [layers, experts]: by rank
+  std::vector<std::int32_t> rank_;         // [layers, experts]: its inverse
+  std::vector<std::uint8_t> chosen_;       // [experts]: all 0 between calls
+  std::vector<Candidate> pool_;            // [experts], scratch of `keep`
 };
 
 }  // namespace moechat

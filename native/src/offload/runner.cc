@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <system_error>
 #include <utility>
@@ -26,6 +27,30 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 double seconds(std::chrono::steady_clock::duration time) {
   return std::chrono::duration<double>(time).count();
+}
+
+// The best experts, in descending score; of equal ones, and those that are not a number last, the lower
+// number first. Sorted as whole numbers, which takes a third of the time.
+void rank_best(const float* scores, std::int32_t experts, std::int32_t count,
+               std::vector<std::uint64_t>* sortable, std::vector<std::int32_t>* ranked) {
+  sortable->resize(at(experts));
+  for (std::int32_t expert = 0; expert < experts; ++expert) {
+    const float score = scores[expert];
+    // + 0: there are two zeros.
+    const float known = std::isnan(score) ? -std::numeric_limits<float>::infinity() : score + 0.0f;
+    std::uint32_t bits;
+    std::memcpy(&bits, &known, sizeof bits);
+    // Positive numbers are ordered by their bits, negative ones the other way round. The largest goes first.
+    const std::uint32_t descending = (bits >> 31) != 0 ? bits : ~(bits | 0x80000000u);
+    (*sortable)[at(expert)] = std::uint64_t{descending} << 32 | static_cast<std::uint32_t>(expert);
+  }
+  const auto end = sortable->begin() + count;
+  if (count < experts) std::nth_element(sortable->begin(), end, sortable->end());
+  std::sort(sortable->begin(), end);
+  ranked->resize(at(count));
+  for (std::int32_t place = 0; place < count; ++place) {
+    (*ranked)[at(place)] = static_cast<std::int32_t>((*sortable)[at(place)] & 0xffffffffu);
+  }
 }
 
 std::string decimal(double value) {
@@ -129,6 +154,7 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
     routing_.access(layer, policy_->keys(layer), grouped_.experts.data(), grouped_.rows(), tokens);
     cache_.access(layer, grouped_.experts.data(), grouped_.tokens_of.data(), grouped_.rows(), tokens,
                   nullptr);
+    routing_.keep(layer, policy_->keys(layer), grouped_.experts.data(), grouped_.rows());
   }
   active_ = true;
   begun_by_ = std::this_thread::get_id();
@@ -555,17 +581,13 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
   settle();
   Ahead& ahead = ahead_[static_cast<int>(priority)];
   std::vector<std::int32_t>& ranked = ahead.ranked;
-  ranked.resize(at(options_.experts));
-  for (std::int32_t expert = 0; expert < options_.experts; ++expert) ranked[at(expert)] = expert;
-  if (scores != nullptr) {
-    const auto key = [scores](std::int32_t expert) {
-      return std::isnan(scores[expert]) ? -std::numeric_limits<float>::infinity() : scores[expert];
-    };
+  if (scores == nullptr) {
+    ranked.resize(at(options_.experts));
+    for (std::int32_t expert = 0; expert < options_.experts; ++expert) ranked[at(expert)] = expert;
+  } else {
     const std::int32_t best = std::clamp(experts, 0, options_.experts);
     const std::int32_t counted = priority == Priority::kNear ? routing_.depth() : 0;
-    std::partial_sort(
-        ranked.begin(), ranked.begin() + std::max(best, counted), ranked.end(),
-        [&key](std::int32_t a, std::int32_t b) { return key(a) > key(b) || (key(a) == key(b) && a < b); });
+    rank_best(scores, options_.experts, std::max(best, counted), &sortable_, &ranked);
     if (counted > 0) routing_.predict(layer, ranked.data(), counted);
     ranked.resize(at(best));
     policy_->predict(layer, ranked.data(), best);

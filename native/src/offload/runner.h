@@ -223,6 +223,7 @@ class ExpertRunner {
   std::vector<Step> steps_;  // what the blocks added to sum_ complete
   Plan plan_;                // scratch
   std::vector<std::int32_t> wanted_;
+  std::vector<std::uint64_t> sortable_;
   Ahead ahead_[kPriorities];  // by priority; demands have none
 
   RunnerStats own_;      // the runner's own figures

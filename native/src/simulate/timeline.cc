@@ -254,6 +254,10 @@ void Timeline::speculate(const Passes& passes, std::int64_t last_token, std::int
     Prefetch& one = ahead_[static_cast<int>(priority)];
     one.ranked.clear();
     for (std::int32_t i = 0; i < std::min(passes.width, options_.ahead_experts) && ranking[i] >= 0; ++i) {
+      if (ranking[i] >= options_.experts) {
+        refuse("a ranking of layer " + std::to_string(layer) + " names expert " + std::to_string(ranking[i]) +
+               "; a layer has experts 0 to " + std::to_string(options_.experts - 1));
+      }
       one.ranked.push_back(ranking[i]);
     }
     one.layer = layer;

@@ -1,0 +1,42 @@
+"""The inner loops in the native core: the same numbers as the modules beside this one give, a lot sooner."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moechat import _native
+from moechat.configurator.curves import RoutingCurves
+from moechat.configurator.exposure import EngineModel, LayerModel
+
+_MISS = {"fetch": 1, "compute": 2, "both": 3}
+
+
+def native_plan(curves: RoutingCurves, model: LayerModel) -> _native.LayerPlan:
+    """Tables and times for the native loops.
+
+    Args:
+        curves: Routing.
+        model: :class:`moechat.configurator.exposure.PaperModel` or ``EngineModel``.
+    """
+    costs = model.costs
+    shares, weights, cached = curves.by_outcome(model.averages)
+    miss, grain = (_MISS[model.miss], model.grain) if isinstance(model, EngineModel) else (0, 0.0)
+    return _native.LayerPlan(
+        miss,
+        model.top_k,
+        [
+            costs.attention,
+            costs.moe,
+            costs.head,
+            costs.load,
+            costs.latency,
+            costs.compute_far,
+            costs.both_loads,
+            costs.both_computes,
+        ],
+        grain,
+        np.ascontiguousarray(shares),
+        np.ascontiguousarray(weights),
+        np.ascontiguousarray(curves.accuracy),
+        np.ascontiguousarray(cached.transpose(0, 1, 3, 2)),
+    )

@@ -1,0 +1,314 @@
+"""Timelines worked out by hand, and what holds for every timeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moechat import _native
+
+BLOCK = 1000  # bytes
+
+
+def timeline(layers: int = 1, experts: int = 2, blocks: int = 2, **changes: Any) -> _native.Timeline:
+    """A second for a block over the link, a quarter for computing one; half a second before each layer."""
+    pages = changes.pop("pages", 2 * layers * experts * blocks)
+    policy = changes.pop("policy", "lru")
+    ranks = changes.pop("ranks", None)
+    keep = changes.pop("keep", (experts, blocks))
+    options = {
+        "layers": layers,
+        "experts": experts,
+        "blocks": blocks,
+        "block_bytes": BLOCK,
+        "pages": pages,
+        "targets": np.tile(np.array(keep, np.int32), (layers, 1)),
+        "reserve": 1,
+        "policy": _native.EvictionPolicy(policy, layers, experts, ranks=ranks),
+        "whole_experts": False,
+        "miss": "fetch",
+        "ahead": "none",
+        "lookahead": 1,
+        "ahead_experts": 1,
+        "ahead_bytes": None,
+        "stream_tokens": 0,
+        "group_items": 0,
+        "attention": 0.5,
+        "head": 0.125,
+        "call": 0.0,
+        "compute": [0.25],
+        "far_block": 0.0,
+        "far_block_shared": 0.0,
+        "latency": 0.0,
+        "link": [1.0],
+        "link_shared": [],
+        "in_flight_bytes": 100 * BLOCK,
+    }
+    return _native.Timeline(**{**options, **changes})  # type: ignore[arg-type]
+
+
+def play(line: _native.Timeline, chosen: list[Any], expected: Any = None) -> dict[str, list[float]]:
+    """Tokens one by one; ``chosen`` is [tokens, layers, k]."""
+    experts = np.array(chosen, np.int32)
+    rankings = None if expected is None else np.array(expected, np.int32)
+    found = line.run(experts, np.arange(len(experts) + 1, dtype=np.int64), rankings)
+    return {key: values.tolist() for key, values in found.items()}
+
+
+def test_a_block_is_computed_while_the_next_one_arrives() -> None:
+    found = play(timeline(), [[[0]], [[0]]])
+    # 0.5 until the router speaks; blocks at 1.5 and 2.5, the second is computed at 2.75; then the head.
+    # The second token finds both.
+    assert found["seconds"] == [2.875, 0.5 + 0.5 + 0.125]
+    assert found["stall"] == [1.0 + 0.75, 0.0]
+    assert found["demand_bytes"] == [2 * BLOCK, 0]
+    assert found["prefetch_bytes"] == [0, 0]
+
+
+def test_whole_experts_wait_for_the_last_block() -> None:
+    line = timeline(whole_experts=True)
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 2 + 0.5 + 0.125]
+    assert line.stats()["stall_seconds"] == 2
+
+
+def test_latency_overlaps_with_what_moves_before() -> None:
+    assert play(timeline(latency=0.75), [[[0]]])["seconds"] == [0.5 + 0.75 + 2 + 0.25 + 0.125]
+
+
+def test_a_full_link_begins_the_next_block_when_one_has_arrived() -> None:
+    # One block in flight: each pays the latency by itself.
+    line = timeline(latency=0.75, in_flight_bytes=BLOCK)
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 2 * 1.75 + 0.25 + 0.125]
+
+
+def test_neighbouring_blocks_move_together() -> None:
+    line = timeline(link=[1.0, 1.5])
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 1.5 + 0.5 + 0.125]
+    assert line.stats()["link_operations"] == 1
+    assert line.stats()["link_busy_seconds"] == 1.5
+
+
+def test_starting_the_kernels_costs_each_time() -> None:
+    assert play(timeline(call=0.0625), [[[0]], [[0]]])["seconds"] == [
+        0.5 + 2 + 0.0625 + 0.25 + 0.125,
+        0.5 + 0.0625 + 0.5 + 0.125,
+    ]
+
+
+def test_computing_follows_its_curve_and_goes_on_with_the_last_step() -> None:
+    line = timeline(blocks=4, compute=[0.5, 0.625])
+    times = play(line, [[[0]], [[0]]])["seconds"]
+    assert times[1] == 0.5 + 0.625 + 2 * 0.125 + 0.125
+
+
+def test_a_prefetch_moves_while_the_layer_before_works() -> None:
+    # Layer 0 needs expert 0, layer 1 expert 1, which is expected. The demand goes first: 1.5 and 2.5, then
+    # the prefetch: 3.5 and 4.5. Layer 0 is done at 2.75, layer 1 begins at 3.25: nothing is missing but on
+    # its way; computed at 3.75, waited for to 4.5.
+    line = timeline(layers=2, ahead="ranked")
+    found = play(line, [[[0], [1]]], [[[[0], [1]]]])
+    assert found["seconds"] == [4.5 + 0.25 + 0.125]
+    assert found["prefetch_bytes"] == [2 * BLOCK]
+    assert line.stats()["hits_prefetch"] == 1
+    assert line.stats()["hits_miss"] == 1
+
+
+def test_a_wrong_prefetch_is_cancelled_but_for_what_has_started() -> None:
+    # As before, but layer 1 needs expert 0. A third of the link's 300 bytes is a block: prefetches go one by
+    # one. At 3.25 the first one is under way until 3.5; the other is cancelled. Demands: 4.5 and 5.5.
+    line = timeline(layers=2, ahead="ranked", in_flight_bytes=2 * BLOCK - 1)
+    found = play(line, [[[0], [0]]], [[[[0], [1]]]])
+    assert found["seconds"] == [5.5 + 0.25 + 0.125]
+    assert found["prefetch_bytes"] == [BLOCK]
+    assert line.stats()["link_cancelled"] == 1
+
+
+def test_a_demand_overtakes_prefetches_that_wait() -> None:
+    line = timeline(layers=2, experts=4, ahead="ranked", ahead_experts=2, in_flight_bytes=2 * BLOCK - 1)
+    found = play(line, [[[0], [3]]], [[[[0, 1], [1, 2]]]])
+    # Prefetches of experts 1 and 2 begin at 2.5: one block until 3.5; the layer asks for expert 3 at 3.25.
+    assert found["seconds"] == [3.5 + 2 + 0.25 + 0.125]
+
+
+def test_the_far_tier_computes_what_is_missing() -> None:
+    line = timeline(miss="compute", far_block=0.375, far_block_shared=0.5)
+    found = play(line, [[[0]], [[0]]])
+    # The link is idle, so alone: two blocks. Nothing comes near, so the second token is the same.
+    assert found["seconds"] == [0.5 + 0.75 + 0.125] * 2
+    assert found["stall"] == [0.75] * 2
+    assert found["demand_bytes"] == [0, 0]
+    assert line.stats()["far_blocks"] == 4
+
+
+def test_link_and_far_tier_share_what_is_missing() -> None:
+    # Four blocks; a second each over the link, two seconds each far while it is busy: three take 3 seconds
+    # and one takes 2. The last one that arrives is then computed near.
+    line = timeline(blocks=4, miss="both", far_block=1.0, far_block_shared=2.0)
+    found = play(line, [[[0]]])
+    assert line.stats()["far_blocks"] == 1
+    assert line.stats()["far_seconds"] == 2
+    assert found["demand_bytes"] == [3 * BLOCK]
+    assert found["seconds"] == [0.5 + 3 + 0.25 + 0.125]
+
+
+def test_the_far_tier_goes_on_faster_alone() -> None:
+    # Ten blocks: the link takes a minute for one. Far, together, each takes 2 seconds; so all are left there,
+    # and as the link has nothing to do, each takes 1.
+    line = timeline(blocks=10, miss="both", far_block=1.0, far_block_shared=2.0, link=[60.0])
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 10 + 0.125]
+    assert line.stats()["far_blocks"] == 10
+
+
+def test_what_is_shared_slows_the_link() -> None:
+    # Two seconds a block for both: two each.
+    line = timeline(blocks=4, miss="both", far_block=1.0, far_block_shared=2.0, link_shared=[2.0])
+    play(line, [[[0]]])
+    assert line.stats()["far_blocks"] == 2
+    assert line.stats()["link_busy_seconds"] == 4.0
+
+
+def test_a_chosen_set_is_there_from_the_beginning() -> None:
+    ranks = np.array([[1.0, 2.0]])
+    chosen = timeline(
+        keep=(1, 2),
+        pages=3,
+        miss="compute",
+        far_block=1.0,
+        far_block_shared=1.0,
+        policy="static",
+        ranks=ranks,
+    )
+    assert chosen.preload(0, np.array([1], np.int32), 2) == 2
+    assert play(chosen, [[[1]], [[0]], [[1]]])["seconds"] == [1.125, 2.625, 1.125]
+    assert chosen.check() == ""
+
+
+def test_hurried_passes_take_no_time() -> None:
+    line = timeline()
+    experts = np.array([[[0]], [[1]]], np.int32)
+    starts = np.arange(3, dtype=np.int64)
+    first = line.run(experts, starts, None, 0, 1, True)
+    assert first["seconds"].tolist() == [0.0]
+    assert first["demand_bytes"].tolist() == [2 * BLOCK]
+    assert line.run(experts, starts, None, 1, 2)["seconds"].tolist() == [2.875]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_nothing_is_lost_and_no_time_runs_backwards(data: st.DataObject) -> None:
+    draw = data.draw
+    layers, count, blocks = draw(st.integers(1, 4)), draw(st.integers(2, 6)), draw(st.integers(1, 5))
+    k, tokens = draw(st.integers(1, min(3, count))), 30
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    experts = rng.random((tokens, layers, count)).argsort(axis=-1)[..., :k].astype(np.int32)
+    lookahead = draw(st.integers(1, 3))
+    rankings = rng.random((lookahead, tokens, layers, count)).argsort(axis=-1).astype(np.int32)
+    pages = draw(st.integers(2, layers * count * blocks + 8))  # also too few for a token's experts
+    reserve = draw(st.integers(1, pages))
+    split = draw(st.integers(1, blocks))
+    kept = min(count, (pages - reserve) // (layers * split))
+    spans = st.floats(0, 2)
+    curve = np.cumsum([draw(spans) for _ in range(3)]).tolist()
+    moving = np.cumsum([draw(spans) for _ in range(draw(st.integers(1, 4)))]).tolist()
+    line = timeline(
+        layers,
+        count,
+        blocks,
+        pages=pages,
+        reserve=reserve,
+        keep=(kept, split),
+        policy=draw(st.sampled_from(["lru", "lcp", "blend"])),
+        miss=draw(st.sampled_from(["fetch", "compute", "both"])),
+        ahead=draw(st.sampled_from(["none", "ranked", "whole-layer"])),
+        lookahead=lookahead,
+        ahead_experts=draw(st.integers(0, count)),
+        ahead_bytes=draw(st.sampled_from([None, 0, BLOCK, 3 * BLOCK])),
+        whole_experts=draw(st.booleans()),
+        attention=draw(spans),
+        head=draw(spans),
+        compute=curve,
+        far_block=draw(spans),
+        far_block_shared=draw(spans),
+        latency=draw(spans),
+        link=moving,
+        in_flight_bytes=draw(st.integers(1, 20 * BLOCK)),
+    )
+    starts = np.arange(tokens + 1, dtype=np.int64)
+    found = line.run(experts, starts, rankings)
+    assert line.check() == ""
+    now = line.stats()["now"]
+    assert now == pytest.approx(found["seconds"].sum())
+    assert (found["stall"] >= 0).all()
+    assert (found["stall"] <= found["seconds"] + 1e-9).all()
+    line.drain()
+    stats = line.stats()
+    landed = stats["fetched_demand"] + stats["fetched_prefetch"]
+    moved = sum(stats[f"link_bytes_{kind}"] for kind in ("demand", "near", "far"))
+    assert moved == landed * BLOCK
+    assert stats["link_busy_seconds"] <= stats["now"] + 1e-9
+    assert stats["compute_seconds"] + stats["stall_seconds"] <= now + 1e-9
+    # Every block of every choice is computed once, near or far.
+    assert stats["blocks_computed"] + stats["far_blocks"] == tokens * layers * k * blocks
+    assert sum(stats[f"hits_{kind}"] for kind in ("full", "prefetch", "top", "miss")) == tokens * layers * k
+
+
+def test_a_faster_link_is_never_slower_without_speculation() -> None:
+    rng = np.random.default_rng(0)
+    experts = rng.random((200, 3, 8)).argsort(axis=-1)[..., :2].astype(np.int32)
+    starts = np.arange(201, dtype=np.int64)
+    totals = []
+    for seconds in (4.0, 2.0, 1.0, 0.5, 0.25, 0.125):
+        line = timeline(3, 8, 2, pages=24, keep=(3, 2), reserve=4, link=[seconds])
+        totals.append(line.run(experts, starts, None)["seconds"].sum())
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] > 2 * totals[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"miss": "guess"}, "miss is"),
+        ({"ahead": "guess"}, "ahead is"),
+        ({"compute": []}, "compute is empty"),
+        ({"compute": [float("nan")]}, "compute is nan"),
+        ({"link": []}, "seconds of the link is empty"),
+        ({"link_shared": [1.0, 2.0]}, "seconds_shared has 2 values, seconds 1"),
+        ({"latency": -1.0}, "latency of the link"),
+        ({"attention": float("inf")}, "attention is inf"),
+        ({"in_flight_bytes": 0}, "in_flight_bytes is 0"),
+        ({"block_bytes": 0}, "block_bytes is 0"),
+        ({"pages": 0, "keep": (0, 1)}, "pages is 0"),
+        ({"pages": 3}, "the targets take 4 pages"),
+        ({"lookahead": 0}, "lookahead must be"),
+    ],
+)
+def test_impossible_options_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        timeline(**changes)
+
+
+def test_impossible_passes_are_refused() -> None:
+    experts = np.zeros((3, 1, 1), np.int32)
+    starts = np.arange(4, dtype=np.int64)
+    rankings = np.zeros((1, 2, 1, 1), np.int32)
+    for arguments, said in (
+        ((experts, starts, rankings), "rankings has shape"),
+        ((experts, starts[::-1].copy(), None), "starts does not ascend"),
+        ((experts, starts + 1, None), "starts does not ascend"),
+        ((experts[0], starts, None), "experts has shape"),
+        ((experts.astype(np.int64), starts, None), "dtype"),
+        ((experts, starts, None, 2, 1), "passes 2 to 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            timeline().run(*arguments)  # type: ignore[arg-type]
+
+
+def test_an_expert_that_is_expected_twice_or_does_not_exist_is_refused() -> None:
+    for ranking in ([1, 1], [0, 2]):
+        line = timeline(layers=2, ahead="ranked", ahead_experts=2)
+        with pytest.raises(ValueError, match="expert"):
+            play(line, [[[0], [0]]], [[[ranking, ranking]]])

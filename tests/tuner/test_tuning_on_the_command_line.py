@@ -1,0 +1,157 @@
+"""When `moechat run` times plans, for how long, and what it says."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from moechat.cli.options import RunOptions
+from moechat.cli.run import _tune
+from moechat.cli.stats import print_replanned, print_stats, print_tuning
+from moechat.engine import Stats
+from moechat.errors import MoechatError, StoreDamagedError
+from moechat.tuner import Timing, Tuning
+
+MEASURED = Tuning(
+    state="measured",
+    winner="dp",
+    title="whole experts, most hits (dynamic programming)",
+    why="7.5 % faster than computed",
+    measured="2026-11-21T20:00:00+00:00",
+    timings=(
+        Timing("computed", (0.0100, 0.0110, 0.0120), (0.5,)),
+        Timing("dp", (0.0090, 0.0100, 0.0110), (0.25,)),
+    ),
+    left_out=("halves",),
+    same_as={"uniform": "plain"},
+    seconds=4.5,
+    kept=True,
+)
+
+
+@dataclass
+class Engine:
+    """Notes how it was tuned."""
+
+    error: BaseException | None = None
+    pages: int = 100
+    tuning: Tuning | None = None
+    asked: list[tuple[float, bool]] = field(default_factory=list)
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(pages=self.pages)
+
+    def tune(self, *, limit_s: float, again: bool, progress: Any) -> Tuning:
+        self.asked.append((limit_s, again))
+        if self.error is not None:
+            raise self.error
+        self.tuning = MEASURED
+        return MEASURED
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def tuned(engine: Engine, *, chat: bool = True, terminal: bool = True, **options: Any) -> str:
+    """Tune as the command does; returns what was said."""
+    stream = Terminal() if terminal else io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.setenv("TERM", "dumb")
+        _tune(engine, RunOptions(model="demo", **options), chat=chat)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, [(5.0, False)]),
+        ({"chat": False}, [(3.0, False)]),
+        ({"terminal": False}, [(0.0, False)]),
+        ({"quiet": True}, [(0.0, False)]),
+        ({"json": True, "chat": False}, [(0.0, False)]),
+        ({"tune": False}, []),
+        ({"tune": True}, [(20.0, True)]),
+        ({"tune": True, "terminal": False, "chat": False}, [(20.0, True)]),
+        ({"system": "moepic"}, []),
+        ({"system": "moepic", "tune": True}, [(20.0, True)]),
+    ],
+)
+def test_plans_are_timed_where_somebody_sees_it(
+    options: dict[str, Any], asked: list[tuple[float, bool]]
+) -> None:
+    engine = Engine()
+    tuned(engine, **options)
+    assert engine.asked == asked
+
+
+def test_an_interrupt_in_a_chat_costs_only_the_timing() -> None:
+    assert "plans were not timed; the computed one is used" in tuned(Engine(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tuned(Engine(KeyboardInterrupt()), chat=False)
+
+
+def test_a_disk_that_fails_now_may_work_later_but_a_damaged_store_does_not() -> None:
+    said = tuned(Engine(MoechatError("experts cannot be read", hint="try again")))
+    assert "plans were not timed: experts cannot be read" in said
+    with pytest.raises(StoreDamagedError):
+        tuned(Engine(StoreDamagedError("gone")))
+
+
+def test_the_reasons_are_told_with_the_statistics() -> None:
+    assert "dp" not in tuned(Engine())
+    said = tuned(Engine(), stats=True)
+    assert "plan: whole experts, most hits (dynamic programming) (timed in 4.5 s: 7.5 % faster than" in said
+    rows = [line.split() for line in said.splitlines()]
+    assert ["computed", "11.0", "1.5", "500.0", "3"] in rows
+    assert ["*", "dp", "10.0", "1.5", "250.0", "3"] in rows
+    assert "no time was left for halves" in said
+    assert "uniform is the same as plain" in said
+    assert "plan:" not in tuned(Engine(pages=0), stats=True), "all experts are in memory: nothing to say"
+
+
+def test_what_was_remembered_or_skipped_is_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
+    told = MEASURED.to_json()
+    print_tuning({**told, "state": "remembered"})
+    print_tuning({**told, "state": "skipped", "why": "it was interrupted", "candidates": []})
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "(remembered from 2026-11-21T20:00:00+00:00: 7.5 %" in said
+    assert "(not timed: it was interrupted)" in said
+
+
+def test_a_new_plan_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    replanned = {
+        "tokens": 5123,
+        "method": "auto",
+        "layers_changed": 3,
+        "before_ms": 12.344,
+        "after_ms": 11.0,
+        "took_ms": 21.4,
+        "statistics_from": "defaults and 5,123 tokens of this model",
+        "costs_from": "5,123 decoded tokens",
+    }
+    print_replanned(replanned)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "(new plan after 5,123 tokens, in 21 ms: 3 layers changed; expected wait for the disk: 12.34 ms a "
+        "token before, 11.00 ms now; from defaults and 5,123 tokens of this model)"
+    )
+    print_replanned({**replanned, "before_ms": None, "after_ms": None})
+    assert "expected" not in capsys.readouterr().err
+
+
+def test_the_table_names_the_plan_in_pages_only(capsys: pytest.CaptureFixture[str]) -> None:
+    print_stats(Stats(pages=10, plan="auto", tuned="dp", replans=2, tuning=MEASURED.to_json()).to_json())
+    said = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
+    assert "experts divided by auto" in said
+    assert "plan that was timed dp" in said
+    assert "plans made anew 2" in said
+    print_stats(Stats().to_json())
+    assert "plan" not in capsys.readouterr().err
