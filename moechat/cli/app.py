@@ -66,7 +66,7 @@ moechat plan mixtral --vram 12G --gpu rtx3060-12g
 
 moechat plan qwen3 --ram 8G
 
-moechat plan ./config.json --gpu rtx4090 --ctx 8192 --json
+moechat plan ./config.json --gpu rtx4090-24g --ctx 8192 --json
 
 moechat plan --list-gpus
 """

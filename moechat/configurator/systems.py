@@ -124,7 +124,9 @@ SYSTEMS: Mapping[str, CacheSettings] = {
     "on-demand": replace(_LRU_WHOLE, prefetch="none"),
     "pregated": replace(_LRU_WHOLE, keep=0.0),
     "deepspeed": replace(_LRU_WHOLE, keep=0.0, prefetch="whole-layer"),
-    "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model"),
+    # What it would fetch ahead by its counts over the whole model is what it keeps anyway (MoE-Infinity,
+    # sections 5.1 and 5.2).
+    "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none"),
     "fiddler": CacheSettings(policy="static", allocation="model", prefetch="none", miss="compute"),
     "static": CacheSettings(policy="static", allocation="layers", prefetch="none", miss="compute"),
     "oracle": CacheSettings(policy="belady", prefetch="perfect", miss="both"),

@@ -227,7 +227,8 @@ def test_the_same_history_gives_the_same_keys_after_a_reset_and_in_another_polic
 def test_on_recorded_routing_it_comes_nearer_to_the_bound_than_published_policies(
     name: str, fraction: float, closed: float, margin: float
 ) -> None:
-    # Parts on which no constant of the policy was chosen; short, so that little could be learned.
+    # No constant of the policy was chosen on the first file's part; of the second's only how small a step of
+    # learning may become. Both are short, so that little could be learned.
     trace = Trace.read(DATA / f"{name}.npz")
     cached = round(fraction * trace.num_experts)
     rates = {

@@ -48,11 +48,10 @@ def tiny(trace: str, cli: Cli) -> tuple[str, ...]:
     return (trace, "--model", str(path), *PROFILE)
 
 
-def test_json_has_one_object_for_each_system_and_fraction(cli: Cli, trace: str) -> None:
+def test_json_has_one_object_for_each_system_and_fraction(cli: Cli, tiny: tuple[str, ...]) -> None:
     done = cli.run(
         "simulate",
-        trace,
-        *PROFILE,
+        *tiny,
         "--systems",
         "on-demand,moepic,auto:lookahead=2",
         "--fractions",
@@ -69,7 +68,7 @@ def test_json_has_one_object_for_each_system_and_fraction(cli: Cli, trace: str) 
     for case in cases:
         assert set(REQUIRED) <= set(case)
         assert case["tpot_ms"] > case["stall_ms"] >= 0
-        assert case["model"] == "mixtral-8x7b"
+        assert case["model"] == "config.json"
         assert case["profile"] == "rtx3060-12g"
         assert (case["warmup"], case["tokens"]) == (100, 200)
     assert "0.25 of the experts, on-demand:" in done.err
@@ -162,7 +161,8 @@ def test_a_plot_is_drawn(cli: Cli, tiny: tuple[str, ...]) -> None:
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_simulated(
     cli: Cli, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     done = cli.call("simulate", *tiny, "--plot", "plot.png")
     assert done.status == 2
     assert "matplotlib" in done.err

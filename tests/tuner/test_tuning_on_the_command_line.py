@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import moechat
+from moechat.cli.main import main
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _tune
 from moechat.cli.stats import print_replanned, print_stats, print_tuning
 from moechat.engine import Stats
 from moechat.errors import MoechatError, StoreDamagedError
-from moechat.tuner import Timing, Tuning
+from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.tuner import Timing, Tuning, timing
 
 MEASURED = Tuning(
     state="measured",
@@ -155,3 +160,43 @@ def test_the_table_names_the_plan_in_pages_only(capsys: pytest.CaptureFixture[st
     assert "plans made anew 2" in said
     print_stats(Stats().to_json())
     assert "plan" not in capsys.readouterr().err
+
+
+def test_the_real_command_within_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = moechat.load
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        offload = OffloadOptions(pages=160, link=LinkSettings(kind="sim"))
+        return real(*arguments, **named, offload=offload)
+
+    monkeypatch.setattr(moechat, "load", load, raising=False)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(timing, "_MOST_TOKENS", 6)
+    monkeypatch.setattr(timing, "_FIRST_TOKENS", 2)
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+
+    def run(*options: str) -> str:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        command = ["run", "demo", "Tell me a story.", "--max-tokens", "5", "--seed", "1", "--stats", *options]
+        try:
+            assert main(command) == 0
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        captured = capsys.readouterr()
+        assert captured.out == answers.setdefault("answer", captured.out)
+        return captured.err
+
+    answers: dict[str, str] = {}
+    said = run("--no-tune")
+    assert "plan:" not in said
+    assert "experts divided by" in said
+    said = run("--tune")
+    assert "(timed in" in said
+    assert "* computed" in said
+    assert "plan that was timed" in said
+    assert "nothing is remembered" in " ".join(run().split()), "one round decides nothing"
+    assert list(tmp_path.glob("state/routing/*.npz")), "what was routed is kept at the end"
