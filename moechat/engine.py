@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -273,16 +274,30 @@ class Engine:
 
         Returns:
             The new plan, if one was made.
+
+        Raises:
+            MoechatError: Another thread closes the engine meanwhile.
         """
-        return None if self._upkeep is None else self._upkeep.idle()
+        upkeep = self._upkeep
+        if upkeep is None:
+            return None
+        with self._told():
+            return upkeep.idle()
 
     def replan(self) -> Replanned | None:
         """Divide the pages among the layers anew, from all that is known now; at once, and no block moves.
 
         Returns:
             What has changed; ``None`` where experts are mapped.
+
+        Raises:
+            MoechatError: Another thread closes the engine meanwhile, or this process is a forked one.
         """
-        return None if self._upkeep is None else self._upkeep.replan()
+        upkeep = self._upkeep
+        if upkeep is None:
+            return None
+        with self._told():
+            return upkeep.replan()
 
     def notices(self) -> list[str]:
         """What of the user's files could not be used or written since the last call, sentences for people."""
@@ -330,9 +345,11 @@ class Engine:
                 return self._tuning
             self._tuning = skipped("it was interrupted")
             try:
-                found = self._timed(tuner, limit_s, progress)
+                with self._told():
+                    found = self._timed(tuner, limit_s, progress)
             finally:
-                self._meter.restart()
+                if self._near is not None:
+                    self._meter.restart()
         self._tuning = found
         if found.winner == MAPPED:
             self._leave_pages()
@@ -342,9 +359,7 @@ class Engine:
         if progress is None:
             return tuner.run(limit_s)
         report, total = progress, round(1000 * limit_s)
-        return tuner.run(
-            limit_s, lambda share: report(Progress("tune", round(share * total), total, "Ctrl-C skips it"))
-        )
+        return tuner.run(limit_s, lambda share: report(Progress("tune", round(share * total), total)))
 
     def _leave_pages(self) -> None:
         """Experts are mapped from now on: what the pages held is the page cache's."""
@@ -658,13 +673,17 @@ class Engine:
                 is a forked one.
         """
         model = self._usable_model()
+        with self._told(), torch.inference_mode(), steady_pass(ids.shape[1]):
+            return model(input_ids=ids, **arguments)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the native code refuses is told as an error with a next step; raises as :meth:`_forward`."""
         try:
-            with torch.inference_mode(), steady_pass(ids.shape[1]):
-                return model(input_ids=ids, **arguments)
+            yield
         except RuntimeError as error:
-            # Another thread has closed it during the pass, so that pages and link are gone.
-            if self._model is None:
-                raise self._was_closed() from error
+            # Closed by another thread, so that pages and link are gone; or this is a forked child.
+            self._usable_model()
             if not isinstance(error, _native.LinkError):
                 raise
             Store.open(self._store.path)  # raises if a file is missing or has another size

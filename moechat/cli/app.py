@@ -76,6 +76,11 @@ Measure this machine, once, and show what it can do.
 
 Disk, memory and expert kernels, alone and together, in about 20 seconds; the figures are kept for plans and \
 choices, and shown again without measuring. With --model also what a layer of that model takes.
+
+--json: format, kind, key, profile (name, title, cpu, cores, isa, ram, ram_bandwidth, expert_rate, \
+expert_rate_together, expert_flops, links, gpu, created, key), missing, remarks, facts, seconds, age_s, \
+fresh, model_times; with --list: format, kind, saved, reference. Figures are objects of value, origin and \
+source, in bytes, seconds, bytes and operations a second.
 """
 _PROFILE_EXAMPLES = """\
 moechat profile

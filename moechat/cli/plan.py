@@ -92,6 +92,7 @@ def list_gpus() -> int:
     from moechat.hardware.profile_file import reference_names, reference_profile
 
     table = _table(("name", "left"), ("VRAM", "right"), ("RAM", "right"), ("machine", "left"))
+    table.columns[0].no_wrap = True  # to be copied
     for name in reference_names():
         profile = reference_profile(name)
         vram = "-" if profile.gpu is None else format_bytes(profile.gpu.vram.value)
@@ -113,7 +114,7 @@ def render(made: Plan) -> str:
         _print_layers(console, made)
     if made.speed is not None:
         console.print()
-        _say(console, f"expected speed: {_basis(made.speed)}", style="bold")
+        _say(console, f"expected speed: {_basis(made, made.speed)}", style="bold")
         console.print(_speed(made, made.speed))
     if made.other_budgets:
         console.print()
@@ -307,11 +308,11 @@ def _speed(made: Plan, speed: Speed) -> Table:
     return table
 
 
-def _basis(speed: Speed) -> str:
-    origins = {figure.origin for figure in speed.figures}
-    if origins == {"measured"}:
-        return "estimate from what was measured on this machine"
-    return "estimate, not measured"
+def _basis(made: Plan, speed: Speed) -> str:
+    if any(figure.origin != "measured" for figure in speed.figures):
+        return "estimate, not measured"
+    measured = f"estimate from what was measured on {made.machine}"
+    return measured + (", this model's layers among it" if speed.times == "measured" else "")
 
 
 def _milliseconds(seconds: float) -> str:

@@ -243,7 +243,7 @@ class _Page:
         )
         for name, justify in columns:
             align: Any = justify
-            table.add_column(Text(name), justify=align, overflow="fold", no_wrap=justify == "right")
+            table.add_column(Text(name), justify=align, overflow="fold")
         for row in rows:
             table.add_row(*(Text(neutralise(cell)) for cell in row))
         self.console.print(table)

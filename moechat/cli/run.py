@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moechat.cli.options import RunOptions
@@ -17,7 +18,7 @@ from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
-    from moechat import Engine
+    from moechat import Engine, Progress
 
 _INTERRUPTED = 128 + signal.SIGINT
 # Seconds for timing plans: before a chat, before a single answer, and where it was asked for.
@@ -109,7 +110,12 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
     quiet = options.quiet or limit == 0 or not engine.stats.pages
     try:
         with LoadProgress(quiet=quiet) as progress:
-            engine.tune(limit_s=limit, again=bool(options.tune), progress=progress)
+
+            def report(state: Progress) -> None:
+                # Where one answer is wanted Ctrl-C ends the command.
+                progress(replace(state, detail="Ctrl-C skips it") if chat else state)
+
+            engine.tune(limit_s=limit, again=bool(options.tune), progress=report)
     except KeyboardInterrupt:
         if not chat:
             raise

@@ -162,14 +162,15 @@ def cost_figures(
     """
     link = _link(profile, near)
     each = shape.expert_bytes
-    figures = {"load": _over(each, _link_rate(link, each)), "latency": _first_byte(link)}
-    if link.together is not None:
-        figures["load_together"] = _over(each, link.together)
+    figures = {"load": _over(each, link_rate(link, each)), "latency": _first_byte(link)}
+    together = link_rate_together(link, each)
+    if together is not None:
+        figures["load_together"] = _over(each, together)
     far = _over(each, expert_rate(profile, shape.bits))
     if near == "gpu":
         figures["compute_far"] = far
         if profile.expert_rate_together:
-            bits = _nearest(shape.bits, profile.expert_rate_together)
+            bits = nearest_bits(shape.bits, profile.expert_rate_together)
             figures["compute_together"] = _over(each, profile.expert_rate_together[bits])
     if times is not None:
         figures.update(attention=times.attention, moe=times.moe, head=times.head)
@@ -231,13 +232,29 @@ def _over(nbytes: int, rate: Figure) -> Figure:
     return Figure(nbytes / rate.value, rate.origin, rate.source)
 
 
-def _link_rate(link: LinkFigures, nbytes: int) -> Figure:
+def link_rate(link: LinkFigures, nbytes: int) -> Figure:
     """The link's rate for transfers of ``nbytes``, as sure as the less sure of its neighbours."""
     sizes = sorted(link.bandwidth)
     below = max((size for size in sizes if size <= nbytes), default=sizes[0])
     above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
-    weaker = max((link.bandwidth[below], link.bandwidth[above]), key=lambda rate: _SURE.index(rate.origin))
-    return replace(weaker, value=link.rate(nbytes))
+    return replace(_weaker(link.bandwidth[below], link.bandwidth[above]), value=link.rate(nbytes))
+
+
+def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
+    """The same while the CPU computes; ``None`` where that is not known.
+
+    It is known for the largest transfers; others keep the same share of their rate.
+    """
+    if link.together is None:
+        return None
+    alone, largest = link_rate(link, nbytes), link.bandwidth[max(link.bandwidth)]
+    share = min(1.0, link.together.value / largest.value)
+    return replace(_weaker(link.together, alone), value=share * alone.value)
+
+
+def _weaker(first: Figure, second: Figure) -> Figure:
+    """The less sure of two."""
+    return max(first, second, key=lambda figure: _SURE.index(figure.origin))
 
 
 def _first_byte(link: LinkFigures) -> Figure:
@@ -256,7 +273,7 @@ def expert_rate(profile: HardwareProfile, bits: int) -> Figure:
     Raises:
         UsageError: The profile has none at all.
     """
-    known = _nearest(bits, profile.expert_rate)
+    known = nearest_bits(bits, profile.expert_rate)
     rates = profile.expert_rate.get(known, {})
     if not rates:
         raise UsageError(
@@ -269,8 +286,8 @@ def expert_rate(profile: HardwareProfile, bits: int) -> Figure:
     return replace(rate, origin="estimate", source=f"as with {known} bits: {rate.source}")
 
 
-def _nearest(bits: int, known: Mapping[int, object]) -> int:
-    """The key whose bytes stream most alike."""
+def nearest_bits(bits: int, known: Mapping[int, object]) -> int:
+    """The key whose bytes stream most alike; ``bits`` itself where there is none."""
     return min(known, key=lambda key: abs(math.log2(key / bits)), default=bits)
 
 

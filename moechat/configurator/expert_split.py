@@ -60,7 +60,7 @@ def solve(
         volume: V_i, experts, float64 ``[variants]``.
         window: W_i, seconds, float64 ``[variants]``.
         load: ``T_load``, seconds.
-        split: θ where it is given; C is then as many as V holds, at most N, the last one in part.
+        split: θ where it is given; of the C experts, all have that share, so C is at most V / θ.
 
     Returns:
         C and m, each ``[variants]``; 0 experts where V is 0.

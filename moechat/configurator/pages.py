@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.uniform import same_for_all
 from moechat.geometry import ExpertGeometry
 
 
@@ -23,7 +24,7 @@ def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) ->
 def uniform_targets(
     geometry: ExpertGeometry, layers: int, pages: int, top_k: int, settings: CacheSettings
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """The same number of experts, to within one, and the same split for every layer.
+    """A reserve for blocks on their way, and of the rest the same for every layer.
 
     Args:
         geometry: Of the experts.
@@ -41,12 +42,7 @@ def uniform_targets(
     if pages >= everything + 1:
         reserve = min(reserve, pages - everything)
     kept = int((pages - reserve) * settings.keep)
-    blocks = max(1, round(settings.first_split * geometry.blocks_per_expert))
-    experts, rest = divmod(kept // blocks, layers)
-    if experts >= geometry.num_experts:
-        # Every expert has its share: the rest makes the share larger (MoEpic: theta = min(1, V / (C * U))).
-        experts, rest = geometry.num_experts, 0
-        blocks = min(geometry.blocks_per_expert, kept // (layers * experts))
-    targets = np.full((layers, 2), (experts, blocks), dtype=np.int32)
-    targets[:rest, 0] += 1
+    targets = same_for_all(
+        layers, geometry.num_experts, geometry.blocks_per_expert, kept, settings.first_split
+    )
     return targets, reserve

@@ -37,6 +37,11 @@ def give_back_unused() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def total_bytes() -> int:
+    """Memory that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
     """Memory that this process could still take: the least of the machine's and of every control group's
     rest.

@@ -12,6 +12,9 @@ from itertools import pairwise
 from typing import Literal
 
 Origin = Literal["measured", "datasheet", "published", "estimate"]
+# Bytes, seconds, bytes and operations a second of any machine lie within. What is read from a file and does
+# not is damage, and would make infinite times.
+LEAST_VALUE, MOST_VALUE = 1e-9, 1e21
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,11 @@ def read_profile(path: str | Path) -> HardwareProfile:
         with path.open("rb") as file:
             content = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="name a file of the form of profiles/README.md, or a reference machine "
+            "(`moechat plan --list-gpus`)",
+        ) from error
     if len(content) > _MOST_FILE_BYTES:
         raise UsageError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
     try:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
 from moechat.errors import UsageError
-from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures, Origin
+from moechat.hardware.profile import (
+    LEAST_VALUE,
+    MOST_VALUE,
+    Figure,
+    GpuFigures,
+    HardwareProfile,
+    LinkFigures,
+    Origin,
+)
 
 _LINK_KINDS = ("file", "gpu")
 
@@ -57,11 +63,11 @@ def _whole(name: str, value: Any, *, least: int = 1) -> None:
         raise ValueError(f"{name} is {value!r}")
 
 
-def _figure(data: Mapping[str, Any], *, least: float = sys.float_info.min) -> Figure:
+def _figure(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> Figure:
     if set(data) != {field.name for field in fields(Figure)}:
         raise ValueError(f"a figure has {', '.join(sorted(data))}")
     value = data["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_VALUE:
         raise ValueError(f"a figure is {value!r}")
     if data["origin"] not in get_args(Origin) or not isinstance(data["source"], str):
         raise ValueError(f"a figure comes from {data['origin']!r}, {data['source']!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moechat.errors import UsageError
-from moechat.hardware.profile import Figure, Origin
+from moechat.hardware.profile import LEAST_VALUE, MOST_VALUE, Figure, Origin
 
 
 class StrictTable:
@@ -68,8 +68,8 @@ class StrictTable:
         entry = self.table(key)
         value = entry._value("value", (int, float), "a number")
         # Whole numbers have no end in TOML.
-        if not 0 < value < sys.float_info.max / max(scale, 1.0):
-            raise entry.error("value", f"is {str(value)[:20]}; it must be above 0 and finite")
+        if not (0 < value < sys.float_info.max and LEAST_VALUE <= float(value) * scale <= MOST_VALUE):
+            raise entry.error("value", f"is {str(value)[:20]}; it must be above 0 and of a possible size")
         origin = entry.text("origin")
         if origin not in get_args(Origin):
             raise entry.error("origin", f"is {origin!r}", hint=f"choose from: {', '.join(get_args(Origin))}")

@@ -32,7 +32,7 @@ from moechat.routing.statistics_file import load_statistics, model_key
 
 # A machine of which nothing is known: an NVMe disk of the third PCIe generation as experts are read from it,
 # memory with two channels of DDR4, a token's fixed work in Python and torch. The plan depends on ratios of
-# these alone, and the first answer replaces them by what it took.
+# these alone, and the first plan made anew replaces them by what its tokens took.
 _ASSUMED_LINK = 2.0e9
 _ASSUMED_EXPERTS = 12.0e9
 _ASSUMED_DENSE = 10.0e9

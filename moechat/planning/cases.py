@@ -104,7 +104,7 @@ class Cases:
             self.outline.geometry(found.bits) if found.store is None else found.store.geometry
         )
         self.shape = _shape(self.outline, self.geometry)
-        self.routing: Routing = routing_of(found, self.outline, settings)
+        self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, settings)
         self.times = self._measured_times(found)
 
     @property
@@ -147,8 +147,11 @@ class Cases:
         Raises:
             DoesNotFitError: It is too small.
         """
-        divide = plan_vram if self.machine.near == "gpu" else plan_memory
-        memory = divide(needs, budget, given=given, ctx=ctx)
+        card = self.machine.vram
+        if card is None:
+            memory = plan_memory(needs, budget, given=given, ctx=ctx)
+        else:
+            memory = plan_vram(needs, budget, card, given=given, ctx=ctx)
         costs = self._costs(memory, ram_share)
         statistics = self.routing.statistics
         if memory.mapped:

@@ -27,11 +27,13 @@ class Machine:
         profile: Its figures; ``None`` if it is this one and nothing was measured yet.
         here: It is this one.
         near: Tier that computes.
+        remarks: Why what was measured is not used, if it is not.
     """
 
     profile: HardwareProfile | None
     here: bool
     near: Near
+    remarks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -48,6 +50,15 @@ class Machine:
         """The profile, if it has what a speed needs."""
         needed = "gpu" if self.near == "gpu" else "file"
         return None if self.profile is None or needed not in self.profile.links else self.profile
+
+    @property
+    def vram(self) -> int | None:
+        """Bytes of the graphics card that computes; ``None`` where none does."""
+        if self.near != "gpu":
+            return None
+        assert self.profile is not None  # find_machine() has looked
+        assert self.profile.gpu is not None
+        return int(self.profile.gpu.vram.value)
 
     @property
     def process(self) -> Part:
@@ -110,9 +121,10 @@ def find_machine(profile: str | Path | HardwareProfile | None, *, vram: bool) ->
         UsageError: There is no such profile, or the machine has no graphics card.
     """
     if profile is None:
-        measured = load_measured()
+        remarks: list[str] = []
+        measured = load_measured(remarks.append)
         if not vram:
-            return Machine(measured, True, "ram")
+            return Machine(measured, True, "ram", tuple(remarks))
         if measured is None:
             raise UsageError(
                 "--vram needs a graphics card, and this machine has not been measured yet",

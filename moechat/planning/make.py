@@ -124,7 +124,7 @@ def _made(cases: Cases, found: PlannedModel, system: str, vram: int | None, ram:
         statistics_source=cases.routing.source,
         speed=None if machine.figures is None else _speed(cases, case, machine.figures, far),
         other_budgets=() if machine.figures is None else _others(cases, case, needs, ram_share),
-        notes=notes(machine, far, found.note),
+        notes=notes(machine, far, ram, [found.note, *cases.routing.remarks]),
     )
 
 

@@ -114,8 +114,15 @@ def far_in_ram(experts: int, budget: int, given: bool) -> tuple[Tier, Far]:
     return Tier("ram", budget, given, parts), far
 
 
-def plan_vram(needs: Needs, budget: int, *, given: bool, ctx: int | None) -> MemoryPlan:
+def plan_vram(needs: Needs, budget: int, card: int, *, given: bool, ctx: int | None) -> MemoryPlan:
     """Divide a graphics card's memory by the rules of :func:`moechat.offload.budget.plan_memory`.
+
+    Args:
+        needs: What the model takes.
+        budget: Bytes that may be spent.
+        card: Bytes that the card has.
+        given: Whether the user gave the budget.
+        ctx: Context wanted, or ``None``.
 
     Raises:
         DoesNotFitError: It is too small; the message has every part and the least that works.
@@ -134,7 +141,10 @@ def plan_vram(needs: Needs, budget: int, *, given: bool, ctx: int | None) -> Mem
     }
     parts["margin"] = max(0, least - sum(parts.values()))
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
-    hints = [f"give at least {least // MEBI}M with --vram (vram=)"]
+    if least <= card:
+        hints = [f"give at least {least // MEBI}M with --vram (vram=)"]
+    else:
+        hints = ["name a card with more memory with --gpu (profile=)"]
     if context > 256:
         hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
     raise DoesNotFitError(

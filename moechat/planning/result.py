@@ -122,7 +122,8 @@ class Plan:
         far: Where the other experts lie; ``None`` if all are near.
         pages: Of the near tier; 0 if all experts are near.
         resident_share: Of all experts, what the near tier keeps.
-        layers: By layer what is kept; empty where all is, or where nothing is known of the machine.
+        layers: By layer what is kept; empty where all is. Where nothing is known of the machine, it is
+            chosen with assumed times.
         statistics_tokens: Recorded tokens of this model that the choice rests on; 0: the family's defaults.
         statistics_source: For people.
         speed: ``None`` where nothing is known of the machine.

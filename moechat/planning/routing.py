@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
-from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.configurator.warm_start import default_statistics
+from moechat.offload.planner import blend, saved_statistics
 from moechat.planning.source import PlannedModel
 from moechat.routing.statistics import RoutingStatistics
-from moechat.routing.statistics_file import load_statistics, model_key
-
-if TYPE_CHECKING:
-    from moechat.models.shape import ModelOutline
 
 
 @dataclass(frozen=True)
@@ -23,30 +20,26 @@ class Routing:
         statistics: For the configurator.
         tokens: Recorded tokens of this very model among them.
         source: For people.
+        remarks: Why what was recorded is not used, if it is not.
     """
 
     statistics: RoutingStatistics
     tokens: int
     source: str
+    remarks: tuple[str, ...] = ()
 
 
-def routing_of(found: PlannedModel, outline: ModelOutline, settings: CacheSettings) -> Routing:
+def routing_of(found: PlannedModel, model_type: str, shape: ModelShape, settings: CacheSettings) -> Routing:
     """What is known of a model's routing under a policy."""
-    default = default_statistics(
-        outline.model_type,
-        len(outline.expert_layers),
-        outline.experts.num_experts,
-        outline.top_k,
-        policy=settings.policy,
-    )
-    layers, experts = len(outline.expert_layers), outline.experts.num_experts
+    remarks: list[str] = []
+    default = default_statistics(model_type, shape.layers, shape.experts, shape.top_k, policy=settings.policy)
     seen = None
     if found.store is not None:
         fingerprint = found.store.manifest.source.fingerprint
-        key = model_key(fingerprint, layers=layers, experts=experts, top_k=outline.top_k)
-        seen = load_statistics(key, settings.policy)
-    if seen is None or not seen.tokens or (seen.layers, seen.experts) != (layers, experts):
-        return Routing(default, 0, f"defaults for models like {outline.model_type}, none recorded")
-    return Routing(
-        blended_statistics(default, seen), seen.tokens, f"{seen.tokens:,} recorded tokens of this model"
-    )
+        seen = saved_statistics(shape, fingerprint, settings.policy, remarks)
+    if seen is None or not seen.tokens:
+        source = f"defaults for models like {model_type}, none recorded"
+        return Routing(default, 0, source, tuple(remarks))
+    statistics, _ = blend(default, seen, remarks)
+    source = f"{seen.tokens:,} recorded tokens of this model"
+    return Routing(statistics or default, seen.tokens, source, tuple(remarks))

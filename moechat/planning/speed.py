@@ -20,7 +20,14 @@ import numpy.typing as npt
 
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
-from moechat.configurator.estimate import ModelShape, Near, expert_rate
+from moechat.configurator.estimate import (
+    ModelShape,
+    Near,
+    expert_rate,
+    link_rate,
+    link_rate_together,
+    nearest_bits,
+)
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.profile import Figure, HardwareProfile
@@ -158,7 +165,7 @@ def prefill_rates(
     if not profile.expert_flops:
         return None
     known = profile.expert_flops
-    nearest = min(known, key=lambda bits: abs(math.log2(bits / shape.bits)))
+    nearest = nearest_bits(shape.bits, known)
     return PrefillRates(
         known[max(known)].value, known[nearest].value, expert_rate(profile, shape.bits).value, stream
     )
@@ -257,22 +264,34 @@ def behind_disk(
 
 
 def figures_used(profile: HardwareProfile, shape: ModelShape, near: Near, disk: bool) -> Mapping[str, Figure]:
-    """The figures of a profile that a speed rests on, by name."""
+    """The figures of a profile that a speed rests on, by name.
+
+    Args:
+        profile: The machine.
+        shape: The model.
+        near: Tier that computes.
+        disk: Some experts lie on the disk alone.
+    """
     found: dict[str, Figure] = {}
+    rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together
     if near == "gpu" and profile.gpu is not None:
+        link = profile.links["gpu"]
         found["graphics memory, bytes/s"] = profile.gpu.bandwidth
         found["graphics card, operations/s"] = profile.gpu.flops
-        found["RAM to graphics card, bytes/s"] = _at(profile, "gpu", shape)
-    found["experts on the CPU, bytes/s"] = expert_rate(profile, shape.bits)
-    if near == "ram":
+        found["RAM to graphics card, bytes/s"] = link_rate(link, shape.expert_bytes)
+        found["experts on the CPU, bytes/s"] = rates
+        shared = link_rate_together(link, shape.expert_bytes)
+        if shared is not None:
+            found["RAM to graphics card while the CPU computes, bytes/s"] = shared
+        if together:
+            nearest = nearest_bits(shape.bits, together)
+            found["experts on the CPU while that link is busy, bytes/s"] = together[nearest]
+    else:
+        found["experts on the CPU, bytes/s"] = rates
+        if profile.expert_flops:
+            nearest = nearest_bits(shape.bits, profile.expert_flops)
+            found["experts on the CPU, operations/s"] = profile.expert_flops[nearest]
         found["RAM, bytes/s"] = profile.ram_bandwidth
     if disk:
-        found["disk to RAM, bytes/s"] = _at(profile, "file", shape)
+        found["disk to RAM, bytes/s"] = link_rate(profile.links["file"], shape.expert_bytes)
     return found
-
-
-def _at(profile: HardwareProfile, kind: str, shape: ModelShape) -> Figure:
-    """A link's rate for whole experts, with the origin of the nearest size."""
-    link = profile.links[kind]
-    nearest = min(link.bandwidth, key=lambda size: abs(math.log2(size / shape.expert_bytes)))
-    return replace(link.bandwidth[nearest], value=link.rate(shape.expert_bytes))

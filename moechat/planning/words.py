@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moechat.configurator.systems import CacheSettings
+from moechat.hardware.memory import total_bytes
+from moechat.offload.budget import MEBI
 from moechat.planning.machine import Machine
 from moechat.planning.memory import Far
 from moechat.planning.speed import Decode
@@ -32,16 +36,19 @@ def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
     return f"{name}: {100 * parts[name] / decode.seconds:.0f} % of a token's time"
 
 
-def notes(machine: Machine, far: Far | None, model: str) -> tuple[str, ...]:
+def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str]) -> tuple[str, ...]:
     """What the user may not expect.
 
     Args:
         machine: The machine.
         far: Where the other experts lie.
-        model: What is to be said of the model, or empty.
+        ram: Bytes of RAM that were given.
+        remarks: What is to be said of the model; empty ones are passed over.
     """
-    said = [model] if model else []
+    said = [remark for remark in (*remarks, *machine.remarks) if remark]
     profile = machine.profile
+    if machine.here and ram is not None and ram > total_bytes():
+        said.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
     if machine.near == "gpu":
         said.append(
             "this version computes on the CPU only; running on a graphics card comes with a later one"
@@ -52,6 +59,11 @@ def notes(machine: Machine, far: Far | None, model: str) -> tuple[str, ...]:
         )
     if profile is None:
         said.append("this machine has not been measured, so no speed is given: `moechat profile` measures it")
+    elif machine.figures is None and machine.near == "gpu":
+        said.append(
+            "this version does not measure the link to a graphics card, so no speed is given: "
+            "--gpu NAME plans with published figures"
+        )
     elif machine.figures is None:
         said.append(
             "the speed of the disk could not be measured, so none is given here: see `moechat profile`"

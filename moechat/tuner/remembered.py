@@ -1,4 +1,7 @@
-"""Choices kept from one start to the next: one small file for each machine and model, one entry a budget."""
+"""Choices kept from one start to the next: one small file for each machine and model, one entry a budget.
+
+Two processes that write at the same time lose one of two choices, which is made again then; never a file.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +22,10 @@ FORMAT = 1
 _SAME_BUDGET = 0.05
 _MOST_ENTRIES = 16
 _MOST_FILE_BYTES = 1 << 20
+# Files that are kept, those of earlier versions included; the one that was written first goes first.
+MAX_FILES = 64
+# Seconds after which what a writer has begun is nobody's any more.
+_ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,22 @@ def remember(directory: Path, key: TuningKey, entry: Remembered) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+    _remove_oldest(path.parent)
+
+
+def _remove_oldest(directory: Path) -> None:
+    """Keep the directory bounded."""
+    dated = []
+    for path in directory.iterdir():
+        with suppress(OSError):
+            written = path.stat().st_mtime
+            if path.suffix == ".json":
+                dated.append((written, path))
+            elif path.suffix == ".tmp" and written < time.time() - _ABANDONED_S:
+                path.unlink()
+    for _, path in sorted(dated)[:-MAX_FILES]:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _path(directory: Path, key: TuningKey) -> Path:
@@ -121,7 +145,7 @@ def _read(path: Path, key: TuningKey) -> list[Remembered]:
             return []
         return [_entry(value) for value in content["entries"]]
     # A file that says something else than what is written here, whatever that is, says nothing.
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return []
 
 

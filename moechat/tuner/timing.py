@@ -15,8 +15,9 @@ MOST_ROUNDS = 8
 # Tokens of a turn: those that the near tier takes to follow another plan, then those that are timed.
 _FEWEST_TOKENS, _MOST_TOKENS = 6, 30
 _SETTLE_SHARE = 1 / 3
-# To learn the pace: at most so many tokens, and at most this share of the limit.
-_FIRST_TOKENS, _FIRST_SHARE = 12, 0.15
+# To learn the pace: at most so many tokens, and at most this share of the limit. The first one also fills the
+# near tier, so a second one follows if the first has taken less than that share.
+_FIRST_TOKENS, _FIRST_SHARE, _SECOND_SHARE = 12, 0.15, 0.5
 # All prompts together may take this share of the limit.
 _PREFILL_SHARE = 0.25
 _PREFILL_ROUNDS = 2
@@ -118,7 +119,8 @@ def time_candidates(
     In each round every candidate has a turn of a few tokens, in an order that is turned and reversed from
     round to round. The text goes on from turn to turn: repeating the same tokens would let each turn find the
     experts that the turn before has brought. Where there is not the time for three rounds of all, the last
-    ones are left out, but never the first two; what does not end in time is no round.
+    ones are left out, but never the first two; what does not end in time is no round, and where it is clear
+    from the first tokens that no round would end, none is begun.
 
     Some text needs more experts that are not cached than other text. Where ``hardness`` tells how much, it is
     allowed for, see :func:`even_out`.
@@ -138,12 +140,19 @@ def time_candidates(
     started = clock()
     deadline = started + limit_s
     use(candidates[0])
-    first: list[float] = []
-    while len(first) < _FIRST_TOKENS and (not first or clock() < started + _FIRST_SHARE * limit_s):
+    first = [passes.decode()]
+    while len(first) < _FIRST_TOKENS:
+        share = _FIRST_SHARE if len(first) > 1 else _SECOND_SHARE
+        if clock() >= started + share * limit_s:
+            break
         first.append(passes.decode())
     pace = statistics.median(first[len(first) // 2 :])
 
     tokens_left = max(0.0, deadline - clock()) / (pace * _SLACK)
+    if tokens_left < 2 * _FEWEST_TOKENS:  # no round would end: nobody waits for what tells nothing
+        nothing = tuple(Timing(candidate.name) for candidate in candidates[:2])
+        left_out = tuple(candidate.name for candidate in candidates[2:])
+        return Timed(nothing, left_out, pace, clock() - started)
     turns = int(tokens_left / _FEWEST_TOKENS)
     kept = list(candidates[: max(2, min(len(candidates), turns // LEAST_ROUNDS))])
     per_turn = int(tokens_left / (len(kept) * MOST_ROUNDS))

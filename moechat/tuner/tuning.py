@@ -159,7 +159,8 @@ class Tuner:
     def run(self, limit_s: float, report: Callable[[float], None] = lambda _: None) -> Tuning:
         """Time the candidates, let the winner take effect and remember it.
 
-        Timings that too few rounds of an earlier start have left are added to.
+        Timings that too few rounds of an earlier start have left are added to. Where not even one round fits
+        into the time, it ends at once, and the computed plan stays.
 
         Args:
             limit_s: Seconds after which no token is begun any more.
@@ -188,6 +189,10 @@ class Tuner:
         finally:
             if upkeep is not None:
                 upkeep.discard()
+        if not any(timing.rounds for timing in timed.timings):
+            self.use(DEFAULT)
+            told = f"a token takes {timed.pace:.2g} s, too long to time plans within {limit_s:g} s"
+            return replace(skipped(told), seconds=timed.seconds)
         winner = self.use(choice.winner)
         measured = datetime.now(UTC).isoformat(timespec="seconds")
         return Tuning(

@@ -275,3 +275,25 @@ def test_a_list_whose_reader_has_gone_ends_quietly(own: Cli) -> None:
     done = own.shell("$M profile --list | true")
     assert done.status == 0
     assert done.err == ""
+
+
+def test_a_narrow_terminal_cuts_no_figure(known: Cli) -> None:
+    page = known.terminal_shell("stty cols 40; $M profile")
+    page.expect("expert kernels")
+    text = page.read()
+    page.wait()
+    assert page.exitstatus == 0
+    profile = json.loads(known.call("profile", "--json").out)["profile"]
+    rates = [rate for by_threads in profile["expert_rate"].values() for rate in by_threads.values()]
+    rates += profile["expert_rate_together"].values()
+    for rate in rates:
+        assert f"{rate['value'] / 1e9:.2f}" in text
+    assert text.count("GB/s") == len(rates)
+
+
+def test_help_documents_the_keys(known: Cli) -> None:
+    text = " ".join(known.call("profile", "--help").out.decode().split())
+    shown = json.loads(known.call("profile", "--json").out)
+    listed = json.loads(known.call("profile", "--list", "--json").out)
+    for key in (*shown, *shown["profile"], *listed, *shown["profile"]["ram"]):
+        assert re.search(rf"\b{key}\b", text), key

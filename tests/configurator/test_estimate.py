@@ -83,7 +83,8 @@ def test_near_ram_by_hand() -> None:
     assert costs.head == pytest.approx(18 * MB / (28 * GB) + 800e-6)
     # 10 MB lie half way between 1 MB and 19 MB: 2 GB/s.
     assert costs.load == pytest.approx(5e-3)
-    assert costs.load_together == pytest.approx(12.5e-3)
+    # The CPU leaves 0.8 of the 3 GB/s of the largest transfers.
+    assert costs.load_together == pytest.approx(5e-3 * 3 / 0.8)
     # 1.1 ms to the last byte of 1 MB, which takes 1 ms of them.
     assert costs.latency == pytest.approx(0.1e-3)
     assert costs.compute_far == math.inf
@@ -102,6 +103,16 @@ def test_near_gpu_by_hand() -> None:
     assert costs.latency == pytest.approx(20e-6)
     assert costs.compute_far == pytest.approx(0.4e-3)
     assert costs.compute_together == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 10, 40])
+@pytest.mark.parametrize("near", ["gpu", "ram"])
+def test_small_experts_are_not_moved_faster_while_the_cpu_computes(near: Any, blocks: int) -> None:
+    link = CARD if near == "gpu" else FILE
+    assert link.together is not None
+    share = link.together.value / link.bandwidth[max(link.bandwidth)].value
+    costs = costs_of(PC, replace(SHAPE, blocks_per_expert=blocks), near=near)
+    assert costs.load / costs.both_loads == pytest.approx(share)
 
 
 def test_the_context_is_read_once_a_token() -> None:

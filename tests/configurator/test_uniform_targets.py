@@ -3,7 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moechat.configurator.pages import uniform_targets
+from moechat.configurator.systems import CacheSettings
 from moechat.configurator.uniform import first_layers, kept_blocks, most_popular, same_for_all
+from moechat.geometry import ExpertGeometry
 
 
 @pytest.mark.parametrize(("split", "blocks"), [(1.0, 8), (0.5, 4), (0.55, 4), (0.001, 1)])
@@ -23,6 +26,18 @@ def test_what_is_left_makes_the_share_larger():
     assert same_for_all(2, 3, 4, 21, 0.5).tolist() == [[3, 4], [3, 3]]
     assert same_for_all(2, 3, 4, 24, 0.5).tolist() == [[3, 4], [3, 4]]
     assert same_for_all(2, 3, 4, 1000, 0.5).tolist() == [[3, 4], [3, 4]]
+
+
+def test_what_is_on_its_way_has_a_reserve_and_the_rest_is_the_same_for_all():
+    geometry = ExpertGeometry(hidden_size=64, intermediate_size=4 * 64, num_experts=3, bits=4)
+    settings = CacheSettings(split=0.5, prefetch_experts=0)
+    # One expert a token: 4 pages. Of 19, 15 are left: 2 blocks of each of 3 experts take 12.
+    targets, reserve = uniform_targets(geometry, 2, 19, 1, settings)
+    assert (targets.tolist(), reserve) == ([[3, 3], [3, 2]], 4)
+    targets, reserve = uniform_targets(geometry, 2, 7, 1, settings)  # never more than half
+    assert (targets.tolist(), reserve) == ([[1, 2], [1, 2]], 3)
+    targets, reserve = uniform_targets(geometry, 2, 26, 1, settings)  # all experts, and what is over
+    assert (targets.tolist(), reserve) == ([[3, 4], [3, 4]], 2)
 
 
 def test_first_layers_are_full():

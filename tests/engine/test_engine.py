@@ -41,10 +41,12 @@ def test_greedy_answers_repeat(engine: Engine) -> None:
     assert first[2] == "length"
 
 
-def test_decoding_step_by_step_agrees_with_one_teacher_forced_pass(engine: Engine) -> None:
-    tokens = engine.encode("Once upon a time")
-    _, answer, _ = collect(engine.generate(tokens, max_new_tokens=20, temperature=0.0))
-    logits = engine.logits(tokens + answer[:-1])
+def test_decoding_step_by_step_agrees_with_one_teacher_forced_pass(chat_model: Path, home: Path) -> None:
+    # In bfloat16, which some CPUs take by themselves, the two best of 256 tokens may be equal.
+    with moechat.load(chat_model, dtype="float32") as engine:
+        tokens = engine.encode("Once upon a time")
+        _, answer, _ = collect(engine.generate(tokens, max_new_tokens=20, temperature=0.0))
+        logits = engine.logits(tokens + answer[:-1])
     assert logits.shape == (len(tokens) + 19, BYTE_VOCABULARY)
     assert logits.dtype == torch.float32
     assert logits[len(tokens) - 1 :].argmax(dim=-1).tolist() == answer

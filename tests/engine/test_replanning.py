@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import moechat
 from moechat.cli.options import RunOptions
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.engine import Engine
-from moechat.errors import UsageError
+from moechat.errors import MoechatError, UsageError
 from moechat.offload import planner, upkeep
 from moechat.offload.cached import NearTier
 from moechat.offload.perfect import PerfectPredictor
@@ -94,6 +96,51 @@ def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(
         told = engine.stats.to_json()
         assert (told["replans"], told["replan"]) == (1, replanned.to_json())
         assert engine.idle() is None, "the count begins again"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_told_and_writes_nothing(own_home: Path) -> None:
+    with load(replan_tokens=5) as engine:
+        answer(engine, 10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            told = 0
+            for use in (engine.idle, engine.replan):
+                try:
+                    use()
+                except MoechatError as error:
+                    told += "forked child" in str(error)
+                except BaseException:
+                    break
+            engine.close()
+            os._exit(2 - told)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        assert not list(own_home.glob("state/routing/*"))
+        assert engine.replan() is not None
+
+
+def test_an_engine_that_is_closed_while_it_plans_says_so(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_for = NearTier.plan_for
+
+    def closing(self: NearTier, *arguments: Any) -> Any:
+        plan = plan_for(self, *arguments)
+        thread = threading.Thread(target=engine.close)
+        thread.start()
+        thread.join()
+        return plan
+
+    for name in ("idle", "replan"):
+        engine = load(replan_tokens=5)
+        answer(engine, 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(NearTier, "plan_for", closing)
+            with pytest.raises(MoechatError, match="was closed"):
+                getattr(engine, name)()
+        assert getattr(engine, name)() is None
 
 
 def test_none_is_due_where_the_setting_is_0_or_experts_are_mapped(own_home: Path) -> None:

@@ -278,6 +278,8 @@ REFUSED = [
     ("no number", "value = 12288", "value = nan", "gpu.vram_mib.value: is nan", None),
     ("no end", "value = 12288", "value = inf", "gpu.vram_mib.value: is inf", None),
     ("too large", "value = 12288", "value = 1" + "0" * 400, "gpu.vram_mib.value: is 1000", None),
+    ("larger than any", "value = 12288", "value = 1e290", "gpu.vram_mib.value: is 1e+290", None),
+    ("smaller than any", "value = 5.88", "value = 5e-324", "256KiB.value: is 5e-324", None),
     ("bare number", NAMED, "size_gib = 32 #", "ram.size_gib: is 32, not a table", None),
     ("origin", 'origin = "datasheet"', 'origin = "guess"', "ram.size_gib.origin: is 'guess'", "estimate"),
     ("no origin", 'origin = "datasheet", ', "", "ram.size_gib.origin: is missing", None),
@@ -350,8 +352,9 @@ def test_the_name_of_a_file_is_a_name(tmp_path: Path, name: str) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing\.toml cannot be read"):
+    with pytest.raises(UsageError, match=r"nothing\.toml cannot be read") as caught:
         read_profile(tmp_path / "nothing.toml")
+    assert "--list-gpus" in (caught.value.hint or "")
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(UsageError, match=r"folder\.toml cannot be read"):
         read_profile(tmp_path / "folder.toml")

@@ -46,7 +46,7 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
 
 
 def test_many_different_layers_become_a_picture(cli: Cli) -> None:
-    result = cli.call("plan", "qwen3", "--vram", "12G", *CARD)
+    result = cli.call("plan", "qwen3", "--vram", "8G", *CARD)
     assert result.status == 0, result.err
     lines = result.out.decode().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
@@ -61,7 +61,7 @@ def test_many_different_layers_become_a_picture(cli: Cli) -> None:
 
 def test_without_unicode_the_picture_is_ascii(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.cli.plan._is_utf8", lambda: False)
-    for model, vram in (("qwen3", "12G"), ("mixtral", "12G")):
+    for model, vram in (("qwen3", "8G"), ("mixtral", "12G")):
         result = cli.call("plan", model, "--vram", vram, *CARD)
         assert result.status == 0, result.err
         assert set(result.out.decode()) - set(map(chr, range(128))) <= {"θ"}
@@ -156,6 +156,22 @@ def test_a_machine_of_ones_own(cli: Cli, tmp_path: Path, config: str) -> None:
     plan = json.loads(result.out)
     assert plan["machine"]["name"] == "my-pc"
     assert plan["memory"]["tiers"][0]["budget_bytes"] == 8 << 30
+
+
+def test_what_was_measured_elsewhere_is_not_this_machines(cli: Cli, tmp_path: Path, config: str) -> None:
+    from moechat.hardware import profile_file
+
+    shipped = Path(profile_file.__file__).parents[2] / "profiles" / "rtx3060-12g.toml"
+    text = shipped.read_text()
+    for origin in ("estimate", "published", "datasheet"):
+        text = text.replace(f'"{origin}"', '"measured"')
+    own = tmp_path / "friends-pc.toml"
+    own.write_text(text)
+    result = cli.call("plan", config, "--vram", "700M", "--gpu", str(own))
+    assert result.status == 0, result.err
+    said = result.out.decode()
+    assert "expected speed: estimate from what was measured on friends-pc" in said
+    assert "this machine" not in said
 
 
 def test_this_machine_is_planned_as_run_uses_it(cli: Cli) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,19 @@ from plan_support import GIB, desktop, without_disk
 from tiny import tiny_config
 
 import moechat
+from moechat import _native
+from moechat.cli.plan import render
 from moechat.errors import (
     DoesNotFitError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
 )
+from moechat.hardware.identity import this_machine
+from moechat.hardware.measured_file import Measurement, save_measurement
 from moechat.hardware.memory import resident_bytes
+from moechat.hardware.model_times import TimesKey, save_times
+from moechat.hardware.profile import Figure, ModelTimes
 from moechat.hardware.profile_file import reference_names
 from moechat.planning import Plan
 from moechat.store.store import Store
@@ -123,6 +130,11 @@ def test_too_little_graphics_memory_is_refused_with_what_would_do() -> None:
     moechat.plan("olmoe", vram=least, profile=desktop(), ctx=512)
     with pytest.raises(DoesNotFitError):
         moechat.plan("olmoe", vram=least - (16 << 20), profile=desktop(), ctx=512)
+    # No budget would do on a card that has less.
+    with pytest.raises(DoesNotFitError) as caught:
+        moechat.plan("olmoe", profile=desktop(vram=GIB), ctx=512)
+    assert "a card with more memory with --gpu" in str(caught.value.hint)
+    assert "--vram" not in str(caught.value.hint)
 
 
 def test_little_ram_makes_a_chain_to_the_disk() -> None:
@@ -165,6 +177,39 @@ def test_a_machine_of_unknown_speed_still_has_a_plan() -> None:
     assert (here.machine, here.tiers[0].parts[0].basis) == ("this machine", "measured")
     assert here.speed is None
     assert any("moechat profile" in note for note in here.notes)
+
+
+def test_more_ram_than_this_machine_has_is_remarked_on() -> None:
+    said = moechat.plan("olmoe", ram=1 << 50, ctx=512).notes
+    assert any("1073741824 MiB were given" in note for note in said)
+    assert not any("were given" in note for note in moechat.plan("olmoe", ram="4G", ctx=512).notes)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a measurement of this machine, as if it had a card."""
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    machine = desktop()
+    links = {"file": machine.links["file"]}
+    profile = replace(machine, links=links, key=this_machine().key, created="2026-11-21")
+    return save_measurement(Measurement(profile))
+
+
+def test_a_measurement_that_cannot_be_used_is_named(kept: Path) -> None:
+    whole = moechat.plan("olmoe", ram="4G", ctx=512)
+    assert whole.speed is not None
+    assert not any(str(kept) in note for note in whole.notes)
+    kept.write_text(kept.read_text().replace('"format": 1', '"format": 99'))
+    made = moechat.plan("olmoe", ram="4G", ctx=512)
+    assert made.speed is None
+    assert any(f"{kept} was written by another version" in note for note in made.notes)
+
+
+def test_a_card_whose_link_was_not_measured_has_a_plan_without_speed(kept: Path) -> None:
+    made = moechat.plan("olmoe", vram="3G", ctx=512)
+    assert (made.near, made.speed) == ("vram", None)
+    assert any("does not measure the link" in note and "--gpu NAME" in note for note in made.notes)
+    assert not any("disk" in note for note in made.notes)
 
 
 def test_only_a_profile_or_a_card_makes_graphics_memory() -> None:
@@ -252,6 +297,56 @@ def test_recorded_routing_is_used() -> None:
     assert "321 recorded tokens" in after.statistics_source
 
 
+def test_recorded_routing_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moechat.configurator.systems import settings_of
+    from moechat.configurator.warm_start import default_statistics
+    from moechat.routing.statistics_file import add_statistics, model_key
+
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    key = model_key(Store.open(DEMO).manifest.source.fingerprint, layers=8, experts=16, top_k=2)
+    seen = replace(default_statistics("mixtral", 8, 16, 2, policy=settings_of("auto").policy), tokens=321)
+    assert add_statistics(key, seen)
+    (file,) = (path for path in tmp_path.rglob(f"*{key}*") if path.suffix == ".npz")
+    file.write_bytes(b"no statistics")
+    made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
+    assert made.statistics_tokens == 0
+    assert "none recorded" in made.statistics_source
+    assert any(f"{file} are not used" in note for note in made.notes)
+
+
+def test_measured_times_of_the_model_are_used(kept: Path) -> None:
+    before = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
+    assert before.speed is not None
+    assert before.speed.times == "estimate"
+    parts = {"attention": 1e-3, "moe": 2e-3, "head": 3e-3}
+    times = ModelTimes(**{name: Figure(value, "measured", "a test") for name, value in parts.items()})
+    store = Store.open(DEMO)
+    key = TimesKey(
+        this_machine().key,
+        store.manifest.source.fingerprint,
+        before.dtype,
+        _native.num_threads(),
+        store.geometry.bits,
+    )
+    save_times(key, times)
+    made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
+    assert made.speed is not None
+    assert made.speed.times == "measured"
+    decode = made.speed.decode
+    assert (decode.dense, decode.experts, decode.head) == pytest.approx((8e-3, 16e-3, 3e-3))
+    # The figures of this machine here are not all measured ones, and a plan says so.
+    assert "expected speed: estimate, not measured" in render(made)
+    figures = tuple(replace(figure, origin="measured") for figure in made.speed.figures)
+    measured = replace(made, speed=replace(made.speed, figures=figures))
+    assert "what was measured on this machine, this model's layers among it" in render(measured)
+    # With other bits they mean nothing.
+    other = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256, bits=8)
+    assert other.speed is not None
+    assert other.speed.times == "estimate"
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "reason"),
     [
@@ -307,6 +402,27 @@ def test_every_system_can_be_planned(small: Path) -> None:
         assert made.speed is not None, system
         rates[system] = made.speed.tokens_per_s
     assert rates["auto"] >= max(rates[name] for name in ("mixtral-offloading", "on-demand", "pregated"))
+
+
+def test_a_speed_names_the_figures_that_it_rests_on(olmoe: Plan) -> None:
+    assert olmoe.speed is not None
+    found = {figure.name: figure.value for figure in olmoe.speed.figures}
+    assert found == {
+        "graphics memory, bytes/s": 300e9,
+        "graphics card, operations/s": 30e12,
+        "RAM to graphics card, bytes/s": 20e9,
+        "experts on the CPU, bytes/s": 30e9,
+        "RAM to graphics card while the CPU computes, bytes/s": 18e9,
+        "experts on the CPU while that link is busy, bytes/s": 15e9,
+    }
+    near_ram = moechat.plan("olmoe", profile=desktop(gpu=False, ram=6 * GIB)).speed
+    assert near_ram is not None
+    assert {figure.name: figure.value for figure in near_ram.figures} == {
+        "experts on the CPU, bytes/s": 30e9,
+        "experts on the CPU, operations/s": 200e9,
+        "RAM, bytes/s": 40e9,
+        "disk to RAM, bytes/s": 4e9,
+    }
 
 
 def test_json_is_plain_and_complete(olmoe: Plan) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moechat.tuner import Remembered, Timing, TuningKey, recall, remember
+from moechat.tuner import Remembered, Timing, TuningKey, recall, remember, remembered
 
 KEY = TuningKey("machine", "weights", 4, 2, "float32", "auto", "0.1.0")
 ENTRY = Remembered(
@@ -79,6 +79,23 @@ def test_it_holds_for_nothing_else(tmp_path: Path, change: dict[str, object]) ->
     assert recalled(tmp_path, key=replace(KEY, **change)) is None  # type: ignore[arg-type]
 
 
+def test_files_of_earlier_versions_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MAX_FILES", 3)
+    for version in range(6):
+        remember(tmp_path, replace(KEY, version=str(version)), ENTRY)
+        for path in tmp_path.iterdir():
+            os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns - 10**9))
+    dead, writing = tmp_path / "x1.tmp", tmp_path / "x2.tmp"
+    for path in (dead, writing):
+        path.write_text("{")
+    os.utime(dead, (1.0, 1.0))
+    remember(tmp_path, replace(KEY, version="6"), ENTRY)
+    kept = [version for version in range(7) if recalled(tmp_path, key=replace(KEY, version=str(version)))]
+    assert kept == [4, 5, 6]
+    assert not dead.exists()
+    assert writing.exists(), "another process may be about to put it in its place"
+
+
 def damaged(text: str) -> list[bytes]:
     content = json.loads(text)
 
@@ -109,6 +126,7 @@ def damaged(text: str) -> list[bytes]:
         entry(timings=[{"name": "dp", "decode": [-1], "prefill": []}]),
         entry(timings=[{"name": "dp", "decode": ["x"], "prefill": []}]),
         entry(timings={"name": "dp"}),
+        entry(timings=[{"name": "dp", "decode": [10**400], "prefill": []}]),
     ]
 
 

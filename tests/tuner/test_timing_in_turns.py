@@ -106,6 +106,31 @@ def test_slow_models_are_timed_with_fewer_candidates_and_at_last_not_at_all() ->
     assert rounds(1.0) == (2, 0)
 
 
+@pytest.mark.parametrize(("pace", "tokens"), [(0.5, 2), (1.0, 2), (3.0, 1), (60.0, 1)])
+def test_nobody_waits_for_rounds_that_would_not_end(pace: float, tokens: int) -> None:
+    machine = Machine(dict.fromkeys("abc", pace))
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
+    assert machine.decoded == tokens
+    assert timed.seconds == pytest.approx(tokens * pace)
+    assert [timing.rounds for timing in timed.timings] == [0, 0]
+    assert (timed.left_out, timed.pace) == (("c",), pace)
+
+
+def test_a_slow_first_token_does_not_make_the_model_a_slow_one() -> None:
+    machine = Machine({"computed": 0.02, "plain": 0.02}, settling=1)
+    machine.costs = dict.fromkeys(machine.costs, 0.2)
+    decode = machine.decode
+
+    def cold() -> float:
+        seconds = decode()
+        machine.costs = dict.fromkeys(machine.costs, 0.02)
+        return seconds
+
+    machine.decode = cold  # type: ignore[method-assign]
+    timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
+    assert timed.timings[0].rounds >= 3
+
+
 def test_progress_goes_from_nothing_to_all_and_an_interrupt_comes_through() -> None:
     machine = Machine({"computed": 0.004, "plain": 0.005})
     shares: list[float] = []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import moechat
+from moechat import _native
 from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
 from moechat.errors import MoechatError
+from moechat.offload.cached import NearTier
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.tuner import Sequences, timing
 
@@ -49,13 +53,11 @@ def test_a_plan_that_is_truly_faster_wins_and_is_remembered(home: Path) -> None:
         assert tuning.winner not in ("computed", "uniform")
         by_name = {timing.name: timing for timing in tuning.timings}
         assert by_name[tuning.winner].token_seconds < 0.8 * by_name["computed"].token_seconds
-        assert by_name[tuning.winner].token_seconds <= 1.05 * min(t.token_seconds for t in tuning.timings)
         assert tuning.same_as == {"uniform": "computed"}
         assert answer(engine) == expected
         assert engine.stats.tuned == tuning.winner
-        again = engine.tune(limit_s=0.05, may_map=False, again=True)
+        again = engine.tune(limit_s=1e-3, may_map=False, again=True)
         assert (again.winner, again.kept) == ("computed", False), "too little time to replace what is known"
-        assert again.timings[0].name == "computed"
         assert engine._near is not None
         assert engine._near.first_settings == WASTEFUL
         engine.tune(limit_s=0, may_map=False)
@@ -96,6 +98,14 @@ def test_within_a_given_budget_nothing_is_mapped(home: Path) -> None:
     with load(ram="40G", link=FAST) as engine:
         tuning = engine.tune(limit_s=ENOUGH)
     assert "mapped" not in {timing.name for timing in tuning.timings} | set(tuning.left_out)
+
+
+def test_a_long_conversation_leaves_no_memory_for_another_text(home: Path) -> None:
+    with load(link=FAST, ctx=Sequences.MOST_TOKENS + 10) as engine:
+        answer(engine)
+        tuning = engine.tune(limit_s=ENOUGH, may_map=False)
+        assert (tuning.state, tuning.timings) == ("skipped", ())
+        assert "takes the memory of the attention cache" in tuning.why
 
 
 def test_a_conversation_goes_on_as_if_nothing_had_been_timed(home: Path) -> None:
@@ -165,11 +175,43 @@ def test_a_disk_that_fails_is_told_and_the_computed_plan_stays(home: Path) -> No
         assert engine.describe()["prefetch"] == "whole-layer"
 
 
+def test_a_disk_that_fails_between_two_turns_is_told_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(self: NearTier) -> None:
+        raise _native.LinkError("none has arrived for 30 seconds")
+
+    with load(link=FAST) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(NearTier, "drain", stalled)
+            with pytest.raises(MoechatError, match="cannot be read: none has arrived"):
+                engine.tune(limit_s=ENOUGH, may_map=False)
+        assert engine.describe()["prefetch"] == "whole-layer"
+        assert len(answer(engine)) == 12
+
+
+def test_an_engine_that_is_closed_meanwhile_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, count = Sequences.decode, 0
+
+    def closing(self: Sequences) -> float:
+        nonlocal count
+        count += 1
+        if count == 10:
+            thread = threading.Thread(target=engine.close)
+            thread.start()
+            thread.join()
+        return decode(self)
+
+    monkeypatch.setattr(Sequences, "decode", closing)
+    engine = load(link=FAST)
+    with pytest.raises(MoechatError, match="was closed"):
+        engine.tune(limit_s=ENOUGH, may_map=False)
+    assert count == 10
+
+
 def test_too_little_time_decides_nothing_and_the_next_start_goes_on(home: Path) -> None:
     with load(link=FAST) as engine:
-        first = engine.tune(limit_s=0.05, may_map=False)
-    assert first.winner == "computed"
-    assert "rounds were timed" in first.why
+        first = engine.tune(limit_s=1e-3, may_map=False)
+        assert (first.state, first.winner, engine.stats.tuned) == ("skipped", "computed", "")
+        assert re.fullmatch(r"a token takes \S+ s, too long to time plans within 0.001 s", first.why)
     with load(link=FAST) as engine:
         assert engine.tune(limit_s=0, may_map=False).state == "skipped"
         assert engine.tune(limit_s=1.0, may_map=False).state == "measured"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import moechat
+from moechat import Progress
+from moechat.cli import progress
 from moechat.cli.main import main
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _tune
@@ -53,6 +55,8 @@ class Engine:
 
     def tune(self, *, limit_s: float, again: bool, progress: Any) -> Tuning:
         self.asked.append((limit_s, again))
+        if self.pages:
+            progress(Progress("tune", 1, 10))
         if self.error is not None:
             raise self.error
         self.tuning = MEASURED
@@ -101,6 +105,12 @@ def test_an_interrupt_in_a_chat_costs_only_the_timing() -> None:
     assert "plans were not timed; the computed one is used" in tuned(Engine(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         tuned(Engine(KeyboardInterrupt()), chat=False)
+
+
+def test_ctrl_c_is_said_to_skip_the_timing_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_FIRST_LINE_AFTER_S", 0.0)
+    assert "timing plans for this machine, Ctrl-C skips it\n" in tuned(Engine())
+    assert "timing plans for this machine\n" in tuned(Engine(), chat=False)
 
 
 def test_a_disk_that_fails_now_may_work_later_but_a_damaged_store_does_not() -> None:
