@@ -683,7 +683,10 @@ class Engine:
             yield
         except RuntimeError as error:
             # Closed by another thread, so that pages and link are gone; or this is a forked child.
-            self._usable_model()
+            try:
+                self._usable_model()
+            except MoechatError as reason:
+                raise reason from error
             if not isinstance(error, _native.LinkError):
                 raise
             Store.open(self._store.path)  # raises if a file is missing or has another size

@@ -129,25 +129,20 @@ def _gpu_line(device: Mapping[str, Any]) -> str:
 
 
 def _links(page: _Page, links: Mapping[str, LinkFigures], missing: Mapping[str, str]) -> None:
-    sizes = sorted({size for link in links.values() for size in link.bandwidth})
+    sizes = sorted({size for link in links.values() for size in (*link.bandwidth, *link.latencies)})
     for kind, name in _LINKS.items():
         if kind not in links and f"link {kind}" in missing:
             page.line(f"{name}: not measured: {missing[f'link {kind}']}")
     if not links:
         return
-    rows = [
-        (
-            _LINKS[kind],
-            *(_rate(link.bandwidth.get(size)) for size in sizes),
-            format_short(link.latency.value),
-            _rate(link.together),
-        )
-        for kind, link in links.items()
-    ]
+    rows = []
+    for kind, link in links.items():
+        waits = {min(link.bandwidth): link.latency, **link.latencies}
+        rates = (_rate(link.bandwidth.get(size)) for size in sizes)
+        rows.append((_LINKS[kind], *rates, _rate(link.together)))
+        rows.append(("  latency, idle", *(_wait(waits.get(size)) for size in sizes), ""))
     columns = [("", "left"), *((format_bytes(size), "right") for size in sizes)]
-    page.table(
-        "link, by bytes asked for", [*columns, ("latency", "right"), ("while computing", "right")], rows
-    )
+    page.table("link, by bytes asked for", [*columns, ("while computing", "right")], rows)
 
 
 def _kernels(page: _Page, measurement: Measurement) -> None:
@@ -186,6 +181,10 @@ def _times(page: _Page, timed: TimedModel) -> None:
 
 def _rate(figure: Figure | None) -> str:
     return "-" if figure is None else f"{figure.value / 1e9:.2f} GB/s"
+
+
+def _wait(figure: Figure | None) -> str:
+    return "-" if figure is None else format_short(figure.value)
 
 
 def format_short(seconds: float) -> str:

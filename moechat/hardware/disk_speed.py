@@ -56,7 +56,7 @@ class ReadableDisk:
         )
 
     def figures(self, budget: Budget, report: Report) -> LinkFigures:
-        """Measure the link alone, at three sizes, and its latency.
+        """Measure the link alone: what it moves and its latency, at three sizes.
 
         Raises:
             OSError: A file cannot be opened.
@@ -69,8 +69,21 @@ class ReadableDisk:
             how = f"random order, transfers of {format_size(RECORD_BYTES)}"
             bandwidth[nbytes] = Figure(moved.rate, "measured", how)
         report("disk: latency")
-        waited = latency(self._open(), RECORD_BYTES, seconds=budget.latency_seconds)
-        return LinkFigures("file", bandwidth, Figure(waited, "measured", "median, one at a time"))
+        latencies = {nbytes: self._latency(nbytes, budget.latency_seconds) for nbytes in bandwidth}
+        return LinkFigures("file", bandwidth, latencies[RECORD_BYTES], latencies=latencies)
+
+    def _latency(self, unit_bytes: int, seconds: float) -> Figure:
+        waited = latency(
+            self._open(),
+            unit_bytes,
+            RECORD_BYTES,
+            seconds=seconds,
+            window=self.window,
+            once=not self.direct,
+            seed=unit_bytes + 1,  # other places than the bandwidth's
+        )
+        how = f"median, one at a time, in transfers of {format_size(RECORD_BYTES)}"
+        return Figure(waited, "measured", how)
 
     def _open(self) -> _native.Link:
         if not self.direct:

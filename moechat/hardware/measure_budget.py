@@ -21,7 +21,7 @@ class Budget:
         keep_free: Bytes of the disk that are never used.
         write_seconds: After so long the file is no longer written, if it has the least size.
         link_seconds: For each size.
-        latency_seconds: Of the link.
+        latency_seconds: Of the idle link, for each size; a slow link may take three times as long.
         memory_bytes: For expert kernels; 0: twice the largest cache, 256 MiB to 1 GiB.
         stream_seconds: For reading memory.
         compute_seconds: For each number of bits and threads.
@@ -35,7 +35,7 @@ class Budget:
     keep_free: int = 1 << 30
     write_seconds: float = 4.0
     link_seconds: float = 0.7
-    latency_seconds: float = 0.2
+    latency_seconds: float = 0.1
     memory_bytes: int = 0
     stream_seconds: float = 0.4
     compute_seconds: float = 0.3

@@ -62,13 +62,7 @@ def stream(
         ValueError: No region holds a unit, or the window not two.
     """
     records = unit_bytes // record_bytes
-    units = [
-        (region, at * unit_bytes)
-        for region in range(link.regions())
-        for at in range(link.region_bytes(region) // unit_bytes)
-    ]
-    if not units:
-        raise ValueError(f"no region of the link holds {unit_bytes} bytes")
+    units = _units(link, unit_bytes)
     order = np.random.default_rng(seed).permutation(len(units)).tolist()
     if window is None:
         window = touched_pages(1, max(WINDOW_BYTES, 2 * unit_bytes))
@@ -115,44 +109,88 @@ def stream(
 
 
 def latency(
-    link: _native.Link, record_bytes: int, *, seconds: float, seed: int = 0, stall_seconds: float = 30.0
+    link: _native.Link,
+    unit_bytes: int,
+    record_bytes: int,
+    *,
+    seconds: float,
+    window: npt.NDArray[np.uint8] | None = None,
+    once: bool = False,
+    seed: int = 0,
+    stall_seconds: float = 30.0,
 ) -> float:
-    """Seconds from asking the idle link for one record until it is there: the median of many.
+    """Seconds from asking the idle link for one unit until all of it is there: the median of several.
 
     Args:
         link: Not yet opened; it is stopped at the end.
-        record_bytes: Bytes of a record.
-        seconds: So long, and at least 5 times, one is asked for after the other.
+        unit_bytes: As for :func:`stream`; the next unit is asked for when nothing is on its way.
+        record_bytes: As for :func:`stream`.
+        seconds: So long, one is asked for after the other; up to three times as long until there are 5.
+        window: As for :func:`stream`, but one unit is enough; ``None`` takes one.
+        once: Read no unit twice, even if that ends it early.
         seed: Of their places.
         stall_seconds: As for :func:`stream`.
 
     Raises:
         MoechatError: Something cannot be read, or does not arrive.
+        ValueError: No region holds a unit, or the window none.
     """
-    places = [
-        (region, at * record_bytes)
-        for region in range(link.regions())
-        for at in range(link.region_bytes(region) // record_bytes)
-    ]
+    places = _units(link, unit_bytes)
     order = np.random.default_rng(seed).permutation(len(places)).tolist()
-    target = touched_pages(1, record_bytes)
-    link.open(1)
+    records = unit_bytes // record_bytes
+    if window is None:
+        window = touched_pages(1, unit_bytes)
+    if window.size < unit_bytes:
+        raise ValueError(f"a window of {window.size} bytes does not hold a unit of {unit_bytes}")
+    target = window.reshape(-1)[: records * record_bytes].reshape(records, record_bytes)
+    link.open(records)
     samples: list[float] = []
     started = time.perf_counter()
     try:
-        while len(samples) < _LEAST_SAMPLES or time.perf_counter() - started < seconds:
-            region, offset = places[order[len(samples) % len(order)]]
-            asked = time.perf_counter()
-            link.submit([(0, region, offset, record_bytes, _native.DEMAND)], target)
-            while not link.wait(_WAIT_SECONDS):
-                _check(link, time.perf_counter() - asked, stall_seconds)
-            for _, error in link.poll():
-                if error:
-                    raise _unreadable(link, region, offset, error)
-            samples.append(time.perf_counter() - asked)
+        while _goes_on(len(samples), len(places) if once else None, time.perf_counter() - started, seconds):
+            region, base = places[order[len(samples) % len(order)]]
+            asked = arrived = time.perf_counter()
+            link.submit(
+                [
+                    (part, region, base + part * record_bytes, record_bytes, _native.DEMAND)
+                    for part in range(records)
+                ],
+                target,
+            )
+            left = records
+            while left:
+                if not link.wait(_WAIT_SECONDS):
+                    _check(link, time.perf_counter() - arrived, stall_seconds)
+                for part, error in link.poll():
+                    if error:
+                        raise _unreadable(link, region, base + part * record_bytes, error)
+                    arrived = time.perf_counter()
+                    left -= 1
+            samples.append(arrived - asked)
         return statistics.median(samples)
     finally:
         link.stop(_STOP_SECONDS)
+
+
+def _goes_on(count: int, most: int | None, taken: float, seconds: float) -> bool:
+    """Whether another sample is taken: one at least, and several unless each takes very long."""
+    if count == 0:
+        return True
+    if most is not None and count >= most:
+        return False
+    return taken < seconds or (count < _LEAST_SAMPLES and taken < 3 * seconds)
+
+
+def _units(link: _native.Link, unit_bytes: int) -> list[tuple[int, int]]:
+    """Region and offset of everything of that size that can be asked for."""
+    units = [
+        (region, at * unit_bytes)
+        for region in range(link.regions())
+        for at in range(link.region_bytes(region) // unit_bytes)
+    ]
+    if not units:
+        raise ValueError(f"no region of the link holds {unit_bytes} bytes")
+    return units
 
 
 def _unreadable(link: _native.Link, region: int, offset: int, error: int) -> MoechatError:

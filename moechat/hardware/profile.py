@@ -43,12 +43,15 @@ class LinkFigures:
         latency: Seconds from asking the idle link for the smallest of these to its last byte.
         together: Bytes a second, for the largest of these, while the CPU computes experts with all threads;
             ``None``: not known.
+        latencies: By bytes asked for at once, ascending: seconds from asking the idle link to the last byte;
+            empty: not known but for :attr:`latency`.
     """
 
     kind: Literal["file", "gpu"]
     bandwidth: Mapping[int, Figure]
     latency: Figure
     together: Figure | None = None
+    latencies: Mapping[int, Figure] = field(default_factory=dict)
 
     def rate(self, nbytes: int) -> float:
         """Bytes a second for transfers of ``nbytes``: linear between measured sizes, constant beyond."""

@@ -74,8 +74,8 @@ def _figure(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> Figure:
     return Figure(float(value), data["origin"], data["source"])
 
 
-def _numbered(data: Mapping[str, Any]) -> dict[int, Figure]:
-    found = {int(number): _figure(figure) for number, figure in data.items()}
+def _numbered(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> dict[int, Figure]:
+    found = {int(number): _figure(figure, least=least) for number, figure in data.items()}
     if found and min(found) < 1:
         raise ValueError(f"there is a figure for {min(found)}")
     return found
@@ -89,6 +89,8 @@ def _link(kind: str, data: Mapping[str, Any]) -> LinkFigures:
     if not known["bandwidth"]:
         raise ValueError(f"the link {kind} has no bandwidth")
     known["latency"] = _figure(known["latency"], least=0.0)
+    # Profiles kept by earlier versions have none.
+    known["latencies"] = _numbered(known.get("latencies", {}), least=0.0)
     known["together"] = None if known["together"] is None else _figure(known["together"])
     return LinkFigures(**known)
 

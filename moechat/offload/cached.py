@@ -15,6 +15,7 @@ import torch
 
 from moechat import _native
 from moechat.configurator.estimate import ModelShape
+from moechat.configurator.pages import in_transit
 from moechat.configurator.systems import CacheSettings
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.offload.experts import ExpertCounters
@@ -85,6 +86,9 @@ class NearTier:
             raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
         if pages >= 1 << 63:  # the native code could not even say that it refuses them
             raise UsageError(f"{pages} pages of experts are more than any memory holds")
+        if settings.keep == 0:
+            # Pages beyond those in transit would be a cache, which such a system does not have.
+            pages = min(pages, max(MIN_PAGES, in_transit(geometry, top_k, settings)))
         self.knowledge = _family(store, top_k, settings) if knowledge is None else knowledge
         self.pages = pages
         self.plan = plan_tier(geometry, self.layers, pages, top_k, settings, self.knowledge)

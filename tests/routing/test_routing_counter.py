@@ -297,22 +297,27 @@ def test_depth_of_a_prediction(experts: int, top_k: int, depth: int) -> None:
 
 def test_counting_leaves_other_threads_running() -> None:
     trace = local_trace(6000, 8, 64, 4)
-    counter = RoutingCounter(_native.EvictionPolicy("blend", 8, 64), 4)
-    took = [0.0]
 
-    def count() -> None:
-        started = time.perf_counter()
-        counter.feed(trace.experts)
-        took[0] = time.perf_counter() - started
+    def longest_pause() -> float:
+        """The longest that this thread stood still while another one counted, as a share of that time."""
+        counter = RoutingCounter(_native.EvictionPolicy("blend", 8, 64), 4)
+        took = [0.0]
 
-    thread = threading.Thread(target=count)
-    pauses, last = [0.0], time.perf_counter()
-    thread.start()
-    while thread.is_alive():
-        now = time.perf_counter()
-        pauses.append(now - last)
-        last = now
-    thread.join()
-    assert counter.snapshot().tokens == trace.tokens
-    # With the GIL held this thread would have stood still for all of it.
-    assert max(pauses) < 0.8 * took[0]
+        def count() -> None:
+            started = time.perf_counter()
+            counter.feed(trace.experts)
+            took[0] = time.perf_counter() - started
+
+        thread = threading.Thread(target=count)
+        pauses, last = [0.0], time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+        thread.join()
+        assert counter.snapshot().tokens == trace.tokens
+        return max(pauses) / took[0]
+
+    # With the GIL held it would be all of it, every time; on a busy machine it may be so once.
+    assert any(longest_pause() < 0.8 for _ in range(5))
