@@ -27,14 +27,16 @@ from moechat.bench.options import BenchOptions, System
 from moechat.bench.predicted import (
     Recorded,
     Recorder,
+    busy_share,
     floor_timing,
     kernel_curve,
     link_times,
     predict,
     predictor_seconds,
+    slowed,
     tier_of,
 )
-from moechat.bench.speeds import compute_rate, link_bandwidth
+from moechat.bench.speeds import busy_link, compute_rate, link_bandwidth
 from moechat.bench.timing import TimedCalls, TimedPredictor
 from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
@@ -53,6 +55,10 @@ FORMAT = 1
 Report = Callable[[str], None]
 # Share of the free memory that may be taken for measuring with everything in it.
 _RESIDENT_SHARE = 0.6
+# A link is kept busy for so many times what the pass beside it takes without it.
+_BESIDE = 1.5
+# Of finding out how busy a link is that slows what makes it busy; the third changes hardly anything.
+_ROUNDS = 3
 
 
 def run_bench(
@@ -153,17 +159,21 @@ class _Measurement:
         sizes = self.sizes
         unhindered = LinkSettings(kind="sim", copy=self._bytes_matter)
         floor = self._resident_tier(max(pages for _, pages in sizes), unhindered)
-        cases, floors = [], []
+        cases, floors, slow = [], [], []
         try:
             for fraction, pages in sizes:
                 runs: dict[str, list[Run]] = {system.name: [] for system in options.systems}
                 self.played = {}
-                here = []
+                here, busy = [], []
                 for turn in range(options.runs):
                     said = f"{fraction:.3g} of the experts, run {turn + 1} of {options.runs}"
                     if floor is not None:
                         here.append(self._pass(floor, unhindered))
                         self.report(f"{said}, everything in memory: {1000 * here[-1].tpot:.1f} ms a token")
+                        if link.kind == "file":
+                            busy.append(self._beside_link(floor, unhindered, link, here[-1]))
+                            shown = f"{1000 * busy[-1].tpot:.1f} ms a token"
+                            self.report(f"{said}, everything in memory, the link kept busy: {shown}")
                     for system in options.systems:
                         done = self._turn(system, pages, link)
                         runs[system.name].append(done)
@@ -171,6 +181,8 @@ class _Measurement:
                 floors += here
                 least = statistics.median(run.tpot for run in here) if here else None
                 timing = self._timing(here, link, link_facts["bandwidth"])
+                slower = _slower(here, busy)
+                slow += [slower] if busy else []
                 cases += [
                     case_figures(
                         system,
@@ -180,7 +192,7 @@ class _Measurement:
                         page_bytes=self.bench.store.geometry.record_bytes,
                         bandwidth=link_facts["bandwidth"],
                         floor=least,
-                        predicted=self._predicted(system, timing),
+                        predicted=self._predicted(system, timing, slower),
                     )
                     for system in options.systems
                 ]
@@ -204,7 +216,7 @@ class _Measurement:
             },
             "routing": self._routing_facts(),
             "prediction": self._prediction_facts(),
-            "link": link_facts,
+            "link": {**link_facts, "slows_computing": statistics.median(slow) if slow else None},
             "resident": {
                 "ttft_s": spread([run.ttft for run in floors]),
                 "tpot_s": spread([run.tpot for run in floors]),
@@ -322,8 +334,14 @@ class _Measurement:
         times = link_times(store, link, bandwidth)
         return floor_timing(floors, bench.layers, self.curve, times)
 
-    def _predicted(self, system: System, timing: Timing | None) -> float | None:
-        """Seconds of a token, the median as for what is measured."""
+    def _predicted(self, system: System, timing: Timing | None, slower: float) -> float | None:
+        """Seconds of a token, the median as for what is measured.
+
+        Args:
+            system: That was measured.
+            timing: While the link rests.
+            slower: So much longer everything takes while it is busy.
+        """
         if timing is None:
             return None
         recorded, tier = self.played[system.name]
@@ -331,16 +349,27 @@ class _Measurement:
             hidden_size = self.bench.store.geometry.hidden_size
             more = predictor_seconds(self.predictor, self.bench.layers, hidden_size)
             timing = replace(timing, attention=timing.attention + more)
-        done = predict(
-            recorded,
-            system.settings,
-            tier,
-            timing,
-            fill=self.options.fill_tokens,
-            timed=self.options.tokens,
-            hidden_size=self.bench.store.geometry.hidden_size,
-        )
+        done, share = None, 0.0
+        # How busy the link is depends on how long a token takes, and that on how busy it is.
+        for _ in range(_ROUNDS if slower else 1):
+            done = predict(
+                recorded,
+                system.settings,
+                tier,
+                slowed(timing, slower * share),
+                fill=self.options.fill_tokens,
+                timed=self.options.tokens,
+                hidden_size=self.bench.store.geometry.hidden_size,
+            )
+            share = 0.0 if done is None else busy_share(done)
         return None if done is None else float(np.median(done.seconds))
+
+    def _beside_link(self, floor: NearTier, unhindered: LinkSettings, link: LinkSettings, alone: Run) -> Run:
+        """Everything in memory once more, while the link is kept busy with blocks that nobody needs."""
+        options = self.options
+        usual = alone.ttft + alone.tpot * (options.warmup_tokens + options.tokens)
+        with busy_link(self.bench.store, link, _BESIDE * usual):
+            return self._pass(floor, unhindered)
 
     def _pass(self, near: NearTier, link: LinkSettings, fill: bool = False) -> Run:
         """What fills the cache, prompt, warm-up, timed tokens."""
@@ -447,6 +476,14 @@ class _Measurement:
         with self.bench.experts(self.bench.mapped()):
             figures = prediction_accuracy(self.bench, self.predictor, prompt, rest)
         return {"source": "next-router", **figures}
+
+
+def _slower(alone: Sequence[Run], busy: Sequence[Run]) -> float:
+    """By what share a token takes longer while the link is busy; 0 where that was not measured."""
+    if not busy:
+        return 0.0
+    pairs = [late.tpot / usual.tpot for usual, late in zip(alone, busy, strict=True)]
+    return max(0.0, statistics.median(pairs) - 1.0)
 
 
 def _known(share: float) -> float | None:

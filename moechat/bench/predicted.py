@@ -2,7 +2,8 @@
 
 The routing and the predictions of a run are written down call by call and played over the same near tier on
 a simulated clock. Its times are those of the floor (everything in memory: dense part, bookkeeping, kernels),
-of kernels given fewer blocks, and of the link: none is taken from the system that is predicted.
+of the floor while a file link is kept busy, of kernels given fewer blocks, and of the link: none is taken
+from the system that is predicted.
 """
 
 from __future__ import annotations
@@ -185,6 +186,23 @@ def predict(
         settled=True,
         group_items=max(1, _ACCUMULATOR_BYTES // (4 * hidden_size)),
     )
+
+
+def slowed(timing: Timing, share: float) -> Timing:
+    """Everything that the near tier computes takes ``share`` longer."""
+    factor = 1.0 + share
+    return replace(
+        timing,
+        attention=timing.attention * factor,
+        head=timing.head * factor,
+        compute=tuple(factor * seconds for seconds in timing.compute),
+    )
+
+
+def busy_share(run: SimulatedRun) -> float:
+    """Share of the timed passes in which the link was busy."""
+    total = float(run.seconds.sum())
+    return min(1.0, float(run.counters["link_busy_seconds"]) / total) if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from moechat import _native
@@ -34,8 +38,16 @@ def compute_rate(store: Store, top_k: int, *, seed: int = 0) -> float:
     return rate_of(experts, _native.num_threads(), seconds=_COMPUTE_SECONDS, top_k=top_k, seed=seed)
 
 
-def link_bandwidth(store: Store, settings: LinkSettings, *, seed: int = 0) -> float:
+def link_bandwidth(
+    store: Store, settings: LinkSettings, *, seconds: float = _LINK_SECONDS, seed: int = 0
+) -> float:
     """Bytes a second at which the file link reads experts in random order.
+
+    Args:
+        store: What it reads.
+        settings: Of the link.
+        seconds: That it is kept busy.
+        seed: Of the order.
 
     Raises:
         MoechatError: A block cannot be read, or nothing arrives.
@@ -53,9 +65,37 @@ def link_bandwidth(store: Store, settings: LinkSettings, *, seed: int = 0) -> fl
             link,
             geometry.expert_bytes,
             geometry.record_bytes,
-            seconds=_LINK_SECONDS,
+            seconds=seconds,
             seed=seed,
             stall_seconds=settings.stall_seconds,
         ).rate
     except MoechatError as error:
         raise MoechatError(f"the speed of {store.path} cannot be measured: {error}") from error
+
+
+@contextmanager
+def busy_link(store: Store, settings: LinkSettings, seconds: float) -> Iterator[None]:
+    """Keep the file link busy meanwhile, with blocks that nobody needs; for so many seconds at most.
+
+    What reading takes of processors and memory is then missing elsewhere. A link that fails is told at the
+    end.
+
+    Raises:
+        MoechatError: A block cannot be read, or nothing arrives.
+    """
+    failed: list[MoechatError] = []
+
+    def read() -> None:
+        try:
+            link_bandwidth(store, settings, seconds=seconds, seed=1)
+        except MoechatError as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=read, name="moechat-busy-link")
+    reader.start()
+    try:
+        yield
+    finally:
+        reader.join()
+    if failed:
+        raise failed[0]

@@ -79,8 +79,9 @@ choices, and shown again without measuring. With --model also what a layer of th
 
 --json: format, kind, key, profile (name, title, cpu, cores, isa, ram, ram_bandwidth, expert_rate, \
 expert_rate_together, expert_flops, links, gpu, created, key), missing, remarks, facts, seconds, age_s, \
-fresh, model_times; with --list: format, kind, saved, reference. Figures are objects of value, origin and \
-source, in bytes, seconds, bytes and operations a second.
+fresh, model_times; with --list: format, kind, saved, reference. A link has kind, bandwidth and latencies by \
+bytes asked for at once, latency (of the fewest) and together (its rate while the CPU computes). Figures are \
+objects of value, origin and source, in bytes, seconds, bytes and operations a second.
 """
 _PROFILE_EXAMPLES = """\
 moechat profile

@@ -12,18 +12,21 @@ from moechat import _native
 from moechat.configurator.allocate import allocate
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
+from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import CostFigures, ModelShape, cost_figures
+from moechat.configurator.exposure import EngineModel
 from moechat.configurator.pages import uniform_targets
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.targets import evaluate
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.model_times import TimesKey, load_times
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.offload.budget import MemoryPlan, Needs, plan_memory
-from moechat.offload.planner import assumed_costs
+from moechat.offload.planner import Knowledge, assumed_costs, plan_tier
 from moechat.planning.machine import Machine
 from moechat.planning.memory import CUDA_BYTES, plan_vram
 from moechat.planning.routing import Routing, routing_of
-from moechat.planning.source import PlannedModel
+from moechat.planning.source import PlannedModel, refusals_with_hint
 from moechat.planning.speed import (
     PROMPTS,
     Decode,
@@ -53,6 +56,7 @@ class Case:
         exposed: Seconds a layer that nothing hides, float64 ``[layers]``; ``None`` as before.
         costs: What it was made with.
         decode: A token.
+        remarks: Why another allocation than the settings' was made, if one was.
     """
 
     memory: MemoryPlan
@@ -60,6 +64,7 @@ class Case:
     exposed: npt.NDArray[np.float64] | None
     costs: Costs
     decode: Decode
+    remarks: tuple[str, ...] = ()
 
 
 class Cases:
@@ -99,10 +104,11 @@ class Cases:
             dtype = automatic_type() if machine.here else torch.float32
         self.machine, self.settings = machine, settings
         self.ctx = None if ctx is None else context_length(found.config, ctx)
-        self.outline: ModelOutline = outline_model(found.config, dtype)
-        self.geometry: ExpertGeometry = (
-            self.outline.geometry(found.bits) if found.store is None else found.store.geometry
-        )
+        with refusals_with_hint(found.name):
+            self.outline: ModelOutline = outline_model(found.config, dtype)
+            self.geometry: ExpertGeometry = (
+                self.outline.geometry(found.bits) if found.store is None else found.store.geometry
+            )
         self.shape = _shape(self.outline, self.geometry)
         self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, settings)
         self.times = self._measured_times(found)
@@ -156,10 +162,10 @@ class Cases:
         statistics = self.routing.statistics
         if memory.mapped:
             return Case(memory, None, None, costs, decode_speed(costs, self.shape, statistics))
-        found = self._allocation(memory.pages, costs)
+        found, remarks = self._allocation(memory.pages, costs)
         exposed = expected_exposed(self.settings, costs, self.shape, statistics, found)
         decode = decode_speed(costs, self.shape, statistics, found, exposed)
-        return Case(memory, found, exposed, costs, decode)
+        return Case(memory, found, exposed, costs, decode, remarks)
 
     def resident(self, memory: MemoryPlan) -> float:
         """Share of all experts that the near tier holds."""
@@ -202,10 +208,13 @@ class Cases:
             disk_rate=profile.links["file"].rate(self.shape.expert_bytes),
         )
 
-    def _allocation(self, pages: int, costs: Costs) -> Allocation:
+    def _allocation(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
+        """How pages are divided, and why not as the settings say, if so."""
+        if self.machine.near == "ram":
+            return self._as_the_engine_does(pages, costs)
         top_k = self.outline.top_k
         _, reserve = uniform_targets(self.geometry, self.shape.layers, pages, top_k, self.settings)
-        return allocate(
+        found = allocate(
             self.settings,
             self.routing.statistics,
             costs,
@@ -213,6 +222,20 @@ class Cases:
             pages=int((pages - reserve) * self.settings.keep),
             top_k=top_k,
         )
+        return found, ()
+
+    def _as_the_engine_does(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
+        settings, statistics = self.settings, self.routing.statistics
+        top_k, blocks = self.outline.top_k, self.geometry.blocks_per_expert
+        knowledge = Knowledge(statistics, costs, self.routing.source, self.machine.name)
+        made = plan_tier(self.geometry, self.shape.layers, pages, top_k, settings, knowledge)
+        if made.allocation is not None:
+            return made.allocation, made.notes
+        # The same for every layer, of which the engine expects nothing.
+        curves = RoutingCurves.of(statistics, settings, top_k)
+        model = EngineModel.of(settings, costs, curves.top_k, blocks)
+        expected = evaluate(made.targets, curves, model, blocks)
+        return Allocation(made.method, made.targets, expected.loaded, expected.exposed), made.notes
 
     def _measured_times(self, found: PlannedModel) -> ModelTimes | None:
         profile, store = self.machine.profile, found.store

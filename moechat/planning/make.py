@@ -22,6 +22,8 @@ from moechat.planning.words import bottleneck, notes
 
 # Bookkeeping and margin beside the experts where all of them are near.
 _RESIDENT_SHARE = 1.02
+# Costs of a token where all experts are near.
+_NEAR_COSTS = ("attention", "moe", "head")
 
 
 def plan(
@@ -124,7 +126,7 @@ def _made(cases: Cases, found: PlannedModel, system: str, vram: int | None, ram:
         statistics_source=cases.routing.source,
         speed=None if machine.figures is None else _speed(cases, case, machine.figures, far),
         other_budgets=() if machine.figures is None else _others(cases, case, needs, ram_share),
-        notes=notes(machine, far, ram, [found.note, *cases.routing.remarks]),
+        notes=notes(machine, far, ram, [found.note, *cases.routing.remarks, *case.remarks]),
     )
 
 
@@ -151,6 +153,9 @@ def _layers(cases: Cases, case: Case) -> tuple[LayerPlan, ...]:
 def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None) -> Speed:
     near = cases.machine.near
     disk = far is not None and far.kind != "ram"
+    costs = cases.cost_figures(profile, case.memory).figures
+    if far is None:  # nothing is moved, or computed elsewhere
+        costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
     return Speed(
         basis="estimate",
         times="estimate" if cases.times is None else "measured",
@@ -158,8 +163,8 @@ def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None) 
         decode=case.decode,
         ttft_s=cases.prompts(case, profile),
         bottleneck=bottleneck(case.decode, far, cases.settings),
-        figures=_rated(figures_used(profile, cases.shape, near, disk)),
-        costs=_rated(cases.cost_figures(profile, case.memory).figures),
+        figures=_rated(figures_used(profile, cases.shape, near, far=far is not None, disk=disk)),
+        costs=_rated(costs),
     )
 
 

@@ -77,7 +77,7 @@ class Speed:
         bottleneck: What a token's time mostly is, for people.
         figures: Of the machine, with their origins.
         costs: What they come to for this model: seconds, by the names of
-            :class:`moechat.configurator.costs.Costs`.
+            :class:`moechat.configurator.costs.Costs`; where all experts are near, without those of others.
     """
 
     basis: Literal["estimate"]

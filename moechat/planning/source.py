@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.errors import ModelNotFoundError
+from moechat.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from moechat.hub.known_shapes import find_shape, shape_names
 from moechat.hub.names import ALIASES, DEMO, ModelRef, resolve
 
@@ -61,7 +64,8 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
     if _is_file(text):
         path = Path(text).expanduser().resolve()
         name = path.parent.name or path.name if path.name == "config.json" else path.name
-        return PlannedModel(name, read_config(path), bits or _DEFAULT_BITS, "none")
+        with refusals_with_hint(name):
+            return PlannedModel(name, read_config(path), bits or _DEFAULT_BITS, "none")
     try:
         ref = resolve(text, bits=bits)
     except ModelNotFoundError as error:
@@ -87,13 +91,43 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
         assert ref.checkpoint is not None
         has_weights = any(ref.checkpoint.glob("*.safetensors"))
         weights = "checkpoint" if has_weights else "none"
-        return PlannedModel(ref.name, read_config(ref.checkpoint), bits or _DEFAULT_BITS, weights)
+        with refusals_with_hint(ref.name):
+            config = read_config(ref.checkpoint)
+        return PlannedModel(ref.name, config, bits or _DEFAULT_BITS, weights)
     store = Store.open(ref.store)
     found = PlannedModel(ref.name, read_config(store.path), store.geometry.bits, "store", store)
     if bits is None or bits == store.geometry.bits:
         return found
     note = f"{ref.name} is stored with {store.geometry.bits} bits; this is what {bits} would take"
     return replace(found, bits=bits, weights="none", store=None, note=note)
+
+
+@contextmanager
+def refusals_with_hint(name: str) -> Iterator[None]:
+    """While a configuration is read and its model built: what refuses it says what to do next.
+
+    Args:
+        name: Of the model, to show.
+
+    Raises:
+        UnsupportedModelError: In place of every refusal of a value.
+    """
+    hint = (
+        f"compare the configuration of {name} with the config.json in the model's own repository, and fetch "
+        f"that one if they differ; if they do not, this version cannot run the model. "
+        f"Shapes known without a file: {', '.join(shape_names())}"
+    )
+    try:
+        with warnings.catch_warnings():
+            # Of torch, about sizes of nothing: the refusal that follows says more.
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    except UnsupportedModelError as error:
+        error.hint = error.hint or hint
+        raise
+    except UsageError as error:  # a size of the experts
+        reason = f"the configuration of {name} cannot be used: {error}"
+        raise UnsupportedModelError(reason, hint=error.hint or hint) from error
 
 
 def _with_shapes(error: ModelNotFoundError, text: str) -> ModelNotFoundError:

@@ -263,21 +263,26 @@ def behind_disk(
     )
 
 
-def figures_used(profile: HardwareProfile, shape: ModelShape, near: Near, disk: bool) -> Mapping[str, Figure]:
+def figures_used(
+    profile: HardwareProfile, shape: ModelShape, near: Near, *, far: bool, disk: bool
+) -> Mapping[str, Figure]:
     """The figures of a profile that a speed rests on, by name.
 
     Args:
         profile: The machine.
         shape: The model.
         near: Tier that computes.
-        disk: Some experts lie on the disk alone.
+        far: Some experts are not near.
+        disk: Some of those lie on the disk alone.
     """
     found: dict[str, Figure] = {}
     rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together
     if near == "gpu" and profile.gpu is not None:
-        link = profile.links["gpu"]
         found["graphics memory, bytes/s"] = profile.gpu.bandwidth
         found["graphics card, operations/s"] = profile.gpu.flops
+        if not far:
+            return found
+        link = profile.links["gpu"]
         found["RAM to graphics card, bytes/s"] = link_rate(link, shape.expert_bytes)
         found["experts on the CPU, bytes/s"] = rates
         shared = link_rate_together(link, shape.expert_bytes)

@@ -68,6 +68,10 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
         said.append(
             "the speed of the disk could not be measured, so none is given here: see `moechat profile`"
         )
+    if machine.figures is None and far is not None:
+        said.append(
+            f"C and θ rest on assumed costs of link, memory and experts, not on figures of {machine.title}"
+        )
     if machine.here and machine.near == "ram" and profile is not None and profile.gpu is not None:
         said.append(f"--vram plans for the {profile.gpu.name} of this machine")
     return tuple(said)

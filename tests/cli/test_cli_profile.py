@@ -89,6 +89,30 @@ def test_figures_line_up_at_the_right(known: Cli) -> None:
     assert len(ends) == 1
 
 
+def test_latency_is_shown_for_every_size(known: Cli) -> None:
+    link = json.loads(known.call("profile", "--json").out)["profile"]["links"]["file"]
+    assert list(link["latencies"]) == list(link["bandwidth"]) == ["262144", "4194304", "33554432"]
+    assert link["latency"] == link["latencies"]["262144"]
+    (file,) = (known.home / "data" / "profiles").glob("*.json")
+    kept = json.loads(file.read_text())
+    waits = {"262144": 0.000_41, "4194304": 0.002_34, "33554432": 0.019_87}
+    figures = kept["profile"]["links"]["file"]["latencies"]
+    for size, seconds in waits.items():
+        figures[size]["value"] = seconds
+    file.write_text(json.dumps(kept))
+    assert _latency_row(known) == "0.41 ms 2.34 ms 19.87 ms"
+    del kept["profile"]["links"]["file"]["latencies"]  # as earlier versions kept it
+    kept["profile"]["links"]["file"]["latency"]["value"] = 0.000_52
+    file.write_text(json.dumps(kept))
+    assert _latency_row(known) == "0.52 ms - -"
+
+
+def _latency_row(cli: Cli) -> str:
+    lines = cli.call("profile", "-q").out.decode().splitlines()
+    (row,) = (line for line in lines if line.lstrip().startswith("latency, idle"))
+    return " ".join(row.split()[2:])
+
+
 def test_json_has_its_keys_and_says_whether_it_is_fresh(own: Cli) -> None:
     first = json.loads(own.call("profile", "--json", "-q").out)
     second = json.loads(own.call("profile", "--json").out)
@@ -295,5 +319,6 @@ def test_help_documents_the_keys(known: Cli) -> None:
     text = " ".join(known.call("profile", "--help").out.decode().split())
     shown = json.loads(known.call("profile", "--json").out)
     listed = json.loads(known.call("profile", "--list", "--json").out)
-    for key in (*shown, *shown["profile"], *listed, *shown["profile"]["ram"]):
+    link = shown["profile"]["links"]["file"]
+    for key in (*shown, *shown["profile"], *listed, *shown["profile"]["ram"], *link):
         assert re.search(rf"\b{key}\b", text), key

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, MoechatError
-from moechat.hardware import disk_speed, kernel_sweep
+from moechat.hardware import disk_speed, kernel_sweep, measure_link
 from moechat.hardware import measure as room
 from moechat.hardware.kernel_sweep import KernelSweep
 from moechat.hardware.measure import measure, measure_machine
@@ -70,6 +71,7 @@ def figures(measurement: Measurement) -> dict[str, Figure]:
     link = profile.links["file"]
     found = {"ram": profile.ram, "stream": profile.ram_bandwidth, "latency": link.latency}
     found |= {f"link {size}": figure for size, figure in link.bandwidth.items()}
+    found |= {f"latency {size}": figure for size, figure in link.latencies.items()}
     for bits, rates in profile.expert_rate.items():
         found |= {f"rate {bits} {threads}": figure for threads, figure in rates.items()}
         found[f"together {bits}"] = profile.expert_rate_together[bits]
@@ -90,7 +92,9 @@ def test_it_covers_what_was_asked_for(measured: Measurement) -> None:
     profile = measured.profile
     assert set(profile.expert_rate) == {2, 4}
     assert all(set(rates) == set(thread_counts(profile.cores)) for rates in profile.expert_rate.values())
-    assert list(profile.links["file"].bandwidth) == [RECORD_BYTES, EXPERT_BYTES, LARGE_BYTES]
+    link = profile.links["file"]
+    assert list(link.bandwidth) == list(link.latencies) == [RECORD_BYTES, EXPERT_BYTES, LARGE_BYTES]
+    assert link.latency == link.latencies[RECORD_BYTES]
     assert profile.cores == _native.available_cores()
     assert profile.isa == _native.active_isa()
     assert profile.ram.value > 1 << 28
@@ -253,8 +257,56 @@ def test_a_stream_knows_the_speed_of_a_link() -> None:
 
 def test_latency_is_that_of_an_idle_link() -> None:
     memory = np.zeros(8 * MIB, dtype=np.uint8)
-    waited = latency(_native.sim_link([memory], latency=0.02), MIB // 4, seconds=0.01)
+    waited = latency(_native.sim_link([memory], latency=0.02), MIB // 4, MIB // 4, seconds=0.01)
     assert 0.02 <= waited < 0.1
+
+
+def test_latency_of_a_unit_is_until_its_last_byte() -> None:
+    memory = np.zeros(16 * MIB, dtype=np.uint8)
+    waits = {
+        size: latency(
+            _native.sim_link([memory], bandwidth=100 * MIB, latency=0.005), size, MIB // 4, seconds=0.05
+        )
+        for size in (MIB // 4, 4 * MIB)
+    }
+    assert waits[MIB // 4] >= 0.005 + 0.0025
+    assert 0.04 <= waits[4 * MIB] < 0.2
+
+
+def test_through_the_page_cache_no_unit_is_asked_for_twice() -> None:
+    memory = np.zeros(16 * MIB, dtype=np.uint8)
+    link = _native.sim_link([memory])
+    asked: list[int] = []
+
+    class Counting:
+        """The link, with a note of every unit that is asked for."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(link, name)
+
+        def submit(self, batch: list[tuple[int, int, int, int, int]], target: Any) -> None:
+            assert [entry[2] - batch[0][2] for entry in batch] == [0, MIB // 4, MIB // 2, 3 * MIB // 4]
+            asked.append(batch[0][2])
+            link.submit(batch, target)
+
+    latency(Counting(), MIB, MIB // 4, seconds=60, once=True)  # type: ignore[arg-type]
+    assert sorted(asked) == [at * MIB for at in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "taken", "goes_on"),
+    [
+        (0, None, 9.0, True),  # one sample at least
+        (1, None, 1.5, True),  # several, though the time is over
+        (4, None, 2.9, True),
+        (5, None, 1.1, False),
+        (1, None, 3.1, False),  # unless each takes very long
+        (100, None, 0.9, True),
+        (3, 3, 0.1, False),  # nothing is left that was not read
+    ],
+)
+def test_how_many_samples_are_taken(count: int, most: int | None, taken: float, goes_on: bool) -> None:
+    assert measure_link._goes_on(count, most, taken, seconds=1.0) is goes_on
 
 
 def test_errors_of_a_link_are_errors() -> None:
@@ -266,7 +318,13 @@ def test_errors_of_a_link_are_errors() -> None:
     with pytest.raises(MoechatError, match="nothing has come from"):
         stream(_native.sim_link([memory], stall_after=3), MIB, MIB // 4, seconds=1, stall_seconds=0.1)
     with pytest.raises(MoechatError, match="cannot be read"):
-        latency(_native.sim_link([memory], fault_rate=1.0), MIB // 4, seconds=0.01)
+        latency(_native.sim_link([memory], fault_rate=1.0), MIB // 4, MIB // 4, seconds=0.01)
+    with pytest.raises(MoechatError, match="nothing has come from"):
+        latency(_native.sim_link([memory], stall_after=3), MIB, MIB // 4, seconds=1, stall_seconds=0.1)
+    with pytest.raises(ValueError, match="no region of the link holds"):
+        latency(_native.sim_link([memory]), 16 * MIB, MIB, seconds=1)
+    with pytest.raises(ValueError, match="does not hold a unit"):
+        latency(_native.sim_link([memory]), 4 * MIB, MIB, seconds=1, window=touched_pages(1, MIB))
     with pytest.raises(ValueError, match="no region of the link holds"):
         stream(_native.sim_link([memory]), 16 * MIB, MIB, seconds=1)
     with pytest.raises(ValueError, match="does not hold two units"):

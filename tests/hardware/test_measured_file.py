@@ -54,7 +54,11 @@ def measurement() -> Measurement:
         expert_flops={4: figure(3e11)},
         links={
             "file": LinkFigures(
-                "file", {1 << 18: figure(2e9), 1 << 25: figure(3e9)}, figure(1e-4), figure(1e9)
+                "file",
+                {1 << 18: figure(2e9), 1 << 25: figure(3e9)},
+                figure(1e-4),
+                figure(1e9),
+                {1 << 18: figure(1e-4), 1 << 25: figure(1e-2)},
             )
         },
         gpu=GpuFigures(
@@ -66,6 +70,17 @@ def measurement() -> Measurement:
     return Measurement(
         profile, {"link gpu": "later"}, ("A remark.",), {"cpus": 4, "disk": {"bytes": 7}}, 12.5
     )
+
+
+def test_a_profile_from_before_latencies_by_size_is_still_read(measurement: Measurement) -> None:
+    path = save_measurement(measurement)
+    kept = json.loads(path.read_text())
+    del kept["profile"]["links"]["file"]["latencies"]
+    path.write_text(json.dumps(kept))
+    found = load_measured()
+    assert found is not None
+    link = measurement.profile.links["file"]
+    assert found.links["file"] == replace(link, latencies={})
 
 
 def test_what_was_saved_is_loaded(measurement: Measurement) -> None:

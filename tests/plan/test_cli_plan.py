@@ -135,6 +135,18 @@ def test_what_cannot_be_planned_ends_with_its_status(
         assert hint in "\n".join(line for line in rest if line.startswith("hint: "))
 
 
+def test_a_broken_configuration_ends_with_a_hint_alone(cli: Cli, tmp_path: Path, config: str) -> None:
+    broken = tmp_path / "broken.json"
+    values = json.loads(Path(config).read_text())
+    for text in ("{}", json.dumps({**values, "hidden_size": 0})):
+        broken.write_text(text)
+        result = cli.call("plan", str(broken), *CARD)
+        assert (result.status, result.out) == (3, b"")
+        first, hint = result.err.splitlines()
+        assert first.startswith("error: ")
+        assert hint.startswith("hint: compare the configuration of broken.json")
+
+
 def test_the_machines_are_listed(cli: Cli) -> None:
     result = cli.call("plan", "--list-gpus")
     assert (result.status, result.err) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny import tiny_config
 import moechat
 from moechat import _native
 from moechat.cli.plan import render
+from moechat.configurator.systems import SYSTEMS, settings_of
 from moechat.errors import (
     DoesNotFitError,
     ModelNotFoundError,
@@ -28,7 +30,14 @@ from moechat.hardware.memory import resident_bytes
 from moechat.hardware.model_times import TimesKey, save_times
 from moechat.hardware.profile import Figure, ModelTimes
 from moechat.hardware.profile_file import reference_names
+from moechat.offload import planner
+from moechat.offload.budget import plan_memory
+from moechat.offload.cached import NearTier
+from moechat.offload.planner import gather
 from moechat.planning import Plan
+from moechat.planning.cases import Cases
+from moechat.planning.machine import find_machine
+from moechat.planning.source import find_model
 from moechat.store.store import Store
 
 # Beside the process as it is, which other tests make larger: enough for the demo.
@@ -114,6 +123,11 @@ def test_with_room_for_all_experts_nothing_is_far() -> None:
     assert [tier.name for tier in made.tiers] == ["vram"]
     assert made.speed is not None
     assert made.speed.decode.hit_rate == 1.0
+    assert [figure.name for figure in made.speed.figures] == [
+        "graphics memory, bytes/s",
+        "graphics card, operations/s",
+    ]
+    assert sorted(figure.name for figure in made.speed.costs) == ["attention", "head", "moe"]
     assert [entry.name for entry in made.other_budgets if entry.nbytes > 10 * GIB] == []
     # Where all of them fit only beside a context shorter than the model's own, too.
     tight = moechat.plan("deepseek-v2-lite", vram="12G", profile=desktop())
@@ -212,6 +226,19 @@ def test_a_card_whose_link_was_not_measured_has_a_plan_without_speed(kept: Path)
     assert not any("disk" in note for note in made.notes)
 
 
+def test_targets_that_rest_on_assumed_costs_say_so(kept: Path) -> None:
+    said = "C and θ rest on assumed costs"
+    made = moechat.plan("olmoe", vram="3G", ctx=512)
+    assert made.layers
+    assert f"note: {said}" in render(made)
+    everything = moechat.plan("olmoe", vram="10G", ctx=512)
+    assert not everything.layers
+    assert said not in render(everything)
+    assert said not in render(moechat.plan("olmoe", ram="4G", ctx=512))  # the disk was measured
+    kept.unlink()
+    assert said in render(moechat.plan("olmoe", ram="4G", ctx=512))
+
+
 def test_only_a_profile_or_a_card_makes_graphics_memory() -> None:
     with pytest.raises(UsageError, match="--vram needs a graphics card") as caught:
         moechat.plan("olmoe", vram="12G")
@@ -253,6 +280,44 @@ def test_a_plan_is_what_loading_does() -> None:
     assert made.blocks_per_expert == facts["blocks_per_expert"]
 
 
+@pytest.mark.parametrize("system", sorted(SYSTEMS.keys() - {"oracle"}))  # which the engine refuses here
+@pytest.mark.parametrize("known", [False, True])
+def test_pages_are_divided_as_the_engine_does(kept: Path, system: str, known: bool) -> None:
+    if not known:
+        kept.unlink()
+    store, settings = Store.open(DEMO), settings_of(system)
+    model = Cases(find_model("demo", None), find_machine(None, vram=False), settings, 1024)
+    needs = replace(model.needs(), loading=0)
+    everything = plan_memory(needs, 8 * GIB, ctx=1024)
+    budget = everything.total - everything.expert_bytes // 2
+    case = model.case(needs, budget, given=True, ctx=1024, ram_share=0.0)
+    assert case.allocation is not None
+    knowledge = gather(
+        model.shape,
+        store.manifest.model_type,
+        store.manifest.source.fingerprint,
+        settings.policy,
+        dtype=model.dtype,
+        threads=_native.num_threads(),
+    )
+    assert (knowledge.costs_from == "assumed") is not known
+    assert knowledge.costs == case.costs
+    pages, top_k = case.memory.pages, model.outline.top_k
+    with closing(NearTier(store, pages=pages, top_k=top_k, settings=settings, knowledge=knowledge)) as near:
+        assert near.targets.tolist() == case.allocation.targets.tolist()
+
+
+def test_an_allocation_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("a flaw")
+
+    monkeypatch.setattr(planner, "allocate", fail)
+    made = moechat.plan("mixtral", profile=desktop(gpu=False, ram=16 * GIB))
+    assert len(made.layers) == 32
+    assert made.speed is not None
+    assert any("no auto plan could be made" in note and "a flaw" in note for note in made.notes)
+
+
 def test_a_configuration_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "Tiny.Config.JSON"
     tiny_config("qwen2_moe", 0).to_json_file(config)
@@ -281,7 +346,6 @@ def test_a_store_is_planned_with_its_bits_and_others() -> None:
 
 
 def test_recorded_routing_is_used() -> None:
-    from moechat.configurator.systems import settings_of
     from moechat.configurator.warm_start import default_statistics
     from moechat.routing.statistics_file import add_statistics, model_key
 
@@ -300,7 +364,6 @@ def test_recorded_routing_is_used() -> None:
 def test_recorded_routing_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.configurator.systems import settings_of
     from moechat.configurator.warm_start import default_statistics
     from moechat.routing.statistics_file import add_statistics, model_key
 
@@ -392,9 +455,35 @@ def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
         moechat.plan(dense, profile=desktop())
 
 
-def test_every_system_can_be_planned(small: Path) -> None:
-    from moechat.configurator.systems import SYSTEMS
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (None, "model_type"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": -64}, "cannot|can be built"),
+        ({"hidden_size": "large"}, "not understood"),
+        ({"num_experts_per_tok": 99}, "99 experts a token of 8"),
+        ({"num_experts_per_tok": 0}, "0 experts a token of 8"),
+        ({"moe_intermediate_size": 0}, "intermediate_size is 0"),
+        ({"num_attention_heads": 0}, "can be built"),
+        ({"model_type": "nonsense"}, "nonsense"),
+    ],
+)
+def test_a_broken_configuration_has_a_next_step(
+    tmp_path: Path, changes: dict[str, Any] | None, reason: str
+) -> None:
+    config = {} if changes is None else {**tiny_config("qwen3_moe", 0).to_dict(), **changes}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for name in (file, tmp_path):
+        with pytest.raises(UnsupportedModelError, match=reason) as caught:
+            moechat.plan(name, profile=desktop())
+        assert "config.json in the model's own repository" in str(caught.value.hint)
+        assert "mixtral" in str(caught.value.hint)
 
+
+def test_every_system_can_be_planned(small: Path) -> None:
     rates = {}
     for system in SYSTEMS:
         made = moechat.plan(small, vram="540M", profile=desktop(), ctx=128, system=system)
