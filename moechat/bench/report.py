@@ -20,7 +20,8 @@ and their keys; each key has double backquotes, and a test compares them with th
   tokens, ``ahead`` layers ahead, out of ``top_k``).
 - ``link``: ``kind``, ``bandwidth`` in bytes a second (measured, or programmed), ``compute_rate``: bytes of
   expert blocks computed a second, their quotient ``compute_to_link``, and whether bytes move at all:
-  ``copy``.
+  ``copy``. ``slows_computing``: by what share a token takes longer while a file link is busy with blocks that
+  nobody needs; null where that was not measured.
 - ``resident``: ``ttft_s`` and ``tpot_s`` with everything in memory; null where it does not fit.
 - ``cases``: a list with one entry for each fraction and system:
 
@@ -29,8 +30,8 @@ and their keys; each key has double backquotes, and a test compares them with th
     use when timing began.
   - ``ttft_s`` is the time for the prompt, ``tpot_s`` that for an output token; ``tpot_s.runs`` has it by run.
   - ``predicted_tpot_ms``: milliseconds for an output token that the simulator expects for the run, from the
-    dense part, the kernels and the link as this measurement found them with everything in memory and over
-    the idle link, and ``predicted_ratio``, that over the measured median. Both null where not everything fits
+    dense part, the kernels and the link as this measurement found them with everything in memory, over the
+    idle link and, for a file link, beside the busy one, and ``predicted_ratio``, that over the measured median. Both null where not everything fits
     in memory, or for a set chosen beforehand.
   - ``hits`` counts (token, expert) pairs: all blocks there (``hits.full``), there with the help of a prefetch
     (``hits.prefetch``), only top blocks there (``hits.top``), none there (``hits.miss``).
