@@ -63,6 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def measured(home: Path) -> Measurement:
+    _native.set_num_threads(_native.available_cores())  # whatever other tests have left
     return measure(budget=SHORT)
 
 
