@@ -25,6 +25,7 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 from moechat.models.mapping import plan_checkpoint
+from moechat.models.shape import automatic_type, configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.threads import steady_modules
 from moechat.offload.budget import MemoryPlan, Needs, automatic_budget, plan_memory
@@ -41,8 +42,6 @@ from moechat.store.store import Store
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_BITS = 4
-# Where neither a trial pass nor the configuration says how many experts a token takes.
-_USUAL_TOP_K = 8
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,7 @@ def dense_type(dtype: str) -> torch.dtype:
     """The torch type of a name; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32."""
     if dtype != "auto":
         return DTYPES[dtype]
-    # Without native support torch multiplies bf16 on a CPU several times slower than float32.
-    features = _native.cpu_features()
-    native_bf16 = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
-    return torch.bfloat16 if native_bf16 else torch.float32
+    return automatic_type()
 
 
 def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
@@ -226,7 +222,7 @@ def load_model(
     for entry in skeleton.experts:
         attach(entry.module, trial)
     shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
-    top_k = min(max(trial.top_k, default=_configured_top_k(config)), store.geometry.num_experts)
+    top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
     needs = _needs(store, skeleton, dtype, shape, top_k, own)
     limit = automatic_budget(available_bytes(), needs.base) if budget is None else budget
     plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
@@ -319,17 +315,6 @@ def _near_tier(
         near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens
     )
     return near, upkeep
-
-
-def _configured_top_k(config: Any) -> int:
-    text = config.get_text_config()
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
-        value = getattr(text, name, None)
-        if isinstance(value, list):
-            value = max(value, default=None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return _USUAL_TOP_K
 
 
 def _needs(

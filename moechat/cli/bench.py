@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moechat.cli.files import writable
 from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.terminal import neutralise, print_notice, write_output
@@ -73,7 +72,7 @@ def bench(command: BenchCommand) -> int:
     RunOptions(model="", bits=command.bits, dtype=command.dtype, threads=command.threads)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
-    out = None if command.out is None else _writable(command.out)
+    out = None if command.out is None else writable(command.out)
 
     from moechat.bench.measure import run_bench
     from moechat.bench.report import assumptions
@@ -139,25 +138,6 @@ def _options(command: BenchCommand) -> BenchOptions:
         runs=command.runs,
         seed=command.seed,
     )
-
-
-def _writable(path: Path) -> Path:
-    """Find out before minutes of measuring that the result could not be kept."""
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            # Who reads from a pipe would take opening and closing it for the end.
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return path
-        try:
-            path.open("xb").close()
-        except FileExistsError:
-            path.open("ab").close()
-        else:
-            path.unlink()  # nothing has been measured yet
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be written: {problem.strerror}") from problem
-    return path
 
 
 def _load(command: BenchCommand) -> tuple[Engine, list[str]]:

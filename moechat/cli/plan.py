@@ -17,7 +17,7 @@ from moechat.configurator.systems import settings_of
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
 
     from moechat.planning import Plan
@@ -129,7 +129,7 @@ def render(made: Plan) -> str:
 def _console() -> Console:
     import io
 
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
 
     terminal = sys.stdout.isatty()
     return Console(
@@ -151,7 +151,7 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(neutralise(text), style=style, soft_wrap=True, markup=False)
 
 
-def _table(*columns: tuple[str, str]) -> Table:
+def _table(*columns: tuple[str, JustifyMethod]) -> Table:
     from rich.table import Table
 
     table = Table(
@@ -162,7 +162,7 @@ def _table(*columns: tuple[str, str]) -> Table:
         show_header=any(name for name, _ in columns),
     )
     for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")
     return table
 
 

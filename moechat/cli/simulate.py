@@ -79,11 +79,11 @@ def simulate(command: SimulateCommand) -> int:
 
 
 def _check_plot(path: Path) -> None:
-    from moechat.cli.bench import _writable
+    from moechat.cli.files import writable
     from moechat.simulate.plot import check_plot
 
     check_plot(path)
-    _writable(path)
+    writable(path)
 
 
 def _options(command: SimulateCommand) -> SimulateOptions:
