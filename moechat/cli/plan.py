@@ -129,7 +129,7 @@ def render(made: Plan) -> str:
 def _console() -> Console:
     import io
 
-    from rich.console import Console, JustifyMethod
+    from rich.console import Console
 
     terminal = sys.stdout.isatty()
     return Console(

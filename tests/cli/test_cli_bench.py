@@ -9,7 +9,8 @@ import pytest
 from cli_support import Cli
 
 from moechat import Progress
-from moechat.cli.bench import _floor, _writable
+from moechat.cli.bench import _floor
+from moechat.cli.files import writable
 from moechat.cli.progress import LoadProgress
 
 SMALL = ("--prompt-tokens", "8", "--warmup-tokens", "4", "--tokens", "4", "--runs", "1")
@@ -119,9 +120,9 @@ def test_a_result_that_cannot_be_kept_is_still_shown(cli: Cli) -> None:
 def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_text("kept")
-    assert _writable(new) == new
+    assert writable(new) == new
     assert not new.exists()
-    assert _writable(old) == old
+    assert writable(old) == old
     assert old.read_text() == "kept"
 
 
