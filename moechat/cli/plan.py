@@ -10,14 +10,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from moechat.cli.options import BITS
+from moechat.cli.page import Page
 from moechat.cli.progress import format_bytes, format_seconds
-from moechat.cli.terminal import neutralise, write_output
+from moechat.cli.terminal import write_output
 from moechat.config import parse_size
 from moechat.configurator.systems import settings_of
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
+    from rich.console import JustifyMethod
     from rich.table import Table
 
     from moechat.planning import Plan
@@ -97,58 +98,33 @@ def list_gpus() -> int:
         profile = reference_profile(name)
         vram = "-" if profile.gpu is None else format_bytes(profile.gpu.vram.value)
         table.add_row(name, vram, format_bytes(profile.ram.value), profile.title)
-    buffer = _console()
-    buffer.print(table)
-    write_output(sys.stdout, _text(buffer))
+    page = Page()
+    page.console.print(table)
+    write_output(sys.stdout, page.text)
     return 0
 
 
 def render(made: Plan) -> str:
     """The plan for people."""
-    console = _console()
-    _say(console, _headline(made))
-    console.print()
-    console.print(_memory(made))
+    page = Page()
+    page.line(_headline(made))
+    page.line()
+    page.console.print(_memory(made))
     if made.layers:
-        console.print()
-        _print_layers(console, made)
+        page.line()
+        _print_layers(page, made)
     if made.speed is not None:
-        console.print()
-        _say(console, f"expected speed: {_basis(made, made.speed)}", style="bold")
-        console.print(_speed(made, made.speed))
+        page.line()
+        page.line(f"expected speed: {_basis(made, made.speed)}", "bold")
+        page.console.print(_speed(made, made.speed))
     if made.other_budgets:
-        console.print()
-        console.print(_budgets(made))
+        page.line()
+        page.console.print(_budgets(made))
     if made.notes:
-        console.print()
+        page.line()
         for note in made.notes:
-            _say(console, f"note: {note}", style="dim")
-    return _text(console)
-
-
-def _console() -> Console:
-    import io
-
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    return Console(
-        file=io.StringIO(),
-        width=None if terminal else 200,
-        force_terminal=terminal or None,
-        highlight=False,
-        soft_wrap=False,
-        legacy_windows=False,
-    )
-
-
-def _text(console: Console) -> str:
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(neutralise(text), style=style, soft_wrap=True, markup=False)
+            page.line(f"note: {note}", "dim")
+    return page.text
 
 
 def _table(*columns: tuple[str, JustifyMethod]) -> Table:
@@ -203,10 +179,10 @@ def _memory(made: Plan) -> Table:
     return table
 
 
-def _print_layers(console: Console, made: Plan) -> None:
+def _print_layers(page: Page, made: Plan) -> None:
     near = _TIERS[made.near]
     groups = _groups(made.layers)
-    _say(console, f"experts kept in {near}: C of {made.experts} a layer, θ of each", style="bold")
+    page.line(f"experts kept in {near}: C of {made.experts} a layer, θ of each", "bold")
     if len(groups) <= _MOST_ROWS:
         table = _table(
             ("layers", "left"),
@@ -222,7 +198,7 @@ def _print_layers(console: Console, made: Plan) -> None:
             kept = first.experts * first.split / made.experts
             theta = f"{first.split:.2f}" if first.experts else "-"
             table.add_row(name, f"{first.experts}", theta, f"{100 * hits:.0f} %", _bar(kept))
-        console.print(table)
+        page.console.print(table)
         return
     table = _table(("", "left"), ("", "left"), ("", "right"))
     experts = [entry.experts for entry in made.layers]
@@ -231,11 +207,11 @@ def _print_layers(console: Console, made: Plan) -> None:
     table.add_row("θ", _heights([entry.split for entry in made.layers]), _range(splits))
     rates = [entry.hit_rate for entry in made.layers]
     table.add_row("hits", _heights(rates), _range([100 * rate for rate in rates], " %"))
-    console.print(table)
+    page.console.print(table)
     numbers = (
         f"layers {made.layers[0].layer} to {made.layers[-1].layer}; a full block is all experts, 1, 100 %"
     )
-    _say(console, numbers, style="dim")
+    page.line(numbers, "dim")
 
 
 def _groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:

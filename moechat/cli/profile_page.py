@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moechat.cli.page import Page
 from moechat.cli.progress import format_bytes, format_seconds
-from moechat.cli.terminal import neutralise
 
 if TYPE_CHECKING:
     from moechat.hardware.measured_file import Measurement
@@ -37,7 +35,7 @@ class TimedModel:
 
 def render_list(found: Mapping[str, Any]) -> str:
     """Kept profiles and those to plan for; see :func:`moechat.cli.profile.profile`."""
-    page = _Page()
+    page = Page()
     rows: list[Sequence[str]]
     if found["saved"]:
         rows = [
@@ -62,7 +60,7 @@ def render_list(found: Mapping[str, Any]) -> str:
 def render_profile(measurement: Measurement, timed: TimedModel | None) -> str:
     """The figures of a machine and, if it was timed, of a model."""
     profile, missing = measurement.profile, measurement.missing
-    page = _Page()
+    page = Page()
     page.line(profile.title, "bold")
     page.line(f"measured {format_age(measurement.age)}, in {format_seconds(measurement.seconds)}", "dim")
     page.line()
@@ -128,7 +126,7 @@ def _gpu_line(device: Mapping[str, Any]) -> str:
     return f"{device['name']}, {free} of {whole} free; PCIe generation {generation}, lanes {lanes}"
 
 
-def _links(page: _Page, links: Mapping[str, LinkFigures], missing: Mapping[str, str]) -> None:
+def _links(page: Page, links: Mapping[str, LinkFigures], missing: Mapping[str, str]) -> None:
     sizes = sorted({size for link in links.values() for size in (*link.bandwidth, *link.latencies)})
     for kind, name in _LINKS.items():
         if kind not in links and f"link {kind}" in missing:
@@ -145,7 +143,7 @@ def _links(page: _Page, links: Mapping[str, LinkFigures], missing: Mapping[str, 
     page.table("link, by bytes asked for", [*columns, ("while computing", "right")], rows)
 
 
-def _kernels(page: _Page, measurement: Measurement) -> None:
+def _kernels(page: Page, measurement: Measurement) -> None:
     profile = measurement.profile
     threads = sorted({count for rates in profile.expert_rate.values() for count in rates})
     rows = []
@@ -164,7 +162,7 @@ def _kernels(page: _Page, measurement: Measurement) -> None:
     page.table("expert kernels, blocks computed from memory", columns, rows)
 
 
-def _times(page: _Page, timed: TimedModel) -> None:
+def _times(page: Page, timed: TimedModel) -> None:
     times = timed.times
     said = f"{timed.bits} bits, {timed.dtype}, {timed.threads} threads, {timed.expert_layers} expert layers"
     page.line(f"{timed.name}: {said}", "bold")
@@ -203,57 +201,3 @@ def format_age(seconds: float | None) -> str:
         if count:
             return f"{count} {name}{'' if count == 1 else 's'} ago"
     return "just now"
-
-
-class _Page:
-    """Tables and lines for people: as wide as the terminal, plain and unwrapped under a pipe."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        terminal = sys.stdout.isatty()
-        self._buffer = io.StringIO()
-        self.console = Console(
-            file=self._buffer,
-            width=None if terminal else 200,
-            force_terminal=terminal or None,
-            highlight=False,
-            soft_wrap=False,
-            legacy_windows=False,
-        )
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self._buffer.getvalue().split("\n"))
-
-    def line(self, text: str = "", style: str = "") -> None:
-        self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
-
-    def table(self, title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            title=Text(title, style="bold"),
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-            header_style="dim",
-        )
-        for name, justify in columns:
-            align: Any = justify
-            table.add_column(Text(name), justify=align, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(neutralise(cell)) for cell in row))
-        self.console.print(table)
-
-    def pairs(self, rows: Sequence[tuple[str, str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, text in rows:
-            table.add_row(Text(name), Text(neutralise(text)))
-        self.console.print(table)
