@@ -16,7 +16,8 @@ from moechat.hardware.memory import available_bytes, give_back_unused, resident_
 from moechat.hub.names import ModelRef
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.dense import load_dense, loading_bytes
+from moechat.models.dense import load_dense, loading_bytes, stored_types
+from moechat.models.dense_form import DenseForm, choose_form, watched_weights
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
@@ -72,7 +73,8 @@ class LoadedModel:
         store: Its block store.
         config: transformers' configuration.
         model: With its dense weights, and expert layers attached.
-        dtype: Type of the dense weights.
+        dtype: Type that the dense part computes in.
+        form: How its weights are kept.
         cache: Shape of its attention cache.
         chunk: Tokens of a prompt computed in one pass, where a prompt may come in parts.
         plan: How the memory is spent.
@@ -87,6 +89,7 @@ class LoadedModel:
     config: Any
     model: Any
     dtype: torch.dtype
+    form: DenseForm
     cache: CacheShape
     chunk: int
     plan: MemoryPlan
@@ -100,7 +103,10 @@ class LoadedModel:
         """Let the experts be computed from the mapped store, whatever computed them before."""
         for record, part in zip(self.store.layers, self.parts, strict=True):
             records = self.store.expert_layer(record.layer)
-            attach(part, ExpertLayer(self.store.geometry, records, self.counters))
+            attach(
+                part,
+                ExpertLayer(self.store.geometry, records, self.counters, self.form.activation_bits),
+            )
 
     def page_experts(self) -> None:
         """Let the near tier compute the experts, whatever computed them before."""
@@ -126,7 +132,7 @@ def parse_budget(ram: str | int | None) -> int | None:
 
 
 def dense_type(dtype: str) -> torch.dtype:
-    """The torch type of a name; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32."""
+    """The torch type of a name; for ``auto`` see :func:`moechat.models.shape.automatic_type`."""
     if dtype != "auto":
         return DTYPES[dtype]
     return automatic_type()
@@ -193,18 +199,22 @@ def load_model(
     offload: OffloadOptions,
     report: Report,
     replan_tokens: int = REPLAN_TOKENS,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
 ) -> LoadedModel:
     """Plan the memory and load.
 
     Args:
         store: Verified.
-        dtype: Of the dense weights.
+        dtype: That the dense part computes in.
         ctx: Context length wanted; ``None`` leaves it to the model and the memory.
         budget: Bytes for the whole process; ``None`` takes what is available.
         settings: Of the near tier.
         offload: Link, pages, predictor and replay for tests and measurements.
         report: Progress.
         replan_tokens: Decoded tokens after which a new plan is due; 0: never.
+        dense_bits: 16, 8 or 4 bits a dense weight.
+        activation_bits: 8, 16 or 32: how inputs meet quantised weights.
 
     Raises:
         DoesNotFitError: The budget is too small, or the context is longer than the model allows.
@@ -221,13 +231,21 @@ def load_model(
     trial = _Trial()
     for entry in skeleton.experts:
         attach(entry.module, trial)
-    shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    with watched_weights(skeleton.model) as reads:
+        shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    form = choose_form(
+        skeleton,
+        stored_types(skeleton, store.dense),
+        bits=dense_bits,
+        activation_bits=activation_bits,
+        reads=reads,
+    )
     top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
-    needs = _needs(store, skeleton, dtype, shape, top_k, own)
+    needs = _needs(store, skeleton, dtype, form, shape, top_k, own)
     limit = automatic_budget(available_bytes(), needs.base) if budget is None else budget
     plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
 
-    load_dense(skeleton, store.dense)
+    load_dense(skeleton, store.dense, form)
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
@@ -235,13 +253,14 @@ def load_model(
     near = upkeep = None
     if not plan.mapped:
         near, upkeep = _near_tier(
-            store, skeleton, plan.pages, top_k, settings, offload, counters, dtype, replan_tokens
+            store, skeleton, plan.pages, top_k, settings, offload, counters, dtype, form, replan_tokens
         )
     loaded = LoadedModel(
         store=store,
         config=config,
         model=skeleton.model,
         dtype=dtype,
+        form=form,
         cache=shape,
         chunk=prefill_chunk(skeleton.model.config),
         plan=plan,
@@ -267,6 +286,7 @@ def _near_tier(
     offload: OffloadOptions,
     counters: ExpertCounters,
     dtype: torch.dtype,
+    form: DenseForm,
     replan_tokens: int,
 ) -> tuple[NearTier, Upkeep]:
     predictor = offload.predictor
@@ -275,17 +295,12 @@ def _near_tier(
         from moechat.predict import NextRouterPredictor
 
         predictor = NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
-    model: Any = skeleton.model
-    embedding = model.get_input_embeddings().weight
-    # Without an output embedding of its own a model's head is its embedding.
-    output = model.get_output_embeddings()
-    head = embedding if output is None else output.weight
-    dense_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in skeleton.model.buffers())
     shape = shape_of(
         store,
         top_k,
-        dense_bytes=max(0, dense_bytes - head.nbytes - (0 if head is embedding else embedding.nbytes)),
-        head_bytes=head.nbytes,
+        dense_bytes=max(0, form.nbytes - form.head_bytes - form.embedding_bytes - buffers),
+        head_bytes=form.head_bytes,
         itemsize=dtype.itemsize,
     )
     family = store.manifest.model_type
@@ -318,13 +333,16 @@ def _near_tier(
 
 
 def _needs(
-    store: Store, skeleton: Skeleton, dtype: torch.dtype, shape: CacheShape, top_k: int, own_context: int
+    store: Store,
+    skeleton: Skeleton,
+    dtype: torch.dtype,
+    form: DenseForm,
+    shape: CacheShape,
+    top_k: int,
+    own_context: int,
 ) -> Needs:
     config = skeleton.model.config
     geometry = store.geometry
-    # Tied weights come once. On the meta device they take nothing yet.
-    weights = [*skeleton.model.parameters(), *skeleton.model.buffers()]
-    sizes = [tensor.nbytes for tensor in weights]
     routers = 0
     if dtype != torch.float32:
         # Prediction keeps the routers in float32.
@@ -340,8 +358,8 @@ def _needs(
     give_back_unused()
     return Needs(
         base=resident_bytes(),
-        dense=sum(sizes) + routers,
-        loading=loading_bytes(skeleton, store.dense),
+        dense=form.nbytes + routers,
+        loading=loading_bytes(skeleton, store.dense, form),
         kv=shape.nbytes,
         workspace=workspace,
         scratch=scratch_bytes(geometry.hidden_size, top_k, longest),

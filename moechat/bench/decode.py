@@ -53,7 +53,7 @@ class Bench:
             )
             for record in self.store.layers
         ]
-        self.vocabulary = int(engine._model.get_input_embeddings().weight.shape[0])
+        self.vocabulary = int(engine._model.get_input_embeddings().num_embeddings)
         self.seconds_in_experts = 0.0
         self.top_k = self._observe_top_k()
 

@@ -60,6 +60,19 @@ struct ForwardTask {
   float* out;              // [out rows, hidden]
 };
 
+// One call of rows16_forward, see rows16.h and rows16.inc.h.
+struct Rows16Task {
+  const std::uint16_t* weights;  // [rows, cols]
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t padded;  // cols rounded up to a multiple of 32
+  bool fp16;
+  const float* x;  // [tokens, padded], arranged
+  std::int64_t tokens;
+  const float* bias;  // [rows] or null
+  float* out;         // [tokens, rows]
+};
+
 struct KernelTable {
   const char* name;
   // x [count, hidden] -> scaled [count, Hp] and sums [count, groups].
@@ -76,6 +89,8 @@ struct KernelTable {
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.
   void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
                    std::int64_t count);
+  // Rows [begin, end) of a product with 16-bit rows.
+  void (*rows16)(const Rows16Task& task, std::int64_t begin, std::int64_t end);
 };
 
 // The codes of a column are used where they lie in the word (masked, not shifted), that is multiplied by a
