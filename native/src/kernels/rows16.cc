@@ -6,13 +6,16 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/thread_pool.h"
+#include "kernels/work_ranges.h"
 
 namespace moechat {
 namespace {
 
 constexpr std::int64_t kStep = 32;                 // columns that a kernel takes at a time
 constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
-constexpr int kInputs = 24;                        // scratch of this file; others take lower numbers
+constexpr std::int64_t kRowGrain = 16;             // rows, a cache line of the output
+constexpr int kRanges = 25;
+constexpr int kInputs = 24;  // scratch of this file; others take lower numbers
 
 // As rows16.inc.h wants its inputs; the columns that pad a token to a multiple of 32 are 0.
 void arrange(const float* x, std::int64_t cols, std::int64_t padded, bool fp16, float* to) {
@@ -53,12 +56,10 @@ void rows16_forward(const Rows16Call& call) {
   const std::int64_t row_bytes = std::max<std::int64_t>(1, call.cols * 2);
   const std::int64_t limit =
       std::clamp<std::int64_t>(call.rows * row_bytes / kBytesPerThread, 1, ThreadPool::num_threads());
-  // Pieces of about 256 KiB, so that threads end together, and of whole cache lines of out.
-  std::int64_t grain = std::clamp<std::int64_t>((std::int64_t{1} << 18) / row_bytes, 1, call.rows);
-  grain = std::min(grain, (call.rows + 2 * limit - 1) / (2 * limit));
-  grain = (grain + 15) / 16 * 16;
-  session.parallel_for(static_cast<int>(limit), call.rows, grain,
-                       [&](std::int64_t begin, std::int64_t end) { kernel.rows16(task, begin, end); });
+  WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, call.rows, kRowGrain);
+  session.parallel(static_cast<int>(limit), [&](int thread, int) {
+    ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) { kernel.rows16(task, begin, end); });
+  });
 }
 
 }  // namespace moechat
