@@ -39,7 +39,8 @@ HugeMemory::HugeMemory(std::size_t bytes) {
   void* const whole =
       mmap(nullptr, length + room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (whole == MAP_FAILED) {
-    throw Refused("the system refused " + std::to_string(bytes) + " bytes of memory: " + std::strerror(errno));
+    throw Refused("the system refused " + std::to_string(bytes) +
+                  " bytes of memory: " + std::strerror(errno));
   }
   auto* const begin = static_cast<unsigned char*>(whole);
   std::size_t before = 0;
