@@ -111,6 +111,17 @@ def active_isa() -> str:
         RuntimeError: ``MOECHAT_ISA`` names something unknown or impossible here.
     """
 
+def huge_empty(nbytes: int) -> _U8:
+    """Uint8 ``[nbytes]``, all 0, in huge pages where the system gives them; for large, lasting buffers.
+
+    It begins at a multiple of 4096 bytes, or of 2 MiB if it is at least that long, and takes memory where it
+    is written to. Freed with the last array that shows it; a forked child has it too.
+
+    Raises:
+        ValueError: ``nbytes`` is negative or above 2**46.
+        MemoryError: The system refused.
+    """
+
 def available_cores() -> int:
     """Physical cores that affinity mask and control group leave to this process now; at least 1."""
 

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -21,6 +22,7 @@
 #include "kernels/pack.h"
 #include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
+#include "memory/huge_memory.h"
 
 namespace moechat {
 namespace {
@@ -194,6 +196,14 @@ py::array_t<float> apply_activation_py(const std::string& activation, float alph
   return result;
 }
 
+py::array_t<std::uint8_t> huge_empty_py(std::int64_t nbytes) {
+  if (nbytes < 0) refuse("nbytes is " + std::to_string(nbytes) + "; it must be at least 0");
+  auto memory = std::make_unique<HugeMemory>(static_cast<std::size_t>(nbytes));
+  if (memory->data() == nullptr) return py::array_t<std::uint8_t>(py::ssize_t{0});
+  const py::capsule owner(memory.get(), [](void* held) { delete static_cast<HugeMemory*>(held); });
+  return py::array_t<std::uint8_t>(py::ssize_t{nbytes}, memory.release()->data(), owner);
+}
+
 double stream_read_rate_py(const py::array& data, int threads, double seconds) {
   const auto* from = checked<std::uint8_t>("data", data, shape_of(data));
   const std::int64_t bytes = data.nbytes();
@@ -267,6 +277,7 @@ PYBIND11_MODULE(_native, m) {
         py::arg("activation_bits") = kDefaultActivationBits);
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
+  m.def("huge_empty", &huge_empty_py, py::arg("nbytes"));
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
   bind_linear(m);
   bind_link(m);
