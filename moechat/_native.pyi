@@ -20,6 +20,7 @@ _F16: TypeAlias = npt.NDArray[np.float16]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _I32: TypeAlias = npt.NDArray[np.int32]
 _I64: TypeAlias = npt.NDArray[np.int64]
+_U16: TypeAlias = npt.NDArray[np.uint16]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F64: TypeAlias = npt.NDArray[np.float64]
 _Biases: TypeAlias = tuple[_F32, _F32, _F32]
@@ -352,6 +353,26 @@ def linear_forward(
 
     Raises:
         ValueError: Shapes, types or ``activation_bits`` do not match.
+        RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
+    """
+
+ROWS16_MAX_TOKENS: int
+
+def rows16_forward(weights: _U16, is_fp16: bool, x: _F32, bias: _F32 | None, out: _F32) -> None:
+    """``out = x @ weights.T + bias`` over rows of 16-bit floats as a checkpoint holds them.
+
+    Products and sums are float32. A row of ``out`` depends on its row of ``x`` only, bit by bit, for any
+    number of threads (``native/src/kernels/rows16.inc.h``).
+
+    Args:
+        weights: uint16 [rows, cols], C order: bfloat16 or float16 patterns.
+        is_fp16: They are float16.
+        x: [tokens, cols], C order; at most ``ROWS16_MAX_TOKENS`` tokens.
+        bias: [rows], or ``None``.
+        out: [tokens, rows], C order, overwritten; must not overlap the others.
+
+    Raises:
+        ValueError: Shapes or types do not match, or there are too many tokens.
         RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
     """
 

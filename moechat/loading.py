@@ -26,6 +26,7 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 from moechat.models.mapping import plan_checkpoint
+from moechat.models.packed import PackedFile, pack_layers
 from moechat.models.shape import automatic_type, configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.threads import steady_modules
@@ -39,7 +40,7 @@ from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.manifest import MANIFEST_NAME, Manifest
-from moechat.store.store import Store
+from moechat.store.store import DENSE_PREFIX, Store
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_BITS = 4
@@ -246,6 +247,8 @@ def load_model(
     plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
 
     load_dense(skeleton, store.dense, form)
+    if form.packs:
+        _pack_dense(store, skeleton, form, report)
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
@@ -277,6 +280,17 @@ def load_model(
     return loaded
 
 
+def _pack_dense(store: Store, skeleton: Skeleton, form: DenseForm, report: Report) -> None:
+    hashes = {
+        name: record.sha256 for name, record in store.manifest.files.items() if name.startswith(DENSE_PREFIX)
+    }
+    file = PackedFile.of(user_paths().cache / "dense", hashes, form)
+    detail = f"dense weights in {form.bits} bits"
+    pack_layers(
+        skeleton, store.dense, form, file, lambda done, total: report(Progress("load", done, total, detail))
+    )
+
+
 def _near_tier(
     store: Store,
     skeleton: Skeleton,
@@ -295,13 +309,12 @@ def _near_tier(
         from moechat.predict import NextRouterPredictor
 
         predictor = NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
-    buffers = sum(buffer.nbytes for buffer in skeleton.model.buffers())
     shape = shape_of(
         store,
         top_k,
-        dense_bytes=max(0, form.nbytes - form.head_bytes - form.embedding_bytes - buffers),
+        dense_bytes=form.in_layers,
         head_bytes=form.head_bytes,
-        itemsize=dtype.itemsize,
+        itemsize=form.itemsize,
     )
     family = store.manifest.model_type
     fingerprint = store.manifest.source.fingerprint
@@ -314,6 +327,8 @@ def _near_tier(
         ranked_by,
         dtype=str(dtype).removeprefix("torch."),
         threads=_native.num_threads(),
+        dense_bits=form.bits,
+        activation_bits=form.activation_bits,
     )
     near = NearTier(
         store,
@@ -325,6 +340,7 @@ def _near_tier(
         replay=offload.replay,
         counters=counters,
         knowledge=knowledge,
+        activation_bits=form.activation_bits,
     )
     upkeep = Upkeep(
         near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens

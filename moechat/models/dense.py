@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moechat.errors import CheckpointError
-from moechat.models.dense_form import HALVES, DenseForm
+from moechat.models.dense_form import HALVES, DenseForm, packed_bytes
 from moechat.models.linear import StoredEmbedding, StoredLinear
 from moechat.models.mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.skeleton import Skeleton
@@ -107,7 +107,9 @@ def loading_bytes(skeleton: Skeleton, source: TensorSource, form: DenseForm | No
             if reference.is_floating_point():
                 wanted = _wanted_type(skeleton.model, target.name, wanted)
             as_it_is = target.name in kept or all(dtype == wanted for dtype, _ in infos)
-            if as_it_is and target.name not in packed:
+            if target.name in packed:
+                size += packed_bytes(reference.shape[0], reference.shape[1], form.bits) if form else 0
+            elif as_it_is:
                 size = 0
         most = max(most, size)
     return most

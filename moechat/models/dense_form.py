@@ -18,10 +18,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat.errors import UsageError
+from moechat.geometry import ACTIVATION_BITS, DENSE_BITS
 from moechat.models.skeleton import Skeleton
 
-DENSE_BITS = (4, 8, 16)
-ACTIVATION_BITS = (8, 16, 32)
 HALVES = (torch.bfloat16, torch.float16)
 # Below, a product costs less than the call.
 _LEAST_SIDE = 16
@@ -113,8 +112,9 @@ class DenseForm:
         embeddings: Names of the embeddings that keep the stored type.
         kept: Names of the weights that keep the stored type instead of taking the model's.
         nbytes: Of all weights and buffers of the model as they will be in memory, each memory once.
-        head_bytes: Of those, of the head and of what a token reads with it.
-        embedding_bytes: Of those, of an embedding that is not the head's too.
+        head_bytes: Of those, of the head.
+        in_layers: Of those, of weights between the embedding and the head.
+        itemsize: Bytes of one of these weights, in the mean.
     """
 
     bits: int
@@ -124,7 +124,8 @@ class DenseForm:
     kept: frozenset[str] = frozenset()
     nbytes: int = 0
     head_bytes: int = 0
-    embedding_bytes: int = 0
+    in_layers: int = 0
+    itemsize: float = 2.0
 
     @property
     def packs(self) -> bool:
@@ -199,6 +200,8 @@ def choose_form(
         for name in packed:
             sizes[key][name] = packed_bytes(*linears[name], bits)
         if packed and len(packed) == len(of):
+            # Only the packer reads it, and as it is stored.
+            kept.update(names)
             del sizes[key]["stored"]
 
     def weight_of(module: Any) -> tuple[int, int, bool]:
@@ -214,15 +217,19 @@ def choose_form(
     head, head_key, own = weight_of(model.get_output_embeddings())  # type: ignore[no-untyped-call]
     # Without an output embedding of its own a model's head is its embedding.
     head = head or embedding
-    apart = own or head_key not in (0, embedding_key)
+    outside = head + (embedding if own or head_key not in (0, embedding_key) else 0)
+    nbytes = sum(sum(size.values()) for size in sizes.values())
+    in_layers = max(0, nbytes - outside)
+    ends = {embedding_key, head_key}
+    weights = sum(tensor.numel() for key, tensor in tensors.items() if key not in ends)
     return DenseForm(
         bits=bits,
         activation_bits=activation_bits,
         linears=linears,
         embeddings=frozenset(embeddings),
         kept=frozenset(kept),
-        nbytes=sum(sum(size.values()) for size in sizes.values())
-        + sum(buffer.nbytes for buffer in model.buffers()),
+        nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
         head_bytes=head,
-        embedding_bytes=embedding if apart else 0,
+        in_layers=in_layers,
+        itemsize=in_layers / weights if in_layers and weights else 2.0,
     )

@@ -4,9 +4,9 @@
 They stand in for ``nn.Linear`` and ``nn.Embedding`` where a family uses them as such. In decoding the dense
 weights are most of the bytes that a token reads, so they are neither widened nor copied:
 
-- :class:`StoredLinear` reads bf16 or fp16 rows where they lie, mapped from their file. A few tokens go through
-  the native kernel, products and sums in float32. Many tokens go through torch: as bf16 where inputs and
-  weights both are, else panels of rows are widened to float32 one after the other.
+- :class:`StoredLinear` reads bf16 or fp16 rows where they lie, mapped from their file. A few tokens go
+  through the native kernel, products and sums in float32. Many tokens go through torch: as bf16 where inputs
+  and weights both are, else panels of rows are widened to float32 one after the other.
 - :class:`PackedLinear` reads weights packed by the experts' quantiser, for any number of tokens natively.
 - :class:`StoredEmbedding` widens the rows that are looked up.
 

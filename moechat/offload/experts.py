@@ -80,7 +80,14 @@ class ExpertLayer:
         weight = top_k_weights.detach().reshape(len(x), -1).to(torch.float32).contiguous().numpy()
         out = torch.empty_like(x)
         walked = _native.resident_forward(
-            self._layout, *self._gate, self.records, x.numpy(), index, weight, out.numpy()
+            self._layout,
+            *self._gate,
+            self.records,
+            x.numpy(),
+            index,
+            weight,
+            out.numpy(),
+            activation_bits=self.activation_bits,
         )
         self.counters.activations += index.size
         self.counters.bytes_read += walked
