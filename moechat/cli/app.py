@@ -55,11 +55,12 @@ With --vram or --gpu for a graphics card, else for this machine as `moechat run`
 model has to be here: the shapes of known models are built in, and a config.json is enough for others.
 
 --json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, weights, expert_layers, \
-experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, limited_by_memory), \
-memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, split, hit_rate, \
-exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, \
-hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), other_budgets (name, \
-bytes, tokens_per_s), notes. Bytes, seconds, shares from 0 to 1; speed is null where the machine is not known.
+experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, \
+limited_by_memory), memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, \
+split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, \
+tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), \
+other_budgets (name, bytes, tokens_per_s), notes. Bytes, seconds, shares from 0 to 1; speed is null where \
+the machine is not known.
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g

@@ -1,0 +1,148 @@
+"""Which dense weights are kept in another form than torch's, and what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import CASES, tiny_config
+from torch import nn
+
+from moechat import _native
+from moechat.errors import UsageError
+from moechat.models.dense_form import (
+    DenseForm,
+    check_activation_bits,
+    check_dense_bits,
+    choose_form,
+    packed_bytes,
+    watched_weights,
+)
+from moechat.models.skeleton import Skeleton, build_skeleton
+from moechat.offload.experts import IMPLEMENTATION, register
+
+
+def form_of(family: str, shape: int, bits: int, **changes: Any) -> tuple[Skeleton, DenseForm]:
+    register()
+    skeleton = build_skeleton(tiny_config(family, shape, **changes), torch.float32, IMPLEMENTATION)
+    stored = dict.fromkeys(skeleton.state, torch.bfloat16)
+    return skeleton, choose_form(skeleton, stored, bits=bits, activation_bits=16)
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_projections_have_a_form_and_routers_have_none(family: str, shape: int, bits: int) -> None:
+    skeleton, form = form_of(family, shape, bits)
+    assert any("attn" in name or "attention" in name for name in form.linears)
+    routers = {(entry.num_experts, entry.hidden_size) for entry in skeleton.experts}
+    for name, size in form.linears.items():
+        module = skeleton.model.get_submodule(name)
+        assert type(module) is nn.Linear
+        assert tuple(module.weight.shape) == size
+        assert size not in routers
+        assert min(size) >= 16
+
+
+def test_sixteen_bits_halve_what_float32_takes() -> None:
+    skeleton, form = form_of("mixtral", 0, 16)
+    model: Any = skeleton.model
+    whole = sum(tensor.nbytes for tensor in model.parameters())
+    kept = sum(model.get_parameter(name).nbytes for name in form.kept)
+    assert form.nbytes == whole - kept // 2 + sum(buffer.nbytes for buffer in model.buffers())
+    assert kept > 0.9 * whole
+    assert form.itemsize == pytest.approx(2, abs=0.1)
+    assert form.head_bytes == 2 * model.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_tied_head_is_packed_beside_its_embedding(bits: int) -> None:
+    skeleton, form = form_of("qwen3_moe", 1, bits)
+    model: Any = skeleton.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head" in form.linears
+    assert form.embeddings == {"model.embed_tokens"}
+    assert form.head_bytes == packed_bytes(*model.lm_head.weight.shape, bits)
+    _, apart = form_of("qwen3_moe", 1, bits, tie_word_embeddings=False)
+    assert apart.nbytes == form.nbytes  # both are there in either case
+
+
+def test_a_tied_head_of_sixteen_bits_is_there_once() -> None:
+    _, form = form_of("qwen3_moe", 1, 16)
+    _, apart = form_of("qwen3_moe", 1, 16, tie_word_embeddings=False)
+    assert apart.nbytes - form.nbytes == form.head_bytes
+
+
+def test_float32_weights_stay_torchs_unless_they_are_packed() -> None:
+    register()
+    skeleton = build_skeleton(tiny_config("mixtral", 0), torch.float32, IMPLEMENTATION)
+    stored = dict.fromkeys(skeleton.state, torch.float32)
+    plain = choose_form(skeleton, stored, bits=16, activation_bits=16)
+    assert (plain.linears, plain.embeddings, plain.kept) == ({}, frozenset(), frozenset())
+    packed = choose_form(skeleton, stored, bits=4, activation_bits=16)
+    assert "lm_head" in packed.linears
+    assert packed.embeddings == frozenset()
+    assert packed.nbytes < plain.nbytes
+
+
+def test_a_weight_of_which_nothing_is_known_stays_torchs() -> None:
+    register()
+    skeleton = build_skeleton(tiny_config("mixtral", 0), torch.float32, IMPLEMENTATION)
+    assert choose_form(skeleton, {}, bits=4, activation_bits=16).linears == {}
+
+
+class _Reader(nn.Module):
+    """Calls one layer, and reads another one's weight itself, as some families do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Linear(32, 32)
+        self.read = nn.Linear(32, 32, bias=False)
+        self.words = nn.Embedding(10, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.called(self.words(ids)) @ self.read.weight.T
+
+
+def test_layers_whose_weight_is_read_are_noticed_and_nothing_is_left_changed() -> None:
+    module = _Reader()
+    ids = torch.tensor([1, 2])
+    before = module(ids)
+    with watched_weights(module) as reads:
+        assert torch.equal(module(ids), before)
+    assert reads.modules == {module.read}
+    assert (type(module.called), type(module.read), type(module.words)) == (nn.Linear, nn.Linear, nn.Embedding)
+    with pytest.raises(RuntimeError, match="stop"), watched_weights(module):
+        raise RuntimeError("stop")
+    assert type(module.called) is nn.Linear
+
+
+def test_layers_whose_weight_is_read_stay_torchs() -> None:
+    register()
+    skeleton = build_skeleton(tiny_config("mixtral", 0), torch.float32, IMPLEMENTATION)
+    model: Any = skeleton.model
+    stored = dict.fromkeys(skeleton.state, torch.bfloat16)
+    with watched_weights(model) as reads:
+        _ = model.model.layers[0].self_attn.q_proj.weight
+    form = choose_form(skeleton, stored, bits=4, activation_bits=16, reads=reads)
+    assert "model.layers.0.self_attn.q_proj" not in form.linears
+    assert "model.layers.1.self_attn.q_proj" in form.linears
+    assert "model.layers.0.self_attn.q_proj.weight" not in form.kept
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_bytes_are_those_of_the_native_layout(bits: int) -> None:
+    for rows, cols in ((1, 1), (16, 64), (17, 65), (1000, 72), (128, 4096)):
+        assert packed_bytes(rows, cols, bits) == _native.LinearLayout(rows, cols, bits).nbytes
+
+
+@pytest.mark.parametrize("bits", [0, 2, 3, 32, True, "4", 4.0, None])
+def test_other_numbers_of_dense_bits_are_refused(bits: Any) -> None:
+    with pytest.raises(UsageError, match="dense_bits is"):
+        check_dense_bits(bits)
+
+
+@pytest.mark.parametrize("bits", [0, 4, True, "8", 16.0, None])
+def test_other_numbers_of_activation_bits_are_refused(bits: Any) -> None:
+    with pytest.raises(UsageError, match="activation_bits is"):
+        check_activation_bits(bits)
