@@ -111,7 +111,11 @@ def test_layers_whose_weight_is_read_are_noticed_and_nothing_is_left_changed() -
     with watched_weights(module) as reads:
         assert torch.equal(module(ids), before)
     assert reads.modules == {module.read}
-    assert (type(module.called), type(module.read), type(module.words)) == (nn.Linear, nn.Linear, nn.Embedding)
+    assert (type(module.called), type(module.read), type(module.words)) == (
+        nn.Linear,
+        nn.Linear,
+        nn.Embedding,
+    )
     with pytest.raises(RuntimeError, match="stop"), watched_weights(module):
         raise RuntimeError("stop")
     assert type(module.called) is nn.Linear
