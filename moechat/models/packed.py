@@ -32,6 +32,7 @@ from moechat.errors import UnsupportedModelError
 from moechat.models.dense import TensorSource, model_type, replace_modules
 from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear
+from moechat.models.mapping import map_keys
 from moechat.models.skeleton import Skeleton
 from moechat.routing.atomic import replacing
 
@@ -165,6 +166,7 @@ def pack_layers(
     model = skeleton.model
     data = _native.huge_empty(file.nbytes)
     found = file.read(data)
+    targets, _ = map_keys(skeleton, source.keys())
     changed: dict[str, nn.Module] = {}
     at = 0
     for name in sorted(form.linears):
@@ -180,7 +182,9 @@ def pack_layers(
                     f"{name} cannot be packed in {form.bits} bits: {error}",
                     hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
                 ) from error
-            source.release(source.keys())
+            target = targets.get(f"{name}.weight")  # none: it is tied to another one
+            if target is not None:
+                source.release(key for keys in target.sources.values() for key in keys)
             if progress is not None:
                 progress(at, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")

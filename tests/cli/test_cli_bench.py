@@ -79,6 +79,8 @@ def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
         (("demo", "--out", "."), "cannot be written"),
         (("demo", "--out", "/proc/nope"), "cannot be written"),
         (("demo", "--dtype", "int3"), "--dtype"),
+        (("demo", "--dense-bits", "3"), "--dense-bits"),
+        (("demo", "--activation-bits", "4"), "--activation-bits"),
         (("demo", "--threads", "0"), "--threads"),
         (("demo", "--bits", "0"), "--bits"),
     ],
@@ -94,6 +96,7 @@ def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason
     ("arguments", "reason"),
     [
         (("--dtype", "int3"), "--dtype"),
+        (("--dense-bits", "3"), "--dense-bits"),
         (("--threads", "0"), "--threads"),
         (("--bits", "0"), "--bits"),
         (("--routing", "nowhere.npz"), "there is no trace nowhere.npz"),

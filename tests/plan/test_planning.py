@@ -264,11 +264,12 @@ def test_every_reference_machine_can_be_planned_for(small: Path) -> None:
         assert all(figure.source for figure in made.speed.figures)
 
 
-def test_a_plan_is_what_loading_does() -> None:
-    with moechat.load("demo", ram=resident_bytes() + ROOM, ctx=256) as engine:
+@pytest.mark.parametrize("dense_bits", [16, 8, 4])
+def test_a_plan_is_what_loading_does(dense_bits: int) -> None:
+    with moechat.load("demo", ram=resident_bytes() + ROOM, ctx=256, dense_bits=dense_bits) as engine:
         facts = engine.describe()
     base = facts["memory_process_bytes"]
-    made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
+    made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256, dense_bits=dense_bits)
     assert made.weights == "store"
     # The same process has grown meanwhile, so what is left for experts may differ.
     assert base <= part(made, "process")
@@ -276,6 +277,7 @@ def test_a_plan_is_what_loading_does() -> None:
     assert part(made, "attention cache") == facts["memory_attention_cache_bytes"]
     assert part(made, "workspace") == facts["memory_workspace_bytes"] + facts["memory_scratch_bytes"]
     assert made.dtype == facts["dense_dtype"]
+    assert made.dense_bits == facts["dense_bits"] == dense_bits
     assert made.all_expert_bytes == facts["expert_bytes"]
     assert made.blocks_per_expert == facts["blocks_per_expert"]
 
