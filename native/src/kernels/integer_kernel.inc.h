@@ -295,9 +295,11 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         for (; t + 4 <= count; t += 4)
           neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
       }
-      for (; t + 2 <= count; t += 2)
-        neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
-      if (t < count) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+      if constexpr (kMostTokens >= 2) {
+        for (; t + 2 <= count; t += 2)
+          neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+      }
+      for (; t < count; ++t) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
     // Who completes the block quantises it: its tiles may be spread over threads.
     if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock)
@@ -386,11 +388,13 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
                                                 slot + t, next);
       }
     }
-    for (; t + 2 <= count; t += 2) {
-      integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
-                                              slot + t, next);
+    if constexpr (kMostTokens >= 2) {
+      for (; t + 2 <= count; t += 2) {
+        integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
+                                                slot + t, next);
+      }
     }
-    if (t < count) {
+    for (; t < count; ++t) {
       integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, rows + t, weights + t,
                                               slot + t, next);
     }
@@ -440,8 +444,10 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= task.tokens; t += 4) linear_range_of<kBits, kPlanes, 4>(task, begin, end, t);
   }
-  for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
-  if (t < task.tokens) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
+  if constexpr (kMostTokens >= 2) {
+    for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
+  }
+  for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
 }
 
 #define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                        \
