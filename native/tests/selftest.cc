@@ -7,9 +7,11 @@
 // here every encoding and size runs on heap blocks of exact size, so that an access one byte beyond is seen,
 // and from several threads at once, with the number of workers changing.
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -23,8 +25,11 @@
 #include "kernels/dispatch.h"
 #include "kernels/forward.h"
 #include "kernels/pack.h"
+#include "kernels/rows16.h"
+#include "kernels/spin.h"
 #include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
+#include "kernels/wait_word.h"
 
 namespace moechat {
 namespace {
@@ -194,6 +199,154 @@ void exceptions_reach_the_caller() {
   EXPECT(one.run() == one.run());
 }
 
+void busy_for(std::int64_t ns) {
+  for (const std::int64_t start = now_ns(); now_ns() - start < ns;) relax();
+}
+
+// With workers that spin, that sleep, that are about to, and that are woken early.
+void every_part_runs_once() {
+  std::mt19937 generator(7);
+  std::atomic<bool> stop{false};
+  std::thread waker([&] {
+    while (!stop.load()) {
+      ThreadPool::prewake();
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  });
+  for (const int threads : {2, 3, 5, 2, 8}) {
+    ThreadPool::set_num_threads(threads);
+    for (int round = 0; round < 300; ++round) {
+      const int limit = 1 + static_cast<int>(generator() % 9);
+      const int expected = limit < threads ? limit : threads;
+      std::vector<int> ran(static_cast<std::size_t>(expected), 0);
+      const std::int64_t work = generator() % 3 == 0 ? 20'000 : 0;
+      {
+        ThreadPool::Session session;
+        session.parallel(limit, [&](int thread, int used) {
+          EXPECT(used == expected && thread >= 0 && thread < expected);
+          ++ran[static_cast<std::size_t>(thread)];
+          busy_for(work);
+        });
+        for (const int times : ran) EXPECT(times == 1);
+        std::vector<char> seen(1000, 0);
+        const std::int64_t grain = 1 + static_cast<std::int64_t>(generator() % 200);
+        session.parallel_for(limit, 1000, grain, [&](std::int64_t begin, std::int64_t end) {
+          for (std::int64_t i = begin; i < end; ++i) ++seen[static_cast<std::size_t>(i)];
+        });
+        for (const char times : seen) EXPECT(times == 1);
+      }
+      const auto pause = static_cast<std::int64_t>(generator() % 8);
+      if (pause < 3) busy_for(pause * 20'000);
+      if (pause == 7) std::this_thread::sleep_for(std::chrono::microseconds(generator() % 1500));
+    }
+  }
+  stop.store(true);
+  waker.join();
+}
+
+void nothing_spins_after_the_work() {
+  for (const int threads : {2, 7}) {
+    ThreadPool::set_num_threads(threads);
+    for (int round = 0; round < 50; ++round) {
+      ThreadPool::Session session;
+      session.parallel(threads, [](int, int) { busy_for(50'000); });
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    timespec before{};
+    timespec after{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
+    const double used = static_cast<double>(after.tv_sec - before.tv_sec) +
+                        1e-9 * static_cast<double>(after.tv_nsec - before.tv_nsec);
+    EXPECT(used < 0.05);
+  }
+}
+
+void budgets_follow_the_gaps() {
+  constexpr std::int64_t kUs = 1000;
+  SpinBudget budget;
+  EXPECT(budget.budget() == SpinBudget::kShortest);
+  budget.began(300 * kUs);
+  EXPECT(budget.budget() == 600 * kUs);
+  budget.began(2 * kUs);  // between the two phases of a layer
+  EXPECT(budget.budget() > 500 * kUs);
+  budget.began(800 * kUs);
+  EXPECT(budget.budget() == SpinBudget::kLongest);
+  for (int i = 0; i < 500; ++i) budget.began(20'000 * kUs);  // too long to spin for
+  EXPECT(budget.budget() == SpinBudget::kShortest);
+
+  // Spinning is paid for by work.
+  budget.began(400 * kUs);
+  for (int i = 0; i < 10; ++i) budget.spun(budget.budget());
+  EXPECT(budget.budget() == 0);
+  budget.worked(50 * kUs);
+  EXPECT(budget.budget() == SpinBudget::kShare * 50 * kUs);
+  for (int i = 0; i < 100; ++i) budget.worked(1'000'000 * kUs);
+  budget.began(400 * kUs);
+  EXPECT(budget.budget() == 800 * kUs);
+  for (int i = 0; i < 4; ++i) budget.spun(SpinBudget::kLongest);
+  EXPECT(budget.budget() == 0);
+
+  // Not on a core that others want.
+  budget.worked(1'000'000 * kUs);
+  budget.jumped();
+  for (int i = 0; i < SpinBudget::kSkipped; ++i) {
+    EXPECT(budget.budget() == SpinBudget::kShortest);
+    budget.began(400 * kUs);
+  }
+  EXPECT(budget.budget() == 800 * kUs);
+}
+
+// Two threads hand a number back and forth and would stop for ever at a wake that is missed.
+template <class Word>
+void no_wake_is_missed() {
+  constexpr std::uint32_t kTurns = 20000;
+  Word word;
+  const auto play = [&word](std::uint32_t mine) {
+    for (std::uint32_t turn = mine; turn < kTurns; turn += 2) {
+      for (std::uint32_t now = word.value.load(); now != turn; now = word.value.load()) word.wait(now);
+      word.value.store(turn + 1);
+      word.wake(mine == 0 ? 1 : 2);
+    }
+  };
+  std::thread other(play, 1);
+  play(0);
+  other.join();
+  EXPECT(word.value.load() == kTurns);
+}
+
+// Rows on heap blocks of exact size, with and without a rest of columns, and several tokens against one.
+void rows_of_sixteen_bits() {
+  std::mt19937 generator(11);
+  for (const std::int64_t cols : {1, 31, 32, 33, 200}) {
+    for (const std::int64_t rows : {1, 17, 700}) {
+      const auto count = static_cast<std::size_t>(rows * cols);
+      const std::unique_ptr<std::uint16_t[]> weights(new std::uint16_t[count]);
+      for (std::size_t i = 0; i < count; ++i) weights[i] = static_cast<std::uint16_t>(0x3f80 + i % 64);
+      const std::vector<float> x = random_values(generator, kRows16MaxTokens * cols);
+      const std::vector<float> bias = random_values(generator, rows);
+      for (const bool fp16 : {false, true}) {
+        std::vector<float> one(static_cast<std::size_t>(kRows16MaxTokens * rows));
+        for (std::int64_t t = 0; t < kRows16MaxTokens; ++t) {
+          rows16_forward(
+              {weights.get(), rows, cols, fp16, x.data() + t * cols, 1, bias.data(), one.data() + t * rows});
+        }
+        std::vector<float> all(one.size());
+        rows16_forward(
+            {weights.get(), rows, cols, fp16, x.data(), kRows16MaxTokens, bias.data(), all.data()});
+        EXPECT(one == all);
+      }
+    }
+  }
+  std::vector<float> none(1);
+  try {
+    rows16_forward({nullptr, 1, 1, false, none.data(), kRows16MaxTokens + 1, nullptr, none.data()});
+    EXPECT(false);
+  } catch (const std::invalid_argument&) {
+  }
+}
+
 void memory_is_read_to_its_last_line() {
   ThreadPool::set_num_threads(3);
   for (const std::int64_t bytes : {4096, 4097, 8191, 70000, 300001}) {
@@ -240,7 +393,13 @@ int main() {
   moechat::encodings_and_sizes();
   moechat::exceptions_reach_the_caller();
   moechat::callers_at_once();
+  moechat::every_part_runs_once();
+  moechat::nothing_spins_after_the_work();
+  moechat::budgets_follow_the_gaps();
+  moechat::no_wake_is_missed<moechat::WaitWord>();
+  moechat::no_wake_is_missed<moechat::PortableWaitWord>();
   moechat::memory_is_read_to_its_last_line();
+  moechat::rows_of_sixteen_bits();
   std::printf("passed on %s\n", moechat::kernels().name);
   std::printf("operations %lld\n", static_cast<long long>(moechat::operations.load()));
   return 0;

@@ -68,17 +68,57 @@ const X86& x86() {
 #endif
 
 #if defined(__linux__)
-// Cores allowed by the control group (v2), rounded up; a huge number where there is no limit.
-int quota_cores() {
-  std::ifstream file("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  long long period = 0;
-  if (!(file >> quota >> period) || quota == "max" || period <= 0) return 1 << 20;
+constexpr int kNoQuota = 1 << 20;
+
+// Cores that a quota of microseconds in a period is worth, rounded up; kNoQuota for what is none.
+int cores_of(const std::string& quota, long long period) {
+  if (quota.empty() || quota == "max" || quota[0] == '-' || period <= 0) return kNoQuota;
   try {
-    return static_cast<int>(std::max(1LL, (std::stoll(quota) + period - 1) / period));
+    const long long cores = (std::stoll(quota) + period - 1) / period;
+    return static_cast<int>(std::clamp<long long>(cores, 1, kNoQuota));
   } catch (const std::exception&) {
-    return 1 << 20;
+    return kNoQuota;
   }
+}
+
+// Smallest quota of a control group and of all above it. In a container its own group is the root.
+int quota_of_groups(const std::string& root, std::string group, bool unified) {
+  int cores = kNoQuota;
+  for (;;) {
+    const std::string directory = root + (group == "/" ? "" : group);
+    std::string quota;
+    long long period = 0;
+    if (unified) {
+      std::ifstream(directory + "/cpu.max") >> quota >> period;
+    } else {
+      std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
+      std::ifstream(directory + "/cpu.cfs_period_us") >> period;
+    }
+    cores = std::min(cores, cores_of(quota, period));
+    if (group.empty() || group == "/") return cores;
+    group.resize(group.rfind('/'));
+  }
+}
+
+// Cores allowed by the control group, rounded up; kNoQuota where there is no limit.
+int quota_cores() {
+  int cores = kNoQuota;
+  std::ifstream groups("/proc/self/cgroup");
+  std::string line;
+  while (std::getline(groups, line)) {  // "0::/path" or "4:cpu,cpuacct:/path"
+    const std::size_t first = line.find(':');
+    const std::size_t second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string path = line.substr(second + 1);
+    if (path.empty() || path[0] != '/') continue;
+    if (controllers == ",,") {
+      cores = std::min(cores, quota_of_groups("/sys/fs/cgroup", path, true));
+    } else if (controllers.find(",cpu,") != std::string::npos) {
+      cores = std::min(cores, quota_of_groups("/sys/fs/cgroup/cpu", path, false));
+    }
+  }
+  return cores;
 }
 
 int affinity_cores() {
@@ -94,6 +134,13 @@ int affinity_cores() {
     cores.insert(file >> siblings ? siblings : "cpu" + std::to_string(cpu));
   }
   return static_cast<int>(cores.size());
+}
+
+// Of the affinity mask, hyper-threads counted one by one.
+int logical_cores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 1;
 }
 #endif
 
@@ -161,6 +208,14 @@ int available_cores() {
 #endif
   if (cores <= 0) cores = static_cast<int>(std::thread::hardware_concurrency());
   return std::max(1, cores);
+}
+
+int cores_to_spin_on() {
+#if defined(__linux__)
+  const int cores = affinity_cores();
+  if (cores > 0) return quota_cores() < logical_cores() ? 0 : cores;
+#endif
+  return available_cores();
 }
 
 }  // namespace moechat

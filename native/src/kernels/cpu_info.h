@@ -16,4 +16,8 @@ bool cpu_runs_avx512_vnni();  // the same, and AVX-512 VNNI
 // Physical cores that the affinity mask and the cgroup's CPU quota leave to this process; at least 1.
 int available_cores();
 
+// Of these, those on which a thread that waits may spin: none where a quota limits the CPU time, since
+// spinning would use it up.
+int cores_to_spin_on();
+
 }  // namespace moechat
