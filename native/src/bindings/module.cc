@@ -296,6 +296,7 @@ PYBIND11_MODULE(_native, m) {
   bind_routing(m);
   bind_simulate(m);
   bind_layer_plan(m);
+  bind_decode(m);
 }
 
 }  // namespace moechat

@@ -19,11 +19,12 @@ namespace {
 #include "kernels/encodings.inc.h"
 #include "kernels/expert_kernel.inc.h"
 #include "kernels/hqq_solver.inc.h"
+#include "kernels/decode.inc.h"
 // clang-format on
 
 }  // namespace
 
 extern const KernelTable kAvx512Kernels;
-const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons, outputs, quantise_tile, activate};
+const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons, outputs, quantise_tile, activate, &kDecode};
 
 }  // namespace moechat

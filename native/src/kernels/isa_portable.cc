@@ -18,11 +18,12 @@ namespace {
 #include "kernels/encodings.inc.h"
 #include "kernels/expert_kernel.inc.h"
 #include "kernels/hqq_solver.inc.h"
+#include "kernels/decode.inc.h"
 // clang-format on
 
 }  // namespace
 
 extern const KernelTable kPortableKernels;
-const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons, outputs, quantise_tile, activate};
+const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons, outputs, quantise_tile, activate, &kDecode};
 
 }  // namespace moechat

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/block_layout.h"
+#include "kernels/decode_api.h"
 
 namespace moechat {
 
@@ -76,6 +77,7 @@ struct KernelTable {
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.
   void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
                    std::int64_t count);
+  const DecodeKernels* decode;
 };
 
 // The codes of a column are used where they lie in the word (masked, not shifted), that is multiplied by a
