@@ -1216,3 +1216,179 @@ class LayerPlan:
         Returns:
             float64 [layers, pairs].
         """
+
+class RmsNorm:
+    """``out = (offset + weight) * x / sqrt(mean(x^2) + eps)``, row by row.
+
+    As all that takes addresses here: what lies at an address is neither checked nor kept alive. Callers have
+    made sure that it is on the CPU, has the type and the size named, and no gaps but those of a stride given.
+
+    Args:
+        type: ``float32``, ``bfloat16`` or ``float16``, of everything.
+        weight: Address of [cols].
+        cols: Elements of a row.
+        eps: Added to the mean.
+        offset: 0 or 1.
+        round_first: Round the normalised row to the type before it is multiplied.
+
+    Raises:
+        ValueError: A number or a name is out of range; as for everything below.
+    """
+
+    def __init__(
+        self, type: str, weight: int, cols: int, eps: float, offset: float, round_first: bool
+    ) -> None: ...
+    def __call__(self, x: int, out: int, rows: int) -> None:
+        """Addresses of [rows, cols]; drops the GIL, as all calls below."""
+
+class Attention:
+    """Attention of few query tokens of one sequence over all its keys.
+
+    Sums are made in parts of 128 keys, in order: the result does not depend on the number of threads.
+
+    Args:
+        type: Of queries, keys, values and the result.
+        kv_heads: Heads of keys and values.
+        group: Query heads of each.
+        key_dim: Elements of a key, without its tail.
+        tail_dim: Elements of a tail, which all heads share; 0: none. Queries have key_dim + tail_dim.
+        value_dim: Elements of a value.
+        scale: Multiplies the products.
+        sinks: Address of float32 [kv_heads * group], logits that only the sum of the softmax sees; or 0.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        kv_heads: int,
+        group: int,
+        key_dim: int,
+        tail_dim: int,
+        value_dim: int,
+        scale: float,
+        sinks: int,
+    ) -> None: ...
+    def __call__(
+        self,
+        query: int,
+        query_head: int,
+        query_token: int,
+        tokens: int,
+        key: int,
+        key_head: int,
+        key_token: int,
+        tail: int,
+        tail_token: int,
+        value: int,
+        value_head: int,
+        value_token: int,
+        context: int,
+        visible: int,
+        visible_token: int,
+        out: int,
+    ) -> None:
+        """Addresses, each followed by its strides in elements.
+
+        Args:
+            query: [heads, tokens, key_dim + tail_dim].
+            query_head: Stride.
+            query_token: Stride.
+            tokens: Query tokens.
+            key: [kv_heads, context, key_dim].
+            key_head: Stride.
+            key_token: Stride.
+            tail: [context, tail_dim], or 0.
+            tail_token: Stride.
+            value: [kv_heads, context, value_dim].
+            value_head: Stride.
+            value_token: Stride.
+            context: Keys.
+            visible: bool [tokens, context], or 0: every token sees every key.
+            visible_token: Stride.
+            out: [tokens, heads, value_dim].
+        """
+
+class Routing:
+    """A router: logits, the choice of experts and their weights.
+
+    Args:
+        type: Of hidden states, weight and bias.
+        weight: Address of [experts, hidden].
+        bias: Address of [experts], or 0.
+        experts: Experts of the layer.
+        hidden: Width of the hidden states.
+        scoring: ``softmax``, ``sigmoid``, or ``softmax-chosen``: over the chosen experts alone.
+        chosen: Experts of a token.
+        correction: Address of float32 [experts], added for the choice alone; or 0.
+        normalise: Weights of a token sum up to ``scale``.
+        scale: Multiplies the weights.
+        weight_type: Of the weights given out.
+        logits_type: Of the logits: ``float32`` or as ``type``.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        weight: int,
+        bias: int,
+        experts: int,
+        hidden: int,
+        scoring: str,
+        chosen: int,
+        correction: int,
+        normalise: bool,
+        scale: float,
+        weight_type: str,
+        logits_type: str,
+    ) -> None: ...
+    def __call__(self, x: int, tokens: int, logits: int, index: int, weights: int) -> None:
+        """Addresses of [tokens, hidden], [tokens, experts], int64 and weights [tokens, chosen]."""
+
+def rotate(
+    type: str,
+    x: int,
+    token_stride: int,
+    head_stride: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    cos: int,
+    sin: int,
+    angles: int,
+    width: int,
+) -> None:
+    """Rotary embedding: pairs (i, i + width / 2) of the first ``width`` elements of each head are turned.
+
+    Args:
+        type: Of everything.
+        x: Address of [tokens, heads, dim] by the strides that follow, in elements.
+        token_stride: Stride.
+        head_stride: Stride.
+        out: Address of [tokens, heads, dim].
+        tokens: Tokens.
+        heads: Heads.
+        dim: Elements of a head.
+        cos: Address of [tokens, angles].
+        sin: The same.
+        angles: ``width``, or half of it where both of a pair share one.
+        width: Elements turned; the others are copied.
+    """
+
+def largest_logit(logits: _F32) -> int:
+    """The first of the largest of [vocabulary]; -1 where one is not a number."""
+
+def sample(logits: _F32, temperature: float, top_k: int, top_p: float, min_p: float, where: float) -> int:
+    """Draw a token.
+
+    Args:
+        logits: [vocabulary].
+        temperature: Above 0.
+        top_k: Tokens kept, and those equal to the last of them; 0: all.
+        top_p: Mass of the likeliest tokens kept; 1: all.
+        min_p: Least probability relative to the likeliest token; 0: none.
+        where: Uniform in [0, 1): decides.
+
+    Returns:
+        The token; -1 where logits are neither finite nor minus infinity.
+    """

@@ -16,6 +16,7 @@ from moechat.hardware.memory import available_bytes, give_back_unused, resident_
 from moechat.hub.names import ModelRef
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.decode import Quickened, quicken
 from moechat.models.dense import load_dense, loading_bytes, stored_types
 from moechat.models.dense_form import DenseForm, choose_form, watched_weights
 from moechat.models.footprint import (
@@ -84,6 +85,7 @@ class LoadedModel:
         top_k: Experts a token.
         parts: The experts modules, in order.
         upkeep: What the near tier learns while it runs; ``None`` without one.
+        quickened: What of the model is computed natively in decoding steps.
     """
 
     store: Store
@@ -99,6 +101,7 @@ class LoadedModel:
     top_k: int
     parts: tuple[Any, ...]
     upkeep: Upkeep | None
+    quickened: Quickened
 
     def map_experts(self) -> None:
         """Let the experts be computed from the mapped store, whatever computed them before."""
@@ -252,6 +255,7 @@ def load_model(
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
+    quickened = quicken(skeleton.model)
     counters = ExpertCounters()
     near = upkeep = None
     if not plan.mapped:
@@ -272,6 +276,7 @@ def load_model(
         top_k=top_k,
         parts=tuple(entry.module for entry in skeleton.experts),
         upkeep=upkeep,
+        quickened=quickened,
     )
     if near is None:
         loaded.map_experts()

@@ -81,7 +81,8 @@ class _Sizes:
 def score_copies(config: Any) -> float:
     """How many matrices of scores, a number a head for each pair of tokens, attention holds at a time."""
     sizes = _Sizes.of(config)
-    if getattr(config.get_text_config(), "_attn_implementation", None) == "eager":
+    named = getattr(config.get_text_config(), "_attn_implementation", None)
+    if str(named).removeprefix("moechat-") == "eager":
         return 3.1
     # The fused kernel wants values as long as keys.
     return 2.0 if sizes.query != sizes.value else 0.0

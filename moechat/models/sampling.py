@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from moechat import _native
 from moechat.errors import UsageError
 
 # Below this, dividing logits overflows float32 before it could change which token wins.
@@ -109,30 +103,37 @@ class Sampler:
     def __init__(self, settings: SamplingSettings, seed: int) -> None:
         self.settings = settings
         self._generator = torch.Generator().manual_seed(seed)
-        processors = LogitsProcessorList()
+        self._penalty = None
         if settings.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+            self._penalty = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
         self._greedy = settings.temperature < _GREEDY_BELOW
-        if not self._greedy:
-            if settings.temperature != 1.0:
-                processors.append(TemperatureLogitsWarper(settings.temperature))
-            if settings.top_k > 0:
-                processors.append(TopKLogitsWarper(settings.top_k))
-            if settings.top_p < 1.0:
-                processors.append(TopPLogitsWarper(settings.top_p))
-            if settings.min_p > 0.0:
-                processors.append(MinPLogitsWarper(settings.min_p))
-        self._processors = processors
 
     def draw(self, history: torch.Tensor, logits: torch.Tensor) -> int:
         """Choose a token.
 
+        The cuts mean what transformers' warpers of the same names mean, in their order: temperature, top-k,
+        top-p, min-p.
+
         Args:
             history: int64 ``[1, tokens]``, prompt and answer so far; the repetition penalty looks at it.
             logits: ``[vocab]`` of the last position.
+
+        Raises:
+            RuntimeError: The logits are not finite, so that there is nothing to draw from.
         """
-        scores = self._processors(history, logits.float().unsqueeze(0))  # type: ignore[arg-type]
+        scores = logits.detach().float()
+        if self._penalty is not None:
+            scores = self._penalty(history, scores.unsqueeze(0))[0]
+        values = scores.contiguous().numpy()
         if self._greedy:
-            return int(scores.argmax(dim=-1))
-        probabilities = torch.softmax(scores, dim=-1)
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+            token = _native.largest_logit(values)
+            # Where something is not a number, torch has a rule of its own.
+            return token if token >= 0 else int(scores.argmax())
+        settings = self.settings
+        where = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        token = _native.sample(
+            values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, where
+        )
+        if token < 0:
+            raise RuntimeError("the model's logits are not finite: no token can be drawn")
+        return token

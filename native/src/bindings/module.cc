@@ -287,6 +287,7 @@ PYBIND11_MODULE(_native, m) {
   bind_simulate(m);
   bind_layer_plan(m);
   bind_dense(m);
+  bind_decode(m);
 }
 
 }  // namespace moechat

@@ -24,6 +24,7 @@ namespace {
 #include "kernels/integer_kernel.inc.h"
 #include "kernels/hqq_solver.inc.h"
 #include "kernels/rows16.inc.h"
+#include "kernels/decode.inc.h"
 // clang-format on
 
 const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
@@ -33,6 +34,6 @@ const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_
 
 extern const KernelTable kAvx2Kernels;
 const KernelTable kAvx2Kernels = {"avx2",   prepare_tokens, neurons, outputs,         quantise_tile,
-                                  activate, linear,         rows16,  &kIntegerKernels};
+                                  activate, linear,         rows16,  &kIntegerKernels, &kDecode};
 
 }  // namespace moechat

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/block_layout.h"
+#include "kernels/decode_api.h"
 
 namespace moechat {
 
@@ -173,6 +174,7 @@ struct KernelTable {
   // Rows [begin, end) of a product with 16-bit rows.
   void (*rows16)(const Rows16Task& task, std::int64_t begin, std::int64_t end);
   const IntegerKernels* integer;
+  const DecodeKernels* decode;
 };
 
 // The codes of a column are used where they lie in the word (masked, not shifted), that is multiplied by a

@@ -1,0 +1,262 @@
+"""Attention of few tokens straight over the attention cache: no copies of its heads, no masks.
+
+The function is registered with transformers under names of our own, one for families that use torch's
+``scaled_dot_product_attention`` and one for families that cannot and use their own. Whatever the native code
+is not made for goes that way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    eager_mask,
+    sdpa_mask,
+)
+
+from moechat import _native
+from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, close, probing
+
+# What transformers calls the families' own ways, and what it calls ours in their place.
+NAMES = {"sdpa": "moechat-sdpa", "eager": "moechat-eager"}
+
+# Arguments that say nothing beyond what keys, mask and module say already.
+_SILENT = frozenset(
+    {
+        "sliding_window",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "past_key_values",
+        "position_embeddings",
+        "logits_to_keep",
+        "dropout",
+        "is_causal",
+    }
+)
+_SINKS = "s_aux"
+_PROBE_KEYS = 150
+_PLAN = "_moechat_attention"
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class _Plan:
+    """The native attention of one module, for one shape of heads.
+
+    Attributes:
+        run: ``None`` where the module's own way computes something else.
+    """
+
+    def __init__(self, run: _native.Attention | None, sinks: torch.Tensor | None) -> None:
+        self.run = run
+        self.sinks = sinks  # float32; ``run`` reads it
+
+
+def register() -> None:
+    """Make both names known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAMES["sdpa"], _sdpa)
+    AttentionInterface.register(NAMES["eager"], _eager)
+    AttentionMaskInterface.register(NAMES["sdpa"], _masks(sdpa_mask))
+    AttentionMaskInterface.register(NAMES["eager"], _masks(eager_mask))
+
+
+def registered(name: str | None) -> str | None:
+    """Our name in place of the one that a configuration has; ``None`` where there is none."""
+    return NAMES.get(name or "") if name in ALL_MASK_ATTENTION_FUNCTIONS else None
+
+
+def _masks(own: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    def mask(**arguments: Any) -> torch.Tensor | None:
+        """No mask where the one token of a pass sees all keys, else the family's."""
+        if (
+            arguments["q_length"] == 1
+            and arguments.get("allow_is_causal_skip", True)
+            and arguments.get("attention_mask") is None
+            and _sees_all(**arguments)
+        ):
+            return None
+        return own(**arguments)
+
+    return mask
+
+
+def _sees_all(
+    *,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> bool:
+    """Whether the newest token, which is alone, sees every key."""
+    if type(q_offset) is not int or type(kv_offset) is not int or kv_offset + kv_length != q_offset + 1:
+        return False
+    if local_size is None:
+        return True
+    # Attention in chunks has a local size too, but not a window's meaning.
+    chunked = config is None or getattr(config, "attention_chunk_size", None) is not None
+    return not chunked and q_offset - kv_offset < local_size
+
+
+def _family(module: nn.Module) -> Attend:
+    """The attention function of the module's family."""
+    found: Attend = sys.modules[type(module).__module__].eager_attention_forward
+    return found
+
+
+def _sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out = _attend(module, query, key, value, attention_mask, named, sdpa_attention_forward)
+    if out is not None:
+        return out, None
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, **named
+    )
+    return result
+
+
+def _eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    own = _family(module)
+    out = _attend(module, query, key, value, attention_mask, named, own)
+    return (out, None) if out is not None else own(module, query, key, value, attention_mask, **named)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    named: dict[str, Any],
+    own: Attend,
+) -> torch.Tensor | None:
+    """``[1, tokens, heads, value_dim]``, or ``None`` where the family's way has to be taken."""
+    batch, heads, tokens, key_dim = query.shape
+    if tokens > FEW_TOKENS or batch != 1 or (mask is None and tokens > 1):
+        return None
+    dtype = query.dtype
+    _, kv_heads, context, value_dim = value.shape
+    if dtype not in ELEMENTS or key.dtype is not dtype or value.dtype is not dtype or not query.is_cpu:
+        return None
+    _, query_head, query_token, query_step = query.stride()
+    _, key_head, key_token, key_step = key.stride()
+    _, value_head, value_token, value_step = value.stride()
+    if query_step != 1 or key_step != 1 or value_step != 1 or key.shape != (1, kv_heads, context, key_dim):
+        return None
+    seen, seen_token = 0, 0
+    if mask is not None:
+        if mask.dtype is not torch.bool or mask.shape != (1, 1, tokens, context) or mask.stride(-1) != 1:
+            return None
+        seen, seen_token = mask.data_ptr(), mask.stride(2)
+    sinks = named.get(_SINKS)
+    scaling = named.get("scaling")
+    shape = (dtype, heads, kv_heads, key_dim, value_dim, scaling, id(sinks))
+    plans: dict[Any, _Plan] = module.__dict__.setdefault(_PLAN, {})
+    plan = plans.get(shape)
+    if plan is None:
+        plan = plans[shape] = _make_plan(module, query, key, value, named, own)
+    if plan.run is None or not _understood(named):
+        return None
+    out = torch.empty((1, tokens, heads, value_dim), dtype=dtype)
+    plan.run(
+        query.data_ptr(),
+        query_head,
+        query_token,
+        tokens,
+        key.data_ptr(),
+        key_head,
+        key_token,
+        0,
+        0,
+        value.data_ptr(),
+        value_head,
+        value_token,
+        context,
+        seen,
+        seen_token,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _understood(named: dict[str, Any]) -> bool:
+    for name, value in named.items():
+        if value is None or value is False or name in _SILENT or name in ("scaling", _SINKS):
+            continue
+        return False
+    return not named.get("dropout")
+
+
+def _make_plan(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    named: dict[str, Any],
+    own: Attend,
+) -> _Plan:
+    """The native attention of ``module``, if it computes for random queries what the family computes."""
+    _, heads, _, key_dim = query.shape
+    _, kv_heads, _, value_dim = value.shape
+    if heads % kv_heads:
+        return _Plan(None, None)
+    scaling = named.get("scaling")
+    sinks = named.get(_SINKS)
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+        if sinks.shape != (heads,):
+            return _Plan(None, None)
+    run = _native.Attention(
+        ELEMENTS[query.dtype],
+        kv_heads,
+        heads // kv_heads,
+        key_dim,
+        0,
+        value_dim,
+        key_dim**-0.5 if scaling is None else float(scaling),
+        0 if sinks is None else sinks.data_ptr(),
+    )
+    with probing() as generator:
+
+        def drawn(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=generator).to(query.dtype)
+
+        # Sized so that scores are a few units apart, as they are in life.
+        probe = (
+            drawn(1, heads, 1, key_dim) * (2.0 / (abs(float(scaling)) if scaling else 1.0) / key_dim) ** 0.5
+        )
+        keys, values = drawn(1, kv_heads, _PROBE_KEYS, key_dim), drawn(1, kv_heads, _PROBE_KEYS, value_dim)
+        out = torch.empty((1, 1, heads, value_dim), dtype=query.dtype)
+        run(
+            probe.data_ptr(), key_dim, key_dim, 1,
+            keys.data_ptr(), _PROBE_KEYS * key_dim, key_dim, 0, 0,
+            values.data_ptr(), _PROBE_KEYS * value_dim, value_dim, _PROBE_KEYS, 0, 0, out.data_ptr(),
+        )  # fmt: skip
+        try:
+            wanted = own(module, probe, keys, values, None, **named)[0]
+        except Exception:  # whatever a family needs that a probe has not
+            return _Plan(None, None)
+    return _Plan(run if close(out, wanted) else None, sinks)

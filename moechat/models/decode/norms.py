@@ -1,0 +1,99 @@
+"""Root-mean-square norms, recognised by what they compute.
+
+Families differ: some multiply by the weight and some by one more than it, some round the normalised row to
+the type of the model before they multiply and some after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.models.decode.elements import ELEMENTS, close, probing
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``(offset + weight) * x / sqrt(mean(x²) + eps)`` over the last axis.
+
+    Attributes:
+        eps: Added to the mean.
+        offset: 0 or 1.
+        round_first: The normalised row is rounded to the model's type before it meets the weight.
+    """
+
+    eps: float
+    offset: float
+    round_first: bool
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In torch."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.round_first:
+            wide = wide.to(x.dtype).float()
+        return ((self.offset + weight.float()) * wide).to(x.dtype)
+
+
+def recognise_norm(module: nn.Module) -> Norm | None:
+    """What ``module`` computes, if it is such a norm and the native code has it."""
+    weight = module._parameters.get("weight")
+    others = [value for name, value in module.named_parameters() if name != "weight"]
+    if weight is None or others or weight.ndim != 1 or weight.dtype not in ELEMENTS or not weight.is_cpu:
+        return None
+    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return None
+    with probing() as generator:
+        # Rows of ordinary size, and rows so small that eps decides.
+        probe = torch.randn((4, weight.shape[0]), generator=generator)
+        probe = (probe * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]])).to(weight.dtype)
+        try:
+            wanted = module(probe.clone())
+        except Exception:  # it wants something else than hidden states
+            return None
+        if not isinstance(wanted, torch.Tensor):
+            return None
+        candidates = [
+            (0.0 if exact else 1.0, norm)
+            for norm in _candidates(module)
+            for found in [norm.apply(probe, weight)]
+            if all(map(close, found, wanted))
+            for exact in [torch.equal(found, wanted)]
+        ]
+        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
+
+
+def _candidates(module: nn.Module) -> Iterable[Norm]:
+    numbers = {float(value) for value in vars(module).values() if type(value) is float and 0 <= value < 0.1}
+    for eps in sorted(numbers):
+        for offset in (0.0, 1.0):
+            for round_first in (True, False):
+                yield Norm(eps, offset, round_first)
+
+
+def native_norm(module: nn.Module, norm: Norm) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A ``forward`` for ``module``, which computes ``norm``."""
+    weight, own = module.weight, module.forward
+    assert isinstance(weight, torch.Tensor)
+    if not weight.is_contiguous():
+        raise ValueError("the weight of a norm has gaps")
+    columns, dtype = weight.shape[0], weight.dtype
+    run = _native.RmsNorm(
+        ELEMENTS[dtype], weight.data_ptr(), columns, norm.eps, norm.offset, norm.round_first
+    )
+    empty_like = torch.empty_like
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not dtype or not x.is_contiguous() or x.shape[-1] != columns or not x.is_cpu:
+            result: torch.Tensor = own(x)
+            return result
+        out = empty_like(x)
+        run(x.data_ptr(), out.data_ptr(), x.numel() // columns)
+        return out
+
+    forward.__dict__["weight"] = weight  # keeps the memory that ``run`` reads
+    return forward

@@ -1,0 +1,85 @@
+"""Give a loaded model the native parts of a decoding step that its modules turn out to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from moechat.models.decode import attention
+from moechat.models.decode.norms import native_norm, recognise_norm
+from moechat.models.decode.rotary import recognise_rotary, with_rotary
+from moechat.models.decode.routers import native_router, recognise_router
+
+_MISSING = object()
+
+
+@dataclass
+class Quickened:
+    """What was recognised.
+
+    Attributes:
+        norms: Names of the modules.
+        rotary: Names of the attention modules.
+        routers: Names of the modules.
+        attention: Whether attention goes through the native code where it can.
+    """
+
+    norms: list[str] = field(default_factory=list)
+    rotary: list[str] = field(default_factory=list)
+    routers: list[str] = field(default_factory=list)
+    attention: bool = False
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Let the model compute everything as transformers does again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let ``module`` compute ``forward`` until :meth:`undo`."""
+        before = module.__dict__.get("forward", _MISSING)
+
+        def back() -> None:
+            if before is _MISSING:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+
+        self._undo.append(back)
+        module.__dict__["forward"] = forward
+
+
+def quicken(model: Any) -> Quickened:
+    """Recognise modules of ``model`` and let them compute natively.
+
+    Args:
+        model: A transformers model with its dense weights on the CPU.
+    """
+    done = Quickened()
+    for name, module in model.named_modules():
+        norm = recognise_norm(module)
+        if norm is not None:
+            done.replace(module, native_norm(module, norm))
+            done.norms.append(name)
+            continue
+        rule = recognise_router(module)
+        if rule is not None:
+            done.replace(module, native_router(module, rule))
+            done.routers.append(name)
+            continue
+        rotate = recognise_rotary(module)
+        if rotate is not None:
+            done.replace(module, with_rotary(module, rotate))
+            done.rotary.append(name)
+    attention.register()
+    config = model.config
+    before = config._attn_implementation
+    ours = attention.registered(before)
+    if ours is not None:
+        config._attn_implementation = ours
+        done._undo.append(lambda: setattr(config, "_attn_implementation", before))
+        done.attention = True
+    return done

@@ -1,0 +1,115 @@
+"""Rotary position embedding of queries and keys, recognised by what it computes.
+
+Families call a function of their own module, ``apply_rotary_pos_emb(q, k, cos, sin)``. An attention module
+gets a copy of its ``forward`` that finds another function under this name; the family's module stays as it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, close, probing
+
+_NAME = "apply_rotary_pos_emb"
+_WHOLE, _PART, _SHARED = "whole", "part", "shared"
+Rotate = Callable[..., Any]
+
+
+def recognise_rotary(module: nn.Module) -> Rotate | None:
+    """The function that ``module`` rotates queries and keys with, if its result is the native code's."""
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    own = forward.__globals__.get(_NAME)
+    if _NAME not in forward.__code__.co_names or not callable(own):
+        return None
+    with probing() as generator:
+        q = torch.randn((1, 3, 4, 32), generator=generator).transpose(1, 2)
+        k = torch.randn((1, 3, 1, 32), generator=generator).transpose(1, 2)
+        whole, half = (
+            torch.randn((2, 1, 3, 32), generator=generator),
+            torch.randn((2, 1, 3, 16), generator=generator),
+        )
+        kinds = {
+            kind
+            for kind, (cos, sin) in ((_WHOLE, whole), (_PART, half), (_SHARED, half))
+            if _same(native_rotary(own, {kind}), own, q, k, cos, sin)
+        }
+    return native_rotary(own, kinds) if kinds else None
+
+
+def _same(ours: Rotate, own: Rotate, *arguments: torch.Tensor) -> bool:
+    try:
+        wanted = own(*arguments)
+    except Exception:  # it does not take angles of this kind
+        return False
+    return len(wanted) == 2 and all(map(close, ours(*arguments), wanted))
+
+
+def with_rotary(module: nn.Module, rotate: Rotate) -> Callable[..., Any]:
+    """The ``forward`` of ``module`` with ``rotate`` in place of its family's function."""
+    own = type(module).forward
+    assert isinstance(own, FunctionType)
+    copy = FunctionType(
+        own.__code__, {**own.__globals__, _NAME: rotate}, own.__name__, own.__defaults__, own.__closure__
+    )
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return MethodType(copy, module)
+
+
+def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
+    """Rotates as ``own`` does; natively where few tokens of one sequence come with the usual order of axes.
+
+    Args:
+        own: The family's function.
+        kinds: What is known of it: what it does with an angle for each element of a head, with angles for the
+            first elements only, and with an angle for each pair.
+    """
+    turn = _native.rotate
+
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        dtype, shape, angles = q.dtype, q.shape, cos.shape[-1]
+        tokens, dim = shape[-2], shape[-1]
+        if angles == dim:
+            width = angles if _WHOLE in kinds else 0
+        elif 2 * angles == dim and _SHARED in kinds:
+            width = dim
+        else:
+            width = angles if angles < dim and _PART in kinds else 0
+        if (
+            rest
+            or named
+            or tokens > FEW_TOKENS
+            or width == 0
+            or width % 2
+            or not (k.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and dtype in ELEMENTS)
+            or not (q.is_cpu and cos.is_contiguous() and sin.is_contiguous())
+            or not len(shape) == k.ndim == 4
+            or not shape[0] == k.shape[0] == 1
+            or k.shape[-2:] != shape[-2:]
+            or cos.shape != (1, tokens, angles)
+            or sin.shape != cos.shape
+            or not q.stride(-1) == k.stride(-1) == 1
+        ):
+            return own(q, k, cos, sin, *rest, **named)
+        kind = ELEMENTS[dtype]
+        at = (cos.data_ptr(), sin.data_ptr(), angles, width)
+        turned = []
+        for x in (q, k):
+            heads = x.shape[1]
+            out = torch.empty((1, tokens, heads, dim), dtype=dtype)
+            _, head_stride, token_stride, _ = x.stride()
+            turn(kind, x.data_ptr(), token_stride, head_stride, out.data_ptr(), tokens, heads, dim, *at)
+            turned.append(out.transpose(1, 2))
+        return turned[0], turned[1]
+
+    return rotate

@@ -1,0 +1,210 @@
+"""Routers, recognised by what they choose and by the weights that they give.
+
+A router is a module of its own that takes hidden states and gives logits, indices and weights of the chosen
+experts, in whatever order. Those that first choose among groups of experts are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, probing, tolerance
+
+_PROBES = 48
+_SCORINGS = ("softmax", "sigmoid", "softmax-chosen")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a router makes of its logits.
+
+    Attributes:
+        scoring: ``softmax`` over all experts, ``sigmoid``, or ``softmax-chosen`` over the chosen ones alone.
+        chosen: Experts of a token.
+        correction: float32 ``[experts]``, added to the scores for the choice alone, or ``None``.
+        normalise: The weights of a token sum up to ``scale``.
+        scale: Multiplies the weights.
+        order: Where logits, weights and indices are in what the module returns.
+        logits_dtype: Type of the logits.
+        weights_dtype: Type of the weights.
+    """
+
+    scoring: str
+    chosen: int
+    correction: torch.Tensor | None
+    normalise: bool
+    scale: float
+    order: tuple[int, int, int]
+    logits_dtype: torch.dtype
+    weights_dtype: torch.dtype
+
+    def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 weights and indices ``[tokens, chosen]``, in torch."""
+        scores = logits.float()
+        if self.scoring == "softmax":
+            scores = scores.softmax(dim=-1)
+        elif self.scoring == "sigmoid":
+            scores = scores.sigmoid()
+        ranks = scores if self.correction is None else scores + self.correction
+        index = ranks.topk(self.chosen, dim=-1).indices
+        weights = scores.gather(1, index)
+        if self.scoring == "softmax-chosen":
+            weights = weights.softmax(dim=-1)
+        elif self.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale, index
+
+
+def recognise_router(module: nn.Module) -> Rule | None:
+    """What ``module`` does, if it is a router that the native code has."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    if weight is None or weight.ndim != 2 or weight.dtype not in ELEMENTS or not weight.is_cpu:
+        return None
+    if any(True for _ in module.children()) or not weight.is_contiguous():
+        return None
+    bias = module._parameters.get("bias")
+    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
+        return None
+    with probing() as generator:
+        hidden = torch.randn((_PROBES, weight.shape[1]), generator=generator)
+        spread = float((hidden @ weight.float().T).std(dim=-1).mean())
+        hidden = (hidden / spread if spread > 0 else hidden).to(weight.dtype)
+        try:
+            found = module(hidden.clone())
+        except Exception:  # it wants something else than hidden states
+            return None
+        parts = _parts(found, len(weight))
+        if parts is None:
+            return None
+        order, (logits, weights, index) = parts
+        wanted = torch.nn.functional.linear(
+            hidden.float(), weight.float(), None if bias is None else bias.float()
+        )
+        if not _near(logits, wanted, weight.dtype):
+            return None
+        vectors = [
+            tensor.detach().float().reshape(-1)
+            for tensor in [*module.buffers(), *module.parameters()]
+            if tensor is not bias and tensor.numel() == len(weight)
+        ]
+        for rule in _rules(order, logits, weights, index, vectors):
+            mine, chosen = rule.apply(logits)
+            scale = float((weights.float().sum() / mine.sum()).nan_to_num(1.0))
+            rule = replace(rule, scale=1.0 if abs(scale - 1) < 1e-3 else scale)
+            if _agrees(rule, logits, mine * rule.scale, chosen, weights.float(), index):
+                return rule
+    return None
+
+
+def _parts(
+    found: Any, experts: int
+) -> tuple[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
+    if not isinstance(found, tuple) or len(found) != 3:
+        return None
+    if not all(isinstance(item, torch.Tensor) and item.ndim == 2 and len(item) == _PROBES for item in found):
+        return None
+    index = [i for i, item in enumerate(found) if item.dtype is torch.int64]
+    floats = [i for i, item in enumerate(found) if item.dtype in ELEMENTS]
+    if len(index) != 1 or len(floats) != 2 or found[index[0]].shape[1] >= experts:
+        return None
+    logits = [i for i in floats if found[i].shape[1] == experts]
+    weights = [i for i in floats if found[i].shape == found[index[0]].shape]
+    if len(logits) != 1 or len(weights) != 1:
+        return None
+    order = (logits[0], weights[0], index[0])
+    return order, (found[order[0]], found[order[1]], found[order[2]])
+
+
+def _rules(
+    order: tuple[int, int, int],
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    vectors: list[torch.Tensor],
+) -> Iterator[Rule]:
+    for scoring in _SCORINGS:
+        for correction in (None, *vectors):
+            if scoring == "softmax-chosen" and correction is not None:
+                continue
+            for normalise in (False, True):
+                yield Rule(
+                    scoring, index.shape[1], correction, normalise, 1.0, order, logits.dtype, weights.dtype
+                )
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    size = float(wanted.abs().max())
+    return bool(((found.float() - wanted).abs() <= tolerance(dtype) * size).all())
+
+
+def _agrees(
+    rule: Rule,
+    logits: torch.Tensor,
+    mine: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+) -> bool:
+    """Whether the weights are the same for every token, and the logits of what was chosen.
+
+    Of experts with equal logits, which are common in 16-bit types, either may be chosen.
+    """
+    kind = torch.bfloat16 if torch.bfloat16 in (rule.logits_dtype, rule.weights_dtype) else rule.weights_dtype
+    if not _near(weights.sort(dim=-1).values, mine.sort(dim=-1).values, kind):
+        return False
+    picked, wanted = logits.gather(1, chosen), logits.gather(1, index)
+    return bool((picked.float().sort(dim=-1).values == wanted.float().sort(dim=-1).values).all())
+
+
+def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any]:
+    """A ``forward`` for ``module``, whose rule is ``rule``."""
+    weight, own, bias = module.weight, module.forward, module._parameters.get("bias")
+    assert isinstance(weight, torch.Tensor)
+    experts, hidden_size = weight.shape
+    dtype, chosen = weight.dtype, rule.chosen
+    correction = None if rule.correction is None else rule.correction.contiguous()
+    run = _native.Routing(
+        ELEMENTS[dtype],
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        experts,
+        hidden_size,
+        rule.scoring,
+        chosen,
+        0 if correction is None else correction.data_ptr(),
+        rule.normalise,
+        rule.scale,
+        ELEMENTS[rule.weights_dtype],
+        ELEMENTS[rule.logits_dtype],
+    )
+    most, empty = FEW_TOKENS * hidden_size, torch.empty
+    places = [rule.order.index(place) for place in range(3)]
+
+    def forward(hidden: torch.Tensor) -> Any:
+        count = hidden.numel()
+        if (
+            hidden.dtype is not dtype
+            or count > most
+            or hidden.shape[-1] != hidden_size
+            or not hidden.is_contiguous()
+            or not hidden.is_cpu
+        ):
+            return own(hidden)
+        tokens = count // hidden_size
+        logits = empty((tokens, experts), dtype=rule.logits_dtype)
+        weights = empty((tokens, chosen), dtype=rule.weights_dtype)
+        index = empty((tokens, chosen), dtype=torch.int64)
+        run(hidden.data_ptr(), tokens, logits.data_ptr(), index.data_ptr(), weights.data_ptr())
+        made = (logits, weights, index)
+        return made[places[0]], made[places[1]], made[places[2]]
+
+    forward.__dict__["kept"] = (weight, bias, correction)  # the memory that ``run`` reads
+    return forward

@@ -1,0 +1,225 @@
+// The small parts of a decoding step. A call takes a microsecond or two, so that checking arrays would cost
+// as much as the work: callers give addresses of memory whose type, size and layout they have checked
+// themselves.
+#include "kernels/decode.h"
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "kernels/sampling.h"
+
+namespace moechat {
+namespace {
+
+using Address = std::uint64_t;
+
+template <class T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
+}
+
+ElementType element_type(const std::string& name) {
+  if (name == "float32") return ElementType::kFloat32;
+  if (name == "bfloat16") return ElementType::kBfloat16;
+  if (name == "float16") return ElementType::kFloat16;
+  refuse("element type is '" + name + "'; it must be float32, bfloat16 or float16");
+}
+
+RouterScoring router_scoring(const std::string& name) {
+  if (name == "softmax") return RouterScoring::kSoftmax;
+  if (name == "sigmoid") return RouterScoring::kSigmoid;
+  if (name == "softmax-chosen") return RouterScoring::kSoftmaxChosen;
+  refuse("scoring is '" + name + "'; it must be softmax, sigmoid or softmax-chosen");
+}
+
+void require_positive(const char* name, std::int64_t value) {
+  if (value < 1) refuse(std::string(name) + " is " + std::to_string(value) + "; it must be at least 1");
+}
+
+struct Norm {
+  NormTask task;
+
+  void run(Address x, Address out, std::int64_t rows) const {
+    NormTask own = task;
+    own.x = at(x);
+    own.out = at(out);
+    const ReleaseGil released;
+    rms_norm(own, rows);
+  }
+};
+
+struct Attention {
+  AttendTask task;
+
+  void run(Address query, std::int64_t query_head, std::int64_t query_token, std::int64_t tokens, Address key,
+           std::int64_t key_head, std::int64_t key_token, Address tail, std::int64_t tail_token,
+           Address value, std::int64_t value_head, std::int64_t value_token, std::int64_t context,
+           Address visible, std::int64_t visible_token, Address out) const {
+    require_positive("tokens", tokens);
+    require_positive("context", context);
+    AttendTask own = task;
+    own.query = at(query);
+    own.query_head = query_head;
+    own.query_token = query_token;
+    own.tokens = tokens;
+    own.key = at(key);
+    own.key_head = key_head;
+    own.key_token = key_token;
+    own.tail = at(tail);
+    own.tail_head = 0;
+    own.tail_token = tail_token;
+    own.value = at(value);
+    own.value_head = value_head;
+    own.value_token = value_token;
+    own.context = context;
+    own.visible = at<const unsigned char>(visible);
+    own.visible_token = visible_token;
+    own.out = at(out);
+    const ReleaseGil released;
+    attend(own);
+  }
+};
+
+struct Routing {
+  RouteTask task;
+  RouterRule rule;
+
+  void run(Address x, std::int64_t tokens, Address logits, Address index, Address weights) const {
+    RouteTask own = task;
+    own.x = at(x);
+    own.tokens = tokens;
+    own.logits = at(logits);
+    const ReleaseGil released;
+    route(own, rule, at<std::int64_t>(index), at(weights));
+  }
+};
+
+void rotate_py(const std::string& type, Address x, std::int64_t token_stride, std::int64_t head_stride,
+               Address out, std::int64_t tokens, std::int64_t heads, std::int64_t dim, Address cos,
+               Address sin, std::int64_t angles, std::int64_t width) {
+  if (width % 2 != 0 || width > dim || (angles != width && 2 * angles != width)) {
+    refuse("a head of " + std::to_string(dim) + " elements cannot be rotated in its first " +
+           std::to_string(width) + " by " + std::to_string(angles) + " angles");
+  }
+  RotateTask task{};
+  task.type = element_type(type);
+  task.x = at(x);
+  task.token_stride = token_stride;
+  task.head_stride = head_stride;
+  task.out = at(out);
+  task.tokens = tokens;
+  task.heads = heads;
+  task.dim = dim;
+  task.cos = at(cos);
+  task.sin = at(sin);
+  task.angles = angles;
+  task.width = width;
+  const ReleaseGil released;
+  rotate(task);
+}
+
+std::int64_t largest_logit_py(const py::array& logits) {
+  const std::int64_t count = logits.size();
+  const float* from = checked<float>("logits", logits, {count});
+  const ReleaseGil released;
+  return largest_logit(from, count);
+}
+
+std::int64_t sample_py(const py::array& logits, float temperature, std::int64_t top_k, double top_p,
+                       double min_p, double where) {
+  const std::int64_t count = logits.size();
+  const float* from = checked<float>("logits", logits, {count});
+  if (!(temperature > 0.0f) || top_k < 0 || !(top_p > 0.0) || !(where >= 0.0 && where < 1.0)) {
+    refuse("temperature and top_p must be above 0, top_k at least 0, and where in [0, 1)");
+  }
+  const ReleaseGil released;
+  return sample(from, count, {temperature, top_k, top_p, min_p}, where);
+}
+
+}  // namespace
+
+void bind_decode(py::module_& m) {
+  py::class_<Norm>(m, "RmsNorm")
+      .def(py::init([](const std::string& type, Address weight, std::int64_t cols, float eps, float offset,
+                       bool round_first) {
+             require_positive("cols", cols);
+             return Norm{{element_type(type), nullptr, at(weight), nullptr, cols, eps, offset, round_first}};
+           }),
+           py::arg("type"), py::arg("weight"), py::arg("cols"), py::arg("eps"), py::arg("offset"),
+           py::arg("round_first"))
+      .def("__call__", &Norm::run, py::arg("x"), py::arg("out"), py::arg("rows"));
+
+  py::class_<Attention>(m, "Attention")
+      .def(py::init([](const std::string& type, std::int64_t kv_heads, std::int64_t group,
+                       std::int64_t key_dim, std::int64_t tail_dim, std::int64_t value_dim, float scale,
+                       Address sinks) {
+             require_positive("kv_heads", kv_heads);
+             require_positive("group", group);
+             require_positive("key_dim", key_dim);
+             require_positive("value_dim", value_dim);
+             if (tail_dim < 0) refuse("tail_dim is negative");
+             AttendTask task{};
+             task.type = element_type(type);
+             task.kv_heads = kv_heads;
+             task.group = group;
+             task.key_dim = key_dim;
+             task.tail_dim = tail_dim;
+             task.value_dim = value_dim;
+             task.scale = scale;
+             task.sinks = at<const float>(sinks);
+             return Attention{task};
+           }),
+           py::arg("type"), py::arg("kv_heads"), py::arg("group"), py::arg("key_dim"), py::arg("tail_dim"),
+           py::arg("value_dim"), py::arg("scale"), py::arg("sinks"))
+      .def("__call__", &Attention::run, py::arg("query"), py::arg("query_head"), py::arg("query_token"),
+           py::arg("tokens"), py::arg("key"), py::arg("key_head"), py::arg("key_token"), py::arg("tail"),
+           py::arg("tail_token"), py::arg("value"), py::arg("value_head"), py::arg("value_token"),
+           py::arg("context"), py::arg("visible"), py::arg("visible_token"), py::arg("out"));
+
+  py::class_<Routing>(m, "Routing")
+      .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,
+                       std::int64_t hidden, const std::string& scoring, std::int64_t chosen,
+                       Address correction, bool normalise, float scale, const std::string& weight_type,
+                       const std::string& logits_type) {
+             require_positive("experts", experts);
+             require_positive("hidden", hidden);
+             if (chosen < 1 || chosen > experts) {
+               refuse("chosen is " + std::to_string(chosen) + "; it must be between 1 and " +
+                      std::to_string(experts));
+             }
+             Routing routing{};
+             routing.task.type = element_type(type);
+             routing.task.weight = at(weight);
+             routing.task.bias = at(bias);
+             routing.task.experts = experts;
+             routing.task.hidden = hidden;
+             routing.task.logits_type = element_type(logits_type);
+             if (routing.task.logits_type != routing.task.type && logits_type != "float32") {
+               refuse("logits of type " + logits_type + " cannot be made of " + type);
+             }
+             routing.rule =
+                 RouterRule{router_scoring(scoring),  chosen, at<const float>(correction), normalise, scale,
+                            element_type(weight_type)};
+             return routing;
+           }),
+           py::arg("type"), py::arg("weight"), py::arg("bias"), py::arg("experts"), py::arg("hidden"),
+           py::arg("scoring"), py::arg("chosen"), py::arg("correction"), py::arg("normalise"),
+           py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"))
+      .def("__call__", &Routing::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),
+           py::arg("weights"));
+
+  m.def("rotate", &rotate_py, py::arg("type"), py::arg("x"), py::arg("token_stride"), py::arg("head_stride"),
+        py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("dim"), py::arg("cos"), py::arg("sin"),
+        py::arg("angles"), py::arg("width"));
+  m.def("largest_logit", &largest_logit_py, py::arg("logits"));
+  m.def("sample", &sample_py, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
+        py::arg("min_p"), py::arg("where"));
+}
+
+}  // namespace moechat

@@ -1,0 +1,168 @@
+#include "kernels/decode.h"
+
+#include <math.h>
+
+#include <atomic>
+#include <vector>
+
+#include "kernels/dispatch.h"
+#include "kernels/half.h"
+#include "kernels/thread_pool.h"
+
+namespace moechat {
+namespace {
+
+// Work below which waking another thread costs more than it brings: about 20 microseconds of one core.
+constexpr std::int64_t kNormElements = 1 << 16;
+constexpr std::int64_t kAttendProducts = 1 << 20;
+constexpr std::int64_t kRouteProducts = 1 << 17;
+constexpr std::int64_t kRouteRows = 16;
+
+// Slots of the pool's scratch memory; forward.cc has the first ones.
+enum Slot { kQueries = 32, kPartials, kUnitScratch };
+
+std::int64_t padded(std::int64_t count) { return (count + 15) / 16 * 16; }
+
+float element(ElementType type, const void* from, std::int64_t index) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return static_cast<const float*>(from)[index];
+    case ElementType::kBfloat16:
+      return half::from_bf16(static_cast<const std::uint16_t*>(from)[index]);
+    case ElementType::kFloat16:
+      return half::from_fp16(static_cast<const std::uint16_t*>(from)[index]);
+  }
+  return 0.0f;
+}
+
+void set_element(ElementType type, void* to, std::int64_t index, float value) {
+  switch (type) {
+    case ElementType::kFloat32:
+      static_cast<float*>(to)[index] = value;
+      return;
+    case ElementType::kBfloat16:
+      static_cast<std::uint16_t*>(to)[index] = half::to_bf16(value);
+      return;
+    case ElementType::kFloat16:
+      static_cast<std::uint16_t*>(to)[index] = half::to_fp16(value);
+      return;
+  }
+}
+
+// e^(x - largest), and their sum.
+float exponentials_of(const KernelTable& kernel, float* x, std::int64_t count) {
+  float most = x[0];
+  for (std::int64_t i = 1; i < count; ++i) most = x[i] > most ? x[i] : most;
+  kernel.decode->exponentials(x, count, most);
+  float sum = 0.0f;
+  for (std::int64_t i = 0; i < count; ++i) sum += x[i];
+  return sum;
+}
+
+}  // namespace
+
+void rms_norm(const NormTask& task, std::int64_t rows) {
+  const DecodeKernels& kernel = *kernels().decode;
+  if (rows * task.cols < kNormElements) return kernel.rms_norm(task, 0, rows);
+  ThreadPool::Session session;
+  const std::int64_t grain = kNormElements / task.cols / 4 + 1;
+  session.parallel_for(kMaxThreads, rows, grain,
+                       [&](std::int64_t begin, std::int64_t end) { kernel.rms_norm(task, begin, end); });
+}
+
+void rotate(const RotateTask& task) { kernels().decode->rotate(task); }
+
+void attend(const AttendTask& task) {
+  const DecodeKernels& kernel = *kernels().decode;
+  AttendShape shape{};
+  shape.query_width = padded(task.key_dim + task.tail_dim);
+  shape.value_width = padded(task.value_dim);
+  shape.rows = task.group * task.tokens;
+  shape.units = (task.context + kAttendKeys - 1) / kAttendKeys;
+  shape.partial = shape.value_width + 16;
+
+  ThreadPool::Session session;
+  float* queries = session.scratch<float>(kQueries, task.kv_heads * shape.rows * shape.query_width);
+  float* partials =
+      session.scratch<float>(kPartials, task.kv_heads * shape.units * shape.rows * shape.partial);
+  const std::int64_t units = task.kv_heads * shape.units;
+  const std::int64_t products =
+      task.kv_heads * shape.rows * task.context * (shape.query_width + shape.value_width);
+  int threads = products < kAttendProducts ? 1 : ThreadPool::num_threads();
+  if (threads > units) threads = static_cast<int>(units);
+  const std::int64_t each = padded(attend_scratch(shape));
+  float* scratch = session.scratch<float>(kUnitScratch, each * threads);
+
+  kernel.attend_queries(task, shape, queries);
+  std::atomic<std::int64_t> next{0};
+  session.parallel(threads, [&](int thread, int) {
+    for (;;) {
+      const std::int64_t unit = next.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= units) return;
+      kernel.attend_unit(task, shape, queries, unit / shape.units, unit % shape.units,
+                         scratch + each * thread, partials + unit * shape.rows * shape.partial);
+    }
+  });
+  kernel.attend_sum(task, shape, partials);
+}
+
+void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {
+  const KernelTable& kernel = kernels();
+  if (task.tokens * task.experts * task.hidden < kRouteProducts) {
+    kernel.decode->route(task, 0, task.experts);
+  } else {
+    ThreadPool::Session session;
+    session.parallel_for(kMaxThreads, task.experts, kRouteRows, [&](std::int64_t begin, std::int64_t end) {
+      kernel.decode->route(task, begin, end);
+    });
+  }
+  static thread_local std::vector<float> scores, ranks;
+  scores.resize(static_cast<std::size_t>(task.experts));
+  ranks.resize(static_cast<std::size_t>(task.experts));
+  const std::int64_t chosen = rule.chosen;
+  for (std::int64_t t = 0; t < task.tokens; ++t) {
+    float* score = scores.data();
+    float* rank = ranks.data();
+    for (std::int64_t e = 0; e < task.experts; ++e) {
+      score[e] = element(task.logits_type, task.logits, t * task.experts + e);
+    }
+    if (rule.scoring == RouterScoring::kSoftmax) {
+      const float sum = exponentials_of(kernel, score, task.experts);
+      for (std::int64_t e = 0; e < task.experts; ++e) score[e] /= sum;
+    } else if (rule.scoring == RouterScoring::kSigmoid) {
+      for (std::int64_t e = 0; e < task.experts; ++e) score[e] = -score[e];
+      kernel.decode->exponentials(score, task.experts, 0.0f);
+      for (std::int64_t e = 0; e < task.experts; ++e) score[e] = 1.0f / (1.0f + score[e]);
+    }
+    for (std::int64_t e = 0; e < task.experts; ++e) {
+      const float corrected = rule.correction == nullptr ? score[e] : score[e] + rule.correction[e];
+      // Not a number goes first, as torch ranks it, and so is seen.
+      rank[e] = corrected == corrected ? corrected : HUGE_VALF;
+    }
+    std::int64_t* best = index + t * chosen;
+    static thread_local std::vector<float> picked;
+    picked.resize(static_cast<std::size_t>(chosen));
+    for (std::int64_t k = 0; k < chosen; ++k) {
+      std::int64_t winner = -1;
+      for (std::int64_t e = 0; e < task.experts; ++e) {
+        if (rank[e] == rank[e] && (winner < 0 || rank[e] > rank[winner])) winner = e;
+      }
+      best[k] = winner;
+      picked[static_cast<std::size_t>(k)] = score[winner];
+      rank[winner] = NAN;  // taken
+    }
+    float divisor = 1.0f;
+    if (rule.scoring == RouterScoring::kSoftmaxChosen) {
+      divisor = exponentials_of(kernel, picked.data(), chosen);
+    } else if (rule.normalise) {
+      divisor = 0.0f;
+      for (const float weight : picked) divisor += weight;
+    }
+    for (std::int64_t k = 0; k < chosen; ++k) {
+      set_element(rule.weight_type, weights, t * chosen + k,
+                  picked[static_cast<std::size_t>(k)] / divisor * rule.scale);
+    }
+  }
+}
+
+}  // namespace moechat
