@@ -3,16 +3,18 @@
     PYTHON scripts/llama_worker.py about             versions, and what the build uses, as JSON
     PYTHON scripts/llama_worker.py serve FILE.gguf   answers requests, see worker.py
 
-llama.cpp is called below its Python classes, so that nothing but its own work is timed. Attention runs with and
-without the flash form; whichever is faster here is measured, for single tokens and for prompts apart.
+llama.cpp is called below its Python classes, so that nothing but its own work is timed. Attention runs with
+and without the flash form; whichever is faster here is measured, for single tokens and for prompts apart.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import time
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ class LlamaModel:
         for piece in pieces[2:]:
             self._feed(handle, piece)
             times.append(time.perf_counter())
-        spent = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+        spent = [1e3 * (b - a) for a, b in pairwise(times)]
         return {"rate": tokens / (times[-1] - times[0]), "ms": spent}
 
     def finite(self) -> bool:
@@ -152,8 +154,6 @@ def main() -> None:
     """See the module."""
     llama_cpp.llama_log_set(_errors_only, ctypes.c_void_p())
     if sys.argv[1] == "about":
-        import json
-
         print(json.dumps(about()))
         return
     models: list[LlamaModel] = []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +55,7 @@ class Worker:
             WorkerError: There is no such program.
         """
         self.name = name
-        self._stderr = tempfile.TemporaryFile(mode="w+b")
+        self._stderr = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 - closed with the process
         try:
             self._process = subprocess.Popen(
                 list(command),
@@ -79,10 +80,8 @@ class Worker:
             self._process.kill()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(OSError):
             self._process.stdin.close()
-        except OSError:
-            pass
         self._process.wait()
         self._process.stdout.close()
         self._stderr.close()
