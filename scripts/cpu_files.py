@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gguf_shapes import FORMATS, GgufPlan, plan_gguf
-from worker import Worker, WorkerError
+from worker import Worker
 
 from moechat.hub.known_shapes import shape_names, shape_values
 
 _HERE = Path(__file__).resolve().parent
 _SLACK = 1 << 30
+_PIECE = 1 << 22
 # Neurons of an expert in the file that shows what the rest of the model takes: a block of Q4_K.
 THIN = 256
 
@@ -141,6 +142,7 @@ class Files:
 
     def __init__(self, work: Path) -> None:
         self.work = work
+        self._stores: dict[str, Path] = {}
 
     def gguf(self, model: Model, kind: str, neurons: int | None = None) -> Path:
         """Path of a GGUF file; the name changes with what is in it."""
@@ -148,9 +150,9 @@ class Files:
         thin = "" if neurons is None else f"-{neurons}n"
         return self.work / f"{model.label}{thin}-{kind}-{plan.fingerprint}.gguf"
 
-    def store(self, name: str) -> Path:
-        """Path of a store with the name that its worker gave it."""
-        return self.work / "stores" / name
+    def store(self, model: Model) -> Path:
+        """Path of a model's store, once :func:`prepare` has found it."""
+        return self._stores[model.label]
 
     @contextmanager
     def moechat_worker(self, name: str, isa: str | None = None) -> Iterator[Worker]:
@@ -161,10 +163,12 @@ class Files:
         with Worker(name, [sys.executable, str(_HERE / "moechat_worker.py")], environment) as worker:
             yield worker
 
-    def store_of(self, worker: Worker, model: Model) -> tuple[Path, int]:
-        """Path and size of a model's store."""
+    def find_store(self, worker: Worker, model: Model) -> int:
+        """Ask how a model's store is called; returns its size."""
         found = worker.ask("sizes", name=model.name, config=dict(model.config), layers=model.layers)
-        return self.store(found["name"]), found["nbytes"]
+        self._stores[model.label] = self.work / "stores" / found["name"]
+        nbytes: int = found["nbytes"]
+        return nbytes
 
 
 def has_thin(model: Model) -> bool:
@@ -191,23 +195,26 @@ def prepare(
             wanted += [(files.gguf(model, kind, thin), model.plan(kind, thin)) for kind, thin in kinds]
     sizes: dict[str, int] = {}
     with files.moechat_worker("moechat") as worker:
-        stores = [(model, *files.store_of(worker, model)) for model in models]
-        needed = sum(nbytes for _, path, nbytes in stores if not (path / "manifest.json").exists())
+        stores = [(model, files.find_store(worker, model)) for model in models]
+        missing = [(model, nbytes) for model, nbytes in stores if not _is_complete(files.store(model))]
+        needed = sum(nbytes for _, nbytes in missing)
         needed += sum(plan.nbytes for path, plan in wanted if not path.exists())
         free = shutil.disk_usage(files.work).free
-        say(f"{needed / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free in {files.work}")
+        if needed:
+            say(f"{needed / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free in {files.work}")
         if needed and needed + _SLACK > free:
             raise BenchError(
                 f"the disk of {files.work} has {free / 1e9:.1f} GB free, {(needed + _SLACK) / 1e9:.1f} GB "
                 "are needed; use fewer models or layers, or another --work"
             )
-        for model, path, nbytes in stores:
-            if not path.exists():
-                say(f"writing {path.name}, {nbytes / 1e9:.2f} GB")
+        for model, nbytes in missing:
+            path = files.store(model)
+            say(f"writing {path.name}, {nbytes / 1e9:.2f} GB")
             worker.ask(
                 "prepare", name=model.name, config=dict(model.config), layers=model.layers, path=str(path)
             )
-            sizes[path.name] = sum(file.stat().st_size for file in path.iterdir())
+    for model in models:
+        sizes[files.store(model).name] = sum(file.stat().st_size for file in files.store(model).iterdir())
     for path, plan in wanted:
         if not path.exists():
             assert llama is not None
@@ -215,6 +222,11 @@ def prepare(
             _write_gguf(llama, plan, path)
         sizes[path.name] = path.stat().st_size
     return sizes
+
+
+def _is_complete(store: Path) -> bool:
+    # The manifest is written last.
+    return (store / "manifest.json").is_file()
 
 
 def _write_gguf(llama: LlamaPython, plan: GgufPlan, path: Path) -> None:
@@ -229,23 +241,8 @@ def _write_gguf(llama: LlamaPython, plan: GgufPlan, path: Path) -> None:
 
 def page_in(path: Path) -> None:
     """Read a file, or all files of a directory, so that its pages are in memory."""
+    piece = bytearray(_PIECE)
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         with file.open("rb", buffering=0) as source:
-            while source.readinto(_BUFFER):
+            while source.readinto(piece):
                 pass
-
-
-_BUFFER = bytearray(1 << 22)
-
-__all__ = [
-    "THIN",
-    "BenchError",
-    "Files",
-    "LlamaPython",
-    "Model",
-    "WorkerError",
-    "has_thin",
-    "page_in",
-    "parse_models",
-    "prepare",
-]

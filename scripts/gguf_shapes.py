@@ -180,6 +180,6 @@ def plan_gguf(
         "vocab_size": vocabulary,
     }
     # Tokens are given as numbers, so there is no vocabulary of texts.
-    metadata = {"tokenizer.ggml.model": "no_vocab"}
+    metadata: dict[str, int | float | str] = {"tokenizer.ggml.model": "no_vocab"}
     metadata |= {f"{architecture}.{key}": value for key, value in own.items()}
     return GgufPlan(architecture, metadata, tuple(tensors))

@@ -113,7 +113,7 @@ class MoechatModel:
         """
         self._use(threads)
         bench, geometry = self._bench, self._bench.store.geometry
-        layers = [part.module._moechat_layer for part in bench.parts]
+        layers: list[Any] = [part.module._moechat_layer for part in bench.parts]
         x = torch.randn(1, self._hidden)
         weights = torch.full((1, bench.top_k), 1.0 / bench.top_k)
         choices = [

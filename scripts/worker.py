@@ -55,6 +55,7 @@ class Worker:
             WorkerError: There is no such program.
         """
         self.name = name
+        self._doing = ""
         self._stderr = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 - closed with the process
         try:
             self._process = subprocess.Popen(
@@ -92,20 +93,35 @@ class Worker:
         Raises:
             WorkerError: It failed, or the process has ended.
         """
+        self.post(do, **arguments)
+        return self.answer()
+
+    def post(self, do: str, **arguments: Any) -> None:
+        """Let it begin to call a function; :meth:`answer` must follow."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
+        self._doing = do
+        with suppress(OSError):  # what became of the process is told when it should answer
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
+
+    def answer(self) -> dict[str, Any]:
+        """What the function of the last :meth:`post` returned.
+
+        Raises:
+            WorkerError: It failed, or the process has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise WorkerError(f"{self.name} ended with status {status} at {do!r}; it said: {self._said()}")
+            raise WorkerError(
+                f"{self.name} ended with status {status} at {self._doing!r}; it said: {self._said()}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerError(f"{self.name} failed at {do!r}: {answer['error']}; it said: {self._said()}")
+            raise WorkerError(
+                f"{self.name} failed at {self._doing!r}: {answer['error']}; it said: {self._said()}"
+            )
         return answer
 
     def _said(self) -> str:
