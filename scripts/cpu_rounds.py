@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from cpu_files import Model, Say
-from cpu_systems import Settings, System
+from cpu_files import Files, LlamaPython, Model, Say
+from cpu_systems import Settings, System, Systems, groups
 
 from moechat import _native
 from moechat.hardware.measure_cpu import last_cache_bytes
@@ -26,6 +26,7 @@ class Turn:
         what: ``decode``, ``prompt`` or ``experts``.
         size: Tokens of the context or prompt; 0 for experts.
         threads: Used.
+        session: From 0: systems of other sessions were not loaded at the same time.
         round: From 0.
         rate: Tokens a second; for experts bytes a second.
         before: Streaming bytes a second just before.
@@ -37,6 +38,7 @@ class Turn:
     what: str
     size: int
     threads: int
+    session: int
     round: int
     rate: float
     before: float
@@ -82,8 +84,8 @@ class Comparison:
         self._model, self._settings, self._say = model, settings, say
         self._systems, self._streaming = systems, streaming
 
-    def run(self) -> dict[str, Any]:
-        """Measure in rounds; returns facts of the systems and every turn."""
+    def run(self, session: int) -> list[Turn]:
+        """Measure in rounds."""
         turns: list[Turn] = []
         for number in range(self._settings.rounds):
             for threads in reversed(self._settings.threads):
@@ -96,6 +98,7 @@ class Comparison:
                     turns.append(
                         Turn(
                             **asdict(step),
+                            session=session,
                             round=number,
                             rate=rate,
                             before=before,
@@ -105,16 +108,7 @@ class Comparison:
                     )
                     self._say(self._line(turns[-1]))
                     before = after
-        return {
-            "name": self._model.name,
-            "layers": self._model.layers,
-            "all_layers": self._model.config["num_hidden_layers"],
-            "systems": {
-                name: {"active_bytes": system.active_bytes, **system.about}
-                for name, system in self._systems.items()
-            },
-            "turns": [asdict(turn) for turn in turns],
-        }
+        return turns
 
     def _line(self, turn: Turn) -> str:
         what = turn.what + (f" {turn.size}" if turn.size else "")
@@ -160,3 +154,31 @@ class Comparison:
         if step.what == "experts":
             return worker.ask("experts", threads=step.threads, tokens=self._settings.tokens)
         return worker.ask("decode", threads=step.threads, context=step.size, tokens=self._settings.tokens)
+
+
+def measure(
+    files: Files,
+    model: Model,
+    settings: Settings,
+    llama: LlamaPython | None,
+    ours: bool,
+    streaming: Streaming,
+    say: Say,
+) -> dict[str, Any]:
+    """Measure everything of one model; returns facts of the systems, and every turn."""
+    facts: dict[str, Any] = {}
+    turns: list[Turn] = []
+    for session, formats in enumerate(groups(files, model, settings, llama, ours)):
+        with Systems(files, model, settings, formats, llama, ours, say) as loaded:
+            turns += Comparison(model, settings, loaded.systems, streaming, say).run(session)
+            facts |= {
+                name: {"active_bytes": system.active_bytes, **system.about}
+                for name, system in loaded.systems.items()
+            }
+    return {
+        "name": model.name,
+        "layers": model.layers,
+        "all_layers": model.config["num_hidden_layers"],
+        "systems": facts,
+        "turns": [asdict(turn) for turn in turns],
+    }

@@ -18,7 +18,9 @@ from worker import Worker
 from moechat import _native
 
 _ARRANGEMENTS = "llama.json"
-_MEMORY_SLACK = 2 << 30
+_MEMORY_SLACK = 3 << 29
+# Of a process, beside what it maps: code, attention cache, workspace, packed dense weights.
+_MOECHAT_BYTES, _LLAMA_BYTES = 5 << 28, 3 << 28
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,17 @@ class Systems:
     """
 
     def __init__(
-        self, files: Files, model: Model, settings: Settings, llama: LlamaPython | None, ours: bool, say: Say
+        self,
+        files: Files,
+        model: Model,
+        settings: Settings,
+        formats: tuple[str, ...],
+        llama: LlamaPython | None,
+        ours: bool,
+        say: Say,
     ) -> None:
         self._files, self._model, self._settings, self._say = files, model, settings, say
-        self._llama, self._ours = llama, ours
+        self._formats, self._llama, self._ours = formats, llama, ours
         self.systems: dict[str, System] = {}
         self._stack = ExitStack()
 
@@ -118,11 +127,10 @@ class Systems:
         parts: list[_Part] = []
         if self._ours:
             parts += [self._moechat(isa) for isa in settings.isas]
-        if self._llama is not None:
-            for kind in settings.formats:
-                parts += self._gguf(kind, None)
-                if kind == first and has_thin(self._model):
-                    parts += self._gguf(kind, THIN)
+        for kind in self._formats:
+            parts += self._gguf(kind, None)
+            if kind == first and has_thin(self._model):
+                parts += self._gguf(kind, THIN)
         facts = [part.worker.answer() for part in parts]
         for part, about in zip(parts, facts, strict=True):
             if part.plan is not None and about["nbytes"] != part.plan.nbytes:
@@ -142,16 +150,13 @@ class Systems:
         """A process for decode and one for prompts, or one for both, where the same arrangement is best."""
         assert self._llama is not None
         path, plan = self._files.gguf(self._model, kind, neurons), self._model.plan(kind, neurons)
-        wanted, name = self._settings.repack, kind if neurons is None else f"{kind} thin"
-        ways = dict.fromkeys(("decode", "prompt"), wanted == "on")
-        if wanted == "auto":
-            ways = Arrangements(self._files).of(self._files.gguf(self._model, kind))
+        name = kind if neurons is None else f"{kind} thin"
+        ways = _ways(self._files, self._model, self._settings, kind)
         if neurons is not None:
             del ways["prompt"]
         page_in(path)
         parts = []
         for way in sorted(set(ways.values())):
-            _require_memory(plan.nbytes if way else 0, path.name)
             worker = self._stack.enter_context(llama_worker(self._llama, f"llama.cpp {name}", path))
             worker.post("load", path=str(path), threads=max(self._settings.threads), repack=way)
             whats = tuple(what for what, chosen in ways.items() if chosen == way)
@@ -181,6 +186,48 @@ class Systems:
                 system.about[key] = value
         system.workers.update(dict.fromkeys(part.whats, part.worker))
         self._say(f"{self._model.name}: {part.name} loaded for {' and '.join(part.whats)}")
+
+
+def groups(
+    files: Files, model: Model, settings: Settings, llama: LlamaPython | None, ours: bool
+) -> list[tuple[str, ...]]:
+    """Formats that are measured beside moechat at the same time: all, or one after the other where the memory
+    is too small for all.
+
+    Raises:
+        BenchError: It is too small for one.
+    """
+    if llama is None:
+        return [()]
+    store = sum(file.stat().st_size for file in files.store(model).iterdir())
+    fixed = _MEMORY_SLACK + (store + len(settings.isas) * _MOECHAT_BYTES if ours else 0)
+    needed = {kind: _gguf_memory(files, model, settings, kind) for kind in settings.formats}
+    free = psutil.virtual_memory().available
+    if fixed + sum(needed.values()) <= free:
+        return [settings.formats]
+    kind = max(needed, key=lambda name: needed[name])
+    if fixed + needed[kind] > free:
+        raise BenchError(
+            f"{model.name} needs {(fixed + needed[kind]) / 1e9:.1f} GB of memory to be measured with {kind}, "
+            f"{free / 1e9:.1f} GB are available; use fewer layers"
+        )
+    return [(name,) for name in settings.formats]
+
+
+def _gguf_memory(files: Files, model: Model, settings: Settings, kind: str) -> int:
+    """Of all processes with this format: the mapped file, and a copy of it where the order is another."""
+    ways = set(_ways(files, model, settings, kind).values())
+    needed = len(ways) * (model.plan(kind).nbytes + _LLAMA_BYTES)
+    if kind == FORMATS[0] and has_thin(model):
+        needed += model.plan(kind, THIN).nbytes + _LLAMA_BYTES
+    return needed
+
+
+def _ways(files: Files, model: Model, settings: Settings, kind: str) -> dict[str, bool]:
+    """Whether llama.cpp reorders the weights, by what is measured."""
+    if settings.repack == "auto":
+        return Arrangements(files).of(files.gguf(model, kind))
+    return dict.fromkeys(("decode", "prompt"), settings.repack == "on")
 
 
 def llama_worker(llama: LlamaPython, name: str, path: Path) -> Worker:

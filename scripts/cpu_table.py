@@ -84,17 +84,21 @@ class Figures:
 
     def ratios(self, system: str, other: str, what: str, size: int, threads: int) -> Spread | None:
         """Speed as a multiple of another system's in the same round."""
-        theirs = {turn["round"]: turn["rate"] for turn in self._of(other, what, size, threads)}
+        theirs = {_when(turn): turn["rate"] for turn in self._of(other, what, size, threads)}
         return spread(
             [
-                turn["rate"] / theirs[turn["round"]]
+                turn["rate"] / theirs[_when(turn)]
                 for turn in self._of(system, what, size, threads)
-                if turn["round"] in theirs
+                if _when(turn) in theirs
             ]
         )
 
     def _of(self, system: str, what: str, size: int, threads: int) -> list[Mapping[str, Any]]:
         return self._turns.get((system, what, size, threads), [])
+
+
+def _when(turn: Mapping[str, Any]) -> tuple[int, int]:
+    return turn["session"], turn["round"]
 
 
 def _stream(turn: Mapping[str, Any]) -> float:

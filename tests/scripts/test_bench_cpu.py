@@ -282,6 +282,7 @@ def turn(system: str, what: str, size: int, number: int, rate: float, stream: fl
         "what": what,
         "size": size,
         "threads": 2,
+        "session": 0,
         "round": number,
         "rate": rate,
         "before": 0.9 * stream,
