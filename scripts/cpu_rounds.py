@@ -148,12 +148,13 @@ class Comparison:
         return steps
 
     def _measure(self, step: _Step) -> dict[str, Any]:
-        worker = self._systems[step.system].workers[step.what]
+        worker, told = self._systems[step.system].workers[step.what]
+        arguments: dict[str, Any] = {"threads": step.threads, **told}
         if step.what == "prompt":
-            return worker.ask("prompt", threads=step.threads, length=step.size)
-        if step.what == "experts":
-            return worker.ask("experts", threads=step.threads, tokens=self._settings.tokens)
-        return worker.ask("decode", threads=step.threads, context=step.size, tokens=self._settings.tokens)
+            return worker.ask("prompt", length=step.size, **arguments)
+        if step.what == "decode":
+            arguments["context"] = step.size
+        return worker.ask(step.what, tokens=self._settings.tokens, **arguments)
 
 
 def measure(
@@ -171,10 +172,7 @@ def measure(
     for session, formats in enumerate(groups(files, model, settings, llama, ours)):
         with Systems(files, model, settings, formats, llama, ours, say) as loaded:
             turns += Comparison(model, settings, loaded.systems, streaming, say).run(session)
-            facts |= {
-                name: {"active_bytes": system.active_bytes, **system.about}
-                for name, system in loaded.systems.items()
-            }
+            facts |= {name: system.about for name, system in loaded.systems.items()}
     return {
         "name": model.name,
         "layers": model.layers,

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from cpu_files import THIN, BenchError, Files, LlamaPython, Model, Say, has_thin, page_in
+from cpu_llama import DEFAULT_WAY, MEASURED, Way, Ways, llama_worker
 from gguf_shapes import FORMATS, GgufPlan
 from worker import Worker
 
 from moechat import _native
 
-_ARRANGEMENTS = "llama.json"
 _MEMORY_SLACK = 3 << 29
 # Of a process, beside what it maps: code, attention cache, workspace, packed dense weights.
 _MOECHAT_BYTES, _LLAMA_BYTES = 5 << 28, 3 << 28
@@ -36,7 +34,7 @@ class Settings:
         contexts: Tokens before them: the first in every round, others once.
         prompts: Lengths: all in every round with the most threads, the first also with fewer, once.
         options: ``dense_bits`` and ``activation_bits`` for moechat.
-        repack: Whether llama.cpp may reorder weights: ``on``, ``off``, or ``auto``, what was faster.
+        best: llama.cpp runs as is fastest here, not by its own defaults.
     """
 
     isas: tuple[str, ...]
@@ -47,7 +45,7 @@ class Settings:
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
     options: Mapping[str, Any]
-    repack: str
+    best: bool
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,13 @@ class System:
 
     Attributes:
         name: See :class:`Turn`.
-        workers: By what they measure; llama.cpp may need two arrangements for decode and prompt.
+        workers: By what they measure, with what each is told beside; llama.cpp may be fastest in two ways.
         active_bytes: Of weights that a token reads.
         about: Facts.
     """
 
     name: str
-    workers: dict[str, Worker]
+    workers: dict[str, tuple[Worker, dict[str, Any]]]
     active_bytes: int
     about: dict[str, Any]
 
@@ -75,17 +73,15 @@ class _Part:
         name: Of its system.
         worker: It.
         path: What it loads.
-        whats: What it will measure.
+        whats: What it will measure, and what it is told for it.
         plan: Of a GGUF file.
-        repack: With llama.cpp's own order of weights.
     """
 
     name: str
     worker: Worker
     path: Path
-    whats: tuple[str, ...]
+    whats: dict[str, dict[str, Any]]
     plan: GgufPlan | None = None
-    repack: bool = False
 
 
 class Systems:
@@ -144,7 +140,7 @@ class Systems:
         page_in(path)
         worker = self._stack.enter_context(self._files.moechat_worker(f"moechat {isa}", isa))
         worker.post("load", path=str(path), threads=max(settings.threads), options=dict(settings.options))
-        return _Part(f"moechat {isa}", worker, path, ("decode", "prompt", "experts"))
+        return _Part(f"moechat {isa}", worker, path, {"decode": {}, "prompt": {}, "experts": {}})
 
     def _gguf(self, kind: str, neurons: int | None) -> list[_Part]:
         """A process for decode and one for prompts, or one for both, where the same arrangement is best."""
@@ -156,35 +152,29 @@ class Systems:
             del ways["prompt"]
         page_in(path)
         parts = []
-        for way in sorted(set(ways.values())):
+        for repack in sorted({way.repack for way in ways.values()}):
             worker = self._stack.enter_context(llama_worker(self._llama, f"llama.cpp {name}", path))
-            worker.post("load", path=str(path), threads=max(self._settings.threads), repack=way)
-            whats = tuple(what for what, chosen in ways.items() if chosen == way)
-            parts.append(_Part(name, worker, path, whats, plan, way))
+            worker.post("load", path=str(path), threads=max(self._settings.threads), repack=repack)
+            whats = {what: {"attention": way.attention} for what, way in ways.items() if way.repack == repack}
+            parts.append(_Part(name, worker, path, whats, plan))
         return parts
 
     def _warm(self, part: _Part, about: dict[str, Any]) -> None:
         most = max(self._settings.threads)
-        if part.plan is None:
-            part.worker.ask("prompt", threads=most, length=32)
-            part.worker.ask("decode", threads=most, context=8, tokens=4)
-            active = about.pop("active_bytes")
-        else:
-            chosen = part.worker.ask("choose", threads=most, prompt=64, tokens=8)
-            active = part.plan.active_bytes
-            about = {
-                "expert_active_bytes": part.plan.expert_active_bytes,
-                "repack": dict.fromkeys(part.whats, part.repack),
-                "attention": {what: chosen["attention"][what] for what in part.whats},
-                "attention_tried": {what: chosen["tried"][what] for what in part.whats},
-            }
-        system = self.systems.setdefault(part.name, System(part.name, {}, active, {}))
-        for key, value in about.items():
-            if isinstance(value, dict):
-                system.about.setdefault(key, {}).update(value)
-            else:
-                system.about[key] = value
-        system.workers.update(dict.fromkeys(part.whats, part.worker))
+        for what, told in part.whats.items():
+            if what == "prompt":
+                part.worker.ask("prompt", threads=most, length=32, **told)
+            elif what == "decode":
+                part.worker.ask("decode", threads=most, context=8, tokens=4, **told)
+        if part.plan is not None:
+            about["active_bytes"] = part.plan.active_bytes
+            about["expert_active_bytes"] = part.plan.expert_active_bytes
+            about["ways"] = {what: {"repack": about["repack"], **told} for what, told in part.whats.items()}
+            del about["repack"]
+        system = self.systems.setdefault(part.name, System(part.name, {}, about["active_bytes"], {}))
+        ways = {**system.about.get("ways", {}), **about.get("ways", {})}
+        system.about.update(about, **({"ways": ways} if ways else {}))
+        system.workers.update({what: (part.worker, told) for what, told in part.whats.items()})
         self._say(f"{self._model.name}: {part.name} loaded for {' and '.join(part.whats)}")
 
 
@@ -216,86 +206,18 @@ def groups(
 
 def _gguf_memory(files: Files, model: Model, settings: Settings, kind: str) -> int:
     """Of all processes with this format: the mapped file, and a copy of it where the order is another."""
-    ways = set(_ways(files, model, settings, kind).values())
+    ways = {way.repack for way in _ways(files, model, settings, kind).values()}
     needed = len(ways) * (model.plan(kind).nbytes + _LLAMA_BYTES)
     if kind == FORMATS[0] and has_thin(model):
         needed += model.plan(kind, THIN).nbytes + _LLAMA_BYTES
     return needed
 
 
-def _ways(files: Files, model: Model, settings: Settings, kind: str) -> dict[str, bool]:
-    """Whether llama.cpp reorders the weights, by what is measured."""
-    if settings.repack == "auto":
-        return Arrangements(files).of(files.gguf(model, kind))
-    return dict.fromkeys(("decode", "prompt"), settings.repack == "on")
-
-
-def llama_worker(llama: LlamaPython, name: str, path: Path) -> Worker:
-    """A process for llama.cpp."""
-    script = Path(__file__).resolve().parent / "llama_worker.py"
-    return Worker(name, [llama.path, str(script), "serve", str(path)], {})
-
-
-class Arrangements:
-    """Whether llama.cpp is faster with its own order of weights, by file; measured once, when preparing."""
-
-    def __init__(self, files: Files) -> None:
-        self._path = files.work / _ARRANGEMENTS
-        self._known: dict[str, dict[str, Any]] = {}
-        if self._path.exists():
-            self._known = json.loads(self._path.read_text("utf-8"))
-
-    def of(self, path: Path) -> dict[str, bool]:
-        """For ``decode`` and ``prompt``.
-
-        Raises:
-            BenchError: It was not measured.
-        """
-        found = self._known.get(path.name)
-        if found is None:
-            raise BenchError(f"it is not known how {path.name} is fastest: run with --prepare first")
-        return dict(found["repack"])
-
-    def measure(self, llama: LlamaPython, path: Path, threads: int, rounds: int) -> dict[str, Any]:
-        """Try both ways in turns, and note which is faster."""
-        page_in(path)
-        _require_memory(path.stat().st_size, path.name)
-        rates: dict[str, dict[bool, list[float]]] = {
-            what: {True: [], False: []} for what in ("decode", "prompt")
-        }
-        with ExitStack() as stack:
-            workers = {}
-            for way in (True, False):
-                workers[way] = stack.enter_context(llama_worker(llama, f"llama.cpp {path.name}", path))
-                workers[way].ask("load", path=str(path), threads=threads, repack=way)
-                workers[way].ask("choose", threads=threads, prompt=64, tokens=8)
-            for _ in range(rounds):
-                for way, worker in workers.items():
-                    rates["decode"][way].append(
-                        worker.ask("decode", threads=threads, context=32, tokens=16)["rate"]
-                    )
-                    rates["prompt"][way].append(worker.ask("prompt", threads=threads, length=128)["rate"])
-        best = {what: max(ways, key=lambda way: float(np.median(ways[way]))) for what, ways in rates.items()}
-        found = {
-            "repack": best,
-            "rates": {
-                what: {"on" if way else "off": values for way, values in ways.items()}
-                for what, ways in rates.items()
-            },
-        }
-        self._known[path.name] = found
-        self._path.write_text(json.dumps(self._known, indent=1), "utf-8")
-        return found
-
-
-def _require_memory(nbytes: int, name: str) -> None:
-    """Refuse what would make the system swap or drop the other models' pages."""
-    free = psutil.virtual_memory().available
-    if nbytes + _MEMORY_SLACK > free:
-        raise BenchError(
-            f"{name} needs {(nbytes + _MEMORY_SLACK) / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
-            "available; use fewer layers or formats"
-        )
+def _ways(files: Files, model: Model, settings: Settings, kind: str) -> dict[str, Way]:
+    """How llama.cpp runs, by what is measured."""
+    if settings.best:
+        return Ways(files).of(files.gguf(model, kind))
+    return dict.fromkeys(MEASURED, DEFAULT_WAY)
 
 
 def check_isas(names: Sequence[str]) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
     PYTHON scripts/llama_worker.py about             versions, and what the build uses, as JSON
     PYTHON scripts/llama_worker.py serve FILE.gguf   answers requests, see worker.py
 
-llama.cpp is called below its Python classes, so that nothing but its own work is timed. Attention runs with
-and without the flash form; whichever is faster here is measured, for single tokens and for prompts apart.
+llama.cpp is called below its Python classes, so that nothing but its own work is timed.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from worker import serve
 
 _CONTEXT = 1024
 _FORMS = {
+    "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "plain": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
     "flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
 }
@@ -73,7 +73,6 @@ class LlamaModel:
             if not context:
                 raise RuntimeError(f"llama.cpp makes no context of {_CONTEXT} tokens for {path}")
             self._contexts[name] = context
-        self._best = {"decode": "plain", "prompt": "plain"}
         self._generator = np.random.default_rng(0)
 
     @property
@@ -81,28 +80,17 @@ class LlamaModel:
         """Of all tensors, as llama.cpp counts them."""
         return int(llama_cpp.llama_model_size(self._model))
 
-    def choose(self, threads: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Find the faster form of attention; returns tokens a second of both."""
-        found: dict[str, dict[str, float]] = {"decode": {}, "prompt": {}}
-        for name in _FORMS:
-            self._best = {"decode": name, "prompt": name}
-            self.prompt(threads, 32)  # warm
-            found["prompt"][name] = self.prompt(threads, prompt)["rate"]
-            found["decode"][name] = self.decode(threads, 32, tokens)["rate"]
-        self._best = {what: max(rates, key=lambda name: rates[name]) for what, rates in found.items()}
-        return {"attention": dict(self._best), "tried": found}
-
-    def prompt(self, threads: int, length: int) -> dict[str, Any]:
+    def prompt(self, threads: int, length: int, attention: str) -> dict[str, Any]:
         """Compute a prompt from an empty context; tokens a second."""
-        context = self._empty("prompt", threads)
+        context = self._empty(attention, threads)
         tokens = self._random(length)
         started = time.perf_counter()
         self._feed(context, tokens)
         return {"rate": length / (time.perf_counter() - started)}
 
-    def decode(self, threads: int, context: int, tokens: int) -> dict[str, Any]:
+    def decode(self, threads: int, context: int, tokens: int, attention: str) -> dict[str, Any]:
         """Compute single tokens after a prompt; tokens a second, and milliseconds of each."""
-        handle = self._empty("decode", threads)
+        handle = self._empty(attention, threads)
         self._feed(handle, self._random(context))
         pieces = [self._random(1) for _ in range(tokens + 2)]
         for piece in pieces[:2]:
@@ -116,7 +104,7 @@ class LlamaModel:
 
     def finite(self) -> bool:
         """Whether the logits after a prompt are numbers."""
-        context = self._empty("prompt", 1)
+        context = self._empty("auto", 1)
         self._feed(context, self._random(8))
         logits = llama_cpp.llama_get_logits_ith(context, -1)
         values = np.ctypeslib.as_array(logits, (self._tokens,))
@@ -126,8 +114,8 @@ class LlamaModel:
         values = self._generator.integers(0, self._tokens, count)
         return (llama_cpp.llama_token * count)(*values.tolist())
 
-    def _empty(self, what: str, threads: int) -> Any:
-        context = self._contexts[self._best[what]]
+    def _empty(self, attention: str, threads: int) -> Any:
+        context = self._contexts[attention]
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
         llama_cpp.llama_set_n_threads(context, threads, threads)
         return context
@@ -162,12 +150,11 @@ def main() -> None:
         models.append(LlamaModel(Path(path), threads, repack))
         if not models[0].finite():
             raise RuntimeError(f"llama.cpp computes no finite logits from {path}")
-        return {"nbytes": models[0].nbytes}
+        return {"nbytes": models[0].nbytes, "repack": repack}
 
     serve(
         {
             "load": load,
-            "choose": lambda **given: models[0].choose(**given),
             "prompt": lambda **given: models[0].prompt(**given),
             "decode": lambda **given: models[0].decode(**given),
         }

@@ -260,13 +260,14 @@ def test_both_sides_are_measured_where_llama_cpp_is_here(tmp_path: Path) -> None
     python = interpreter_with("llama_cpp, gguf")
     out = tmp_path / "out.json"
     arguments = ["--work", str(tmp_path / "work"), "--llama-python", python, "--threads", "1", "--quick"]
-    arguments += ["--models", str(config_file(tmp_path, "qwen3_moe")), "--repack", "off"]
+    arguments += ["--models", str(config_file(tmp_path, "qwen3_moe")), "--llama-defaults"]
     done = bench(*arguments, "--json", str(out))
     assert done.returncode == 0, done.stderr
     model = json.loads(out.read_text())["models"][0]
     assert sorted(name.split()[0] for name in model["systems"]) == ["moechat", "q4_0", "q4_k", "q4_k"]
     for kind in ("q4_k", "q4_0"):
-        assert model["systems"][kind]["repack"] == {"decode": False, "prompt": False}
+        way = {"repack": True, "attention": "auto"}
+        assert model["systems"][kind]["ways"] == {"decode": way, "prompt": way}
     row = next(row for row in model["summary"] if row["system"].startswith("moechat"))
     ours = next(row["decode_32"][0] for row in model["summary"] if row["system"].startswith("moechat"))
     theirs = next(row["decode_32"][0] for row in model["summary"] if row["system"] == "q4_k")
@@ -288,6 +289,17 @@ def turn(system: str, what: str, size: int, number: int, rate: float, stream: fl
         "before": 0.9 * stream,
         "after": 1.1 * stream,
     }
+
+
+def test_llama_cpp_gets_its_fastest_way_and_a_second_copy_only_where_it_pays() -> None:
+    llama = module("cpu_llama")
+    mine, flash = llama.Way(True, "plain"), llama.Way(True, "flash")
+    plain, other = llama.Way(False, "plain"), llama.Way(False, "flash")
+    decode = {mine: 20.0, flash: 19.0, plain: 15.0, other: 15.0}
+    prompt = {mine: 90.0, flash: 98.0, plain: 100.0, other: 60.0}
+    assert llama.fastest({"decode": decode, "prompt": prompt}) == {"decode": mine, "prompt": flash}
+    prompt[plain] = 110.0
+    assert llama.fastest({"decode": decode, "prompt": prompt}) == {"decode": mine, "prompt": plain}
 
 
 def test_shares_and_ratios_are_taken_turn_by_turn() -> None:
