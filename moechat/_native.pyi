@@ -20,6 +20,7 @@ _F16: TypeAlias = npt.NDArray[np.float16]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _I32: TypeAlias = npt.NDArray[np.int32]
 _I64: TypeAlias = npt.NDArray[np.int64]
+_U16: TypeAlias = npt.NDArray[np.uint16]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F64: TypeAlias = npt.NDArray[np.float64]
 _Biases: TypeAlias = tuple[_F32, _F32, _F32]
@@ -99,13 +100,27 @@ def cpu_features() -> dict[str, bool]:
     """Instruction sets that processor and operating system offer, by name; empty off x86."""
 
 def available_isas() -> list[str]:
-    """Kernel builds that can run here, slowest first: ``"portable"``, ``"avx2"``, ``"avx512"``."""
+    """Kernel builds that can run here, slowest first.
+
+    ``"portable"``, ``"avx2"``, ``"avx2-vnni"``, ``"avx512"``, ``"avx512-vnni"``.
+    """
 
 def active_isa() -> str:
     """The kernel build in use: the last of :func:`available_isas`, or what ``MOECHAT_ISA`` names.
 
     Raises:
         RuntimeError: ``MOECHAT_ISA`` names something unknown or impossible here.
+    """
+
+def huge_empty(nbytes: int) -> _U8:
+    """Uint8 ``[nbytes]``, all 0, in huge pages where the system gives them; for large, lasting buffers.
+
+    It begins at a multiple of 4096 bytes, or of 2 MiB if it is at least that long, and takes memory where it
+    is written to. Freed with the last array that shows it; a forked child has it too.
+
+    Raises:
+        ValueError: ``nbytes`` is negative or above 2**46.
+        MemoryError: The system refused.
     """
 
 def available_cores() -> int:
@@ -216,6 +231,7 @@ def moe_forward(
     row_token: _I32,
     row_weight: _F32,
     out: _F32,
+    activation_bits: int = 16,
 ) -> None:
     """Adds weighted partial outputs: ``out[t] += w * block(x[t])`` for every entry and token of its row.
 
@@ -237,6 +253,9 @@ def moe_forward(
         row_token: [items] token numbers.
         row_weight: [items] router weights.
         out: [tokens, hidden], C order, writable; must not overlap ``x``.
+        activation_bits: 16 or 8: ``x`` and the activations are quantised to so many bits, in groups of 64
+            (``native/src/kernels/kernel_api.h``), and meet the codes of the weights as integers; 32: both
+            stay float32, as always where the weights have 16 bits.
 
     Raises:
         ValueError: Shapes, types or indices do not match, or an address is 0; nothing has been computed then.
@@ -258,6 +277,103 @@ def apply_activation(activation: str, alpha: float, limit: float, gate: _F32, up
 
     Raises:
         ValueError: Unknown activation, wrong shapes or types.
+    """
+
+class LinearLayout:
+    """Byte map of a quantised matrix [rows, cols] outside the experts (``native/src/kernels/linear.h``).
+
+    Args:
+        rows: 1 to 2^20.
+        cols: 1 to 2^20.
+        bits: 2, 3, 4 or 8.
+
+    Raises:
+        ValueError: A size or ``bits`` is out of range.
+    """
+
+    def __init__(self, rows: int, cols: int, bits: int) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def sz(self) -> int:
+        """Offset of scales and zeros; the codes lie at 0."""
+    @property
+    def nbytes(self) -> int: ...
+
+def pack_linear(layout: LinearLayout, matrix: _Weights, threads: int = 0) -> _U8:
+    """Quantise a matrix with the solver of :func:`pack_expert`.
+
+    Args:
+        layout: Of the result.
+        matrix: [rows, cols], any strides: float32, float16, or uint16 holding bfloat16 patterns.
+        threads: Most worker threads; 0 sets no limit.
+
+    Returns:
+        uint8 [layout.nbytes], at a multiple of 64 bytes. Kept elsewhere, it should lie at one again.
+
+    Raises:
+        ValueError: A weight is not finite or above 65504, shapes or types do not match.
+        RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
+    """
+
+def unpack_linear(layout: LinearLayout, data: _U8) -> _F32:
+    """The values of a packed matrix, float32 [rows, cols].
+
+    Args:
+        layout: Of the data.
+        data: uint8 [layout.nbytes].
+
+    Raises:
+        ValueError: Shape or type does not match.
+    """
+
+def linear_forward(
+    layout: LinearLayout,
+    data: _U8,
+    x: _F32,
+    bias: _F32 | None,
+    out: _F32,
+    activation_bits: int = 16,
+) -> None:
+    """``out = x @ W.T + bias`` over a packed matrix.
+
+    A row of ``out`` depends on its row of ``x`` only, bit by bit, for any number of threads.
+
+    Args:
+        layout: Of the data.
+        data: uint8 [layout.nbytes].
+        x: [tokens, cols], C order.
+        bias: [rows] or None.
+        out: [tokens, rows], C order, overwritten; must not overlap ``x``.
+        activation_bits: As in :func:`moe_forward`.
+
+    Raises:
+        ValueError: Shapes, types or ``activation_bits`` do not match.
+        RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
+    """
+
+ROWS16_MAX_TOKENS: int
+
+def rows16_forward(weights: _U16, is_fp16: bool, x: _F32, bias: _F32 | None, out: _F32) -> None:
+    """``out = x @ weights.T + bias`` over rows of 16-bit floats as a checkpoint holds them.
+
+    Products and sums are float32. A row of ``out`` depends on its row of ``x`` only, bit by bit, for any
+    number of threads (``native/src/kernels/rows16.inc.h``).
+
+    Args:
+        weights: uint16 [rows, cols], C order: bfloat16 or float16 patterns.
+        is_fp16: They are float16.
+        x: [tokens, cols], C order; at most ``ROWS16_MAX_TOKENS`` tokens.
+        bias: [rows], or ``None``.
+        out: [tokens, rows], C order, overwritten; must not overlap the others.
+
+    Raises:
+        ValueError: Shapes or types do not match, or there are too many tokens.
+        RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
     """
 
 def stream_read_rate(data: _U8, threads: int, seconds: float) -> float:
@@ -685,6 +801,7 @@ def resident_forward(
     top_k_index: _I64,
     top_k_weights: _F32,
     out: _F32,
+    activation_bits: int = 16,
 ) -> int:
     """Weighted sum of each token's experts when all records of a layer lie in memory.
 
@@ -702,6 +819,7 @@ def resident_forward(
         top_k_index: int64 [tokens, k], C order; an index outside the layer selects no expert.
         top_k_weights: [tokens, k], C order.
         out: [tokens, hidden], C order, overwritten; must not overlap ``x``.
+        activation_bits: As in :func:`moe_forward`.
 
     Returns:
         Bytes of block records walked.
@@ -735,6 +853,7 @@ class ExpertRunner:
         whole_experts: Compute an expert once all of it has arrived, prefetch whole ones only.
         populate: Commit the memory of all pages now.
         top_k: Experts that a token uses; decides how much of a prediction :meth:`routing_counts` counts.
+        activation_bits: As in :func:`moe_forward`.
 
     Raises:
         ValueError: Sizes do not fit together or are out of range, or ``policy`` or ``link`` was taken
@@ -760,6 +879,7 @@ class ExpertRunner:
         whole_experts: bool = False,
         populate: bool = False,
         top_k: int = 1,
+        activation_bits: int = 16,
     ) -> None: ...
     @property
     def pages(self) -> int: ...

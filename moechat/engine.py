@@ -32,6 +32,7 @@ from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import DTYPES, LoadedModel, Progress, dense_type, load_model, open_store, parse_budget
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
+from moechat.models.dense_form import check_activation_bits, check_dense_bits
 from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
@@ -75,6 +76,8 @@ def load(
     ram: str | int | None = None,
     bits: int | None = None,
     dtype: str = "auto",
+    dense_bits: int = 16,
+    activation_bits: int = 16,
     system: str = "auto",
     threads: int | None = None,
     ctx: int | None = None,
@@ -94,8 +97,12 @@ def load(
             available, less a reserve. Experts that do not fit beside the rest are read from the store when
             they are needed.
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
-        dtype: Type of the dense part: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the
-            CPU multiplies it natively, else float32).
+        dtype: Type that the dense part computes in: ``float32``, ``bfloat16``, ``float16`` or ``auto``
+            (bfloat16 where the CPU multiplies it natively, else float32).
+        dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
+            checkpoint as they are, whatever ``dtype`` is; 8 and 4 pack them like the experts.
+        activation_bits: How inputs meet quantised weights: as integers of 16 or 8 bits with a scale for every
+            64 columns, or 32: as float32.
         system: How experts are kept and fetched ahead: a name in
             ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
@@ -123,6 +130,8 @@ def load(
     settings = offload.cache or settings_of(system)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
+    check_dense_bits(dense_bits)
+    check_activation_bits(activation_bits)
     if bits is not None and (not isinstance(bits, int) or bits not in SUPPORTED_BITS):
         raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
     if threads is not None:
@@ -156,6 +165,8 @@ def load(
         offload=offload,
         report=report,
         replan_tokens=replan_tokens,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
     )
     engine = Engine(
         loaded,
@@ -384,7 +395,7 @@ class Engine:
             forward,
             self._new_cache,
             None if self._tokenizer is None else self.encode,
-            vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+            vocabulary=int(model.get_input_embeddings().num_embeddings),
             stop=frozenset(self._stop_tokens),
             most_tokens=self.context_length,
         )
@@ -409,6 +420,8 @@ class Engine:
             "blocks_per_expert": geometry.blocks_per_expert,
             "expert_bytes": len(self._store.manifest.layers) * geometry.layer_bytes,
             "dense_dtype": str(self._loaded.dtype).removeprefix("torch."),
+            "dense_bits": self._loaded.form.bits,
+            "activation_bits": self._loaded.form.activation_bits,
             "context_length": self.context_length,
             "context_limited_by_memory": plan.context_limited,
             "threads": _native.num_threads(),
@@ -716,7 +729,7 @@ class Engine:
                 + (f", of which {room} for the answer" if room else ""),
                 hint=hint,
             )
-        vocabulary: int = self._usable_model().get_input_embeddings().weight.shape[0]
+        vocabulary: int = self._usable_model().get_input_embeddings().num_embeddings
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)

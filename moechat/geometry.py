@@ -17,6 +17,9 @@ from moechat.errors import UsageError
 BLOCK_NEURONS = 64
 GROUP_SIZE = 64
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
+# Of a dense weight, and of what meets quantised weights.
+DENSE_BITS = (4, 8, 16)
+ACTIVATION_BITS = (8, 16, 32)
 
 
 class Activation(StrEnum):

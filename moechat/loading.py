@@ -16,7 +16,8 @@ from moechat.hardware.memory import available_bytes, give_back_unused, resident_
 from moechat.hub.names import ModelRef
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.dense import load_dense, loading_bytes
+from moechat.models.dense import load_dense, loading_bytes, stored_types
+from moechat.models.dense_form import DenseForm, choose_form, watched_weights
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
@@ -25,6 +26,7 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 from moechat.models.mapping import plan_checkpoint
+from moechat.models.packed import PackedFile, pack_layers
 from moechat.models.shape import automatic_type, configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.threads import steady_modules
@@ -38,7 +40,7 @@ from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.manifest import MANIFEST_NAME, Manifest
-from moechat.store.store import Store
+from moechat.store.store import DENSE_PREFIX, Store
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_BITS = 4
@@ -72,7 +74,8 @@ class LoadedModel:
         store: Its block store.
         config: transformers' configuration.
         model: With its dense weights, and expert layers attached.
-        dtype: Type of the dense weights.
+        dtype: Type that the dense part computes in.
+        form: How its weights are kept.
         cache: Shape of its attention cache.
         chunk: Tokens of a prompt computed in one pass, where a prompt may come in parts.
         plan: How the memory is spent.
@@ -87,6 +90,7 @@ class LoadedModel:
     config: Any
     model: Any
     dtype: torch.dtype
+    form: DenseForm
     cache: CacheShape
     chunk: int
     plan: MemoryPlan
@@ -100,7 +104,10 @@ class LoadedModel:
         """Let the experts be computed from the mapped store, whatever computed them before."""
         for record, part in zip(self.store.layers, self.parts, strict=True):
             records = self.store.expert_layer(record.layer)
-            attach(part, ExpertLayer(self.store.geometry, records, self.counters))
+            attach(
+                part,
+                ExpertLayer(self.store.geometry, records, self.counters, self.form.activation_bits),
+            )
 
     def page_experts(self) -> None:
         """Let the near tier compute the experts, whatever computed them before."""
@@ -126,7 +133,7 @@ def parse_budget(ram: str | int | None) -> int | None:
 
 
 def dense_type(dtype: str) -> torch.dtype:
-    """The torch type of a name; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32."""
+    """The torch type of a name; for ``auto`` see :func:`moechat.models.shape.automatic_type`."""
     if dtype != "auto":
         return DTYPES[dtype]
     return automatic_type()
@@ -193,18 +200,22 @@ def load_model(
     offload: OffloadOptions,
     report: Report,
     replan_tokens: int = REPLAN_TOKENS,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
 ) -> LoadedModel:
     """Plan the memory and load.
 
     Args:
         store: Verified.
-        dtype: Of the dense weights.
+        dtype: That the dense part computes in.
         ctx: Context length wanted; ``None`` leaves it to the model and the memory.
         budget: Bytes for the whole process; ``None`` takes what is available.
         settings: Of the near tier.
         offload: Link, pages, predictor and replay for tests and measurements.
         report: Progress.
         replan_tokens: Decoded tokens after which a new plan is due; 0: never.
+        dense_bits: 16, 8 or 4 bits a dense weight.
+        activation_bits: 8, 16 or 32: how inputs meet quantised weights.
 
     Raises:
         DoesNotFitError: The budget is too small, or the context is longer than the model allows.
@@ -221,13 +232,23 @@ def load_model(
     trial = _Trial()
     for entry in skeleton.experts:
         attach(entry.module, trial)
-    shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    with watched_weights(skeleton.model) as reads:
+        shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    form = choose_form(
+        skeleton,
+        stored_types(skeleton, store.dense),
+        bits=dense_bits,
+        activation_bits=activation_bits,
+        reads=reads,
+    )
     top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
-    needs = _needs(store, skeleton, dtype, shape, top_k, own)
+    needs = _needs(store, skeleton, dtype, form, shape, top_k, own)
     limit = automatic_budget(available_bytes(), needs.base) if budget is None else budget
     plan = plan_memory(needs, limit, given=budget is not None, ctx=wanted, pages=offload.pages)
 
-    load_dense(skeleton, store.dense)
+    load_dense(skeleton, store.dense, form)
+    if form.packs:
+        _pack_dense(store, skeleton, form, report)
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
@@ -235,13 +256,14 @@ def load_model(
     near = upkeep = None
     if not plan.mapped:
         near, upkeep = _near_tier(
-            store, skeleton, plan.pages, top_k, settings, offload, counters, dtype, replan_tokens
+            store, skeleton, plan.pages, top_k, settings, offload, counters, dtype, form, replan_tokens
         )
     loaded = LoadedModel(
         store=store,
         config=config,
         model=skeleton.model,
         dtype=dtype,
+        form=form,
         cache=shape,
         chunk=prefill_chunk(skeleton.model.config),
         plan=plan,
@@ -258,6 +280,17 @@ def load_model(
     return loaded
 
 
+def _pack_dense(store: Store, skeleton: Skeleton, form: DenseForm, report: Report) -> None:
+    hashes = {
+        name: record.sha256 for name, record in store.manifest.files.items() if name.startswith(DENSE_PREFIX)
+    }
+    file = PackedFile.of(user_paths().cache / "dense", hashes, form)
+    detail = f"dense weights in {form.bits} bits"
+    pack_layers(
+        skeleton, store.dense, form, file, lambda done, total: report(Progress("load", done, total, detail))
+    )
+
+
 def _near_tier(
     store: Store,
     skeleton: Skeleton,
@@ -267,6 +300,7 @@ def _near_tier(
     offload: OffloadOptions,
     counters: ExpertCounters,
     dtype: torch.dtype,
+    form: DenseForm,
     replan_tokens: int,
 ) -> tuple[NearTier, Upkeep]:
     predictor = offload.predictor
@@ -275,18 +309,12 @@ def _near_tier(
         from moechat.predict import NextRouterPredictor
 
         predictor = NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
-    model: Any = skeleton.model
-    embedding = model.get_input_embeddings().weight
-    # Without an output embedding of its own a model's head is its embedding.
-    output = model.get_output_embeddings()
-    head = embedding if output is None else output.weight
-    dense_bytes = sum(tensor.nbytes for tensor in model.parameters())
     shape = shape_of(
         store,
         top_k,
-        dense_bytes=max(0, dense_bytes - head.nbytes - (0 if head is embedding else embedding.nbytes)),
-        head_bytes=head.nbytes,
-        itemsize=dtype.itemsize,
+        dense_bytes=form.in_layers,
+        head_bytes=form.head_bytes,
+        itemsize=form.itemsize,
     )
     family = store.manifest.model_type
     fingerprint = store.manifest.source.fingerprint
@@ -299,6 +327,8 @@ def _near_tier(
         ranked_by,
         dtype=str(dtype).removeprefix("torch."),
         threads=_native.num_threads(),
+        dense_bits=form.bits,
+        activation_bits=form.activation_bits,
     )
     near = NearTier(
         store,
@@ -310,6 +340,7 @@ def _near_tier(
         replay=offload.replay,
         counters=counters,
         knowledge=knowledge,
+        activation_bits=form.activation_bits,
     )
     upkeep = Upkeep(
         near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens
@@ -318,13 +349,16 @@ def _near_tier(
 
 
 def _needs(
-    store: Store, skeleton: Skeleton, dtype: torch.dtype, shape: CacheShape, top_k: int, own_context: int
+    store: Store,
+    skeleton: Skeleton,
+    dtype: torch.dtype,
+    form: DenseForm,
+    shape: CacheShape,
+    top_k: int,
+    own_context: int,
 ) -> Needs:
     config = skeleton.model.config
     geometry = store.geometry
-    # Tied weights come once. On the meta device they take nothing yet.
-    weights = [*skeleton.model.parameters(), *skeleton.model.buffers()]
-    sizes = [tensor.nbytes for tensor in weights]
     routers = 0
     if dtype != torch.float32:
         # Prediction keeps the routers in float32.
@@ -340,8 +374,8 @@ def _needs(
     give_back_unused()
     return Needs(
         base=resident_bytes(),
-        dense=sum(sizes) + routers,
-        loading=loading_bytes(skeleton, store.dense),
+        dense=form.nbytes + routers,
+        loading=loading_bytes(skeleton, store.dense, form),
         kv=shape.nbytes,
         workspace=workspace,
         scratch=scratch_bytes(geometry.hidden_size, top_k, longest),

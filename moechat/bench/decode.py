@@ -53,7 +53,8 @@ class Bench:
             )
             for record in self.store.layers
         ]
-        self.vocabulary = int(engine._model.get_input_embeddings().weight.shape[0])
+        self.activation_bits = int(engine._loaded.form.activation_bits)
+        self.vocabulary = int(engine._model.get_input_embeddings().num_embeddings)
         self.seconds_in_experts = 0.0
         self.top_k = self._observe_top_k()
 
@@ -84,7 +85,12 @@ class Bench:
         """Experts computed straight from the mapped store, as the model's routers choose them."""
         counters = ExpertCounters()
         return [
-            ExpertLayer(self.store.geometry, self.store.expert_layer(record.layer), counters)
+            ExpertLayer(
+                self.store.geometry,
+                self.store.expert_layer(record.layer),
+                counters,
+                self.activation_bits,
+            )
             for record in self.store.layers
         ]
 

@@ -304,6 +304,7 @@ class _Measurement:
             link=link,
             predictor=TimedPredictor(self.predictor),
             replay=self.replay,
+            activation_bits=self.bench.activation_bits,
         )
         recorder = Recorder(TimedCalls(near.runner), self.bench.layers)
         near.runner = recorder  # type: ignore[assignment]

@@ -48,6 +48,8 @@ def times_key(engine: Engine) -> TimesKey:
         dtype=str(described["dense_dtype"]),
         threads=_native.num_threads(),
         bits=engine._store.geometry.bits,
+        dense_bits=int(described["dense_bits"]),
+        activation_bits=int(described["activation_bits"]),
     )
 
 
@@ -75,7 +77,7 @@ def measure_model_times(engine: Engine, *, seconds: float = _SECONDS, tokens: in
     generator = np.random.default_rng(0)
     drawn = generator.integers(0, bench.vocabulary, size=_PROMPT_TOKENS + _WARMUP_TOKENS).tolist()
     token = int(drawn[-1])
-    shared = _InTurn(bench.store, records, bench.top_k)
+    shared = _InTurn(bench.store, records, bench.top_k, bench.activation_bits)
     passes: list[tuple[float, float, float]] = []
     with bench.experts([shared] * bench.layers), _timed_layers(bench) as clock:
         decoding = Decoding(engine)
@@ -124,8 +126,10 @@ def _resident_records(store: Store, top_k: int) -> npt.NDArray[np.uint8]:
 class _InTurn:
     """Computes as many experts as the router chose, but always the next ones in memory."""
 
-    def __init__(self, store: Store, records: npt.NDArray[np.uint8], top_k: int) -> None:
-        self._layer = ExpertLayer(store.geometry, records, ExpertCounters())
+    def __init__(
+        self, store: Store, records: npt.NDArray[np.uint8], top_k: int, activation_bits: int
+    ) -> None:
+        self._layer = ExpertLayer(store.geometry, records, ExpertCounters(), activation_bits)
         order = np.random.default_rng(0).permutation(len(records)).astype(np.int64)
         self._order = torch.from_numpy(np.concatenate([order, order[:top_k]]))
         self._count = len(records)

@@ -54,8 +54,8 @@ Show what a model would take and how fast it would be, without loading it.
 With --vram or --gpu for a graphics card, else for this machine as `moechat run` uses it. Nothing of the \
 model has to be here: the shapes of known models are built in, and a config.json is enough for others.
 
---json: model (name, type, parameters, active_parameters, bits, dtype, weights, expert_layers, experts, \
-top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, limited_by_memory), \
+--json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, weights, expert_layers, \
+experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, limited_by_memory), \
 memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, split, hit_rate, \
 exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, \
 hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), other_budgets (name, \
@@ -252,8 +252,24 @@ def _run(
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(metavar="TYPE", help="Type of the dense weights: auto, float32, bfloat16 or float16."),
+        typer.Option(
+            metavar="TYPE", help="Type the dense part computes in: auto, float32, bfloat16 or float16."
+        ),
     ] = "auto",
+    dense_bits: Annotated[
+        int,
+        typer.Option(
+            metavar="BITS",
+            help="Bits of a dense weight: 16 as in the checkpoint; 8 or 4 are smaller, faster, less exact.",
+        ),
+    ] = 16,
+    activation_bits: Annotated[
+        int,
+        typer.Option(
+            metavar="BITS",
+            help="How inputs meet quantised weights: integers of 16 or 8 bits, or 32: float32.",
+        ),
+    ] = 16,
     tune: Annotated[
         bool | None,
         typer.Option(
@@ -301,6 +317,8 @@ def _run(
         completion=completion,
         threads=threads,
         dtype=dtype,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
         tune=tune,
         json=json,
         stats=stats,
@@ -376,6 +394,8 @@ def _bench(
     seed: Annotated[int, typer.Option(metavar="N", help="Of everything that is drawn.")] = 0,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run.")] = "auto",
+    dense_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
+    activation_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
     ] = False,
@@ -409,6 +429,8 @@ def _bench(
         seed=seed,
         threads=threads,
         dtype=dtype,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
         json=json,
         out=out,
         quiet=quiet,
@@ -451,6 +473,7 @@ def _plan(
     bits: Annotated[
         int | None, typer.Option(metavar="BITS", help="Bits of an expert weight: 2, 3, 4, 8 or 16.")
     ] = None,
+    dense_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
     system: Annotated[
         str, typer.Option(metavar="NAME", help=f"As for run. One of: {', '.join(SYSTEMS)}.")
     ] = "auto",
@@ -472,7 +495,15 @@ def _plan(
             hint="moechat plan mixtral; moechat plan --help lists the options",
         )
     command = PlanCommand(
-        model=model, vram=vram, gpu=gpu, ram=ram, ctx=ctx, bits=bits, system=system, json=json
+        model=model,
+        vram=vram,
+        gpu=gpu,
+        ram=ram,
+        ctx=ctx,
+        bits=bits,
+        dense_bits=dense_bits,
+        system=system,
+        json=json,
     )
     return lambda: plan(command)
 
@@ -493,6 +524,8 @@ def _profile(
     bits: Annotated[int | None, typer.Option(metavar="BITS", help="As for run; with --model.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run; with --model.")] = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run; with --model.")] = "auto",
+    dense_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run; with --model.")] = 16,
+    activation_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run; with --model.")] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
     ] = False,
@@ -509,6 +542,8 @@ def _profile(
         bits=bits,
         threads=threads,
         dtype=dtype,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
         json=json,
         quiet=quiet,
     )
@@ -641,6 +676,8 @@ def _trace(
     seed: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     dtype: Annotated[str, typer.Option(metavar="TYPE", help="As for run.")] = "auto",
+    dense_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
+    activation_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")
     ] = False,
@@ -665,6 +702,8 @@ def _trace(
         seed=seed,
         threads=threads,
         dtype=dtype,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
         json=json,
         quiet=quiet,
     )

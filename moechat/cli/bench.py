@@ -48,6 +48,8 @@ class BenchCommand:
     seed: int
     threads: int | None
     dtype: str
+    dense_bits: int
+    activation_bits: int
     json: bool
     out: Path | None
     quiet: bool
@@ -69,7 +71,14 @@ def bench(command: BenchCommand) -> int:
     if command.ram is not None and command.fractions is not None:
         raise UsageError("--ram and --fractions both say how much fits; give one of them")
     # What has the same meaning as for run is checked as run does it.
-    RunOptions(model="", bits=command.bits, dtype=command.dtype, threads=command.threads)
+    RunOptions(
+        model="",
+        bits=command.bits,
+        dtype=command.dtype,
+        dense_bits=command.dense_bits,
+        activation_bits=command.activation_bits,
+        threads=command.threads,
+    )
     if command.model is not None:
         resolve(command.model, bits=command.bits)
     out = None if command.out is None else writable(command.out)
@@ -167,6 +176,8 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
             model,
             bits=command.bits,
             dtype=command.dtype,
+            dense_bits=command.dense_bits,
+            activation_bits=command.activation_bits,
             threads=command.threads,
             # The measurement makes the near tiers itself; the dense weights stay as they are.
             offload=OffloadOptions(pages=0),

@@ -12,6 +12,8 @@ from moechat.errors import UsageError
 
 BITS = (2, 3, 4, 8, 16)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DENSE_BITS = (4, 8, 16)
+ACTIVATION_BITS = (8, 16, 32)
 DEVICES = ("cpu",)
 
 
@@ -41,6 +43,8 @@ class RunOptions:
     completion: bool = False
     threads: int | None = None
     dtype: str = "auto"
+    dense_bits: int = 16
+    activation_bits: int = 16
     tune: bool | None = None
     json: bool = False
     stats: bool = False
@@ -51,6 +55,8 @@ class RunOptions:
         _one_of("--bits", self.bits, BITS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--dense-bits", self.dense_bits, DENSE_BITS)
+        _one_of("--activation-bits", self.activation_bits, ACTIVATION_BITS)
         if self.ram is not None and parse_size(self.ram) == 0:
             raise UsageError("--ram is 0", hint="leave it out to use the memory that is available")
         settings = settings_of(self.system)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from moechat.cli.options import BITS
+from moechat.cli.options import BITS, DENSE_BITS
 from moechat.cli.page import Page
 from moechat.cli.progress import format_bytes, format_seconds
 from moechat.cli.terminal import write_output
@@ -53,6 +53,7 @@ class PlanCommand:
     ram: str | None = None
     ctx: int | None = None
     bits: int | None = None
+    dense_bits: int = 16
     system: str = "auto"
     json: bool = False
 
@@ -62,6 +63,8 @@ class PlanCommand:
                 raise UsageError(f"{name} is 0", hint="leave it out to use what there is")
         if self.bits is not None and self.bits not in BITS:
             raise UsageError(f"--bits is {self.bits}; this version knows {', '.join(map(str, BITS))}")
+        if self.dense_bits not in DENSE_BITS:
+            raise UsageError(f"--dense-bits is {self.dense_bits}; this version knows 4, 8, 16")
         if self.ctx is not None and not 2 <= self.ctx <= 1 << 24:
             raise UsageError(f"--ctx is {self.ctx}; it must be at least 2 and at most {1 << 24}")
         settings_of(self.system)
@@ -79,6 +82,7 @@ def plan(command: PlanCommand) -> int:
         ctx=command.ctx,
         bits=command.bits,
         system=command.system,
+        dense_bits=command.dense_bits,
     )
     if command.json:
         text = json.dumps(made.to_json(), indent=1, ensure_ascii=not _is_utf8()) + "\n"

@@ -32,16 +32,29 @@ class ProfileCommand:
     bits: int | None = None
     threads: int | None = None
     dtype: str = "auto"
+    dense_bits: int = 16
+    activation_bits: int = 16
     json: bool = False
     quiet: bool = False
 
     def __post_init__(self) -> None:
         if self.list and (self.refresh or self.model is not None):
             raise UsageError("--list measures nothing; leave out --refresh and --model")
-        if self.model is None and (self.bits, self.threads, self.dtype) != (None, None, "auto"):
-            raise UsageError("--bits, --threads and --dtype say how a model is loaded; they need --model")
+        said = (self.bits, self.threads, self.dtype, self.dense_bits, self.activation_bits)
+        if self.model is None and said != (None, None, "auto", 16, 16):
+            raise UsageError(
+                "--bits, --threads, --dtype, --dense-bits and --activation-bits say how a model is loaded; "
+                "they need --model"
+            )
         # What has the same meaning as for run is checked as run does it.
-        RunOptions(model="", bits=self.bits, dtype=self.dtype, threads=self.threads)
+        RunOptions(
+            model="",
+            bits=self.bits,
+            dtype=self.dtype,
+            dense_bits=self.dense_bits,
+            activation_bits=self.activation_bits,
+            threads=self.threads,
+        )
 
 
 def profile(command: ProfileCommand) -> int:
@@ -121,6 +134,8 @@ def _time_model(command: ProfileCommand, notice: Callable[[str], None]) -> Timed
             command.model,
             bits=command.bits,
             dtype=command.dtype,
+            dense_bits=command.dense_bits,
+            activation_bits=command.activation_bits,
             threads=command.threads,
             # The measurement takes the memory for experts itself.
             offload=OffloadOptions(pages=0),

@@ -79,6 +79,8 @@ def _load(options: RunOptions) -> Engine:
             system=options.system,
             bits=options.bits,
             dtype=options.dtype,
+            dense_bits=options.dense_bits,
+            activation_bits=options.activation_bits,
             threads=options.threads,
             ctx=options.ctx,
             progress=progress,

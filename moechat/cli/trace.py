@@ -55,6 +55,8 @@ class TraceCommand:
     seed: int | None = None
     threads: int | None = None
     dtype: str = "auto"
+    dense_bits: int = 16
+    activation_bits: int = 16
     json: bool = False
     quiet: bool = False
 
@@ -71,6 +73,8 @@ class TraceCommand:
             seed=self.seed,
             threads=self.threads,
             dtype=self.dtype,
+            dense_bits=self.dense_bits,
+            activation_bits=self.activation_bits,
         )
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
@@ -281,6 +285,8 @@ def _load(command: TraceCommand) -> Engine:
             system=command.system,
             bits=command.bits,
             dtype=command.dtype,
+            dense_bits=command.dense_bits,
+            activation_bits=command.activation_bits,
             threads=command.threads,
             ctx=command.ctx,
             progress=progress,

@@ -60,7 +60,7 @@ class ModelShape:
             they are computed in: attention, norms, routers, shared experts, dense layers. Of the whole model;
             a layer's share is this divided by ``layers``.
         head_bytes: Final norm and head, in that type.
-        dense_itemsize: Bytes of a dense weight.
+        dense_itemsize: Bytes of a dense weight, in the mean.
         kv_bytes: Attention cache of the whole model for one token of context; read once for each token of
             context that is attended to.
         hidden_size: Of the hidden states.
@@ -78,7 +78,7 @@ class ModelShape:
     expert_weights: int
     dense_bytes: int
     head_bytes: int
-    dense_itemsize: int
+    dense_itemsize: float
     kv_bytes: int
     hidden_size: int
 

@@ -30,6 +30,8 @@ class TimesKey:
         dtype: Of its dense weights, such as ``bfloat16``.
         threads: That compute.
         bits: Of an expert weight.
+        dense_bits: Of a dense weight.
+        activation_bits: How inputs meet quantised weights.
     """
 
     profile: str
@@ -37,6 +39,8 @@ class TimesKey:
     dtype: str
     threads: int
     bits: int
+    dense_bits: int = 16
+    activation_bits: int = 16
 
     @property
     def path(self) -> Path:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from moechat.errors import CheckpointError
+from moechat.models.dense_form import HALVES, DenseForm, packed_bytes
+from moechat.models.linear import StoredEmbedding, StoredLinear
 from moechat.models.mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.skeleton import Skeleton
 
@@ -61,18 +63,36 @@ def _type_and_shape(source: TensorSource, key: str) -> tuple[torch.dtype, tuple[
     return READABLE_TYPES[dtype], shape
 
 
-def loading_bytes(skeleton: Skeleton, source: TensorSource) -> int:
+def stored_types(skeleton: Skeleton, source: TensorSource) -> dict[str, torch.dtype]:
+    """Type in which a source has each weight of a model; those made from several types are left out.
+
+    Raises:
+        CheckpointError: torch does not have the type of a weight.
+    """
+    found = {}
+    for target in map_keys(skeleton, source.keys())[0].values():
+        keys = [key for group in target.sources.values() for key in group]
+        kinds = {_type_and_shape(source, key)[0] for key in keys}
+        if len(kinds) == 1:
+            found[target.name] = kinds.pop()
+    return found
+
+
+def loading_bytes(skeleton: Skeleton, source: TensorSource, form: DenseForm | None = None) -> int:
     """Most that :func:`load_dense` takes at a time besides the weights that it leaves.
 
-    It goes weight by weight. One that is used as it is takes nothing else. Of one in another type there are
-    the mapped pages of its source, until they are released. Where a rule makes weights from their sources,
-    there are its result in the type of the source, and the input of its last step where it has several.
+    It goes weight by weight. One that is used as it is takes nothing else. Of one in another type or form
+    there are the mapped pages of its source, until they are released. Where a rule makes weights from their
+    sources, there are its result in the type of the source, and the input of its last step where it has
+    several.
 
     Raises:
         CheckpointError: torch does not have the type of a weight.
     """
     expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
     targets, _ = map_keys(skeleton, source.keys())
+    kept = frozenset() if form is None else form.kept
+    packed = set() if form is None or not form.packs else {f"{name}.weight" for name in form.linears}
     most = 0
     for target in targets.values():
         if target.name in expert_names:
@@ -86,17 +106,27 @@ def loading_bytes(skeleton: Skeleton, source: TensorSource) -> int:
             wanted = reference.dtype
             if reference.is_floating_point():
                 wanted = _wanted_type(skeleton.model, target.name, wanted)
-            if all(dtype == wanted for dtype, _ in infos):
+            as_it_is = target.name in kept or all(dtype == wanted for dtype, _ in infos)
+            if target.name in packed:
+                size += packed_bytes(reference.shape[0], reference.shape[1], form.bits) if form else 0
+            elif as_it_is:
                 size = 0
         most = max(most, size)
     return most
 
 
-def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
+def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None = None) -> None:
     """Put the dense weights of ``source`` into the skeleton and make the model ready to run.
 
-    Weights that already have the model's type stay mapped from their file; others are converted. Buffers that
-    no checkpoint holds (rotary frequencies) are computed by the model's own initialisation.
+    Weights that already have the model's type, or that ``form`` keeps in their own, stay mapped from their
+    file; others are converted. Buffers that no checkpoint holds (rotary frequencies) are computed by the
+    model's own initialisation.
+
+    Args:
+        skeleton: On the meta device.
+        source: Of the weights.
+        form: How they are kept; ``None``: all as torch keeps them, in the model's type. Layers that are to be
+            packed are left to :func:`moechat.models.packed.pack_layers`.
 
     Raises:
         CheckpointError: A weight is missing or has another shape than the configuration says.
@@ -111,7 +141,7 @@ def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
         keys = [key for group in target.sources.values() for key in group]
         tensors = {key: read_tensor(source, key) for key in keys}
         for name, tensor in combine(target, tensors, model).items():
-            _assign(skeleton, name, tensor)
+            _assign(skeleton, name, tensor, keep=form is not None and name in form.kept)
             loaded.add(name)
         del tensors
         # What was converted is not needed a second time; what is used as it is comes back when it is used.
@@ -127,9 +157,42 @@ def load_dense(skeleton: Skeleton, source: TensorSource) -> None:
     stray = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if stray:
         raise CheckpointError(f"{len(stray)} weights were never loaded, first {stray[0]!r}")
+    if form is not None:
+        _take_as_stored(skeleton, form)
 
 
-def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor) -> None:
+def _take_as_stored(skeleton: Skeleton, form: DenseForm) -> None:
+    """Put layers that read 16-bit rows in the place of torch's."""
+    model = skeleton.model
+    changed: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dtype not in HALVES:
+            continue
+        dtype = model_type(skeleton, f"{name}.weight")
+        if name in form.embeddings:
+            changed[name] = StoredEmbedding(weight.detach(), dtype)
+        elif name in form.linears and not form.packs:
+            bias = module._parameters.get("bias")
+            changed[name] = StoredLinear(weight.detach().contiguous(), bias, dtype)
+    replace_modules(model, changed)
+
+
+def model_type(skeleton: Skeleton, name: str) -> torch.dtype:
+    """The type that a weight has where nothing else is said."""
+    return _wanted_type(skeleton.model, name, skeleton.state[name].dtype)
+
+
+def replace_modules(model: nn.Module, changed: dict[str, nn.Module]) -> None:
+    """Put other modules in the place of the named ones, wherever those are used."""
+    by_old = {model.get_submodule(name): module for name, module in changed.items()}
+    for parent in list(model.modules()):
+        for leaf, child in parent._modules.items():
+            if child is not None and child in by_old:
+                parent._modules[leaf] = by_old[child]
+
+
+def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor, *, keep: bool = False) -> None:
     reference = skeleton.state.get(name)
     if reference is None:
         raise CheckpointError(f"the model has no parameter {name!r}")
@@ -137,7 +200,7 @@ def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{name} has shape {list(tensor.shape)}; the configuration says {list(reference.shape)}"
         )
-    if reference.is_floating_point():
+    if reference.is_floating_point() and not keep:
         tensor = tensor.to(_wanted_type(skeleton.model, name, reference.dtype))
     parent_name, _, leaf = name.rpartition(".")
     parent = skeleton.model.get_submodule(parent_name)

@@ -24,6 +24,7 @@ from moechat.geometry import ExpertGeometry, WeightType
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.dense_form import DenseForm, choose_form, watched_weights
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
@@ -80,8 +81,8 @@ class ModelOutline:
         experts: Shape of every expert; the encoding is that of :meth:`geometry`.
         dense: Weights that are no routed expert's.
         dtype: Type that they are computed in.
-        largest: Weights of the largest dense tensor.
-        dense_bytes: Dense weights in the types they are computed in, and buffers.
+        largest: Weights of the largest dense tensor that is not kept as it is stored.
+        form: How they are kept.
         cache: Shape of the attention cache, in that type.
         own_context: Tokens that the model was made for.
         config: transformers' configuration, as the model was built with it.
@@ -95,7 +96,7 @@ class ModelOutline:
     dense: DenseWeights
     dtype: torch.dtype
     largest: int
-    dense_bytes: int
+    form: DenseForm
     cache: CacheShape
     own_context: int
     config: Any
@@ -138,11 +139,16 @@ class ModelOutline:
         return self.dense.in_layers + self.dense.head + routed
 
     @property
+    def dense_bytes(self) -> int:
+        """Dense weights as they are kept, and buffers."""
+        return self.form.nbytes
+
+    @property
     def loading(self) -> int:
-        """What loading the dense weights takes besides them for a time: the largest one as it is stored,
-        where it is computed in another type. Stored as bfloat16, as nearly all are.
+        """What loading the dense weights takes besides them for a time: the largest one that is not used as
+        it is stored. Stored as bfloat16, as nearly all are.
         """
-        return 0 if self.dtype == torch.bfloat16 else 2 * self.largest
+        return 2 * self.largest
 
     @property
     def router_copies(self) -> int:
@@ -208,12 +214,13 @@ def automatic_type() -> torch.dtype:
     return torch.bfloat16 if native_bf16 else torch.float32
 
 
-def outline_model(config: Any, dtype: torch.dtype) -> ModelOutline:
+def outline_model(config: Any, dtype: torch.dtype, dense_bits: int = 16) -> ModelOutline:
     """Build the model of a configuration without weights, and count.
 
     Args:
         config: See :func:`read_config` and :func:`known_config`.
         dtype: Type that the dense weights are computed in.
+        dense_bits: Bits of a dense weight: 16, 8 or 4.
 
     Raises:
         UnsupportedModelError: The installed transformers cannot build it, it has no routed experts, or they
@@ -231,7 +238,10 @@ def outline_model(config: Any, dtype: torch.dtype) -> ModelOutline:
         # An attribute of the instance: the experts have no weights that the class's own could use.
         entry.module.forward = trial
     text = skeleton.model.config.get_text_config()
-    cache = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    with watched_weights(skeleton.model) as reads:
+        cache = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    stored = dict.fromkeys(skeleton.state, torch.bfloat16)
+    form = choose_form(skeleton, stored, bits=dense_bits, activation_bits=16, reads=reads)
     first = skeleton.experts[0]
     top_k = max(chosen, default=configured_top_k(config))
     layers = getattr(text, "num_hidden_layers", None)
@@ -243,10 +253,8 @@ def outline_model(config: Any, dtype: torch.dtype) -> ModelOutline:
         experts=first,
         dense=_dense_weights(skeleton),
         dtype=dtype,
-        largest=max((tensor.numel() for tensor in skeleton.model.parameters()), default=0),
-        dense_bytes=sum(
-            tensor.nbytes for tensor in (*skeleton.model.parameters(), *skeleton.model.buffers())
-        ),
+        largest=_largest(skeleton, dtype, form),
+        form=form,
         cache=cache,
         own_context=context_length(config, None),
         config=skeleton.model.config,
@@ -296,6 +304,17 @@ def _dense_weights(skeleton: Skeleton) -> DenseWeights:
                 part = "attention" if owner + "." == below else "shared"
         counts[part] += tensor.numel()
     return DenseWeights(**counts)
+
+
+def _largest(skeleton: Skeleton, dtype: torch.dtype, form: DenseForm) -> int:
+    """Weights of the largest tensor that loading reads instead of mapping it."""
+    sizes = [
+        parameter.numel()
+        for name, parameter in skeleton.model.named_parameters()
+        if (dtype != torch.bfloat16 and name not in form.kept)
+        or (form.packs and name.removesuffix(".weight") in form.linears)
+    ]
+    return max(sizes, default=0)
 
 
 def _weight_of(module: Any) -> Any:

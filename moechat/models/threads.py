@@ -34,6 +34,11 @@ def one_thread(needed: bool = True) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def steady_columns(columns: int) -> bool:
+    """Whether a product with so many outputs rounds the same with torch's threads as with one."""
+    return torch.get_num_threads() <= columns // _COLUMNS_A_THREAD
+
+
 def steady_pass(tokens: int) -> Any:
     """Context for a pass of ``tokens`` tokens in which the number of threads makes no difference."""
     return one_thread(1 < tokens <= _FEW_TOKENS)
@@ -53,11 +58,9 @@ def steady_modules(model: nn.Module) -> None:
 
 
 def _steady(forward: Callable[..., Any], columns: int) -> Callable[..., Any]:
-    enough = columns // _COLUMNS_A_THREAD
-
     def call(*arguments: Any, **named: Any) -> Any:
         # Well under a microsecond where the module is wide.
-        if torch.get_num_threads() <= enough:
+        if steady_columns(columns):
             return forward(*arguments, **named)
         with one_thread():
             return forward(*arguments, **named)

@@ -47,6 +47,7 @@ class NearTier:
         counters: Of the engine.
         knowledge: What the targets are made from, if the settings want others than the same for every layer;
             ``None`` takes what the package knows of the family.
+        activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
 
     Attributes:
         settings: How it is run now; ``first_settings``: how it was at first.
@@ -71,6 +72,7 @@ class NearTier:
         replay: Replay | None = None,
         counters: ExpertCounters | None = None,
         knowledge: Knowledge | None = None,
+        activation_bits: int = 16,
     ) -> None:
         refuse_without_replay(settings, replay)
         link = LinkSettings() if link is None else link
@@ -114,6 +116,7 @@ class NearTier:
                 # page.
                 populate=link.kind == "sim" and not link.copy,
                 top_k=min(top_k, geometry.num_experts),
+                activation_bits=activation_bits,
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
@@ -286,7 +289,7 @@ def _family(store: Store, top_k: int, settings: CacheSettings) -> Knowledge | No
 
 
 def shape_of(
-    store: Store, top_k: int, *, dense_bytes: int = 0, head_bytes: int = 0, itemsize: int = 4
+    store: Store, top_k: int, *, dense_bytes: int = 0, head_bytes: int = 0, itemsize: float = 4
 ) -> ModelShape:
     """What a plan has to know about a stored model.
 
@@ -295,7 +298,7 @@ def shape_of(
         top_k: Experts a token.
         dense_bytes: Dense weights that a token reads between embedding and final norm.
         head_bytes: Of final norm and head.
-        itemsize: Bytes of a dense weight.
+        itemsize: Bytes of a dense weight, in the mean.
     """
     geometry = store.geometry
     return ModelShape(

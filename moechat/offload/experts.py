@@ -43,11 +43,13 @@ class ExpertLayer:
         geometry: Shape and encoding of the experts.
         records: uint8 ``[experts, blocks, record_bytes]``; kept alive as long as kernels read it.
         counters: Shared by all layers of an engine.
+        activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
     """
 
     geometry: ExpertGeometry
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
+    activation_bits: int = 16
     _layout: _native.BlockLayout = field(init=False, repr=False)
     _gate: tuple[str, float, float] = field(init=False, repr=False)
 
@@ -78,7 +80,14 @@ class ExpertLayer:
         weight = top_k_weights.detach().reshape(len(x), -1).to(torch.float32).contiguous().numpy()
         out = torch.empty_like(x)
         walked = _native.resident_forward(
-            self._layout, *self._gate, self.records, x.numpy(), index, weight, out.numpy()
+            self._layout,
+            *self._gate,
+            self.records,
+            x.numpy(),
+            index,
+            weight,
+            out.numpy(),
+            activation_bits=self.activation_bits,
         )
         self.counters.activations += index.size
         self.counters.bytes_read += walked

@@ -142,7 +142,15 @@ def _check(targets: npt.NDArray[np.int32], geometry: ExpertGeometry, layers: int
 
 
 def gather(
-    shape: ModelShape, model_type: str, fingerprint: str, policy: str, *, dtype: str, threads: int
+    shape: ModelShape,
+    model_type: str,
+    fingerprint: str,
+    policy: str,
+    *,
+    dtype: str,
+    threads: int,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
 ) -> Knowledge:
     """Read what is known before a model has run; quick, and it never fails.
 
@@ -153,10 +161,24 @@ def gather(
         policy: Eviction policy by whose priorities statistics rank experts.
         dtype: Of the dense weights; for measured times, as the next.
         threads: That compute.
+        dense_bits: Of a dense weight.
+        activation_bits: How inputs meet quantised weights.
     """
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
-    costs, costs_from = _costs(shape, fingerprint, dtype, threads, notes)
+    costs, costs_from = _costs(
+        shape,
+        lambda profile: TimesKey(
+            profile=profile,
+            model=fingerprint,
+            dtype=dtype,
+            threads=threads,
+            bits=shape.bits,
+            dense_bits=dense_bits,
+            activation_bits=activation_bits,
+        ),
+        notes,
+    )
     return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
 
 
@@ -232,15 +254,12 @@ def blend(
     return _tried("routing statistics", both, notes) or seen or default, told
 
 
-def _costs(
-    shape: ModelShape, fingerprint: str, dtype: str, threads: int, notes: list[str]
-) -> tuple[Costs, str]:
+def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[str]) -> tuple[Costs, str]:
     def measured() -> tuple[Costs, str] | None:
         profile = load_measured(notes.append)
         if profile is None:
             return None
-        key = TimesKey(profile=profile.key, model=fingerprint, dtype=dtype, threads=threads, bits=shape.bits)
-        times = load_times(key, notes.append)
+        times = load_times(key_for(profile.key), notes.append)
         told = "the machine's profile" if times is None else "the machine's profile and the model's times"
         return costs_of(profile, shape, times=times, near="ram"), told
 

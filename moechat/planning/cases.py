@@ -75,6 +75,7 @@ class Cases:
         machine: The machine.
         settings: How the near tier is run.
         ctx: Context wanted, or ``None``.
+        dense_bits: Of a dense weight on a CPU.
 
     Attributes:
         outline: The model's sizes.
@@ -90,7 +91,12 @@ class Cases:
     """
 
     def __init__(
-        self, found: PlannedModel, machine: Machine, settings: CacheSettings, ctx: int | None
+        self,
+        found: PlannedModel,
+        machine: Machine,
+        settings: CacheSettings,
+        ctx: int | None,
+        dense_bits: int = 16,
     ) -> None:
         # Imported here: torch and transformers come with them.
         import torch
@@ -99,13 +105,13 @@ class Cases:
         from moechat.models.shape import automatic_type, outline_model
 
         if machine.near == "gpu":
-            dtype = torch.bfloat16
+            dtype, dense_bits = torch.bfloat16, 16
         else:
             dtype = automatic_type() if machine.here else torch.float32
         self.machine, self.settings = machine, settings
         self.ctx = None if ctx is None else context_length(found.config, ctx)
         with refusals_with_hint(found.name):
-            self.outline: ModelOutline = outline_model(found.config, dtype)
+            self.outline: ModelOutline = outline_model(found.config, dtype, dense_bits)
             self.geometry: ExpertGeometry = (
                 self.outline.geometry(found.bits) if found.store is None else found.store.geometry
             )
@@ -248,12 +254,12 @@ class Cases:
                 dtype=self.dtype,
                 threads=_native.num_threads(),
                 bits=store.geometry.bits,
+                dense_bits=self.outline.form.bits,
             )
         )
 
 
 def _shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
-    size = outline.dtype.itemsize
     return ModelShape(
         layers=len(outline.expert_layers),
         experts=geometry.num_experts,
@@ -262,9 +268,9 @@ def _shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
         block_bytes=geometry.record_bytes,
         blocks_per_expert=geometry.blocks_per_expert,
         expert_weights=outline.expert_weights,
-        dense_bytes=outline.dense.in_layers * size,
-        head_bytes=outline.dense.head * size,
-        dense_itemsize=size,
+        dense_bytes=outline.form.in_layers,
+        head_bytes=outline.form.head_bytes,
+        dense_itemsize=outline.form.itemsize,
         kv_bytes=outline.cache.nbytes(SPEED_CONTEXT) // SPEED_CONTEXT,
         hidden_size=geometry.hidden_size,
     )

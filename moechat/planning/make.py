@@ -9,7 +9,7 @@ from typing import Literal
 from moechat.config import parse_size
 from moechat.configurator.systems import parse_settings
 from moechat.errors import DoesNotFitError, UsageError
-from moechat.geometry import SUPPORTED_BITS
+from moechat.geometry import DENSE_BITS, SUPPORTED_BITS
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.offload.budget import Needs, least_budget
 from moechat.planning.cases import SPEED_CONTEXT, Case, Cases
@@ -34,6 +34,7 @@ def plan(
     ctx: int | None = None,
     bits: int | None = None,
     system: str = "auto",
+    dense_bits: int = 16,
 ) -> Plan:
     """What a model would take on a machine and how fast it would be; loads no weights and uses no network.
 
@@ -49,6 +50,7 @@ def plan(
         ctx: Tokens of context; ``None``: as ``moechat run`` chooses.
         bits: Of an expert weight; ``None``: the store's, else 4.
         system: As for ``moechat run``.
+        dense_bits: Of a dense weight where the CPU computes: 16, 8 or 4.
 
     Raises:
         UsageError: A value is wrong, or the machine lacks what is asked for.
@@ -60,9 +62,11 @@ def plan(
     settings = parse_settings(system)
     if bits is not None and bits not in SUPPORTED_BITS:
         raise UsageError(f"{bits} bits are not supported", hint=f"choose one of {SUPPORTED_BITS}")
+    if isinstance(dense_bits, bool) or dense_bits not in DENSE_BITS:
+        raise UsageError(f"dense_bits is {dense_bits!r}", hint="choose one of 4, 8, 16")
     machine = find_machine(profile, vram=wanted_vram is not None)
     found = find_model(model, bits)
-    return _made(Cases(found, machine, settings, ctx), found, system, wanted_vram, wanted_ram)
+    return _made(Cases(found, machine, settings, ctx, dense_bits), found, system, wanted_vram, wanted_ram)
 
 
 def _size(name: str, value: str | int | None) -> int | None:
@@ -105,6 +109,7 @@ def _made(cases: Cases, found: PlannedModel, system: str, vram: int | None, ram:
         active_parameters=outline.active_parameters,
         bits=found.bits,
         dtype=cases.dtype,
+        dense_bits=outline.form.bits,
         weights=found.weights,
         expert_layers=shape.layers,
         experts=shape.experts,

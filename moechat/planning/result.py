@@ -106,6 +106,7 @@ class Plan:
         active_parameters: Weights that a token is computed with.
         bits: Of an expert weight.
         dtype: Of the dense weights.
+        dense_bits: Of a dense weight.
         weights: ``store``, ``checkpoint`` or ``none``: what of the model is here.
         expert_layers: Layers with routed experts.
         experts: Experts of such a layer.
@@ -137,6 +138,7 @@ class Plan:
     active_parameters: int
     bits: int
     dtype: str
+    dense_bits: int
     weights: str
     expert_layers: int
     experts: int
@@ -170,6 +172,7 @@ class Plan:
                 "active_parameters": self.active_parameters,
                 "bits": self.bits,
                 "dtype": self.dtype,
+                "dense_bits": self.dense_bits,
                 "weights": self.weights,
                 "expert_layers": self.expert_layers,
                 "experts": self.experts,

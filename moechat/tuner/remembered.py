@@ -40,6 +40,8 @@ class TuningKey:
         dtype: Of the dense weights.
         settings: How the near tier is run by default, and over which link.
         version: Of moechat: another one may have other kernels and other plans.
+        dense_bits: Of a dense weight.
+        activation_bits: How inputs meet quantised weights.
     """
 
     machine: str
@@ -49,6 +51,8 @@ class TuningKey:
     dtype: str
     settings: str
     version: str
+    dense_bits: int = 16
+    activation_bits: int = 16
 
     @property
     def digest(self) -> str:

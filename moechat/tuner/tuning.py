@@ -241,6 +241,8 @@ class Tuner:
             dtype=str(self._loaded.dtype).removeprefix("torch."),
             settings=f"{self._settings} {self._link} replayed={self._near.replay is not None}",
             version=moechat.__version__,
+            dense_bits=self._loaded.form.bits,
+            activation_bits=self._loaded.form.activation_bits,
         )
 
     def _place(self) -> Path:

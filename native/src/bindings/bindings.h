@@ -5,11 +5,13 @@
 
 namespace moechat {
 
+void bind_linear(pybind11::module_& m);
 void bind_link(pybind11::module_& m);
 void bind_cache(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_routing(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
 void bind_layer_plan(pybind11::module_& m);
+void bind_dense(pybind11::module_& m);
 
 }  // namespace moechat

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
+#include "bindings/matrices.h"
 #include "kernels/block_layout.h"
 #include "kernels/cpu_info.h"
 #include "kernels/dispatch.h"
@@ -20,13 +22,10 @@
 #include "kernels/pack.h"
 #include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
+#include "memory/huge_memory.h"
 
 namespace moechat {
 namespace {
-
-bool is_float16(const py::array& array) {
-  return array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() != '>';
-}
 
 const std::uint16_t* checked_fp16(const char* name, const py::array& array,
                                   const std::vector<std::int64_t>& shape) {
@@ -37,27 +36,6 @@ const std::uint16_t* checked_fp16(const char* name, const py::array& array,
   require_shape(name, array, shape);
   if (!(array.flags() & py::array::c_style)) refuse(std::string(name) + " is not C-contiguous");
   return static_cast<const std::uint16_t*>(array.data());
-}
-
-MatrixSource matrix_source(const char* name, const py::array& array, std::int64_t rows, std::int64_t cols) {
-  MatrixSource source{};
-  if (py::isinstance<py::array_t<float>>(array)) {
-    source.type = SourceType::kFloat32;
-  } else if (is_float16(array)) {
-    source.type = SourceType::kFloat16;
-  } else if (py::isinstance<py::array_t<std::uint16_t>>(array)) {
-    source.type = SourceType::kBfloat16;
-  } else {
-    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() +
-           "; it must be float32, float16 or uint16 (bfloat16 patterns)");
-  }
-  require_shape(name, array, {rows, cols});
-  source.data = static_cast<const unsigned char*>(array.data());
-  source.rows = rows;
-  source.cols = cols;
-  source.row_stride = array.strides(0);
-  source.col_stride = array.strides(1);
-  return source;
 }
 
 using BiasArrays = std::optional<std::tuple<py::array, py::array, py::array>>;
@@ -160,10 +138,11 @@ const T* copied(const T* from, std::int64_t count, std::vector<T>* to) {
 void moe_forward_py(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
                     const py::array& x, const py::array& block_ptr, const py::array& block_index,
                     const py::array& block_row, const py::array& row_start, const py::array& row_token,
-                    const py::array& row_weight, py::array out) {
+                    const py::array& row_weight, py::array out, int activation_bits) {
   ForwardCall call{};
   call.layout = &layout;
   call.activation = activation_spec(activation, alpha, limit);
+  call.activation_bits = activation_bits;
   if (x.ndim() != 2) refuse("x has " + std::to_string(x.ndim()) + " dimensions; it must be [tokens, hidden]");
   if (block_ptr.ndim() != 1 || row_start.ndim() != 1 || row_token.ndim() != 1) {
     refuse("block_ptr, row_start and row_token must have one dimension");
@@ -215,6 +194,14 @@ py::array_t<float> apply_activation_py(const std::string& activation, float alph
     for (std::int64_t i = whole; i < count; ++i) to[i] = lanes[2][i - whole];
   }
   return result;
+}
+
+py::array_t<std::uint8_t> huge_empty_py(std::int64_t nbytes) {
+  if (nbytes < 0) refuse("nbytes is " + std::to_string(nbytes) + "; it must be at least 0");
+  auto memory = std::make_unique<HugeMemory>(static_cast<std::size_t>(nbytes));
+  if (memory->data() == nullptr) return py::array_t<std::uint8_t>(py::ssize_t{0});
+  const py::capsule owner(memory.get(), [](void* held) { delete static_cast<HugeMemory*>(held); });
+  return py::array_t<std::uint8_t>(py::ssize_t{nbytes}, memory.release()->data(), owner);
 }
 
 double stream_read_rate_py(const py::array& data, int threads, double seconds) {
@@ -286,16 +273,20 @@ PYBIND11_MODULE(_native, m) {
   m.def("unpack_expert", &unpack_expert_py, py::arg("layout"), py::arg("records"));
   m.def("moe_forward", &moe_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("x"), py::arg("block_ptr"), py::arg("block_index"), py::arg("block_row"),
-        py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"));
+        py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"),
+        py::arg("activation_bits") = kDefaultActivationBits);
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
+  m.def("huge_empty", &huge_empty_py, py::arg("nbytes"));
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
+  bind_linear(m);
   bind_link(m);
   bind_cache(m);
   bind_offload(m);
   bind_routing(m);
   bind_simulate(m);
   bind_layer_plan(m);
+  bind_dense(m);
 }
 
 }  // namespace moechat

@@ -69,7 +69,9 @@ Matrices checked_matrices(const BlockLayout& layout, const py::array& x, py::arr
 
 std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& activation, float alpha,
                                  float limit, const py::array& records, const py::array& x,
-                                 const py::array& index, const py::array& weights, py::array out) {
+                                 const py::array& index, const py::array& weights, py::array out,
+                                 int activation_bits) {
+  check_activation_bits(activation_bits);
   const ActivationSpec spec = activation_spec(activation, alpha, limit);
   if (records.ndim() != 3) {
     refuse("records has " + std::to_string(records.ndim()) +
@@ -87,7 +89,7 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
   }
   const ReleaseGil released;
   return resident_forward(layout, spec, bytes, static_cast<std::int32_t>(experts), matrices.x, choice.index,
-                          choice.weight, choice.tokens, choice.k, matrices.out);
+                          choice.weight, choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
 // Called by a runner that waits, on a thread that has dropped the GIL: a pending Ctrl-C comes out as
@@ -119,10 +121,11 @@ class RunnerObject {
   RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
                std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
                std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
-               bool whole_experts, bool populate, std::int32_t top_k) {
+               bool whole_experts, bool populate, std::int32_t top_k, int activation_bits) {
     RunnerOptions options;
     options.layout = layout;
     options.activation = activation_spec(activation, alpha, limit);
+    options.activation_bits = activation_bits;
     options.layers = layers;
     options.experts = experts;
     options.top_k = top_k;
@@ -262,17 +265,18 @@ void bind_offload(py::module_& m) {
   py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
   m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
-        py::arg("out"));
+        py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
 
   using Self = RunnerObject;
   py::class_<Self>(m, "ExpertRunner")
       .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
                     std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool, std::int32_t>(),
+                    bool, std::int32_t, int>(),
            py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
            py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
            py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
-           py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1)
+           py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1,
+           py::arg("activation_bits") = kDefaultActivationBits)
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"))
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("far") = false)

@@ -137,6 +137,22 @@ bool cpu_runs_avx512() {
 #endif
 }
 
+bool cpu_runs_avx2_vnni() {
+#if defined(MOECHAT_X86)
+  return cpu_runs_avx2() && x86().avx_vnni;
+#else
+  return false;
+#endif
+}
+
+bool cpu_runs_avx512_vnni() {
+#if defined(MOECHAT_X86)
+  return cpu_runs_avx512() && x86().avx512_vnni;
+#else
+  return false;
+#endif
+}
+
 int available_cores() {
   int cores = 0;
 #if defined(__linux__)

@@ -8,8 +8,10 @@ namespace moechat {
 
 // Name and presence, as usable: the operating system saves the registers too.
 std::vector<std::pair<const char*, bool>> cpu_features();
-bool cpu_runs_avx2();    // AVX2, FMA and F16C
-bool cpu_runs_avx512();  // the same, and AVX-512 F, BW, DQ and VL
+bool cpu_runs_avx2();         // AVX2, FMA and F16C
+bool cpu_runs_avx2_vnni();    // the same, and AVX-VNNI
+bool cpu_runs_avx512();       // AVX2, FMA and F16C, and AVX-512 F, BW, DQ and VL
+bool cpu_runs_avx512_vnni();  // the same, and AVX-512 VNNI
 
 // Physical cores that the affinity mask and the cgroup's CPU quota leave to this process; at least 1.
 int available_cores();

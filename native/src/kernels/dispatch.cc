@@ -13,6 +13,8 @@ extern const KernelTable kPortableKernels;
 #if defined(MOECHAT_X86)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+extern const IntegerKernels kAvx2VnniIntegers;
+extern const IntegerKernels kAvx512VnniIntegers;
 #endif
 
 namespace {
@@ -22,11 +24,27 @@ struct Build {
   bool runs;
 };
 
+#if defined(MOECHAT_X86)
+// The same kernels, but for the integer ones.
+KernelTable with_integers(const char* name, KernelTable table, const IntegerKernels& integer) {
+  table.name = name;
+  table.integer = &integer;
+  return table;
+}
+#endif
+
+// Slowest first.
 std::vector<Build> builds() {
+#if defined(MOECHAT_X86)
+  static const KernelTable avx2_vnni = with_integers("avx2-vnni", kAvx2Kernels, kAvx2VnniIntegers);
+  static const KernelTable avx512_vnni = with_integers("avx512-vnni", kAvx512Kernels, kAvx512VnniIntegers);
+#endif
   return {{&kPortableKernels, true},
 #if defined(MOECHAT_X86)
           {&kAvx2Kernels, cpu_runs_avx2()},
-          {&kAvx512Kernels, cpu_runs_avx512()}
+          {&avx2_vnni, cpu_runs_avx2_vnni()},
+          {&kAvx512Kernels, cpu_runs_avx512()},
+          {&avx512_vnni, cpu_runs_avx512_vnni()}
 #endif
   };
 }

@@ -65,37 +65,34 @@ MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const f
   }
 }
 
-MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
-  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
-}
-
 // Multiplies 16 values whose first has column number 0 modulo 16 by their 2^-column_shift.
-MOECHAT_INLINE Vec unshift_factors(Encoding encoding) {
+MOECHAT_INLINE Vec unshift_factors(int bits) {
   float factors[16];
-  for (int c = 0; c < 16; ++c) factors[c] = 1.0f / static_cast<float>(1u << column_shift(encoding, c));
+  for (int c = 0; c < 16; ++c) factors[c] = 1.0f / static_cast<float>(1u << column_shift(bits, c));
   return load(factors);
 }
 
-void prepare_tokens(const BlockLayout& layout, const float* x, std::int64_t count, float* scaled,
+void prepare_tokens(int bits, const float* x, std::int64_t cols, std::int64_t count, float* scaled,
                     float* sums) {
-  const Vec factors = unshift_factors(layout.encoding);
+  const Vec factors = unshift_factors(bits);
+  const std::int64_t groups = (cols + kGroupColumns - 1) / kGroupColumns;
   for (std::int64_t t = 0; t < count; ++t) {
-    const float* from = x + t * layout.hidden_size;
-    for (std::int64_t g = 0; g < layout.groups; ++g) {
+    const float* from = x + t * cols;
+    for (std::int64_t g = 0; g < groups; ++g) {
       float padded[64];
       const float* columns = from + g * 64;
-      const std::int64_t valid = layout.hidden_size - g * 64;
+      const std::int64_t valid = cols - g * 64;
       if (valid < 64) {
         for (std::int64_t c = 0; c < 64; ++c) padded[c] = c < valid ? columns[c] : 0.0f;
         columns = padded;
       }
       Vec part[4];
-      float* to = scaled + t * layout.hidden_padded + g * 64;
+      float* to = scaled + (t * groups + g) * 64;
       for (int i = 0; i < 4; ++i) {
         part[i] = load(columns + 16 * i);
         store(to + 16 * i, mul(part[i], factors));
       }
-      sums[t * layout.groups + g] = lane_sum(add(add(part[0], part[1]), add(part[2], part[3])));
+      sums[t * groups + g] = lane_sum(add(add(part[0], part[1]), add(part[2], part[3])));
     }
   }
 }
@@ -178,7 +175,7 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
 
 template <class E>
 void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
-  const Vec factors = unshift_factors(task.layout->encoding);
+  const Vec factors = unshift_factors(task.layout->bits);
   for (std::int64_t unit = begin; unit < end; ++unit) {
     const std::int64_t local = unit / kTilesPerBlock;
     const int tile = static_cast<int>(unit % kTilesPerBlock);
@@ -201,18 +198,6 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
     }
     if (t < count) neuron_tile<E, 1>(task, record, tile, item + t, slot + t, factors);
   }
-}
-
-// out[row, row + 16) += weight * (partial + bias) for one item.
-MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec partial) {
-  if (valid >= kTileRows) {
-    store(out, fma(set1(weight), partial, load(out)));
-    return;
-  }
-  float lanes[16] = {};
-  for (std::int64_t i = 0; i < valid; ++i) lanes[i] = out[i];
-  store(lanes, fma(set1(weight), partial, load(lanes)));
-  for (std::int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
 }
 
 // Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
@@ -349,4 +334,53 @@ void activate(const ActivationSpec& spec, const float* gate, const float* up, fl
               std::int64_t count) {
   for (std::int64_t i = 0; i < count; i += 16)
     store(out + i, activate_lanes(spec, load(gate + i), load(up + i)));
+}
+
+// 16 output rows of a linear layer for kTokens tokens.
+template <class E, int kTokens>
+void linear_tile(const LinearTask& task, std::int64_t tile, std::int64_t token) {
+  const std::int64_t bytes = std::int64_t{kTileRows} * kGroupColumns * task.bits / 8;
+  const unsigned char* q = task.q + tile * task.groups * bytes;
+  const unsigned char* sz = task.sz + tile * task.groups * kScaleBytes;
+  const float* x[kTokens];
+  const float* x_sums[kTokens];
+  Vec acc[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    x[t] = task.x + (token + t) * task.groups * kGroupColumns;
+    x_sums[t] = task.x_sums + (token + t) * task.groups;
+    acc[t] = zero();
+  }
+  for (std::int64_t g = 0; g < task.groups; ++g) {
+    const unsigned char* const stream[1] = {q};
+    Vec sums[1][kTokens];
+    prefetch_bytes(q + kPrefetchBytes, bytes);
+    dot_group<E>(stream, x, sums);
+    add_group<E>(sz, x_sums, g, sums[0], acc);
+    q += bytes;
+    sz += kScaleBytes;
+    for (int t = 0; t < kTokens; ++t) x[t] += kGroupColumns;
+  }
+  for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, tile * kTileRows, acc[t]);
+}
+
+template <class E>
+void linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t tile = begin; tile < end; ++tile) {
+    std::int64_t t = 0;
+    for (; t + 4 <= task.tokens; t += 4) linear_tile<E, 4>(task, tile, t);
+    for (; t < task.tokens; ++t) linear_tile<E, 1>(task, tile, t);
+  }
+}
+
+void linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
+  switch (task.bits) {
+    case 2:
+      return linear_of<PackedBits<2>>(task, begin, end);
+    case 3:
+      return linear_of<Bits3>(task, begin, end);
+    case 4:
+      return linear_of<PackedBits<4>>(task, begin, end);
+    default:
+      return linear_of<PackedBits<8>>(task, begin, end);
+  }
 }

@@ -6,6 +6,7 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/thread_pool.h"
+#include "kernels/work_ranges.h"
 
 namespace moechat {
 namespace {
@@ -15,14 +16,24 @@ namespace {
 // every token.
 constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;
 constexpr std::int64_t kMaxSlots =
-    (std::int64_t{14} << 20) / ((kBlockNeurons + kTilesPerBlock) * sizeof(float));
+    (std::int64_t{14} << 20) / ((kBlockNeurons + kTilesPerBlock) * sizeof(float) + 2 * kBlockNeurons);
 constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
+constexpr std::int64_t kTileGrain = 8;             // output tiles that a thread takes at least
 
 enum Scratch : int {
   kInputs,
   kInputSums,
   kActivations,
   kActivationSums,
+  kPlanes,
+  kScales,
+  kPlaneSums,
+  kActivationPlanes,
+  kActivationScales,
+  kActivationPlaneSums,
+  kTilesDone,
+  kUnitRanges,
+  kTileRanges,
   kSlotStarts,
   kRowStarts,
   kRowTokens,
@@ -37,6 +48,7 @@ enum Scratch : int {
 }
 
 void check(const ForwardCall& call) {
+  check_activation_bits(call.activation_bits);
   for (std::int64_t i = 0; i < call.entries; ++i) {
     if (call.block_ptr[i] == 0) {
       throw std::invalid_argument("block_ptr[" + std::to_string(i) + "] is null");
@@ -95,27 +107,87 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
   task->row_weight = weight;
 }
 
-// Both phases for the entries and slots of the task.
-void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, const ForwardTask& task,
-               std::int64_t threads) {
-  const BlockLayout& layout = *task.layout;
-  const std::int64_t entries = task.entry_end - task.entry_begin;
-  const int limit = static_cast<int>(
-      std::clamp<std::int64_t>(entries * layout.payload_bytes / kBytesPerThread, std::int64_t{1}, threads));
+// Memory for the activations of so many slots.
+void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* task) {
+  task->activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
+  if (task->activation_bits == kFloatActivations) {
+    task->activation_sums = session.scratch<float>(kActivationSums, slots * kTilesPerBlock);
+    return;
+  }
+  task->quantised.planes = session.scratch<std::int8_t>(kActivationPlanes, slots * 8 * task->activation_bits);
+  task->quantised.scales = session.scratch<float>(kActivationScales, slots);
+  task->quantised.sums = session.scratch<float>(kActivationPlaneSums, slots);
+}
 
-  const std::int64_t units = entries * kTilesPerBlock;
-  const std::int64_t unit_grain = std::clamp<std::int64_t>(units / (limit * 8), 1, kTilesPerBlock);
-  session.parallel_for(limit, units, unit_grain,
-                       [&](std::int64_t begin, std::int64_t end) { kernel.neurons(task, begin, end); });
+// Both phases for the entries and slots of the task.
+void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardTask* task,
+               std::int64_t threads) {
+  const BlockLayout& layout = *task->layout;
+  const std::int64_t entries = task->entry_end - task->entry_begin;
+  const std::int64_t limit =
+      std::clamp<std::int64_t>(entries * layout.payload_bytes / kBytesPerThread, std::int64_t{1}, threads);
+  const bool integer = task->activation_bits != kFloatActivations;
+  if (integer) {
+    task->tiles_done = session.scratch<std::int32_t>(kTilesDone, entries);
+    std::fill_n(task->tiles_done, entries, 0);
+  }
 
   const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
-  std::int64_t tile_grain = std::clamp<std::int64_t>((tiles + limit * 4 - 1) / (limit * 4), 8, 64);
-  tile_grain = (tile_grain + 1) / 2 * 2;
-  session.parallel_for(limit, tiles, limit == 1 ? tiles : tile_grain,
-                       [&](std::int64_t begin, std::int64_t end) { kernel.outputs(task, begin, end); });
+  WorkRanges unit_ranges(session.scratch<WorkRanges::Range>(kUnitRanges, limit), limit,
+                         entries * kTilesPerBlock, 1);
+  WorkRanges tile_ranges(session.scratch<WorkRanges::Range>(kTileRanges, limit), limit, tiles, kTileGrain);
+  session.parallel(static_cast<int>(limit), [&](int thread, int) {
+    unit_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool last) {
+      if (!integer) return kernel.neurons(*task, begin, end);
+      kernel.integer->neurons(*task, begin, end, last ? tile_ranges.begin_of(thread) : -1);
+    });
+  });
+  session.parallel(static_cast<int>(limit), [&](int thread, int) {
+    tile_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
+      integer ? kernel.integer->outputs(*task, begin, end) : kernel.outputs(*task, begin, end);
+    });
+  });
+}
+
+// Float or quantised inputs of tokens [first, first + count).
+void prepare(ThreadPool::Session& session, const KernelTable& kernel, const ForwardCall& call,
+             std::int64_t first, std::int64_t count, std::int64_t threads, ForwardTask* task) {
+  const BlockLayout& layout = *call.layout;
+  const float* from = call.x + first * layout.hidden_size;
+  const std::int64_t grain =
+      std::max<std::int64_t>(1, kBytesPerThread / (std::int64_t{sizeof(float)} * layout.hidden_padded));
+  task->token_base = first;
+  if (task->activation_bits == kFloatActivations) {
+    auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
+    auto* sums = session.scratch<float>(kInputSums, count * layout.groups);
+    session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
+      kernel.prepare_tokens(layout.bits, from + begin * layout.hidden_size, layout.hidden_size, end - begin,
+                            inputs + begin * layout.hidden_padded, sums + begin * layout.groups);
+    });
+    task->x = inputs;
+    task->x_sums = sums;
+    return;
+  }
+  const std::int64_t bytes = layout.groups * 8 * task->activation_bits;
+  const QuantisedRows rows{session.scratch<std::int8_t>(kPlanes, count * bytes),
+                           session.scratch<float>(kScales, count * layout.groups),
+                           session.scratch<float>(kPlaneSums, count * layout.groups)};
+  session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t at = begin * layout.groups;
+    kernel.integer->quantise_rows(layout.bits, task->activation_bits, from + begin * layout.hidden_size,
+                                  layout.hidden_size, end - begin,
+                                  {rows.planes + begin * bytes, rows.scales + at, rows.sums + at});
+  });
+  task->x_quantised = rows;
 }
 
 }  // namespace
+
+void check_activation_bits(int bits) {
+  if (bits == 8 || bits == 16 || bits == kFloatActivations) return;
+  throw std::invalid_argument("activations of " + std::to_string(bits) +
+                              " bits are not supported; choose 8, 16 or 32");
+}
 
 void moe_forward(const ForwardCall& call) {
   check(call);
@@ -127,6 +199,8 @@ void moe_forward(const ForwardCall& call) {
   ForwardTask task{};
   task.layout = call.layout;
   task.activation = call.activation;
+  task.activation_bits = layout.quantised() ? call.activation_bits : kFloatActivations;
+  task.many = kernel.integer->many;
   task.block_ptr = call.block_ptr;
   task.block_index = call.block_index;
   task.block_row = call.block_row;
@@ -145,17 +219,7 @@ void moe_forward(const ForwardCall& call) {
   for (std::int64_t first = 0; first < call.tokens; first += token_step) {
     const std::int64_t count = std::min(token_step, call.tokens - first);
     if (count < call.tokens) filter_rows(session, call, first, first + count, &task);
-    auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
-    auto* input_sums = session.scratch<float>(kInputSums, count * layout.groups);
-    const float* from = call.x + first * layout.hidden_size;
-    const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / token_bytes);
-    session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel.prepare_tokens(layout, from + begin * layout.hidden_size, end - begin,
-                            inputs + begin * layout.hidden_padded, input_sums + begin * layout.groups);
-    });
-    task.x = inputs;
-    task.x_sums = input_sums;
-    task.token_base = first;
+    prepare(session, kernel, call, first, count, threads, &task);
 
     const auto tokens_of = [&](std::int64_t entry) -> std::int64_t {
       const std::int32_t row = task.block_row[entry];
@@ -178,17 +242,15 @@ void moe_forward(const ForwardCall& call) {
       if (entry > task.entry_begin) {
         if (slots == 0) continue;
         task.entry_end = entry;
-        task.activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
-        task.activation_sums = session.scratch<float>(kActivationSums, slots * kTilesPerBlock);
-        run_chunk(session, kernel, task, threads);
+        need_slots(session, slots, &task);
+        run_chunk(session, kernel, &task, threads);
         continue;
       }
       task.entry_end = entry + 1;
-      task.activations = session.scratch<float>(kActivations, kMaxSlots * kBlockNeurons);
-      task.activation_sums = session.scratch<float>(kActivationSums, kMaxSlots * kTilesPerBlock);
+      need_slots(session, kMaxSlots, &task);
       for (; task.part_begin < tokens_of(entry); task.part_begin += kMaxSlots) {
         slot_start[1] = std::min(kMaxSlots, tokens_of(entry) - task.part_begin);
-        run_chunk(session, kernel, task, threads);
+        run_chunk(session, kernel, &task, threads);
       }
       ++entry;
     }

@@ -8,6 +8,9 @@
 
 namespace moechat {
 
+constexpr int kFloatActivations = 32;
+constexpr int kDefaultActivationBits = 16;
+
 // Tokens of a call, the block list, and for every row (an expert slot) its tokens with router weights as CSR.
 struct ForwardCall {
   const BlockLayout* layout;
@@ -27,14 +30,21 @@ struct ForwardCall {
   float* out;             // [out_rows, hidden], accumulated in place
   std::int64_t out_rows;  // ignored when row_out is null: tokens
   int most_threads;       // 0: as many as there is work for
+  // 8, 16: inputs and activations are quantised to so many bits, see kernel_api.h; 32: they stay fp32. Weights
+  // of 16 bits always take fp32.
+  int activation_bits = kDefaultActivationBits;
 };
+
+// Throws std::invalid_argument unless it is 8, 16 or 32.
+void check_activation_bits(int bits);
 
 // For every entry in order and every item of its row, of token t and output row o:
 // out[o] += weight * (partial output of the block for x[t]).
 //
 // Every element of out is one chain out = fma(weight, partial, out) in list order, and a partial depends on
 // nothing but the block and x[t]: results are bitwise equal for any number of threads, any grouping of tokens
-// and any cut of the list into consecutive calls. One output row must not be shared by items of different
+// and any cut of the list into consecutive calls. With quantised activations all instruction sets but the
+// portable one, which has no fused multiply-add, agree bit by bit as well. One output row must not be shared by items of different
 // tokens: the order of such additions would depend on how the tokens are cut.
 //
 // Throws std::invalid_argument for an index out of range or a null address, before anything is computed.

@@ -15,15 +15,24 @@ namespace {
 
 // clang-format off: each part needs the names of the one before
 #include "kernels/simd_avx2.h"
+#include "kernels/dot_avx2.h"
 #include "kernels/math.inc.h"
 #include "kernels/encodings.inc.h"
+#include "kernels/output_rows.inc.h"
 #include "kernels/expert_kernel.inc.h"
+#include "kernels/quantise_inputs.inc.h"
+#include "kernels/integer_kernel.inc.h"
 #include "kernels/hqq_solver.inc.h"
+#include "kernels/rows16.inc.h"
 // clang-format on
+
+const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
+                                        nullptr};
 
 }  // namespace
 
 extern const KernelTable kAvx2Kernels;
-const KernelTable kAvx2Kernels = {"avx2", prepare_tokens, neurons, outputs, quantise_tile, activate};
+const KernelTable kAvx2Kernels = {"avx2",   prepare_tokens, neurons, outputs,         quantise_tile,
+                                  activate, linear,         rows16,  &kIntegerKernels};
 
 }  // namespace moechat

@@ -30,13 +30,46 @@ struct MatrixSource {
 // Largest magnitude that can be quantised: range / (2^bits - 1) must stay a finite fp16.
 static constexpr float kMaxQuantisable = 65504.0f;
 
+// Inputs of the integer kernels. They meet weights of 2, 3, 4 and 8 bits; weights of 16 bits, and
+// activation_bits 32, take float inputs.
+//
+// A row (a token, or the activations of a block for one token) is cut into groups of 64 columns. A group is
+//   scale = max|x| / range,   i[c] = nearest even integer of x[c] * (range / max|x|),   sum = sum of i[c],
+// range 32512 for 16 bits and 127 for 8; all in fp32, the integers and their sum exact. At 16 bits an integer
+// is kept as two bytes, i = 256 * hi + lo, hi in [-127, 127], lo in [-128, 127]; at 8 bits hi alone is it. A
+// group without a magnitude of kSmallestInput has scale 0 and integers 0; one with a value that is not finite
+// has scale NaN and integers 0, so that NaN reaches every output that depends on it.
+//
+// One row of weights and one group: isum = 256 * sum(q * hi) + sum(q * lo), exact in 32 bits, then
+//   acc = fma(scale_w * scale, fnma(zero_w, sum, isum), acc),
+// groups ascending, one chain a row. Integers do not care in which order they are added: results are bitwise
+// the same for any tiling and any number of tokens, and between instruction sets with a fused multiply-add.
+//
+// Bytes of a plane lie in the order in which the kernels unpack codes: at place 4 * d + k, d = 0..15, k =
+// 0..3, lies column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
+// (2 and 3 bits). A word of weights, shifted and masked to bytes, meets four neighbouring bytes of a plane.
+struct QuantisedRows {
+  std::int8_t* planes;  // [rows, groups, activation_bits / 8, 64]: hi, then lo
+  float* scales;        // [rows, groups]
+  float* sums;          // [rows, groups], the exact integers
+};
+
+static constexpr float kSmallestInput = 1e-30f;
+
+static constexpr float input_range(int activation_bits) { return activation_bits == 16 ? 32512.0f : 127.0f; }
+
+struct ManyTokens;
+
 // One chunk of a moe_forward call, see forward.cc.
 struct ForwardTask {
   const BlockLayout* layout;
   ActivationSpec activation;
+  int activation_bits;  // 8, 16: x_quantised and quantised are used; 32: x, x_sums and activation_sums
+  const ManyTokens* many;
 
-  const float* x;       // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
-  const float* x_sums;  // [tokens, groups], sums of the unscaled columns
+  const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
+  const float* x_sums;        // [tokens, groups], sums of the unscaled columns
+  QuantisedRows x_quantised;  // [tokens]
   std::int64_t token_base;
 
   const std::uint64_t* block_ptr;
@@ -55,15 +88,74 @@ struct ForwardTask {
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;      // [slots, 64], neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;  // [slots, 4], sums of the unscaled activations of a tile
-  float* out;              // [out rows, hidden]
+  float* activations;        // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;    // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows quantised;   // [slots], one group each: the activations, once all tiles of an entry are done
+  std::int32_t* tiles_done;  // [entries of the chunk], 0 at first
+  float* out;                // [out rows, hidden]
+};
+
+// The many-token path of the integer kernels: `neurons` and `outputs` below hand it the entries of at least
+// `threshold` tokens and do all others themselves. Same results, bit by bit.
+struct ManyTokens {
+  std::int64_t threshold;
+  // Activations (fp32, natural order) of one tile of a block for the tokens of items [item, item + count), to
+  // slots [slot, slot + count). The caller quantises them when the block is complete.
+  void (*neurons)(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
+                  std::int64_t slot, std::int64_t count);
+  // Adds output tiles [begin, end) of one block for the same tokens, from task.quantised.
+  void (*outputs)(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                  std::int64_t begin, std::int64_t end, std::int64_t item, std::int64_t slot,
+                  std::int64_t count);
+};
+
+// One linear_forward call.
+struct LinearTask {
+  int bits;
+  int activation_bits;
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t groups;
+  const unsigned char* q;   // [tiles, groups] as gate.q
+  const unsigned char* sz;  // [tiles, groups] as gate.sz
+  const float* bias;        // [rows] or null
+  const float* x;           // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
+  const float* x_sums;      // [tokens, groups]
+  QuantisedRows x_quantised;
+  std::int64_t tokens;
+  float* out;  // [tokens, rows]
+};
+
+// Integer kernels: their own table, since some instruction sets differ in nothing else.
+struct IntegerKernels {
+  // x [count, cols] -> rows of ceil(cols / 64) groups, in the order of codes of `bits`.
+  void (*quantise_rows)(int bits, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
+                        const QuantisedRows& to);
+  // As the members of KernelTable. Unless -1, `then` is the first output tile that the thread goes on with.
+  void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then);
+  void (*outputs)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
+  // out rows of tiles [begin, end).
+  void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
+  const ManyTokens* many;  // or null
+};
+
+// One call of rows16_forward, see rows16.h and rows16.inc.h.
+struct Rows16Task {
+  const std::uint16_t* weights;  // [rows, cols]
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t padded;  // cols rounded up to a multiple of 32
+  bool fp16;
+  const float* x;  // [tokens, padded], arranged
+  std::int64_t tokens;
+  const float* bias;  // [rows] or null
+  float* out;         // [tokens, rows]
 };
 
 struct KernelTable {
   const char* name;
   // x [count, hidden] -> scaled [count, Hp] and sums [count, groups].
-  void (*prepare_tokens)(const BlockLayout& layout, const float* x, std::int64_t count, float* scaled,
+  void (*prepare_tokens)(int bits, const float* x, std::int64_t cols, std::int64_t count, float* scaled,
                          float* sums);
   // Activations of units [begin, end); unit = entry of the chunk * 4 + tile.
   void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
@@ -76,19 +168,24 @@ struct KernelTable {
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.
   void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
                    std::int64_t count);
+  // Float linear: out rows of tiles [begin, end).
+  void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
+  // Rows [begin, end) of a product with 16-bit rows.
+  void (*rows16)(const Rows16Task& task, std::int64_t begin, std::int64_t end);
+  const IntegerKernels* integer;
 };
 
 // The codes of a column are used where they lie in the word (masked, not shifted), that is multiplied by a
 // power of two; the kernels multiply x by its inverse instead. The last column of a word is shifted down,
 // because its sign bit would be taken for a sign. All factors are powers of two: nothing is rounded.
-static constexpr int column_shift(Encoding encoding, int column) {
-  switch (encoding) {
-    case Encoding::kBits2:
-    case Encoding::kBits3:
+static constexpr int column_shift(int bits, int column) {
+  switch (bits) {
+    case 2:
+    case 3:
       return column % 16 == 15 ? 0 : 2 * (column % 16);
-    case Encoding::kBits4:
+    case 4:
       return column % 8 == 7 ? 0 : 4 * (column % 8);
-    case Encoding::kBits8:
+    case 8:
       return column % 4 == 3 ? 0 : 8 * (column % 4);
     default:
       return 0;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/codes.h"
 #include "kernels/dispatch.h"
 #include "kernels/half.h"
 #include "kernels/thread_pool.h"
@@ -69,18 +70,6 @@ void for_each_tile(const BlockLayout& layout, const Fields& fields, int threads,
                        });
 }
 
-float read_element(const MatrixSource& source, std::int64_t row, std::int64_t col) {
-  const unsigned char* at = source.data + row * source.row_stride + col * source.col_stride;
-  if (source.type == SourceType::kFloat32) {
-    float value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  }
-  std::uint16_t pattern;
-  std::memcpy(&pattern, at, sizeof pattern);
-  return source.type == SourceType::kFloat16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
-}
-
 // The 16-bit pattern to store. The source's own patterns pass unchanged.
 std::uint16_t pattern_of(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
   if (source.type == (fp16 ? SourceType::kFloat16 : SourceType::kBfloat16)) {
@@ -120,30 +109,20 @@ bool copy_tile(const MatrixSource& source, bool fp16, std::int64_t row, std::int
   return fine;
 }
 
-[[noreturn]] void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,
-                                const std::string& reason) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
-  throw std::invalid_argument(std::string(matrix) + " weight at row " + std::to_string(row) + ", column " +
-                              std::to_string(col) + " is " + text + ": " + reason);
-}
-
 // Names the first weight that pack_expert could not take.
 void report_bad_weight(const BlockLayout& layout, const Fields& fields, const ExpertSource& source) {
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
   for (std::size_t m = 0; m < kMatrices; ++m) {
+    const char* name = fields.field[m].name;
+    if (layout.quantised()) {
+      report_unquantisable(name, *matrices[m]);
+      continue;
+    }
     for (std::int64_t r = 0; r < matrices[m]->rows; ++r) {
       for (std::int64_t c = 0; c < matrices[m]->cols; ++c) {
-        const float value = read_element(*matrices[m], r, c);
-        const char* name = fields.field[m].name;
-        if (layout.quantised()) {
-          if (!std::isfinite(value)) refuse_weight(name, r, c, value, "not finite");
-          if (std::fabs(value) > kMaxQuantisable) {
-            refuse_weight(name, r, c, value, "magnitudes above 65504 cannot be quantised");
-          }
-        } else if (became_infinite(*matrices[m], layout.fp16, r, c)) {
-          refuse_weight(name, r, c, value, layout.fp16 ? "too large for fp16" : "too large for bf16");
-        }
+        if (!became_infinite(*matrices[m], layout.fp16, r, c)) continue;
+        refuse_weight(name, r, c, read_element(*matrices[m], r, c),
+                      layout.fp16 ? "too large for fp16" : "too large for bf16");
       }
     }
   }
@@ -168,54 +147,6 @@ void write_tails(const BlockLayout& layout, const ExpertBiases* biases, unsigned
     const std::int64_t rows = std::min(layout.down_bias_rows, layout.hidden_size - row);
     store_floats(record + layout.down_bias, biases->down + row, rows);
   }
-}
-
-// Position of column c (0..63) of a group in its q bytes: byte offset of the row 0 word and shift in it.
-struct CodePlace {
-  std::int64_t step;
-  int shift;
-};
-
-CodePlace place_of(int bits, int column) {
-  const int per_word = 32 / bits;
-  return {std::int64_t{column / per_word} * kStepBytes, column % per_word * bits};
-}
-
-std::uint32_t load_word(const unsigned char* at) {
-  return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8 |
-         static_cast<std::uint32_t>(at[2]) << 16 | static_cast<std::uint32_t>(at[3]) << 24;
-}
-
-void or_word(unsigned char* at, std::uint32_t value) {
-  const std::uint32_t word = load_word(at) | value;
-  for (int i = 0; i < 4; ++i) at[i] = static_cast<unsigned char>(word >> (8 * i));
-}
-
-void put_code(unsigned char* group, int bits, std::int64_t row, int column, std::uint32_t code) {
-  if (bits == 3) {
-    const CodePlace low = place_of(2, column);
-    or_word(group + low.step + row * 4, (code & 3u) << low.shift);
-    const CodePlace high = place_of(1, column);
-    or_word(group + 4 * kStepBytes + high.step + row * 4, (code >> 2) << high.shift);
-    return;
-  }
-  const CodePlace place = place_of(bits, column);
-  or_word(group + place.step + row * 4, code << place.shift);
-}
-
-std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, int column) {
-  if (bits == 3) {
-    const CodePlace low = place_of(2, column);
-    const CodePlace high = place_of(1, column);
-    return ((load_word(group + low.step + row * 4) >> low.shift) & 3u) |
-           ((load_word(group + 4 * kStepBytes + high.step + row * 4) >> high.shift) & 1u) << 2;
-  }
-  const CodePlace place = place_of(bits, column);
-  return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);
-}
-
-std::uint16_t load_half(const unsigned char* at) {
-  return static_cast<std::uint16_t>(at[0] | static_cast<unsigned>(at[1]) << 8);
 }
 
 void store_half(unsigned char* at, std::uint16_t pattern) {
@@ -317,20 +248,15 @@ void unpack_expert(const BlockLayout& layout, const unsigned char* records, cons
       const unsigned char* q = record + field.q + at * layout.group_bytes;
       const std::int64_t col = field.first_col(block) + g * kGroupColumns;
       const int cols = static_cast<int>(std::clamp<std::int64_t>(field.cols - col, 0, kGroupColumns));
+      float* to = matrices[m] + row * field.cols + col;
+      if (layout.quantised()) {
+        unpack_group(q, record + field.sz + at * kScaleBytes, layout.bits, rows, cols, to, field.cols);
+        continue;
+      }
       for (std::int64_t lane = 0; lane < rows; ++lane) {
-        float* to = matrices[m] + (row + lane) * field.cols + col;
-        if (!layout.quantised()) {
-          for (int c = 0; c < cols; ++c) {
-            const std::uint16_t pattern = load_half(q + (c / 2) * kStepBytes + lane * 4 + (c % 2) * 2);
-            to[c] = layout.fp16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
-          }
-          continue;
-        }
-        const unsigned char* sz = record + field.sz + at * kScaleBytes;
-        const float scale = half::from_fp16(load_half(sz + lane * 2));
-        const float zero = half::from_fp16(load_half(sz + 32 + lane * 2));
         for (int c = 0; c < cols; ++c) {
-          to[c] = (static_cast<float>(get_code(q, layout.bits, lane, c)) - zero) * scale;
+          const std::uint16_t pattern = load_half(q + (c / 2) * kStepBytes + lane * 4 + (c % 2) * 2);
+          to[lane * field.cols + c] = layout.fp16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
         }
       }
     }

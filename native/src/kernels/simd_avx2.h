@@ -74,6 +74,18 @@ MOECHAT_INLINE VecI shl(VecI x, int bits) {
 MOECHAT_INLINE VecI shr(VecI x, int bits) {
   return VecI{_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)};
 }
+MOECHAT_INLINE VecI maxi(VecI x, VecI y) {
+  return VecI{_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
+}
+MOECHAT_INLINE VecI shr_signed(VecI x, int bits) {
+  return VecI{_mm256_srai_epi32(x.a, bits), _mm256_srai_epi32(x.b, bits)};
+}
+MOECHAT_INLINE void store_bytes(std::int8_t* to, VecI x, const unsigned char* order) {
+  const __m128i places = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+  const __m128i a = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));
+  const __m128i b = _mm_packs_epi32(_mm256_castsi256_si128(x.b), _mm256_extracti128_si256(x.b, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(_mm_packs_epi16(a, b), places));
+}
 MOECHAT_INLINE Vec as_float(VecI x) { return Vec{_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 MOECHAT_INLINE VecI as_int(Vec x) { return VecI{_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 MOECHAT_INLINE Vec to_float(VecI x) { return Vec{_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }

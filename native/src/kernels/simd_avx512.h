@@ -43,6 +43,14 @@ MOECHAT_INLINE VecI shl(VecI x, int bits) {
 MOECHAT_INLINE VecI shr(VecI x, int bits) {
   return VecI{_mm512_srli_epi32(x.a, static_cast<unsigned>(bits))};
 }
+MOECHAT_INLINE VecI maxi(VecI x, VecI y) { return VecI{_mm512_max_epi32(x.a, y.a)}; }
+MOECHAT_INLINE VecI shr_signed(VecI x, int bits) {
+  return VecI{_mm512_srai_epi32(x.a, static_cast<unsigned>(bits))};
+}
+MOECHAT_INLINE void store_bytes(std::int8_t* to, VecI x, const unsigned char* order) {
+  const __m128i places = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x.a), places));
+}
 MOECHAT_INLINE Vec as_float(VecI x) { return Vec{_mm512_castsi512_ps(x.a)}; }
 MOECHAT_INLINE VecI as_int(Vec x) { return VecI{_mm512_castps_si512(x.a)}; }
 MOECHAT_INLINE Vec to_float(VecI x) { return Vec{_mm512_cvtepi32_ps(x.a)}; }

@@ -107,6 +107,21 @@ MOECHAT_INLINE VecI shr(VecI a, int bits) {
   MOECHAT_LANES(a.v[i] = a.v[i] >> bits);
   return a;
 }
+// Of signed values.
+MOECHAT_INLINE VecI maxi(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = (I4)a.v[i] > (I4)b.v[i] ? a.v[i] : b.v[i]);
+  return a;
+}
+MOECHAT_INLINE VecI shr_signed(VecI a, int bits) {
+  MOECHAT_LANES(a.v[i] = (U4)((I4)a.v[i] >> bits));
+  return a;
+}
+// The low bytes of lanes order[0], order[1], ...
+MOECHAT_INLINE void store_bytes(std::int8_t* to, const VecI& a, const unsigned char* order) {
+  std::int32_t lanes[16];
+  storei(lanes, a);
+  for (int i = 0; i < 16; ++i) to[i] = static_cast<std::int8_t>(lanes[order[i]]);
+}
 MOECHAT_INLINE Vec as_float(VecI a) {
   Vec r;
   MOECHAT_LANES(r.v[i] = (F4)a.v[i]);

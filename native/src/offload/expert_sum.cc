@@ -78,7 +78,8 @@ std::int64_t ExpertSum::items_of(std::int32_t row) const {
 }
 
 void ExpertSum::start(const BlockLayout& layout, const ActivationSpec& activation, const Grouped& rows,
-                      const float* x, std::int64_t tokens, float* out, std::int64_t accumulator_bytes) {
+                      const float* x, std::int64_t tokens, float* out, std::int64_t accumulator_bytes,
+                      int activation_bits) {
   layout_ = &layout;
   activation_ = activation;
   rows_ = &rows;
@@ -86,6 +87,7 @@ void ExpertSum::start(const BlockLayout& layout, const ActivationSpec& activatio
   tokens_ = tokens;
   out_ = out;
   accumulator_bytes_ = accumulator_bytes;
+  activation_bits_ = activation_bits;
   first_ = end_ = 0;
   records_.clear();
   blocks_.clear();
@@ -176,6 +178,7 @@ std::int64_t ExpertSum::compute() {
   call.nonzeros = static_cast<std::int64_t>(batch_token_.size());
   call.out = accumulators_.data.get();
   call.out_rows = rows_->start[at(end_)] - base;
+  call.activation_bits = activation_bits_;
   call.most_threads = pending_ <= kPairsAlone ? 1 : 0;
   moe_forward(call);
 
@@ -216,12 +219,12 @@ void ExpertSum::finish_group() {
 std::int64_t resident_forward(const BlockLayout& layout, const ActivationSpec& activation,
                               const unsigned char* records, std::int32_t experts, const float* x,
                               const std::int64_t* index, const float* weight, std::int64_t tokens,
-                              std::int64_t k, float* out) {
+                              std::int64_t k, float* out, int activation_bits) {
   // Kept between the calls of a thread, so that decoding does not allocate.
   static thread_local Grouped rows;
   static thread_local ExpertSum sum;
   group_by_expert(index, weight, tokens, k, experts, &rows);
-  sum.start(layout, activation, rows, x, tokens, out);
+  sum.start(layout, activation, rows, x, tokens, out, ExpertSum::kBytes, activation_bits);
   std::int64_t walked = 0;
   while (sum.next_group()) {
     for (std::int32_t row = sum.first_row(); row < sum.end_row(); ++row) {

@@ -46,7 +46,8 @@ class ExpertSum {
 
   // All of it stays as it is until the last group is done. Sets out [tokens, hidden] to 0.
   void start(const BlockLayout& layout, const ActivationSpec& activation, const Grouped& rows, const float* x,
-             std::int64_t tokens, float* out, std::int64_t accumulator_bytes = kBytes);
+             std::int64_t tokens, float* out, std::int64_t accumulator_bytes = kBytes,
+             int activation_bits = kDefaultActivationBits);
 
   // Opens the next group, its accumulators 0; false when there is none.
   bool next_group();
@@ -82,6 +83,7 @@ class ExpertSum {
   std::int64_t tokens_ = 0;
   float* out_ = nullptr;
   std::int64_t accumulator_bytes_ = kBytes;
+  int activation_bits_ = kDefaultActivationBits;
   std::int32_t first_ = 0;
   std::int32_t end_ = 0;
 
@@ -104,6 +106,6 @@ class ExpertSum {
 std::int64_t resident_forward(const BlockLayout& layout, const ActivationSpec& activation,
                               const unsigned char* records, std::int32_t experts, const float* x,
                               const std::int64_t* index, const float* weight, std::int64_t tokens,
-                              std::int64_t k, float* out);
+                              std::int64_t k, float* out, int activation_bits = kDefaultActivationBits);
 
 }  // namespace moechat

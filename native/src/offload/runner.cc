@@ -61,6 +61,7 @@ std::string decimal(double value) {
 
 RunnerOptions checked(RunnerOptions options, const EvictionPolicy* policy, const Link* link) {
   const auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
+  check_activation_bits(options.activation_bits);
   if (policy == nullptr || link == nullptr) refuse("a runner needs a policy and a link");
   if (options.layers < 1 || options.experts < 1) {
     refuse("a runner needs at least one layer and one expert, not " + std::to_string(options.layers) +
@@ -205,7 +206,8 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
   idle_since_ = asked_ = Clock::now();
   waited_ = Clock::duration::zero();
   try {
-    sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes);
+    sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes,
+             options_.activation_bits);
     while (sum_.next_group()) run_group(interrupted);
   } catch (...) {
     abort_now();

@@ -47,6 +47,7 @@ class LinkError : public std::runtime_error {
 struct RunnerOptions {
   BlockLayout layout{};
   ActivationSpec activation{};
+  int activation_bits = kDefaultActivationBits;  // as ForwardCall::activation_bits
   // Expert layers, numbered from 0; region i of the link holds the [experts, blocks] records of layer i.
   std::int32_t layers = 0;
   std::int32_t experts = 0;

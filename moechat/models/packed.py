@@ -1,0 +1,201 @@
+"""Pack dense layers in 8 or 4 bits while loading, and keep what came of it in the cache directory.
+
+Packing reads every dense weight and takes seconds for a large model, so the result is kept in one file a
+model and number of bits. The file names what it was made from: the dense files of the store by their
+SHA-256, the layers, the bits, the format of the packed groups. It holds a SHA-256 of every piece of its data.
+Whatever does not fit, is damaged or missing is packed again; no store depends on it, and it may be deleted at
+any time.
+
+Layout: magic (8 bytes), length of the header (8, little-endian), header (JSON), zeros up to 4096 bytes or a
+multiple, then the packed layers one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.errors import UnsupportedModelError
+from moechat.models.dense import TensorSource, model_type, replace_modules
+from moechat.models.dense_form import DenseForm
+from moechat.models.linear import PackedLinear
+from moechat.models.skeleton import Skeleton
+from moechat.routing.atomic import replacing
+
+_MAGIC = b"MOEDENSE"
+# Of this file; the groups have the version of the blocks.
+_FORMAT = 1
+_ALIGNMENT = 4096
+_PIECE = 32 << 20
+_MOST_HEADER = 16 << 20
+
+Bytes = npt.NDArray[np.uint8]
+PackCallback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """The file of a model's packed layers.
+
+    Attributes:
+        path: Where it is, or would be.
+        content: What it is made from and holds; a file that says anything else is another one.
+        nbytes: Of all packed layers.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    nbytes: int
+
+    @classmethod
+    def of(cls, directory: Path, dense_files: Mapping[str, str], form: DenseForm) -> PackedFile:
+        """The file for a store.
+
+        Args:
+            directory: For such files; made when one is written.
+            dense_files: SHA-256 of the store's dense files by their names.
+            form: Which layers are packed, and in how many bits.
+        """
+        layers = [[name, *form.linears[name]] for name in sorted(form.linears)]
+        content = {
+            "format": _FORMAT,
+            "group_format": _native.BLOCK_FORMAT_VERSION,
+            "bits": form.bits,
+            "dense_files": dict(sorted(dense_files.items())),
+            "layers": layers,
+        }
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)
+        return cls(directory / f"{key[:32]}.packed", content, nbytes)
+
+    def read(self, into: Bytes) -> bool:
+        """Fill ``into`` (uint8 ``[nbytes]``) from the file; ``False`` where it is not there as it should be.
+
+        What ``into`` holds then is undefined.
+        """
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                return self._read(file.fileno(), into)
+        except (OSError, ValueError):
+            return False
+
+    def _read(self, file: int, into: Bytes) -> bool:
+        start = os.pread(file, 16, 0)
+        length = int.from_bytes(start[8:], "little")
+        if start[:8] != _MAGIC or len(start) < 16 or length > _MOST_HEADER:
+            return False
+        header = json.loads(os.pread(file, length, 16))
+        if not isinstance(header, dict) or {**header, "sha256": None} != {**self.content, "sha256": None}:
+            return False
+        begin = _data_start(length)
+        if os.fstat(file).st_size != begin + self.nbytes:
+            return False
+
+        def fill(at: int) -> str:
+            piece = into[at : at + _PIECE]
+            done = 0
+            while done < len(piece):
+                count = os.preadv(file, [piece[done:]], begin + at + done)
+                if count <= 0:
+                    raise OSError("the file ends early")
+                done += count
+            return hashlib.sha256(piece).hexdigest()
+
+        return bool(_each_piece(self.nbytes, fill) == header.get("sha256"))
+
+    def write(self, data: Bytes) -> None:
+        """Put the packed layers in the file's place, whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE]).hexdigest())
+        header = json.dumps({**self.content, "sha256": digests}).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as file:
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            file.write(bytes(_data_start(len(header)) - 16 - len(header)))
+            file.write(data)
+
+
+def _data_start(header: int) -> int:
+    return -(-(16 + header) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _each_piece(nbytes: int, work: Callable[[int], str]) -> list[str]:
+    with ThreadPoolExecutor(min(8, _native.num_threads())) as pool:
+        return list(pool.map(work, range(0, nbytes, _PIECE)))
+
+
+def pack_layers(
+    skeleton: Skeleton,
+    source: TensorSource,
+    form: DenseForm,
+    file: PackedFile,
+    progress: PackCallback | None = None,
+) -> bool:
+    """Put packed layers in the place of those that ``form`` names; from the file, or packed now and kept.
+
+    Args:
+        skeleton: With its dense weights loaded.
+        source: That they came from; its pages are released.
+        form: With 8 or 4 bits.
+        file: Where the packed layers are kept. If it cannot be written, the next start packs again.
+        progress: Called with bytes packed and bytes in all.
+
+    Returns:
+        Whether the file served.
+
+    Raises:
+        UnsupportedModelError: A weight is not finite or too large to be packed.
+    """
+    model = skeleton.model
+    data = _native.huge_empty(file.nbytes)
+    found = file.read(data)
+    changed: dict[str, nn.Module] = {}
+    at = 0
+    for name in sorted(form.linears):
+        layout = _native.LinearLayout(*form.linears[name], form.bits)
+        part = data[at : at + layout.nbytes]
+        at += layout.nbytes
+        module: Any = model.get_submodule(name)
+        if not found:
+            try:
+                part[:] = _native.pack_linear(layout, _matrix(module.weight.detach()))
+            except ValueError as error:
+                raise UnsupportedModelError(
+                    f"{name} cannot be packed in {form.bits} bits: {error}",
+                    hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
+                ) from error
+            source.release(source.keys())
+            if progress is not None:
+                progress(at, file.nbytes)
+        dtype = model_type(skeleton, f"{name}.weight")
+        changed[name] = PackedLinear(layout, part, module.bias, form.activation_bits, dtype)
+    replace_modules(model, changed)
+    source.release(source.keys())
+    if not found:
+        with suppress(OSError):
+            file.write(data)
+    return found
+
+
+def _matrix(weight: torch.Tensor) -> npt.NDArray[Any]:
+    if weight.dtype == torch.bfloat16:
+        return weight.view(torch.int16).numpy().view(np.uint16)
+    if weight.dtype == torch.float16:
+        return weight.numpy()
+    return weight.float().numpy()

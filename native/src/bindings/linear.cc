@@ -1,0 +1,84 @@
+// Quantised matrices outside the experts: projections and heads.
+#include "kernels/linear.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <new>
+#include <optional>
+#include <string>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "bindings/matrices.h"
+#include "kernels/thread_pool.h"
+
+namespace moechat {
+namespace {
+
+py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::array& matrix, int threads) {
+  const MatrixSource source = matrix_source("matrix", matrix, layout.rows, layout.cols);
+  if (threads < 0 || threads > kMaxThreads) {
+    refuse("threads is " + std::to_string(threads) + "; it must be between 0 and " +
+           std::to_string(kMaxThreads));
+  }
+  // numpy aligns to 16 bytes; vectors that span two lines would be read at half the speed.
+  constexpr std::align_val_t kLine{64};
+  auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
+  const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
+  py::array_t<std::uint8_t> data({layout.nbytes}, {std::int64_t{1}}, to, owner);
+  const ReleaseGil released;
+  pack_linear(layout, source, to, threads);
+  return data;
+}
+
+py::array_t<float> unpack_linear_py(const LinearLayout& layout, const py::array& data) {
+  const auto* from = checked<std::uint8_t>("data", data, {layout.nbytes});
+  py::array_t<float> matrix({layout.rows, layout.cols});
+  float* to = matrix.mutable_data();
+  const ReleaseGil released;
+  unpack_linear(layout, from, to);
+  return matrix;
+}
+
+void linear_forward_py(const LinearLayout& layout, const py::array& data, const py::array& x,
+                       const std::optional<py::array>& bias, py::array out, int activation_bits) {
+  if (x.ndim() != 2) refuse("x has " + std::to_string(x.ndim()) + " dimensions; it must be [tokens, cols]");
+  LinearCall call{};
+  call.layout = &layout;
+  call.tokens = x.shape(0);
+  call.data = checked<std::uint8_t>("data", data, {layout.nbytes});
+  call.x = checked<float>("x", x, {call.tokens, layout.cols});
+  if (bias) call.bias = checked<float>("bias", *bias, {layout.rows});
+  call.out = checked_writable<float>("out", out, {call.tokens, layout.rows});
+  call.activation_bits = activation_bits;
+  const std::int64_t inputs = call.tokens * layout.cols;
+  const std::int64_t outputs = call.tokens * layout.rows;
+  if (inputs > 0 && call.x < call.out + outputs && call.out < call.x + inputs) refuse("out overlaps x");
+  const ReleaseGil released;
+  linear_forward(call);
+}
+
+}  // namespace
+
+void bind_linear(py::module_& m) {
+  py::class_<LinearLayout>(m, "LinearLayout")
+      .def(py::init(&make_linear_layout), py::arg("rows"), py::arg("cols"), py::arg("bits"))
+      .def_readonly("rows", &LinearLayout::rows)
+      .def_readonly("cols", &LinearLayout::cols)
+      .def_readonly("bits", &LinearLayout::bits)
+      .def_readonly("sz", &LinearLayout::sz)
+      .def_readonly("nbytes", &LinearLayout::nbytes)
+      .def("__repr__", [](const LinearLayout& layout) {
+        return "LinearLayout(rows=" + std::to_string(layout.rows) + ", cols=" + std::to_string(layout.cols) +
+               ", bits=" + std::to_string(layout.bits) + ")";
+      });
+  m.def("pack_linear", &pack_linear_py, py::arg("layout"), py::arg("matrix"), py::arg("threads") = 0);
+  m.def("unpack_linear", &unpack_linear_py, py::arg("layout"), py::arg("data"));
+  m.def("linear_forward", &linear_forward_py, py::arg("layout"), py::arg("data"), py::arg("x"),
+        py::arg("bias"), py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
+}
+
+}  // namespace moechat

@@ -1,0 +1,108 @@
+#include "kernels/codes.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/block_layout.h"
+#include "kernels/half.h"
+
+namespace moechat {
+namespace {
+
+// Position of column c (0..63) of a group in its q bytes: byte offset of the row 0 word and shift in it.
+struct CodePlace {
+  std::int64_t step;
+  int shift;
+};
+
+CodePlace place_of(int bits, int column) {
+  const int per_word = 32 / bits;
+  return {std::int64_t{column / per_word} * kStepBytes, column % per_word * bits};
+}
+
+std::uint32_t load_word(const unsigned char* at) {
+  return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8 |
+         static_cast<std::uint32_t>(at[2]) << 16 | static_cast<std::uint32_t>(at[3]) << 24;
+}
+
+void or_word(unsigned char* at, std::uint32_t value) {
+  const std::uint32_t word = load_word(at) | value;
+  for (int i = 0; i < 4; ++i) at[i] = static_cast<unsigned char>(word >> (8 * i));
+}
+
+}  // namespace
+
+std::uint16_t load_half(const unsigned char* at) {
+  return static_cast<std::uint16_t>(at[0] | static_cast<unsigned>(at[1]) << 8);
+}
+
+void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,
+                                const std::string& reason) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
+  throw std::invalid_argument(std::string(matrix) + " weight at row " + std::to_string(row) + ", column " +
+                              std::to_string(col) + " is " + text + ": " + reason);
+}
+
+float read_element(const MatrixSource& source, std::int64_t row, std::int64_t col) {
+  const unsigned char* at = source.data + row * source.row_stride + col * source.col_stride;
+  if (source.type == SourceType::kFloat32) {
+    float value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  }
+  std::uint16_t pattern;
+  std::memcpy(&pattern, at, sizeof pattern);
+  return source.type == SourceType::kFloat16 ? half::from_fp16(pattern) : half::from_bf16(pattern);
+}
+
+void put_code(unsigned char* group, int bits, std::int64_t row, int column, std::uint32_t code) {
+  if (bits == 3) {
+    const CodePlace low = place_of(2, column);
+    or_word(group + low.step + row * 4, (code & 3u) << low.shift);
+    const CodePlace high = place_of(1, column);
+    or_word(group + 4 * kStepBytes + high.step + row * 4, (code >> 2) << high.shift);
+    return;
+  }
+  const CodePlace place = place_of(bits, column);
+  or_word(group + place.step + row * 4, code << place.shift);
+}
+
+std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, int column) {
+  if (bits == 3) {
+    const CodePlace low = place_of(2, column);
+    const CodePlace high = place_of(1, column);
+    return ((load_word(group + low.step + row * 4) >> low.shift) & 3u) |
+           ((load_word(group + 4 * kStepBytes + high.step + row * 4) >> high.shift) & 1u) << 2;
+  }
+  const CodePlace place = place_of(bits, column);
+  return (load_word(group + place.step + row * 4) >> place.shift) & ((1u << bits) - 1u);
+}
+
+void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t rows, int cols,
+                  float* matrix, std::int64_t stride) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const float scale = half::from_fp16(load_half(sz + row * 2));
+    const float zero = half::from_fp16(load_half(sz + 32 + row * 2));
+    for (int c = 0; c < cols; ++c) {
+      matrix[row * stride + c] = (static_cast<float>(get_code(group, bits, row, c)) - zero) * scale;
+    }
+  }
+}
+
+void report_unquantisable(const char* matrix, const MatrixSource& source) {
+  for (std::int64_t r = 0; r < source.rows; ++r) {
+    for (std::int64_t c = 0; c < source.cols; ++c) {
+      const float value = read_element(source, r, c);
+      if (!std::isfinite(value)) refuse_weight(matrix, r, c, value, "not finite");
+      if (std::fabs(value) > kMaxQuantisable) {
+        refuse_weight(matrix, r, c, value, "magnitudes above 65504 cannot be quantised");
+      }
+    }
+  }
+}
+
+}  // namespace moechat

@@ -1,0 +1,469 @@
+// Integer kernels for few tokens: codes meet quantised inputs, see kernel_api.h for the numerics. Included
+// inside the anonymous namespace of one instruction set.
+
+// Codes of four columns for 16 rows: dword `d` of a group, see QuantisedRows. A group is kUnits units of
+// kWords dwords.
+template <int kBits>
+struct Codes {
+  static constexpr int kWords = 8 / kBits;
+  static constexpr int kUnits = 16 / kWords;
+  static constexpr int kLargest = (1 << kBits) - 1;
+
+  MOECHAT_INLINE static void unit(const unsigned char* group, int at, VecI (&codes)[kWords]) {
+    const VecI words = loadi(group + at * kStepBytes);
+    if constexpr (kBits == 8) {
+      codes[0] = words;
+    } else {
+      const VecI mask = seti(0x01010101u * static_cast<unsigned>(kLargest));
+      for (int i = 0; i < kWords; ++i) codes[i] = andi(i == 0 ? words : shr(words, kBits * i), mask);
+    }
+  }
+};
+
+template <>
+struct Codes<3> {
+  static constexpr int kWords = 4;
+  static constexpr int kUnits = 4;
+  static constexpr int kLargest = 7;
+
+  MOECHAT_INLINE static void unit(const unsigned char* group, int at, VecI (&codes)[kWords]) {
+    const VecI low = loadi(group + at * kStepBytes);
+    // 16 high bits, those of columns 4k..4k+3 go to byte k.
+    VecI high = loadi(group + (4 + at / 2) * kStepBytes);
+    high = at % 2 == 0 ? andi(high, seti(0xffffu)) : shr(high, 16);
+    high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
+    high = andi(ori(high, shl(high, 4)), seti(0x0f0f0f0fu));
+    const VecI two = seti(0x03030303u);
+    const VecI four = seti(0x04040404u);
+    codes[0] = ori(andi(low, two), andi(shl(high, 2), four));
+    codes[1] = ori(andi(shr(low, 2), two), andi(shl(high, 1), four));
+    codes[2] = ori(andi(shr(low, 4), two), andi(high, four));
+    codes[3] = ori(andi(shr(low, 6), two), andi(shr(high, 1), four));
+  }
+};
+
+// Where products add up in 16 bits: two of them and `dwords` of these must fit.
+constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
+
+// isum[stream][token] of one group, x[token] its planes.
+template <int kBits, int kPlanes, int kStreams, int kTokens>
+MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
+                               const std::int8_t* const (&x)[kTokens], VecI (&isum)[kStreams][kTokens]) {
+  using C = Codes<kBits>;
+  if constexpr (kStreams > 1 && !kPairDots) {
+    for (int s = 0; s < kStreams; ++s) {
+      const unsigned char* const one[1] = {q[s]};
+      VecI sums[1][kTokens];
+      group_dots<kBits, kPlanes>(one, x, sums);
+      for (int t = 0; t < kTokens; ++t) isum[s][t] = sums[0][t];
+    }
+  } else if constexpr (kWideDot) {
+    // Two chains each where there are few: the latency of a product would bound the loop.
+    constexpr int kChains = 2 * kStreams * kTokens * kPlanes <= kMostChains ? 2 : 1;
+    VecI chain[kStreams][kTokens][kPlanes][kChains];
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) {
+        for (int p = 0; p < kPlanes; ++p) {
+          for (int c = 0; c < kChains; ++c) chain[s][t][p][c] = seti(0);
+        }
+      }
+    }
+    MOECHAT_UNROLL
+    for (int at = 0; at < C::kUnits; ++at) {
+      VecI codes[kStreams][C::kWords];
+      for (int s = 0; s < kStreams; ++s) C::unit(q[s], at, codes[s]);
+      MOECHAT_UNROLL
+      for (int i = 0; i < C::kWords; ++i) {
+        const int d = at * C::kWords + i;
+        for (int t = 0; t < kTokens; ++t) {
+          for (int p = 0; p < kPlanes; ++p) {
+            const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
+            for (int s = 0; s < kStreams; ++s) {
+              chain[s][t][p][d % kChains] = dot(chain[s][t][p][d % kChains], codes[s][i], bytes);
+            }
+          }
+        }
+      }
+    }
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) {
+        VecI sums[kPlanes];
+        for (int p = 0; p < kPlanes; ++p) {
+          sums[p] = chain[s][t][p][0];
+          if constexpr (kChains == 2) sums[p] = addi(sums[p], chain[s][t][p][1]);
+        }
+        isum[s][t] = kPlanes == 2 ? addi(shl(sums[0], 8), sums[kPlanes - 1]) : sums[0];
+      }
+    }
+  } else {
+    // Codes of 8 bits go as two of 4; sums of 16 bits are widened before they could overflow.
+    constexpr int kParts = kBits == 8 ? 2 : 1;
+    constexpr int kLargest = kBits == 8 ? 15 : C::kLargest;
+    constexpr int kRuns = fits_16(kLargest, 16) ? 1 : 2;
+    static_assert(fits_16(kLargest, 16 / kRuns), "sums of 16 bits would overflow");
+    for (int s = 0; s < kStreams; ++s) {
+      for (int t = 0; t < kTokens; ++t) isum[s][t] = seti(0);
+      MOECHAT_UNROLL
+      for (int run = 0; run < kRuns; ++run) {
+        VecI chain[kTokens][kPlanes][kParts];
+        for (int t = 0; t < kTokens; ++t) {
+          for (int p = 0; p < kPlanes; ++p) {
+            for (int part = 0; part < kParts; ++part) chain[t][p][part] = seti(0);
+          }
+        }
+    MOECHAT_UNROLL
+        for (int unit = 0; unit < C::kUnits / kRuns; ++unit) {
+          const int at = run * (C::kUnits / kRuns) + unit;
+          VecI codes[C::kWords];
+          C::unit(q[s], at, codes);
+      MOECHAT_UNROLL
+          for (int i = 0; i < C::kWords; ++i) {
+            const int d = at * C::kWords + i;
+            VecI parts[kParts];
+            if constexpr (kBits == 8) {
+              parts[0] = andi(codes[i], seti(0x0f0f0f0fu));
+              parts[kParts - 1] = andi(shr(codes[i], 4), seti(0x0f0f0f0fu));
+            } else {
+              parts[0] = codes[i];
+            }
+            for (int t = 0; t < kTokens; ++t) {
+              for (int p = 0; p < kPlanes; ++p) {
+                const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
+                for (int part = 0; part < kParts; ++part) {
+                  chain[t][p][part] = dot(chain[t][p][part], parts[part], bytes);
+                }
+              }
+            }
+          }
+        }
+        for (int t = 0; t < kTokens; ++t) {
+          for (int p = 0; p < kPlanes; ++p) {
+            for (int part = 0; part < kParts; ++part) {
+              const int factor = (kPlanes == 2 && p == 0 ? 256 : 1) * (part == 1 ? 16 : 1);
+              isum[s][t] = addi(isum[s][t], widen(chain[t][p][part], factor));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Where the inputs of one token lie.
+struct TokenInputs {
+  const std::int8_t* planes;
+  const float* scales;
+  const float* sums;
+};
+
+MOECHAT_INLINE TokenInputs inputs_of(const QuantisedRows& rows, int planes, std::int64_t groups,
+                                     std::int64_t row) {
+  return {rows.planes + row * groups * planes * kGroupColumns, rows.scales + row * groups,
+          rows.sums + row * groups};
+}
+
+// A stretch of tiles: codes and their scales, and what the thread reads after them.
+struct TileStream {
+  const unsigned char* q;
+  const unsigned char* sz;
+  const unsigned char* next_q;
+  const unsigned char* next_sz;
+};
+
+constexpr std::int64_t kAheadBytes = 4096;  // of codes
+
+MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, float x_sum, Vec acc) {
+  return fma(mul(scale, set1(x_scale)), fnma(zeros, set1(x_sum), to_float(isum)), acc);
+}
+
+// acc[stream][token]: 16 rows over all groups.
+template <int kBits, int kPlanes, int kStreams, int kTokens>
+__attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
+                              const TokenInputs (&inputs)[kTokens], Vec (&acc)[kStreams][kTokens]) {
+  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  constexpr std::int64_t kAhead = kAheadBytes / kBytes;
+  const unsigned char* q[kStreams];
+  const unsigned char* sz[kStreams];
+  const std::int8_t* x[kTokens];
+  for (int s = 0; s < kStreams; ++s) {
+    q[s] = streams[s].q;
+    sz[s] = streams[s].sz;
+    for (int t = 0; t < kTokens; ++t) acc[s][t] = zero();
+  }
+  for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::int64_t later = g + kAhead;
+    for (int s = 0; s < kStreams; ++s) {
+      const bool within = later < groups;
+      const std::int64_t which = within ? later : later - groups;
+      const unsigned char* at = (within ? streams[s].q : streams[s].next_q) + which * kBytes;
+      const unsigned char* at_sz = (within ? streams[s].sz : streams[s].next_sz) + which * kScaleBytes;
+      for (std::int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+      __builtin_prefetch(at_sz, 0, 3);
+    }
+    VecI isum[kStreams][kTokens];
+    group_dots<kBits, kPlanes>(q, x, isum);
+    for (int s = 0; s < kStreams; ++s) {
+      const Vec scale = load_fp16(sz[s]);
+      const Vec zeros = load_fp16(sz[s] + 32);
+      for (int t = 0; t < kTokens; ++t) {
+        acc[s][t] = group_term(scale, zeros, isum[s][t], inputs[t].scales[g], inputs[t].sums[g], acc[s][t]);
+      }
+      q[s] += kBytes;
+      sz[s] += kScaleBytes;
+    }
+    for (int t = 0; t < kTokens; ++t) x[t] += kPlanes * 64;
+  }
+}
+
+// Activations of 16 neurons (one tile) for kTokens tokens of one row.
+template <int kBits, int kPlanes, int kTokens>
+void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
+                    std::int64_t slot, const TileStream (&streams)[2]) {
+  const BlockLayout& layout = *task.layout;
+  TokenInputs inputs[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    inputs[t] =
+        inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item + t] - task.token_base);
+  }
+  Vec acc[2][kTokens];
+  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, acc);
+  for (int t = 0; t < kTokens; ++t) {
+    if (layout.has_bias) {
+      const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
+      acc[0][t] = add(acc[0][t], load(record + layout.gate_bias + at));
+      acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
+    }
+    store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows,
+          activate_lanes(task.activation, acc[0][t], acc[1][t]));
+  }
+}
+
+MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t slot, std::int64_t count) {
+  const unsigned char* order = byte_order(task.layout->bits);
+  for (std::int64_t i = slot; i < slot + count; ++i) {
+    const float* from = task.activations + i * kBlockNeurons;
+    const Vec part[4] = {load(from), load(from + 16), load(from + 32), load(from + 48)};
+    quantise_group_inputs(part, task.activation_bits, order,
+                          task.quantised.planes + i * 8 * task.activation_bits, task.quantised.scales + i,
+                          task.quantised.sums + i);
+  }
+}
+
+template <int kBits, int kPlanes>
+void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end,
+                        std::int64_t then) {
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t span = layout.groups * layout.group_bytes;
+  const std::int64_t span_sz = layout.groups * kScaleBytes;
+  for (std::int64_t unit = begin; unit < end; ++unit) {
+    const std::int64_t local = unit / kTilesPerBlock;
+    const int tile = static_cast<int>(unit % kTilesPerBlock);
+    const std::int64_t entry = task.entry_begin + local;
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+    const std::int64_t slot = task.slot_start[local];
+    const std::int64_t count = task.slot_start[local + 1] - slot;
+    if (task.many != nullptr && count >= task.many->threshold) {
+      task.many->neurons(task, record, tile, item, slot, count);
+    } else {
+      TileStream streams[2] = {
+          {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
+          {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
+      // The hardware does not know where the list goes on.
+      if (tile + 1 < kTilesPerBlock) {
+        for (TileStream& stream : streams) {
+          stream.next_q = stream.q + span;
+          stream.next_sz = stream.sz + span_sz;
+        }
+      } else if (unit + 1 == end && then >= 0) {
+        const unsigned char* first = reinterpret_cast<const unsigned char*>(task.block_ptr[task.entry_begin]);
+        for (int s = 0; s < 2; ++s) {
+          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * kAheadBytes;
+          streams[s].next_sz = first + layout.down_sz + (then + s) * kScaleBytes;
+        }
+      } else {
+        const std::int64_t following = entry + 1 < task.list_end ? entry + 1 : entry;
+        const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[following]);
+        streams[0].next_q = next + layout.gate_q;
+        streams[0].next_sz = next + layout.gate_sz;
+        streams[1].next_q = next + layout.up_q;
+        streams[1].next_sz = next + layout.up_sz;
+      }
+      std::int64_t t = 0;
+      if constexpr (kMostTokens == 4) {
+        for (; t + 4 <= count; t += 4)
+          neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
+      }
+      for (; t + 2 <= count; t += 2)
+        neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+      if (t < count) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+    }
+    // Who completes the block quantises it: its tiles may be spread over threads.
+    if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock)
+      quantise_activations(task, slot, count);
+  }
+}
+
+// Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
+template <int kBits, int kPlanes, int kTiles, int kTokens>
+MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                                    std::int64_t tile, const std::int32_t* out_rows, const float* weights,
+                                    const TokenInputs (&inputs)[kTokens]) {
+  const BlockLayout& layout = *task.layout;
+  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  const unsigned char* q[kTiles];
+  const std::int8_t* x[kTokens];
+  for (int i = 0; i < kTiles; ++i) q[i] = record + layout.down_q + (tile + i) * kBytes;
+  for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
+  VecI isum[kTiles][kTokens];
+  group_dots<kBits, kPlanes>(q, x, isum);
+  for (int i = 0; i < kTiles; ++i) {
+    const std::int64_t row = (tile + i) * kTileRows;
+    const std::int64_t bias_row = row - block * layout.down_bias_rows;
+    const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
+    const unsigned char* sz = record + layout.down_sz + (tile + i) * kScaleBytes;
+    const Vec scale = load_fp16(sz);
+    const Vec zeros = load_fp16(sz + 32);
+    for (int t = 0; t < kTokens; ++t) {
+      Vec partial = group_term(scale, zeros, isum[i][t], inputs[t].scales[0], inputs[t].sums[0], zero());
+      if (biased) {
+        partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
+      }
+      add_output(task.out + out_rows[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
+                 partial);
+    }
+  }
+}
+
+template <int kBits, int kPlanes, int kTokens>
+void integer_output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                          std::int64_t begin, std::int64_t end, const std::int32_t* out_rows,
+                          const float* weights, std::int64_t slot, const unsigned char* next_record) {
+  const BlockLayout& layout = *task.layout;
+  constexpr int kStep = kWideDot && kTokens == 1 ? 2 : 1;
+  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  constexpr std::int64_t kAhead = kAheadBytes / kBytes;
+  TokenInputs inputs[kTokens];
+  for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
+  std::int64_t tile = begin;
+  for (; tile + kStep <= end; tile += kStep) {
+    // Near the end of the range go on with where it starts in the next block.
+    const std::int64_t later = tile + kAhead;
+    const unsigned char* at = later < end ? record : next_record;
+    const std::int64_t which = later < end ? later : begin + (later - end);
+    prefetch_bytes(at + layout.down_q + which * kBytes, kStep * kBytes);
+    prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
+    output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, out_rows, weights, inputs);
+  }
+  if constexpr (kStep > 1) {
+    if (tile < end)
+      output_tiles_of<kBits, kPlanes, 1, kTokens>(task, record, block, tile, out_rows, weights, inputs);
+  }
+}
+
+template <int kBits, int kPlanes>
+void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
+    const std::int64_t local = entry - task.entry_begin;
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+    const std::int64_t following = entry + 1 < task.entry_end ? entry + 1 : entry;
+    const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[following]);
+    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+    const std::int64_t slot = task.slot_start[local];
+    const std::int64_t count = task.slot_start[local + 1] - slot;
+    const std::int64_t block = task.block_index[entry];
+    if (task.many != nullptr && count >= task.many->threshold) {
+      task.many->outputs(task, record, block, begin, end, item, slot, count);
+      continue;
+    }
+    const std::int32_t* rows = task.row_out + item;
+    const float* weights = task.row_weight + item;
+    std::int64_t t = 0;
+    if constexpr (kMostTokens == 4) {
+      for (; t + 4 <= count; t += 4) {
+        integer_output_range<kBits, kPlanes, 4>(task, record, block, begin, end, rows + t, weights + t,
+                                                slot + t, next);
+      }
+    }
+    for (; t + 2 <= count; t += 2) {
+      integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
+                                              slot + t, next);
+    }
+    if (t < count) {
+      integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, rows + t, weights + t,
+                                              slot + t, next);
+    }
+  }
+}
+
+// Rows of tiles [tile, tile + kTiles) for kTokens tokens.
+template <int kBits, int kPlanes, int kTiles, int kTokens>
+MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t tile, std::int64_t end,
+                                    std::int64_t token) {
+  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  const std::int64_t span = task.groups * kBytes;
+  const std::int64_t span_sz = task.groups * kScaleBytes;
+  const std::int64_t step = tile + 2 * kTiles <= end ? kTiles : 0;
+  TileStream streams[kTiles];
+  TokenInputs inputs[kTokens];
+  for (int i = 0; i < kTiles; ++i) {
+    streams[i].q = task.q + (tile + i) * span;
+    streams[i].sz = task.sz + (tile + i) * span_sz;
+    streams[i].next_q = streams[i].q + step * span;
+    streams[i].next_sz = streams[i].sz + step * span_sz;
+  }
+  for (int t = 0; t < kTokens; ++t)
+    inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
+  Vec acc[kTiles][kTokens];
+  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, acc);
+  for (int i = 0; i < kTiles; ++i) {
+    for (int t = 0; t < kTokens; ++t)
+      store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
+  }
+}
+
+template <int kBits, int kPlanes, int kTokens>
+void linear_range_of(const LinearTask& task, std::int64_t begin, std::int64_t end, std::int64_t token) {
+  constexpr int kTiles = kTokens <= 2 ? 2 : 1;
+  std::int64_t tile = begin;
+  for (; tile + kTiles <= end; tile += kTiles)
+    linear_tiles_of<kBits, kPlanes, kTiles, kTokens>(task, tile, end, token);
+  if constexpr (kTiles > 1) {
+    if (tile < end) linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, end, token);
+  }
+}
+
+template <int kBits, int kPlanes>
+void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
+  std::int64_t t = 0;
+  if constexpr (kMostTokens == 4) {
+    for (; t + 4 <= task.tokens; t += 4) linear_range_of<kBits, kPlanes, 4>(task, begin, end, t);
+  }
+  for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
+  if (t < task.tokens) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
+}
+
+#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                        \
+  switch (bits) {                                                                                    \
+    case 2:                                                                                          \
+      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__);      \
+    case 3:                                                                                          \
+      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__);      \
+    case 4:                                                                                          \
+      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__);      \
+    default:                                                                                         \
+      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__);      \
+  }
+
+void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end,
+                     std::int64_t then) {
+  MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
+}
+void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
+}
+void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
+  MOECHAT_BY_BITS(integer_linear_of, task.bits, task.activation_bits, task, begin, end)
+}
+#undef MOECHAT_BY_BITS

@@ -1,0 +1,136 @@
+#include "kernels/linear.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+#include "kernels/codes.h"
+#include "kernels/dispatch.h"
+#include "kernels/thread_pool.h"
+#include "kernels/work_ranges.h"
+
+namespace moechat {
+namespace {
+
+constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
+constexpr std::int64_t kTileGrain = 2;             // tiles that a thread takes at least
+constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of prepared inputs at a time
+
+enum Scratch : int { kInputs, kSums, kPlanes, kScales, kRanges };
+
+}  // namespace
+
+LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) {
+  if (bits == 16) throw std::invalid_argument("16 bits are not supported here; choose 2, 3, 4 or 8");
+  const BlockLayout block = make_block_layout(cols, rows, bits, false, false);
+  LinearLayout layout{};
+  layout.rows = rows;
+  layout.cols = cols;
+  layout.bits = bits;
+  layout.tiles = (rows + kTileRows - 1) / kTileRows;
+  layout.groups = block.groups;
+  layout.group_bytes = block.group_bytes;
+  layout.sz = layout.tiles * layout.groups * layout.group_bytes;
+  layout.nbytes = layout.sz + layout.tiles * layout.groups * kScaleBytes;
+  return layout;
+}
+
+void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads) {
+  const KernelTable& kernel = kernels();
+  std::atomic<bool> fine{true};
+  {
+    ThreadPool::Session session;
+    session.parallel_for(threads > 0 ? threads : kMaxThreads, layout.tiles, 1,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           for (std::int64_t tile = begin; tile < end; ++tile) {
+                             if (!fine.load(std::memory_order_relaxed)) return;
+                             const std::int64_t at = tile * layout.groups;
+                             if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits,
+                                                       data + at * layout.group_bytes,
+                                                       data + layout.sz + at * kScaleBytes)) {
+                               fine.store(false, std::memory_order_relaxed);
+                             }
+                           }
+                         });
+  }
+  if (!fine.load()) report_unquantisable("matrix", source);
+}
+
+void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
+  ThreadPool::Session session;
+  session.parallel_for(kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      const std::int64_t rows = std::min<std::int64_t>(kTileRows, layout.rows - tile * kTileRows);
+      for (std::int64_t g = 0; g < layout.groups; ++g) {
+        const std::int64_t at = tile * layout.groups + g;
+        const std::int64_t cols = std::min<std::int64_t>(kGroupColumns, layout.cols - g * kGroupColumns);
+        unpack_group(data + at * layout.group_bytes, data + layout.sz + at * kScaleBytes, layout.bits, rows,
+                     static_cast<int>(cols), matrix + tile * kTileRows * layout.cols + g * kGroupColumns,
+                     layout.cols);
+      }
+    }
+  });
+}
+
+void linear_forward(const LinearCall& call) {
+  check_activation_bits(call.activation_bits);
+  const KernelTable& kernel = kernels();
+  const LinearLayout& layout = *call.layout;
+  const bool integer = call.activation_bits != kFloatActivations;
+  const std::int64_t padded = layout.groups * kGroupColumns;
+  const std::int64_t row_bytes = integer ? layout.groups * 8 * call.activation_bits
+                                         : padded * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t step = std::max<std::int64_t>(1, kTokenBytes / row_bytes);
+
+  ThreadPool::Session session;
+  const std::int64_t threads = ThreadPool::num_threads();
+  for (std::int64_t first = 0; first < call.tokens; first += step) {
+    const std::int64_t count = std::min(step, call.tokens - first);
+    LinearTask task{};
+    task.bits = layout.bits;
+    task.activation_bits = call.activation_bits;
+    task.rows = layout.rows;
+    task.cols = layout.cols;
+    task.groups = layout.groups;
+    task.q = call.data;
+    task.sz = call.data + layout.sz;
+    task.bias = call.bias;
+    task.tokens = count;
+    task.out = call.out + first * layout.rows;
+    const float* from = call.x + first * layout.cols;
+    auto* sums = session.scratch<float>(kSums, count * layout.groups);
+    // Few tokens are prepared by the caller alone, sooner than another thread could begin.
+    const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / row_bytes);
+    if (integer) {
+      task.x_quantised = {session.scratch<std::int8_t>(kPlanes, count * row_bytes),
+                          session.scratch<float>(kScales, count * layout.groups), sums};
+      session.parallel_for(
+          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
+            const QuantisedRows& rows = task.x_quantised;
+            const std::int64_t at = begin * layout.groups;
+            kernel.integer->quantise_rows(layout.bits, call.activation_bits, from + begin * layout.cols,
+                                          layout.cols, end - begin,
+                                          {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
+          });
+    } else {
+      auto* inputs = session.scratch<float>(kInputs, count * padded);
+      session.parallel_for(static_cast<int>(threads), count, grain,
+                           [&](std::int64_t begin, std::int64_t end) {
+                             kernel.prepare_tokens(layout.bits, from + begin * layout.cols, layout.cols,
+                                                   end - begin, inputs + begin * padded,
+                                                   sums + begin * layout.groups);
+                           });
+      task.x = inputs;
+      task.x_sums = sums;
+    }
+    const std::int64_t limit = std::clamp<std::int64_t>(layout.nbytes / kBytesPerThread, 1, threads);
+    WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, layout.tiles, kTileGrain);
+    session.parallel(static_cast<int>(limit), [&](int thread, int) {
+      ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
+        integer ? kernel.integer->linear(task, begin, end) : kernel.linear(task, begin, end);
+      });
+    });
+  }
+}
+
+}  // namespace moechat

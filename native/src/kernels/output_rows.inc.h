@@ -1,0 +1,32 @@
+// What float and integer kernels share: prefetching, and adding or storing 16 output rows. Included inside
+// the anonymous namespace of one instruction set.
+
+MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+}
+
+// out[row, row + 16) += weight * (partial + bias) for one item.
+MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec partial) {
+  if (valid >= kTileRows) {
+    store(out, fma(set1(weight), partial, load(out)));
+    return;
+  }
+  float lanes[16] = {};
+  for (std::int64_t i = 0; i < valid; ++i) lanes[i] = out[i];
+  store(lanes, fma(set1(weight), partial, load(lanes)));
+  for (std::int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
+}
+
+// Rows [row, row + 16) of a linear_forward for one token; the last tile may have fewer.
+MOECHAT_INLINE void store_rows(const LinearTask& task, std::int64_t token, std::int64_t row, Vec value) {
+  float* out = task.out + token * task.rows + row;
+  const std::int64_t valid = task.rows - row;
+  if (valid >= kTileRows) {
+    store(out, task.bias != nullptr ? add(value, load(task.bias + row)) : value);
+    return;
+  }
+  float lanes[16];
+  store(lanes, value);
+  for (std::int64_t i = 0; i < valid; ++i)
+    out[i] = task.bias != nullptr ? lanes[i] + task.bias[row + i] : lanes[i];
+}
