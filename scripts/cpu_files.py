@@ -18,7 +18,7 @@ from worker import Worker
 from moechat.hub.known_shapes import shape_names, shape_values
 
 _HERE = Path(__file__).resolve().parent
-_SLACK = 1 << 30
+_SLACK = 2 << 30
 _PIECE = 1 << 22
 # Neurons of an expert in the file that shows what the rest of the model takes: a block of Q4_K.
 THIN = 256
@@ -178,9 +178,25 @@ def has_thin(model: Model) -> bool:
 
 
 def prepare(
-    files: Files, models: Sequence[Model], formats: Sequence[str], llama: LlamaPython | None, say: Say
+    files: Files,
+    models: Sequence[Model],
+    formats: Sequence[str],
+    llama: LlamaPython | None,
+    options: Mapping[str, Any],
+    say: Say,
+    *,
+    load: bool,
 ) -> dict[str, int]:
     """Make what is missing, after a look at the disk; returns the size of every file and store by path.
+
+    Args:
+        files: The work directory.
+        models: To be measured.
+        formats: Of GGUF files.
+        llama: Writes them; ``None``: there are none.
+        options: ``dense_bits`` and ``activation_bits`` of moechat.
+        say: For people.
+        load: Load stores that are there, too: they are verified, and packed dense weights are kept.
 
     Raises:
         BenchError: The disk is too small, or a file cannot be written.
@@ -197,7 +213,7 @@ def prepare(
     with files.moechat_worker("moechat") as worker:
         stores = [(model, files.find_store(worker, model)) for model in models]
         missing = [(model, nbytes) for model, nbytes in stores if not _is_complete(files.store(model))]
-        needed = sum(nbytes for _, nbytes in missing)
+        needed = sum(nbytes for _, nbytes in missing)  # packed dense weights are within the slack
         needed += sum(plan.nbytes for path, plan in wanted if not path.exists())
         free = shutil.disk_usage(files.work).free
         if needed:
@@ -207,11 +223,16 @@ def prepare(
                 f"the disk of {files.work} has {free / 1e9:.1f} GB free, {(needed + _SLACK) / 1e9:.1f} GB "
                 "are needed; use fewer models or layers, or another --work"
             )
-        for model, nbytes in missing:
+        for model, nbytes in stores if load else missing:
             path = files.store(model)
-            say(f"writing {path.name}, {nbytes / 1e9:.2f} GB")
+            say(f"{'loading' if _is_complete(path) else 'writing'} {path.name}, {nbytes / 1e9:.2f} GB")
             worker.ask(
-                "prepare", name=model.name, config=dict(model.config), layers=model.layers, path=str(path)
+                "prepare",
+                name=model.name,
+                config=dict(model.config),
+                layers=model.layers,
+                path=str(path),
+                options=dict(options),
             )
     for model in models:
         sizes[files.store(model).name] = sum(file.stat().st_size for file in files.store(model).iterdir())

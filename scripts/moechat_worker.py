@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +32,13 @@ def sizes(name: str, config: dict[str, Any], layers: int) -> dict[str, Any]:
     return {"name": store_name(shape, 4), "nbytes": model.expert_bytes + model.dense_bytes}
 
 
-def prepare(name: str, config: dict[str, Any], layers: int, path: str) -> dict[str, Any]:
-    """Write the 4-bit store of a shape unless it is there, and verify it."""
+def prepare(
+    name: str, config: dict[str, Any], layers: int, path: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Write the 4-bit store of a shape unless it is there, verify it, and pack what the options ask for."""
     shape = cut_shape(name, config, layers=layers)
     write_synthetic_store(describe_shape(shape, bits=4), Path(path))
-    moechat.load(path, ctx=64).close()
+    moechat.load(path, ctx=64, **options).close()
     return {}
 
 
@@ -50,15 +51,12 @@ class MoechatModel:
         Args:
             path: Of the store.
             threads: Most that will be asked for.
-            options: ``dense_bits`` and ``activation_bits``, for those that are not the engine's own.
+            options: ``dense_bits`` and ``activation_bits``.
 
         Raises:
             MoechatError: See :func:`moechat.load`.
             RuntimeError: The memory is too small to map all experts.
         """
-        known = inspect.signature(moechat.load).parameters
-        unknown = sorted(set(options) - set(known))
-        options = {name: value for name, value in options.items() if name not in unknown}
         # Rotary tables and masks, and room for the longest measurement.
         engine = moechat.load(path, threads=threads, ctx=CONTEXT, **options)
         held = engine.describe()["experts"]
@@ -82,8 +80,8 @@ class MoechatModel:
             "torch": torch.__version__,
             "torch_isa": torch.backends.cpu.get_cpu_capability(),
             "dense_dtype": described["dense_dtype"],
-            "dense_bits": described.get("dense_bits"),
-            "activation_bits": described.get("activation_bits"),
+            "dense_bits": described["dense_bits"],
+            "activation_bits": described["activation_bits"],
             "expert_active_bytes": experts,
             "active_bytes": experts + dense_active_bytes(bench.model),
         }

@@ -233,9 +233,8 @@ def test_a_tiny_model_is_measured_from_end_to_end(tmp_path: Path) -> None:
     assert system["expert_active_bytes"] == pytest.approx(experts * 2 / 4, rel=0.02)
     dense = system["active_bytes"] - system["expert_active_bytes"]
     matrices = 3 * (2 * 256 * 256 + 2 * 128 * 256) + 512 * 256
-    bits = system["dense_bits"]
-    if bits == 4:
-        assert dense == pytest.approx(matrices * 4.5 / 8 + 3 * 4 * 256 * 4, rel=0.08)
+    assert (system["dense_bits"], system["activation_bits"]) == (4, 16)
+    assert dense == pytest.approx(matrices * 4.5 / 8 + 3 * 4 * 256 * 4, rel=0.08)
 
     turns = model["turns"]
     counts: dict[tuple[str, int], int] = {}
