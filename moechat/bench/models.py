@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from moechat.store.progress import ProgressCallback
 from moechat.store.store import Store
 from moechat.store.synthetic import SyntheticModel, write_synthetic_store
 
-__all__ = ["Shape", "describe_shape", "load_shape", "shape_names", "store_name", "synthetic_store"]
+__all__ = [
+    "Shape",
+    "cut_shape",
+    "describe_shape",
+    "load_shape",
+    "shape_names",
+    "store_name",
+    "synthetic_store",
+]
 
 # Part of the directory name of a synthetic store.
 _REVISION = 1
@@ -65,7 +74,23 @@ def load_shape(name: str, *, layers: int | None = None, vocabulary: int | None =
     Raises:
         UsageError: The name is unknown, or there are fewer layers or tokens than asked for.
     """
-    values = shape_values(name)
+    return cut_shape(name, shape_values(name), layers=layers, vocabulary=vocabulary)
+
+
+def cut_shape(
+    name: str, values: Mapping[str, Any], *, layers: int | None = None, vocabulary: int | None = None
+) -> Shape:
+    """The shape of a transformers configuration.
+
+    Args:
+        name: For people and directories.
+        values: Content of a ``config.json``.
+        layers: As in :func:`load_shape`.
+        vocabulary: As in :func:`load_shape`.
+
+    Raises:
+        UsageError: There are fewer layers or tokens than asked for.
+    """
     all_layers, all_tokens = values["num_hidden_layers"], values["vocab_size"]
     dense = values.get("first_k_dense_replace", 0)
     kept = all_layers if layers is None else layers

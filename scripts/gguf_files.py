@@ -1,0 +1,137 @@
+"""Writes GGUF files with random weights. Needs numpy and gguf only, so that it runs where llama.cpp does.
+
+    PYTHON scripts/gguf_files.py PLAN.json FILE.gguf
+
+Blocks are drawn, not quantised: every bit pattern of their codes is valid, and the scales are such that the
+weights have mean 0 and the variance ``1 / inputs``, as in moechat's synthetic stores. A few blocks are drawn
+for each number of inputs, and tensors are put together from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf_shapes import BLOCKS, GgufPlan, Tensor
+
+_POOL_BYTES = 1 << 24
+_KINDS = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q4_k": gguf.GGMLQuantizationType.Q4_K,
+}
+# Of codes 0..15 that are all as likely.
+_MEAN, _SPREAD = 7.5, (255 / 12) ** 0.5
+# Q4_K scales of 6 bits: from these, so that the fp16 factor stays a normal number for every size of model.
+_SCALES = (8, 24)
+
+
+def q4_0_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 18]`` of ``d * (q - 8)``; the sign of d is drawn, so that the mean is 0."""
+    blocks = generator.integers(0, 256, (count, 18), dtype=np.uint8)
+    size = generator.uniform(0.75, 1.25, count) / (_SPREAD * inputs**0.5)
+    scale = (size * generator.choice((-1.0, 1.0), count)).astype(np.float16)
+    blocks[:, :2] = scale.view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+def q4_k_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 144]`` of ``d * scale * q - dmin * min``, with ``dmin * min`` at the mean."""
+    blocks = generator.integers(0, 256, (count, 144), dtype=np.uint8)
+    scales = generator.integers(*_SCALES, (count, 8), dtype=np.uint8)
+    middle = float(np.mean(np.arange(*_SCALES, dtype=float) ** 2)) ** 0.5
+    d = generator.uniform(0.75, 1.25, count) / (_SPREAD * middle * inputs**0.5)
+    factors = np.stack([d, _MEAN * d], axis=1).astype(np.float16)
+    blocks[:, :4] = factors.view(np.uint8)
+    # Twelve bytes hold eight 6-bit scales and eight 6-bit minima, here equal to them: bytes 0..3 and 4..7 the
+    # first four of each with two upper bits of the last four, bytes 8..11 the lower four bits of those.
+    blocks[:, 4:8] = blocks[:, 8:12] = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    blocks[:, 12:16] = (scales[:, 4:] & 15) | ((scales[:, 4:] & 15) << 4)
+    return blocks
+
+
+class _Weights:
+    """Draws tensors."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._pools: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
+
+    def draw(self, tensor: Tensor) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+        if tensor.kind == "f32":
+            if len(tensor.shape) == 1:
+                return np.ones(tensor.shape, dtype=np.float32)  # norms
+            values = self._generator.standard_normal(tensor.shape, dtype=np.float32)
+            return values * np.float32(tensor.shape[-1] ** -0.5)
+        weights, size = BLOCKS[tensor.kind]
+        pool = self._pool(tensor.kind, tensor.shape[-1])
+        out = np.empty((tensor.nbytes // size, size), dtype=np.uint8)
+        done = 0
+        while done < len(out):
+            at = int(self._generator.integers(len(pool)))
+            part = pool[at : at + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out.reshape(*tensor.shape[:-1], tensor.shape[-1] // weights * size)
+
+    def _pool(self, kind: str, inputs: int) -> npt.NDArray[np.uint8]:
+        key = kind, inputs
+        if key not in self._pools:
+            make = {"q4_0": q4_0_blocks, "q4_k": q4_k_blocks}[kind]
+            # An odd number of them: equal tensors do not come to lie on each other.
+            self._pools[key] = make(_POOL_BYTES // BLOCKS[kind][1] | 1, inputs, self._generator)
+        return self._pools[key]
+
+
+def write_gguf(plan: GgufPlan, path: Path, *, seed: int = 0) -> Iterator[int]:
+    """Write the file of a plan; it appears under its name when it is complete.
+
+    Args:
+        plan: What to write.
+        path: Where to; a file that is there is replaced.
+        seed: Of the weights.
+
+    Yields:
+        Bytes of each tensor once it is written.
+    """
+    part = path.with_name(path.name + ".part")
+    writer = gguf.GGUFWriter(part, plan.architecture)
+    for key, value in plan.metadata.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for tensor in plan.tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=_KINDS[tensor.kind]
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    weights = _Weights(seed)
+    for tensor in plan.tensors:
+        writer.write_tensor_data(weights.draw(tensor))
+        yield tensor.nbytes
+    writer.close()
+    os.replace(part, path)
+
+
+def main() -> None:
+    """See the module; prints the bytes written so far after each tensor."""
+    plan = GgufPlan.from_json(json.loads(Path(sys.argv[1]).read_text("utf-8")))
+    done = 0
+    for nbytes in write_gguf(plan, Path(sys.argv[2])):
+        done += nbytes
+        print(done, flush=True)
+
+
+if __name__ == "__main__":
+    main()

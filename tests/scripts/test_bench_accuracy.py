@@ -1,0 +1,98 @@
+"""Errors of logits, and the table of what fewer bits cost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+STORY = (
+    "Once upon a time there was a little fox who lived near the river. Every day she went to the water to "
+    "play with her friend, a small brown duck. One morning the duck was not there. The fox looked under the "
+    "tree and behind the big stone, and then she sat down and cried. "
+)
+
+
+def errors() -> Any:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module("logit_errors").LogitErrors()
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def accuracy(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/bench_accuracy"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_a_constant_for_all_tokens_of_the_vocabulary_is_no_error() -> None:
+    reference = torch.randn(5, 9)
+    found = errors()
+    found.add(reference + 3.0, reference, torch.arange(5))
+    result = found.to_json()
+    assert result["relative"] < 1e-6
+    assert result["divergence"] == pytest.approx(0.0, abs=1e-6)
+    assert result["same_choice"] == 1.0
+    nll = -reference.log_softmax(1)[torch.arange(5), torch.arange(5)].mean()
+    assert result["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+
+
+def test_errors_are_those_worked_out_by_hand() -> None:
+    found = errors()
+    # Means are 0; the second token's order is the other way round.
+    reference = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
+    found.add(torch.tensor([[1.0, -1.0], [-2.0, 2.0]]), reference, None)
+    result = found.to_json()
+    assert result["relative"] == pytest.approx(math.sqrt(32 / 10))
+    assert result["largest"] == pytest.approx(4.0)
+    assert result["same_choice"] == 0.5
+    p = 1 / (1 + math.exp(-4))
+    assert result["divergence"] == pytest.approx((2 * p - 1) * 4 / 2)
+    q = 1 / (1 + math.exp(-2))
+    first = -q * math.log(q) - (1 - q) * math.log(1 - q)
+    second = -p * math.log(1 - p) - (1 - p) * math.log(p)
+    assert result["perplexity"] == pytest.approx(math.exp((first + second) / 2))
+
+
+def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text(STORY)
+    arguments = ["demo", "--text", str(text), "--tokens", "48", "--window", "32", "--json"]
+    done = accuracy(*arguments, "--dense-bits", "16,4", "--activation-bits", "32,16,8")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    found = {(row.get("dense_bits"), row.get("activation_bits")): row["sources"]["story.txt"] for row in rows}
+    assert list(found) == [(16, 32), (16, 16), (16, 8), (4, 32), (4, 16), (4, 8), (None, None)]
+    assert all(row["tokens"] == 48 for row in found.values())
+    assert found[16, 32]["relative"] == found[16, 32]["divergence"] == 0.0
+    assert 0 < found[16, 16]["relative"] < 2e-3 < found[16, 8]["relative"] < 0.1
+    assert found[16, 8]["relative"] < found[4, 32]["relative"] < 0.5
+    # A model that has learned something: the vocabulary has 3,584 tokens.
+    assert 2 < found[16, 32]["perplexity"] < 200
+    assert found[16, 16]["perplexity"] == pytest.approx(found[16, 32]["perplexity"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["demo"], "give --data or --text"),
+        (["demo", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["olmoe-1b-7b:2"], "--work is needed"),
+        (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from 4, 8, 16"),
+        (["demo", "--activation-bits", "16,"], "choose from 8, 16, 32"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arguments: list[str], says: str) -> None:
+    done = accuracy(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr

@@ -1,0 +1,331 @@
+"""moechat beside llama.cpp: the options, the files, the bytes that are counted, and a run on a tiny model.
+
+What needs the packages gguf or llama-cpp-python takes them from this interpreter or from the one that
+``LLAMA_PYTHON`` names, and is skipped where neither has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+COMMON = {
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 512,
+}
+CONFIGS = {
+    "mixtral": {**COMMON, "model_type": "mixtral", "num_local_experts": 4},
+    "olmoe": {**COMMON, "model_type": "olmoe", "num_experts": 4},
+    "qwen3_moe": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "head_dim": 64,
+        "moe_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+}
+
+
+def module(name: str) -> Any:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def bench(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "bench_cpu"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=check)
+
+
+def interpreter_with(package: str) -> str:
+    for path in (os.environ.get("LLAMA_PYTHON"), sys.executable):
+        if path and subprocess.run([path, "-c", f"import {package}"], capture_output=True).returncode == 0:
+            return path
+    pytest.skip(f"neither this interpreter nor LLAMA_PYTHON has the package {package}")
+
+
+def config_file(directory: Path, family: str) -> Path:
+    path = directory / f"tiny-{family}.json"
+    path.write_text(json.dumps(CONFIGS[family]))
+    return path
+
+
+# What a token reads
+
+
+def test_gguf_bytes_are_those_of_the_published_model() -> None:
+    shapes = module("gguf_shapes")
+    config = json.loads((ROOT / "moechat/hub/shapes/mixtral-8x7b.json").read_text())
+    plan = shapes.plan_gguf(config, "q4_0")
+    # 46.7 billion weights with 4.5 bits, but for norms and routers.
+    assert plan.nbytes == pytest.approx(46.7e9 * 4.5 / 8, rel=1e-3)
+    # By hand: attention, two of eight experts, head, one row of the embedding, and what is float32.
+    attention = 4096 * 4096 * 2 + 2 * 1024 * 4096
+    experts = 32 * 2 * 3 * 4096 * 14336
+    packed = (32 * attention + experts + 32000 * 4096 + 4096) * 18 // 32
+    assert plan.expert_active_bytes == experts * 18 // 32
+    assert plan.active_bytes == packed + 4 * (4096 + 32 * (2 * 4096 + 8 * 4096))
+
+
+def test_both_formats_have_the_same_bits_and_odd_rows_are_refused() -> None:
+    shapes = module("gguf_shapes")
+    config = CONFIGS["qwen3_moe"]
+    assert shapes.plan_gguf(config, "q4_0").nbytes == shapes.plan_gguf(config, "q4_k").nbytes
+    with pytest.raises(ValueError, match="rows of 384 weights cannot be q4_k"):
+        shapes.plan_gguf({**config, "moe_intermediate_size": 384}, "q4_k")
+    with pytest.raises(ValueError, match="no GGUF form for gpt_oss"):
+        shapes.plan_gguf({**config, "model_type": "gpt_oss"}, "q4_k")
+
+
+def test_names_of_files_change_with_what_is_in_them() -> None:
+    shapes = module("gguf_shapes")
+    config = CONFIGS["olmoe"]
+    plans = [
+        shapes.plan_gguf(config, "q4_0"),
+        shapes.plan_gguf(config, "q4_k"),
+        shapes.plan_gguf(config, "q4_k", neurons=256),
+        shapes.plan_gguf({**config, "rope_theta": 5000.0}, "q4_k"),
+    ]
+    assert len({plan.fingerprint for plan in plans}) == 4
+    assert shapes.GgufPlan.from_json(json.loads(json.dumps(plans[1].to_json()))) == plans[1]
+
+
+# The files
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("kind", ["q4_k", "q4_0"])
+def test_a_written_file_reads_back_as_planned(tmp_path: Path, family: str, kind: str) -> None:
+    python = interpreter_with("gguf")
+    plan = module("gguf_shapes").plan_gguf(CONFIGS[family], kind)
+    described, file, found = tmp_path / "plan.json", tmp_path / "tiny.gguf", tmp_path / "found.json"
+    described.write_text(json.dumps(plan.to_json()))
+    subprocess.run([python, SCRIPTS / "gguf_files.py", described, file], check=True, capture_output=True)
+    assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny.gguf"]
+    subprocess.run([python, "-c", READ_BACK, file, found], check=True, capture_output=True)
+    read = json.loads(found.read_text())
+    assert read["fields"]["general.architecture"] == plan.architecture
+    for key, value in plan.metadata.items():
+        assert read["fields"][key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert [entry["name"] for entry in read["tensors"]] == [tensor.name for tensor in plan.tensors]
+    for entry, tensor in zip(read["tensors"], plan.tensors, strict=True):
+        assert (entry["kind"], tuple(entry["shape"])) == (tensor.kind, tensor.shape)
+        assert entry["nbytes"] == tensor.nbytes
+        if tensor.kind != "f32":
+            assert abs(entry["mean"]) < 0.1
+            assert entry["deviation"] == pytest.approx(1.0, abs=0.05)
+            assert entry["deviation_of_rows"] > 0.4
+    assert 0 <= file.stat().st_size - plan.nbytes < 32 * len(plan.tensors) + 8192
+
+
+READ_BACK = """
+import json, sys
+import gguf, numpy as np
+reader = gguf.GGUFReader(sys.argv[1])
+tensors = []
+for tensor in reader.tensors:
+    values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    scaled = values * values.shape[-1] ** 0.5
+    tensors.append({
+        "name": tensor.name, "kind": tensor.tensor_type.name.lower(), "nbytes": int(tensor.n_bytes),
+        "shape": [int(size) for size in reversed(tensor.shape)],
+        "mean": float(scaled.mean()), "deviation": float(scaled.std()),
+        "deviation_of_rows": float(scaled.reshape(-1, values.shape[-1]).std(axis=1).min()),
+    })
+fields = {key: field.contents() for key, field in reader.fields.items()}
+json.dump({"tensors": tensors, "fields": fields}, open(sys.argv[2], "w"))
+"""
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "moechat", "--models", "mixtral"], "there is no shape 'mixtral'; choose one of"),
+        (["--only", "moechat", "--models", "olmoe-1b-7b:17"], "olmoe-1b-7b has 1 to 16 layers"),
+        (["--only", "moechat", "--models", "nowhere.json"], "cannot be read as a configuration"),
+        (["--only", "moechat", "--models", ","], "no model is named"),
+        (["--only", "moechat", "--isas", "sse9"], "instruction set 'sse9' is not available here"),
+        (["--only", "moechat", "--threads", "0"], "--threads is '0'; the numbers must be 1 to"),
+        (["--only", "moechat", "--contexts", "some"], "--contexts is 'some'; write whole numbers"),
+        (["--only", "moechat", "--prompts", "128,513"], "the numbers must be 1 to 512"),
+        (["--only", "moechat", "--rounds", "0"], "--rounds is 0; it must be 1 to 1000"),
+        (["--formats", "q5_k"], "--formats is 'q5_k'; choose from q4_k, q4_0"),
+        ([], "--llama-python is needed"),
+        (["--llama-python", "/nowhere/python"], "/nowhere/python cannot be run"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_reason(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    done = bench("--work", str(tmp_path), *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interpreter_without_the_packages_is_told_how_to_get_them(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    done = bench("--work", str(tmp_path / "work"), "--llama-python", str(bare))
+    assert done.returncode == 1
+    assert "lacks what is needed" in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_a_family_without_a_gguf_form_names_the_way_out(tmp_path: Path) -> None:
+    files = module("cpu_files")
+    (model,) = files.parse_models("gpt-oss-20b:2")
+    with pytest.raises(files.BenchError, match="use --only moechat"):
+        files.Files(tmp_path).gguf(model, "q4_k")
+
+
+def test_a_tiny_model_is_measured_from_end_to_end(tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out.json"
+    arguments = ["--work", str(work), "--only", "moechat", "--models", str(config_file(tmp_path, "olmoe"))]
+    arguments += ["--rounds", "2", "--tokens", "4", "--contexts", "8,40", "--prompts", "16", "--threads", "1"]
+    bench(*arguments, "--prepare", check=True)
+    store = next((work / "stores").iterdir())
+    written = {file: file.stat().st_mtime_ns for file in store.iterdir()}
+    done = bench(*arguments, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert {file: file.stat().st_mtime_ns for file in store.iterdir()} == written
+    result = json.loads(out.read_text())
+    assert result["llama"] is None
+    (model,) = result["models"]
+    ((name, system),) = model["systems"].items()
+    assert name == f"moechat {system['isa']}"
+
+    # Bytes of a token, against the files: the experts' share, and the dense file without the embedding.
+    experts = sum(
+        safe_open(file, "np").get_slice("experts").get_shape()[0] and file.stat().st_size // 4096 * 4096
+        for file in store.glob("experts-*.safetensors")
+    )
+    assert system["expert_active_bytes"] == pytest.approx(experts * 2 / 4, rel=0.02)
+    dense = system["active_bytes"] - system["expert_active_bytes"]
+    matrices = 3 * (2 * 256 * 256 + 2 * 128 * 256) + 512 * 256
+    assert (system["dense_bits"], system["activation_bits"]) == (4, 16)
+    assert dense == pytest.approx(matrices * 4.5 / 8 + 3 * 4 * 256 * 4, rel=0.08)
+
+    turns = model["turns"]
+    counts: dict[tuple[str, int], int] = {}
+    for turn in turns:
+        key = turn["what"], turn["size"]
+        counts[key] = counts.get(key, 0) + 1
+        assert turn["rate"] > 0
+        assert turn["before"] > 0
+        assert turn["after"] > 0
+    assert counts == {("decode", 8): 2, ("decode", 40): 1, ("experts", 0): 2, ("prompt", 16): 2}
+    decode = [turn for turn in turns if turn["what"] == "decode"]
+    assert all(len(turn["details"]["ms"]) == 4 for turn in decode)
+    (row,) = model["summary"]
+    rates = sorted(turn["rate"] for turn in decode if turn["size"] == 8)
+    assert row["decode_8"] == pytest.approx([sum(rates) / 2, *rates])
+    assert "tiny-olmoe, 3 of 3 layers" in done.stdout
+    again = bench("--work", str(work), "--show", str(out), check=True)
+    assert again.stdout == done.stdout
+
+
+def test_both_sides_are_measured_where_llama_cpp_is_here(tmp_path: Path) -> None:
+    python = interpreter_with("llama_cpp, gguf")
+    out = tmp_path / "out.json"
+    arguments = ["--work", str(tmp_path / "work"), "--llama-python", python, "--threads", "1", "--quick"]
+    arguments += ["--models", str(config_file(tmp_path, "qwen3_moe")), "--llama-defaults"]
+    done = bench(*arguments, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    model = json.loads(out.read_text())["models"][0]
+    assert sorted(name.split()[0] for name in model["systems"]) == ["moechat", "q4_0", "q4_k", "q4_k"]
+    for kind in ("q4_k", "q4_0"):
+        way = {"repack": True, "attention": "auto"}
+        assert model["systems"][kind]["ways"] == {"decode": way, "prompt": way}
+    row = next(row for row in model["summary"] if row["system"].startswith("moechat"))
+    ours = next(row["decode_32"][0] for row in model["summary"] if row["system"].startswith("moechat"))
+    theirs = next(row["decode_32"][0] for row in model["summary"] if row["system"] == "q4_k")
+    assert row["decode_32_to_q4_k"][0] == pytest.approx(ours / theirs)
+
+
+# The figures
+
+
+def turn(system: str, what: str, size: int, number: int, rate: float, stream: float) -> dict[str, Any]:
+    return {
+        "system": system,
+        "what": what,
+        "size": size,
+        "threads": 2,
+        "session": 0,
+        "round": number,
+        "rate": rate,
+        "before": 0.9 * stream,
+        "after": 1.1 * stream,
+    }
+
+
+def test_llama_cpp_gets_its_fastest_way_and_a_second_copy_only_where_it_pays() -> None:
+    llama = module("cpu_llama")
+    mine, flash = llama.Way(True, "plain"), llama.Way(True, "flash")
+    plain, other = llama.Way(False, "plain"), llama.Way(False, "flash")
+    decode = {mine: 20.0, flash: 19.0, plain: 15.0, other: 15.0}
+    prompt = {mine: 90.0, flash: 98.0, plain: 100.0, other: 60.0}
+    assert llama.fastest({"decode": decode, "prompt": prompt}) == {"decode": mine, "prompt": flash}
+    prompt[plain] = 110.0
+    assert llama.fastest({"decode": decode, "prompt": prompt}) == {"decode": mine, "prompt": plain}
+
+
+def test_shares_and_ratios_are_taken_turn_by_turn() -> None:
+    figures = module("cpu_table").Figures(
+        {
+            "systems": {
+                "moechat avx2": {"active_bytes": 100},
+                "q4_k": {"active_bytes": 120},
+                "q4_k thin": {"active_bytes": 60},
+            },
+            "turns": [
+                # The machine is twice as fast in the second round, and so are all.
+                turn("moechat avx2", "decode", 32, 0, 8.0, 1000.0),
+                turn("q4_k", "decode", 32, 0, 4.0, 1000.0),
+                turn("q4_k thin", "decode", 32, 0, 6.0, 1000.0),
+                turn("q4_k thin", "decode", 32, 1, 12.0, 2000.0),
+                turn("q4_k", "decode", 32, 1, 8.0, 2000.0),
+                turn("moechat avx2", "decode", 32, 1, 16.0, 2000.0),
+                turn("moechat avx2", "experts", 0, 0, 700.0, 1000.0),
+            ],
+        }
+    )
+    assert figures.systems == ["moechat avx2", "q4_k"]
+    assert figures.rates("moechat avx2", "decode", 32, 2) == (12.0, 8.0, 16.0)
+    assert figures.shares("moechat avx2", 32, 2) == pytest.approx((0.8, 0.8, 0.8))
+    assert figures.ratios("moechat avx2", "q4_k", "decode", 32, 2) == pytest.approx((2.0, 2.0, 2.0))
+    assert figures.expert_shares("moechat avx2", 2) == pytest.approx((0.7, 0.7, 0.7))
+    # 60 bytes in 1/4 - 1/6 of a second, where streaming takes 0.06 seconds.
+    assert figures.expert_shares("q4_k", 2) == pytest.approx((0.72, 0.72, 0.72))
+    assert figures.rates("q4_k", "prompt", 128, 2) is None
