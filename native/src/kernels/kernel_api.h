@@ -67,8 +67,8 @@ struct ForwardTask {
   int activation_bits;  // 8, 16: x_quantised and quantised are used; 32: x, x_sums and activation_sums
   const ManyTokens* many;
 
-  const float* x;       // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
-  const float* x_sums;  // [tokens, groups], sums of the unscaled columns
+  const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
+  const float* x_sums;        // [tokens, groups], sums of the unscaled columns
   QuantisedRows x_quantised;  // [tokens]
   std::int64_t token_base;
 
@@ -88,11 +88,11 @@ struct ForwardTask {
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;       // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;   // [slots, 4], sums of the unscaled activations of a tile
-  QuantisedRows quantised;  // [slots], one group each: the activations, once all tiles of an entry are done
+  float* activations;        // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;    // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows quantised;   // [slots], one group each: the activations, once all tiles of an entry are done
   std::int32_t* tiles_done;  // [entries of the chunk], 0 at first
-  float* out;               // [out rows, hidden]
+  float* out;                // [out rows, hidden]
 };
 
 // The many-token path of the integer kernels: `neurons` and `outputs` below hand it the entries of at least
