@@ -111,12 +111,12 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
             for (int part = 0; part < kParts; ++part) chain[t][p][part] = seti(0);
           }
         }
-    MOECHAT_UNROLL
+        MOECHAT_UNROLL
         for (int unit = 0; unit < C::kUnits / kRuns; ++unit) {
           const int at = run * (C::kUnits / kRuns) + unit;
           VecI codes[C::kWords];
           C::unit(q[s], at, codes);
-      MOECHAT_UNROLL
+          MOECHAT_UNROLL
           for (int i = 0; i < C::kWords; ++i) {
             const int d = at * C::kWords + i;
             VecI parts[kParts];
@@ -179,7 +179,8 @@ MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, fl
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
-                              const TokenInputs (&inputs)[kTokens], Vec (&acc)[kStreams][kTokens]) {
+                                         const TokenInputs (&inputs)[kTokens],
+                                         Vec (&acc)[kStreams][kTokens]) {
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   constexpr std::int64_t kAhead = kAheadBytes / kBytes;
   const unsigned char* q[kStreams];
@@ -251,8 +252,7 @@ MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t s
 }
 
 template <int kBits, int kPlanes>
-void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end,
-                        std::int64_t then) {
+void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t span = layout.groups * layout.group_bytes;
   const std::int64_t span_sz = layout.groups * kScaleBytes;
@@ -299,7 +299,8 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         for (; t + 2 <= count; t += 2)
           neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
       }
-      for (; t < count; ++t) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+      for (; t < count; ++t)
+        neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
     // Who completes the block quantises it: its tiles may be spread over threads.
     if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock)
@@ -417,13 +418,11 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t tile, s
     streams[i].next_q = streams[i].q + step * span;
     streams[i].next_sz = streams[i].sz + step * span_sz;
   }
-  for (int t = 0; t < kTokens; ++t)
-    inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
+  for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
   tile_sums<kBits, kPlanes>(streams, task.groups, inputs, acc);
   for (int i = 0; i < kTiles; ++i) {
-    for (int t = 0; t < kTokens; ++t)
-      store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
+    for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
   }
 }
 
@@ -450,20 +449,19 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
 }
 
-#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                        \
-  switch (bits) {                                                                                    \
-    case 2:                                                                                          \
-      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__);      \
-    case 3:                                                                                          \
-      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__);      \
-    case 4:                                                                                          \
-      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__);      \
-    default:                                                                                         \
-      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__);      \
+#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
+  switch (bits) {                                                                               \
+    case 2:                                                                                     \
+      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
+    case 3:                                                                                     \
+      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
+    case 4:                                                                                     \
+      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
+    default:                                                                                    \
+      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
   }
 
-void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end,
-                     std::int64_t then) {
+void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
 }
 void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
