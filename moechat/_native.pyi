@@ -123,6 +123,19 @@ def huge_empty(nbytes: int) -> _U8:
         MemoryError: The system refused.
     """
 
+def read_ahead(data: _U8) -> None:
+    """Begin to read what of a mapped array is not in memory, without waiting for it.
+
+    Args:
+        data: Contiguous uint8, any shape. Of memory that is no mapped file nothing is read.
+    """
+
+def prewake() -> None:
+    """Let sleeping worker threads get ready: a call that computes comes within some 100 microseconds.
+
+    Costs a system call if one sleeps, else next to nothing.
+    """
+
 def available_cores() -> int:
     """Physical cores that affinity mask and control group leave to this process now; at least 1."""
 

@@ -35,6 +35,30 @@ class ExpertCounters:
     bytes_read: int = 0
 
 
+class FirstUse:
+    """Reads mapped experts from the disk at once where they are used for the first time.
+
+    The kernels would touch them page by page, and wait for each. Experts that the system drops from memory
+    later are read page by page.
+    """
+
+    def __init__(self, records: npt.NDArray[np.uint8]) -> None:
+        """Args:
+        records: uint8 ``[experts, ...]``; nothing is asked for unless it is mapped from a file.
+        """
+        self._records = records
+        self._unused = set(range(len(records))) if isinstance(records, np.memmap) else set()
+
+    def before(self, index: npt.NDArray[np.int64]) -> None:
+        """Ask for the experts in ``index``, any shape, that were not asked for before."""
+        if not self._unused:
+            return
+        wanted = self._unused.intersection(index.ravel().tolist())
+        self._unused -= wanted
+        for expert in sorted(wanted):
+            _native.read_ahead(self._records[expert])
+
+
 @dataclass
 class ExpertLayer:
     """The routed experts of one decoder layer, as records mapped from the store.
@@ -52,6 +76,7 @@ class ExpertLayer:
     activation_bits: int = 16
     _layout: _native.BlockLayout = field(init=False, repr=False)
     _gate: tuple[str, float, float] = field(init=False, repr=False)
+    _first_use: FirstUse = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         blocks, record_bytes = self.records.shape[1:]
@@ -59,6 +84,7 @@ class ExpertLayer:
             raise ValueError(f"records of shape {self.records.shape} do not fit {self.geometry}")
         self._layout = self.geometry.layout
         self._gate = (self.geometry.activation.value, self.geometry.alpha, self.geometry.limit)
+        self._first_use = FirstUse(self.records)
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -79,6 +105,7 @@ class ExpertLayer:
         index = top_k_index.reshape(len(x), -1).to(torch.int64).contiguous().numpy()
         weight = top_k_weights.detach().reshape(len(x), -1).to(torch.float32).contiguous().numpy()
         out = torch.empty_like(x)
+        self._first_use.before(index)
         walked = _native.resident_forward(
             self._layout,
             *self._gate,

@@ -23,6 +23,7 @@
 #include "kernels/stream_read.h"
 #include "kernels/thread_pool.h"
 #include "memory/huge_memory.h"
+#include "memory/read_ahead.h"
 
 namespace moechat {
 namespace {
@@ -204,6 +205,13 @@ py::array_t<std::uint8_t> huge_empty_py(std::int64_t nbytes) {
   return py::array_t<std::uint8_t>(py::ssize_t{nbytes}, memory.release()->data(), owner);
 }
 
+void read_ahead_py(const py::array& data) {
+  const auto* from = checked<std::uint8_t>("data", data, shape_of(data));
+  const auto bytes = static_cast<std::size_t>(data.nbytes());
+  const ReleaseGil released;
+  read_ahead(from, bytes);
+}
+
 double stream_read_rate_py(const py::array& data, int threads, double seconds) {
   const auto* from = checked<std::uint8_t>("data", data, shape_of(data));
   const std::int64_t bytes = data.nbytes();
@@ -278,6 +286,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
   m.def("huge_empty", &huge_empty_py, py::arg("nbytes"));
+  m.def("read_ahead", &read_ahead_py, py::arg("data"));
+  m.def("prewake", &ThreadPool::prewake);
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
   bind_linear(m);
   bind_link(m);

@@ -1,0 +1,79 @@
+"""Mapped experts are read from the disk at once where they are used first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moechat import _native
+from moechat.offload.experts import FirstUse
+
+EXPERT_BYTES = 1 << 20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def mapped(path: Path, experts: int) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
+    path.write_bytes(np.random.default_rng(0).bytes(experts * EXPERT_BYTES))
+    return np.memmap(path, np.uint8, "r", shape=(experts, 1, EXPERT_BYTES))
+
+
+def pages_in_memory(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> float:
+    """Share of the pages of an array that are in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    seen = np.zeros(array.nbytes // PAGE, np.uint8)
+    done = libc.mincore(
+        ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), ctypes.c_void_p(seen.ctypes.data)
+    )
+    assert done == 0
+    return float((seen & 1).mean())
+
+
+def test_every_expert_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = mapped(tmp_path / "experts", 5)
+    asked: list[int] = []
+    first = records.ctypes.data
+    monkeypatch.setattr(
+        _native, "read_ahead", lambda part: asked.append((part.ctypes.data - first) // EXPERT_BYTES)
+    )
+    use = FirstUse(records)
+    use.before(np.array([[3, 1]]))
+    use.before(np.array([[1, 4], [3, 3], [9, -1]]))
+    assert asked == [1, 3, 4]
+    use.before(np.arange(5))
+    use.before(np.arange(5))
+    assert asked == [1, 3, 4, 0, 2]
+
+
+def test_nothing_is_asked_for_in_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "read_ahead", lambda part: pytest.fail("asked"))
+    FirstUse(np.zeros((4, 1, 4096), np.uint8)).before(np.arange(4))
+
+
+def test_what_was_asked_for_comes_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    records = mapped(path, 4)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(records) > 0:
+        pytest.skip("this file system keeps its files in memory")
+    _native.read_ahead(records[2])
+    deadline = time.monotonic() + 20
+    while pages_in_memory(records[2]) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pages_in_memory(records[2]) == 1
+    assert pages_in_memory(records) < 1
+
+
+def test_any_size_and_place_can_be_asked_for(tmp_path: Path) -> None:
+    flat = mapped(tmp_path / "experts", 1).reshape(-1)
+    for part in (flat[:0], flat[:1], flat[5:9000], flat[-1:]):
+        _native.read_ahead(part)
+    _native.read_ahead(np.zeros(10000, np.uint8))
+    with pytest.raises(ValueError, match="data has dtype float32"):
+        _native.read_ahead(np.zeros(4, np.float32))  # type: ignore[arg-type]
