@@ -140,6 +140,7 @@ def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The function that transformers calls in place of a family's own loop over experts."""
+    _native.prewake()
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     layer: RunsExperts = module._moechat_layer
     return layer.forward(flat, top_k_index, top_k_weights).reshape(hidden_states.shape)
