@@ -137,7 +137,10 @@ def _remove_abandoned(directory: Path) -> None:
     """Delete what killed processes were writing: as large as what they did not finish."""
     for path in directory.glob(f".*{TEMPORARY}"):
         with suppress(OSError, ValueError):
-            if not Path("/proc", str(int(path.name.split(".")[-2]))).exists():
+            writer = int(path.name.split(".")[-2])
+            try:
+                os.kill(writer, 0)
+            except ProcessLookupError:
                 path.unlink()
 
 
