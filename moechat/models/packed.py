@@ -34,7 +34,7 @@ from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear
 from moechat.models.mapping import map_keys
 from moechat.models.skeleton import Skeleton
-from moechat.routing.atomic import replacing
+from moechat.routing.atomic import TEMPORARY, replacing
 
 _MAGIC = b"MOEDENSE"
 # Of this file; the groups have the version of the blocks.
@@ -126,10 +126,22 @@ class PackedFile:
         digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE]).hexdigest())
         header = json.dumps({**self.content, "sha256": digests}).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(self.path.parent)
         with replacing(self.path) as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             file.write(bytes(_data_start(len(header)) - 16 - len(header)))
             file.write(data)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Delete what killed processes were writing: as large as what they did not finish."""
+    for path in directory.glob(f".*{TEMPORARY}"):
+        with suppress(OSError, ValueError):
+            writer = int(path.name.split(".")[-2])
+            try:
+                os.kill(writer, 0)
+            except ProcessLookupError:
+                path.unlink()
 
 
 def _data_start(header: int) -> int:
