@@ -52,9 +52,10 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._reserve(key_states, value_states, held, max(length, self._capacity))
         assert self._reserved is not None
         keys, values = self._reserved
-        keys[..., held:length, :] = key_states
-        values[..., held:length, :] = value_states
-        self.keys, self.values = keys[..., :length, :], values[..., :length, :]
+        # Not by indexing, which takes torch three times as long.
+        keys.narrow(-2, held, length - held).copy_(key_states)
+        values.narrow(-2, held, length - held).copy_(value_states)
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
         return self.keys, self.values
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:

@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from moechat import _native
 from moechat.errors import UsageError
 from moechat.models.sampling import Sampler, SamplingSettings
 
@@ -96,3 +103,71 @@ def test_shipped_values_that_are_no_numbers_are_as_if_not_there() -> None:
         do_sample=True, top_k=float("nan"), top_p=float("inf"), repetition_penalty=10**400
     )
     assert SamplingSettings.from_generation_config(shipped) == SamplingSettings(temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 20},
+        {"top_k": 3000},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "temperature": 1.7},
+        {"min_p": 0.05},
+        {"top_k": 50, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7},
+        {"top_p": 0.7, "min_p": 0.2},
+    ],
+)
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_draws_have_the_probabilities_of_transformers_warpers(cuts: dict[str, float], spread: float) -> None:
+    logits = torch.randn(5003, generator=torch.Generator().manual_seed(2)) * spread
+    scores = logits[None]
+    if "temperature" in cuts:
+        scores = TemperatureLogitsWarper(cuts["temperature"])(HISTORY, scores)
+    if "top_k" in cuts:
+        scores = TopKLogitsWarper(int(cuts["top_k"]))(HISTORY, scores)
+    if "top_p" in cuts:
+        scores = TopPLogitsWarper(cuts["top_p"])(HISTORY, scores)
+    if "min_p" in cuts:
+        scores = MinPLogitsWarper(cuts["min_p"])(HISTORY, scores)
+    wanted = torch.softmax(scores[0].double(), dim=-1)
+    settings = SamplingSettings(**{"temperature": 1.0, **cuts})  # type: ignore[arg-type]
+    count = 20000
+    found = torch.zeros_like(wanted)
+    for i in range(count):
+        token = _native.sample(
+            logits.numpy(),
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+            settings.min_p,
+            (i + 0.5) / count,
+        )
+        found[token] += 1
+    # Evenly spaced numbers: the share of a token is exact up to one of them at either end, and one token at
+    # the edge of a cut may fall on either side of it.
+    wrong = (found / count - wanted).abs() > 2 / count
+    assert int(wrong.sum()) <= (1 if "top_p" in cuts else 0)
+
+
+def test_logits_that_are_not_finite_are_refused_and_minus_infinity_is_never_drawn() -> None:
+    for bad in (float("nan"), float("inf")):
+        logits = LOGITS.clone()
+        logits[1] = bad
+        with pytest.raises(RuntimeError, match="not finite"):
+            Sampler(SamplingSettings(temperature=1.0), 0).draw(HISTORY, logits)
+    barred = torch.full((300,), -float("inf"))
+    barred[[7, 290]] = 0.0
+    for settings in (
+        SamplingSettings(temperature=1.0),
+        SamplingSettings(temperature=1.0, top_k=5, top_p=0.9),
+    ):
+        sampler = Sampler(settings, 0)
+        assert {sampler.draw(HISTORY, barred) for _ in range(60)} == {7, 290}
+
+
+def test_of_equal_logits_greedy_takes_the_first() -> None:
+    logits = torch.zeros(1000)
+    logits[[300, 301, 999]] = 2.0
+    assert Sampler(SamplingSettings(), 0).draw(HISTORY, logits) == 300

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 
 from moechat import _native
 from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, close, probing
+from moechat.models.decode.latent import LATENT, Latent
 
 # What transformers calls the families' own ways, and what it calls ours in their place.
 NAMES = {"sdpa": "moechat-sdpa", "eager": "moechat-eager"}
@@ -122,6 +123,12 @@ def _sdpa(
     attention_mask: torch.Tensor | None,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    latent = module.__dict__.get(LATENT)
+    if latent is not None:
+        out = _over_latents(latent, query, key, value, attention_mask, named)
+        if out is not None:
+            return out, None
+        key, value = latent.expand(key, value)
     out = _attend(module, query, key, value, attention_mask, named, sdpa_attention_forward)
     if out is not None:
         return out, None
@@ -140,8 +147,29 @@ def _eager(
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     own = _family(module)
+    latent = module.__dict__.get(LATENT)
+    if latent is not None:
+        out = _over_latents(latent, query, key, value, attention_mask, named)
+        if out is not None:
+            return out, None
+        key, value = latent.expand(key, value)
     out = _attend(module, query, key, value, attention_mask, named, own)
     return (out, None) if out is not None else own(module, query, key, value, attention_mask, **named)
+
+
+def _over_latents(
+    latent: Latent,
+    query: torch.Tensor,
+    kept: torch.Tensor,
+    rotated: torch.Tensor,
+    mask: torch.Tensor | None,
+    named: dict[str, Any],
+) -> torch.Tensor | None:
+    """As :func:`_attend`, for keys and values that were not expanded."""
+    if mask is not None or query.shape[2] != 1 or named.get(_SINKS) is not None or not _understood(named):
+        return None
+    scaling = named.get("scaling")
+    return latent.attend(query, kept, rotated, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
 
 
 def _attend(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from moechat.models.decode import attention
+from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
@@ -23,12 +24,14 @@ class Quickened:
     Attributes:
         norms: Names of the modules.
         rotary: Names of the attention modules.
+        latent: Names of the attention modules whose cache is not expanded.
         routers: Names of the modules.
         attention: Whether attention goes through the native code where it can.
     """
 
     norms: list[str] = field(default_factory=list)
     rotary: list[str] = field(default_factory=list)
+    latent: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
     attention: bool = False
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -82,4 +85,21 @@ def quicken(model: Any) -> Quickened:
         config._attn_implementation = ours
         done._undo.append(lambda: setattr(config, "_attn_implementation", before))
         done.attention = True
+        for name, module in model.named_modules():
+            latent = recognise_latent(module)
+            if latent is not None:
+                _leave_latent(done, module, latent)
+                done.latent.append(name)
     return done
+
+
+def _leave_latent(done: Quickened, module: nn.Module, latent: Latent) -> None:
+    """Hand latents to our attention as they are; it expands them where it has to."""
+    module.__dict__[LATENT] = latent
+    module.__dict__["expand_kv"] = lambda kept, rotated: (kept, rotated)
+
+    def back() -> None:
+        del module.__dict__[LATENT]
+        del module.__dict__["expand_kv"]
+
+    done._undo.append(back)

@@ -1,0 +1,129 @@
+"""Multi-head latent attention without expanding the cache.
+
+DeepSeek's families keep one latent vector a token and expand it to keys and values of every head, for the
+whole context, at every step. The product with a query is the same if the query is taken into the space of the
+latents instead: the latents are keys and values of one head that all queries share, and a step costs what it
+reads.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat import _native
+from moechat.models.decode.elements import ELEMENTS, close, probing
+from moechat.models.threads import one_thread
+
+LATENT = "_moechat_latent"
+_PROBE_KEYS = 5
+
+
+class Latent:
+    """How one attention module expands its latents, and how to do without.
+
+    Args:
+        module: Has ``expand_kv``, as :func:`recognise_latent` found.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.expand: Callable[..., tuple[torch.Tensor, torch.Tensor]] = module.expand_kv
+        weight: torch.Tensor = module.kv_b_proj.weight.detach()
+        self.plain, self.value_dim = module.qk_nope_head_dim, module.v_head_dim
+        self.rotated, self.rank = module.qk_rope_head_dim, weight.shape[1]
+        heads = weight.view(-1, self.plain + self.value_dim, self.rank)
+        self.heads = heads.shape[0]
+        self._to_latent = heads[:, : self.plain]  # [heads, plain, rank]
+        self._to_values = heads[:, self.plain :].transpose(1, 2)  # [heads, rank, value_dim]
+        self._runs: dict[float, _native.Attention] = {}
+
+    def expanded(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``expand_kv`` is for ``[1, 1, context, rank]`` and ``[1, 1, context, rotated]``."""
+        context = latent.shape[2]
+        both = (latent @ torch.cat([self._to_latent, self._to_values.transpose(1, 2)], 1).transpose(1, 2))[0]
+        keys = torch.cat([both[..., : self.plain], rotated[0].expand(self.heads, context, -1)], -1)
+        return keys[None], both[None, ..., self.plain :]
+
+    def attend(
+        self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
+        """``[1, 1, heads, value_dim]`` for one query ``[1, heads, 1, plain + rotated]`` that sees all keys;
+        ``None`` for what this is not made for.
+        """
+        dtype, context = query.dtype, latent.shape[2]
+        if (
+            query.shape != (1, self.heads, 1, self.plain + self.rotated)
+            or latent.shape != (1, 1, context, self.rank)
+            or rotated.shape != (1, 1, context, self.rotated)
+            or not (latent.dtype is rotated.dtype is self._to_latent.dtype is dtype)
+            or not latent.stride(-1) == rotated.stride(-1) == 1
+            or not query.is_cpu
+        ):
+            return None
+        run = self._runs.get(scale)
+        if run is None:
+            sizes = (self.rank, self.rotated, self.rank)
+            run = self._runs[scale] = _native.Attention(ELEMENTS[dtype], 1, self.heads, *sizes, scale, 0)
+        # How torch shares these small products among threads would show in their last bits.
+        with one_thread():
+            moved = torch.bmm(query[0, ..., : self.plain], self._to_latent)
+            mixed = torch.cat([moved, query[0, ..., self.plain :]], -1)
+            width = self.rank + self.rotated
+            sums = torch.empty((self.heads, 1, self.rank), dtype=dtype)
+            run(
+                mixed.data_ptr(), width, width, 1,
+                latent.data_ptr(), 0, latent.stride(2), rotated.data_ptr(), rotated.stride(2),
+                latent.data_ptr(), 0, latent.stride(2), context, 0, 0, sums.data_ptr(),
+            )  # fmt: skip
+            return torch.bmm(sums, self._to_values).transpose(0, 1)[None]
+
+
+def recognise_latent(module: Any) -> Latent | None:
+    """The latent attention of ``module``, if its ``expand_kv`` is a product with ``kv_b_proj`` by heads."""
+    linear = getattr(module, "kv_b_proj", None)
+    if not callable(getattr(module, "expand_kv", None)) or type(linear) is not nn.Linear:
+        return None
+    if not _passes_on(type(module).forward):
+        return None
+    if linear.bias is not None or linear.weight.dtype not in ELEMENTS or not linear.weight.is_cpu:
+        return None
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if any(type(getattr(module, name, None)) is not int for name in names):
+        return None
+    if linear.weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):
+        return None
+    latent = Latent(module)
+    with probing() as generator:
+        kept, rotated = (
+            torch.randn((1, 1, _PROBE_KEYS, width), generator=generator).to(linear.weight.dtype)
+            for width in (latent.rank, latent.rotated)
+        )
+        try:
+            wanted = latent.expand(kept, rotated)
+        except Exception:  # it wants something else
+            return None
+        same = len(wanted) == 2 and all(map(close, latent.expanded(kept, rotated), wanted))
+    return latent if same else None
+
+
+def _passes_on(forward: Any) -> bool:
+    """Whether ``forward`` uses both results of ``expand_kv`` once: they reach attention as they are."""
+    if not isinstance(forward, FunctionType):
+        return False
+    stored: list[str] = []
+    loaded: list[str] = []
+    begun = False
+    for step in dis.get_instructions(forward):
+        begun = begun or step.argval == "expand_kv"
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        for kind, name in zip(re.findall("(STORE|LOAD)_FAST", step.opname), names, strict=False):
+            if begun:
+                (stored if kind == "STORE" else loaded).append(name)
+    made = stored[:2]
+    return len(set(made)) == 2 and all(stored.count(name) == loaded.count(name) == 1 for name in made)

@@ -1,0 +1,371 @@
+"""The native parts of a decoding step: recognised by behaviour, in agreement with torch, or left out."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, write_tiny_checkpoint
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name the field uses
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import moechat
+from moechat import _native
+from moechat.models.decode import attention
+from moechat.models.decode.elements import ELEMENTS, close
+from moechat.models.decode.norms import Norm, native_norm, recognise_norm
+from moechat.models.decode.rotary import recognise_rotary
+from moechat.models.decode.routers import native_router, recognise_router
+
+DTYPES = list(ELEMENTS)
+
+
+def draw(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = _native.num_threads()
+    yield
+    _native.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 72, 7, 300])
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [
+        (modeling_qwen3_moe.Qwen3MoeRMSNorm, 0.0),
+        (modeling_gpt_oss.GptOssRMSNorm, 0.0),
+        (modeling_qwen3_next.Qwen3NextRMSNorm, 1.0),
+    ],
+)
+def test_norms_of_families_are_recognised_and_agree(
+    kind: Any, offset: float, width: int, dtype: torch.dtype
+) -> None:
+    module = kind(width, eps=1e-5)
+    module.weight = nn.Parameter((draw(width) * 0.2 + 1 - offset).to(dtype), requires_grad=False)
+    norm = recognise_norm(module)
+    assert norm is not None
+    assert (norm.eps, norm.offset) == (1e-5, offset)
+    if dtype is torch.bfloat16 and width > 7:
+        assert norm.round_first == (kind is modeling_qwen3_moe.Qwen3MoeRMSNorm)
+    x = draw(2, 3, width, dtype=dtype, seed=5)
+    assert close(native_norm(module, norm)(x), module(x))
+
+
+def test_other_norms_are_left_alone() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+            self.eps = 1e-5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, (32,), self.weight, None, self.eps)
+
+    class Tripled(modeling_qwen3_moe.Qwen3MoeRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(hidden_states)
+
+    for module in (nn.LayerNorm(32), Centred(), Tripled(32), nn.Linear(8, 8)):
+        assert recognise_norm(module) is None
+
+
+def test_a_norm_of_what_it_was_not_made_for_goes_the_module_s_own_way() -> None:
+    module = modeling_qwen3_moe.Qwen3MoeRMSNorm(32)
+    calls = []
+    own = module.forward
+    module.forward = lambda x: calls.append(x) or own(x)
+    forward = native_norm(module, Norm(1e-6, 0.0, True))
+    forward(draw(4, 32))
+    assert not calls
+    wide = draw(4, 64)[:, ::2]
+    assert torch.equal(forward(wide), own(wide))
+    assert forward(draw(4, 32).double()).dtype is torch.float64
+    assert len(calls) == 2
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[1, tokens, heads, value_dim] in float64."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.double().repeat_interleave(group, 1) for part in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        extra = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _, heads, tokens, key_dim = query.shape
+    _, kv_heads, context, value_dim = value.shape
+    run = _native.Attention(
+        ELEMENTS[query.dtype],
+        kv_heads,
+        heads // kv_heads,
+        key_dim,
+        0,
+        value_dim,
+        scale,
+        0 if sinks is None else sinks.data_ptr(),
+    )
+    out = torch.empty((1, tokens, heads, value_dim), dtype=query.dtype)
+    run(
+        query.data_ptr(),
+        *query.stride()[1:3],
+        tokens,
+        key.data_ptr(),
+        *key.stride()[1:3],
+        0,
+        0,
+        value.data_ptr(),
+        *value.stride()[1:3],
+        context,
+        0 if visible is None else visible.data_ptr(),
+        0 if visible is None else visible.stride(2),
+        out.data_ptr(),
+    )
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_dim", "value_dim", "context", "tokens"),
+    [(8, 2, 64, 64, 700, 1), (6, 3, 24, 12, 129, 1), (4, 4, 20, 36, 1, 1), (4, 1, 128, 128, 333, 5)],
+)
+def test_attention_agrees_with_a_softmax_in_double(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, context: int, tokens: int, dtype: torch.dtype
+) -> None:
+    query = draw(1, tokens, heads, key_dim, dtype=dtype).transpose(1, 2)
+    # Keys and values are parts of larger tensors, as in the cache.
+    key = draw(1, kv_heads, context + 9, key_dim, dtype=dtype, seed=2)[..., :context, :]
+    value = draw(1, kv_heads, context + 9, value_dim, dtype=dtype, seed=3)[..., :context, :]
+    sinks = draw(heads, seed=4)
+    visible = torch.rand((1, 1, tokens, context), generator=torch.Generator().manual_seed(6)) > 0.4
+    visible[..., 0] = True
+    for more in ({}, {"sinks": sinks}, {"visible": visible}, {"sinks": sinks, "visible": visible}):
+        wanted = reference(query, key, value, 0.3, **more)
+        assert close(attend(query, key, value, 0.3, **more), wanted.to(dtype))
+
+
+def test_attention_does_not_depend_on_threads_and_passes_on_what_is_no_number(threads: None) -> None:
+    query, key, value = draw(1, 32, 1, 128), draw(1, 4, 2000, 128, seed=2), draw(1, 4, 2000, 128, seed=3)
+    results = []
+    for count in (1, 2, 3, 7):
+        _native.set_num_threads(count)
+        results.append(attend(query, key, value, 0.1))
+    assert all(torch.equal(results[0], other) for other in results)
+    key[0, 1, 77, 5] = math.nan
+    broken = attend(query, key, value, 0.1).isnan().flatten(2).any(-1)
+    assert attend(query, key, value, 0.1)[0, 0, 8:16].isnan().all()
+    assert broken.any()
+    assert not attend(query, key, value, 0.1)[0, 0, :8].isnan().any()
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_every_instruction_set_computes_the_same_parts(isa: str) -> None:
+    child = (
+        "import sys, pytest\n"
+        "from moechat import _native\n"
+        f"assert _native.active_isa() == {isa!r}\n"
+        "names = ['agrees_with_a_softmax', 'routers_of_families', 'norms_of_families and 72', 'rotary']\n"
+        f"arguments = ['-q', '-x', '-p', 'no:cacheprovider', {__file__!r}]\n"
+        "sys.exit(pytest.main([*arguments, '-k', ' or '.join(names)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", child],
+        env={**os.environ, "MOECHAT_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FAMILIES = [
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v2",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "qwen3_next",
+]
+
+
+def module_of(family: str, suffix: str, dtype: torch.dtype) -> nn.Module:
+    """The first module of a tiny random model whose name ends with ``suffix``."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim == 2 or "bias" in suffix:
+            parameter.copy_(draw(*parameter.shape, dtype=dtype, seed=8))
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(0.3 * draw(*buffer.shape, seed=9))
+    found: nn.Module = next(module for name, module in model.named_modules() if name.endswith(suffix))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "suffix"),
+    [
+        ("qwen3_moe", "mlp.gate"),
+        ("olmoe", "mlp.gate"),
+        ("mixtral", "mlp.gate"),
+        ("gpt_oss", "mlp.router"),
+        ("deepseek_v2", "mlp.gate"),
+        ("glm4_moe", "mlp.gate"),
+    ],
+)
+def test_routers_of_families_are_recognised_and_choose_the_same(
+    family: str, suffix: str, dtype: torch.dtype
+) -> None:
+    module = module_of(family, suffix, dtype)
+    rule = recognise_router(module)
+    assert rule is not None
+    hidden = draw(3, 64, dtype=dtype, seed=11) * 0.2
+    wanted, found = module(hidden), native_router(module, rule)(hidden)
+    assert close(found[rule.order[0]], wanted[rule.order[0]])
+    ours = torch.zeros(3, wanted[rule.order[0]].shape[1])
+    theirs = ours.clone()
+    ours.scatter_(1, found[rule.order[2]], found[rule.order[1]].float())
+    theirs.scatter_(1, wanted[rule.order[2]], wanted[rule.order[1]].float())
+    assert close(ours.to(dtype), theirs.to(dtype))
+    # Many tokens go the module's own way, bit for bit.
+    many = draw(40, 64, dtype=dtype, seed=12)
+    assert all(map(torch.equal, native_router(module, rule)(many), module(many)))
+
+
+def test_routers_that_choose_among_groups_are_left_alone() -> None:
+    assert recognise_router(module_of("deepseek_v3", "mlp.gate", torch.float32)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("module", "name"), [(modeling_qwen3_moe, "Qwen3Moe"), (modeling_gpt_oss, "GptOss")])
+def test_rotary_embeddings_are_recognised_and_agree(module: Any, name: str, dtype: torch.dtype) -> None:
+    config = tiny_config(module.__name__.rsplit(".", 1)[1].removeprefix("modeling_"))
+    config._attn_implementation = "eager"
+    layer = getattr(module, f"{name}Attention")(config, 0)
+    ours = recognise_rotary(layer)
+    assert ours is not None
+    angles = 24 if module is modeling_qwen3_moe else 12
+    for tokens in (1, 3, 20):
+        q = draw(1, tokens, 4, 24, dtype=dtype).transpose(1, 2)
+        k = draw(1, tokens, 2, 24, dtype=dtype, seed=2).transpose(1, 2)
+        cos, sin = draw(2, 1, tokens, angles, dtype=dtype, seed=3)
+        wanted = module.apply_rotary_pos_emb(q, k, cos, sin)
+        assert all(map(torch.equal, ours(q, k, cos, sin), wanted))
+
+
+def test_rotary_embeddings_of_neighbouring_pairs_are_left_alone() -> None:
+    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
+
+    config = tiny_config("ernie4_5_moe")
+    config._attn_implementation = "eager"
+    assert recognise_rotary(ernie.Ernie4_5_MoeAttention(config, 0)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_gives_what_the_family_s_own_modules_give(
+    family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_checkpoint(tmp_path / "model", tiny_config(family))
+    engine = moechat.load(tmp_path / "model", bits=16, dtype=dtype)
+    native = []
+    real = attention._attend
+    latents = attention._over_latents
+
+    def attend_or_none(*arguments: Any) -> torch.Tensor | None:
+        native.append(real(*arguments))
+        return native[-1]
+
+    def over_latents(*arguments: Any) -> torch.Tensor | None:
+        out = latents(*arguments)
+        if out is not None:
+            native.append(out)
+        return out
+
+    monkeypatch.setattr(attention, "_attend", attend_or_none)
+    monkeypatch.setattr(attention, "_over_latents", over_latents)
+    tokens = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
+
+    def decode() -> torch.Tensor:
+        cache = engine._new_cache()
+        rows = []
+        for part in ([tokens[:9]], [tokens[9:10]], [tokens[10:11]], [tokens[11:]]):
+            out = engine._forward(torch.tensor(part), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0, -1].float())
+        return torch.stack(rows)
+
+    ours = decode()
+    layers = len(native) // 4
+    assert layers >= 1
+    # The first pass has nine tokens and is the family's own; the others are ours.
+    assert all(out is None for out in native[:layers])
+    assert all(out is not None for out in native[layers:])
+    again = decode()
+    assert torch.equal(ours, again)
+    done = engine._loaded.quickened
+    assert done.norms
+    assert done.attention
+    assert bool(done.latent) == family.startswith("deepseek")
+    done.undo()
+    count = len(native)
+    plain = decode()
+    assert len(native) == count
+    limit = 1e-5 if dtype == "float32" else 6e-2
+    assert float(torch.linalg.norm(ours - plain) / torch.linalg.norm(plain)) < limit
+
+
+def test_attention_that_computes_something_else_is_left_alone() -> None:
+    class Module(nn.Module):
+        pass
+
+    def own(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        return reference(query, key, value, 0.1).float() + 1, None
+
+    arguments = (draw(1, 4, 1, 16), draw(1, 2, 30, 16, seed=2), draw(1, 2, 30, 16, seed=3), None)
+    assert attention._attend(Module(), *arguments, {"scaling": 0.1}, own) is None
+    # An argument that it has never heard of may mean anything.
+    plain = lambda m, q, k, v, *_, **__: (reference(q, k, v, 0.1).float(), None)  # noqa: E731
+    assert attention._attend(Module(), *arguments, {"scaling": 0.1}, plain) is not None
+    assert attention._attend(Module(), *arguments, {"scaling": 0.1, "softcap": 30.0}, plain) is None
