@@ -9,6 +9,7 @@ from native_support import ACTIVATIONS, ENCODINGS, Call, relative_error
 
 from moechat import _native
 
+ACTIVATION_BITS = (32, 16, 8)
 SIZES = [(64, 64), (80, 96), (17, 5), (200, 130), (320, 256)]
 
 
@@ -21,12 +22,15 @@ def main() -> None:
                 call = Call.random(bits * hidden, hidden, neurons, bits, fp16=fp16, bias=bias, tokens=7)
                 name = f"{bits} bits, fp16 {fp16}, {hidden} x {neurons}, bias {bias}"
                 for activation in ACTIVATIONS:
-                    error = relative_error(call.run(activation), call.reference(activation))
-                    errors[f"{name}, {activation}"] = error
-                whole = call.run()
+                    reference = call.reference(activation)
+                    for kept in ACTIVATION_BITS:
+                        error = relative_error(call.run(activation, activation_bits=kept), reference)
+                        errors[f"{name}, {activation}, {kept}"] = error
+                whole = call.run(activation_bits=32)
+                cuts = [1, len(call.entries) // 2]
                 digests[name] = [
-                    bool(np.array_equal(whole, call.run(cuts=[1, len(call.entries) // 2]))),
-                    bool(all(np.array_equal(whole[t], call.alone(t)) for t in range(7))),
+                    bool(np.array_equal(whole, call.run(cuts=cuts, activation_bits=32))),
+                    all(np.array_equal(whole[t], call.alone(t, activation_bits=32)) for t in range(7)),
                 ]
     print(json.dumps({"isa": _native.active_isa(), "errors": errors, "equal": digests}))
 

@@ -138,23 +138,25 @@ class Call:
             np.concatenate(self.weights_of),
         )
 
-    def run(self, activation: str = "silu", *, cuts: list[int] | None = None) -> np.ndarray:
+    def run(
+        self, activation: str = "silu", *, cuts: list[int] | None = None, activation_bits: int = 16
+    ) -> np.ndarray:
         """Output of the whole list, cut into several calls at the given positions."""
         out = np.zeros_like(self.x)
         bounds = [0, *sorted(cuts or []), len(self.entries)]
         for begin, end in pairwise(bounds):
             arrays = self.arrays(self.entries[begin:end])
-            _native.moe_forward(self.layout, activation, ALPHA, LIMIT, self.x, *arrays, out)
+            _native.moe_forward(self.layout, activation, ALPHA, LIMIT, self.x, *arrays, out, activation_bits)
         return out
 
-    def alone(self, token: int, activation: str = "silu") -> np.ndarray:
+    def alone(self, token: int, activation: str = "silu", *, activation_bits: int = 16) -> np.ndarray:
         """Output of one token, computed in a call of its own."""
         tokens_of = [np.zeros(int((t == token).sum()), np.int32) for t in self.tokens_of]
         weights_of = [w[t == token] for t, w in zip(self.tokens_of, self.weights_of, strict=True)]
         single = Call(
             self.layout, self.records, self.x[token : token + 1], tokens_of, weights_of, self.entries
         )
-        return single.run(activation)[0]
+        return single.run(activation, activation_bits=activation_bits)[0]
 
     def reference(self, activation: str) -> np.ndarray:
         """The same in float64 on the dequantised weights."""

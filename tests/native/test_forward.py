@@ -23,8 +23,15 @@ def test_outputs_match_a_float64_reference_on_every_instruction_set(isa):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["isa"] == isa
-    assert len(result["errors"]) == len(ENCODINGS) * 5 * 2 * len(ACTIVATIONS)
-    assert {name: e for name, e in result["errors"].items() if not e < 3e-6} == {}
+    assert len(result["errors"]) == len(ENCODINGS) * 5 * 2 * len(ACTIVATIONS) * 3
+
+    def bound(name: str) -> float:
+        # What the quantisation of inputs and activations costs; weights of 16 bits meet float ones.
+        if name.startswith("16 bits") or name.endswith(", 32"):
+            return 3e-6
+        return 2e-4 if name.endswith(", 16") else 5e-2
+
+    assert {name: e for name, e in result["errors"].items() if not e < bound(name)} == {}
     assert {name: equal for name, equal in result["equal"].items() if not all(equal)} == {}
 
 
@@ -45,13 +52,13 @@ def test_bits_do_not_depend_on_threads_cuts_or_other_tokens(
     bits, fp16 = encoding
     call = Call.random(seed, hidden, neurons, bits, fp16=fp16, bias=bias, tokens=tokens)
     _native.set_num_threads(1)
-    expected = call.run()
+    expected = call.run(activation_bits=32)
     cuts = data.draw(st.lists(st.integers(0, len(call.entries)), max_size=4))
     _native.set_num_threads(threads)
-    assert np.array_equal(expected, call.run())
-    assert np.array_equal(expected, call.run(cuts=cuts))
+    assert np.array_equal(expected, call.run(activation_bits=32))
+    assert np.array_equal(expected, call.run(cuts=cuts, activation_bits=32))
     token = data.draw(st.integers(0, tokens - 1))
-    assert np.array_equal(expected[token], call.alone(token))
+    assert np.array_equal(expected[token], call.alone(token, activation_bits=32))
 
 
 def test_bits_do_not_depend_on_threads_where_all_of_them_have_work():
@@ -83,7 +90,7 @@ def test_a_token_may_appear_twice_in_a_row_and_out_accumulates():
     call.tokens_of = [np.array([1, 1, 1, 1, 1], np.int32)]
     call.weights_of = [np.full(5, 0.5, np.float32)]
     out = np.ones_like(call.x)
-    _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays(), out)
+    _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays(), out, 32)
     assert (out[[0, 2]] == 1).all()
     reference = call.reference("silu")  # assignment there, so one of the five
     assert np.allclose(out[1], 1 + 5 * reference[1], rtol=1e-5, atol=1e-6)

@@ -16,7 +16,12 @@ def test_the_best_instruction_set_is_chosen_and_known():
     available = _native.available_isas()
     assert available[0] == "portable"
     features = _native.cpu_features()
-    assert ("avx2" in available) == all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
+    wide = all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
+    wider = wide and all(features.get(f"avx512{name}", False) for name in ("f", "bw", "dq", "vl"))
+    assert ("avx2" in available) == wide
+    assert ("avx2-vnni" in available) == (wide and features.get("avx_vnni", False))
+    assert ("avx512" in available) == wider
+    assert ("avx512-vnni" in available) == (wider and features.get("avx512_vnni", False))
     done = run_isa("from moechat import _native; print(_native.active_isa())", "")
     assert done.stdout.strip() == available[-1]
 
@@ -27,7 +32,7 @@ def test_the_environment_overrides_the_choice(isa):
     assert done.stdout.strip() == isa
 
 
-@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx512"])
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx512", "avx2_vnni"])
 def test_an_impossible_instruction_set_fails_loudly_at_first_use(isa):
     if isa in _native.available_isas():
         pytest.skip("this processor runs it")

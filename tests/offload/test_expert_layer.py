@@ -49,7 +49,10 @@ def inputs(tokens: int, k: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def test_layer_adds_up_the_weighted_experts(tokens: int, bits: int) -> None:
     layer = make_layer(bits)
     x, index, weight = inputs(tokens)
-    torch.testing.assert_close(layer.forward(x, index, weight), expected(layer, x, index, weight))
+    want = expected(layer, x, index, weight)
+    # Quantised weights meet activations of 16 bits: steps of 1 / 32512 of the largest of 64.
+    error = {"rtol": 0.0, "atol": 3e-4} if bits == 4 else {"rtol": 1.3e-6, "atol": 1e-5}
+    torch.testing.assert_close(layer.forward(x, index, weight), want, **error)
 
 
 def test_a_token_alone_gives_the_bits_it_gives_among_others() -> None:

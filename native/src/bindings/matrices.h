@@ -13,7 +13,8 @@ inline bool is_float16(const py::array& array) {
 }
 
 // Throws ValueError.
-inline MatrixSource matrix_source(const char* name, const py::array& array, std::int64_t rows, std::int64_t cols) {
+inline MatrixSource matrix_source(const char* name, const py::array& array, std::int64_t rows,
+                                  std::int64_t cols) {
   MatrixSource source{};
   if (py::isinstance<py::array_t<float>>(array)) {
     source.type = SourceType::kFloat32;

@@ -1,10 +1,11 @@
-// The eight tile registers of AMX, 16 rows of 64 bytes each: the processor's, and the same in plain C++ so that the
-// code above them runs everywhere. Included inside the anonymous namespace of isa_amx.cc and isa_amx_emulated.cc.
+// The eight tile registers of AMX, 16 rows of 64 bytes each: the processor's, and the same in plain C++ so
+// that the code above them runs everywhere. Included inside the anonymous namespace of isa_amx.cc and
+// isa_amx_emulated.cc.
 
 #if defined(MOECHAT_AMX)
 
-// Inline assembly, so that the compiler sees which memory is read and written: GCC 12 takes no notice that its own
-// _tile_loadconfig reads the configuration, and drops the stores to it.
+// Inline assembly, so that the compiler sees which memory is read and written: GCC 12 takes no notice that
+// its own _tile_loadconfig reads the configuration, and drops the stores to it.
 struct Tiles {
   static void enter() {
     struct alignas(64) {

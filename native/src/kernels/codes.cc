@@ -40,7 +40,7 @@ std::uint16_t load_half(const unsigned char* at) {
 }
 
 void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,
-                                const std::string& reason) {
+                   const std::string& reason) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
   throw std::invalid_argument(std::string(matrix) + " weight at row " + std::to_string(row) + ", column " +

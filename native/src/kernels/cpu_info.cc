@@ -167,8 +167,7 @@ bool cpu_runs_avx512_vnni() {
 
 bool cpu_runs_amx() {
 #if defined(MOECHAT_X86)
-  static const bool runs =
-      cpu_runs_avx512_vnni() && x86().amx_tile && x86().amx_int8 && may_use_tiles();
+  static const bool runs = cpu_runs_avx512_vnni() && x86().amx_tile && x86().amx_int8 && may_use_tiles();
   return runs;
 #else
   return false;

@@ -4,10 +4,10 @@
 // How far loops over a group are unrolled.
 #define MOECHAT_UNROLL _Pragma("GCC unroll 1")
 
-constexpr bool kWideDot = true;  // products add up in 32 bits at once; else in 16, see integer_kernel.inc.h
-constexpr int kMostTokens = 2;   // tokens that share the unpacking, 2 or 4
-constexpr bool kPairDots = false;    // two streams of weights at a time?
-constexpr int kMostChains = 2;      // registers for sums
+constexpr bool kWideDot = true;    // products add up in 32 bits at once; else in 16, see integer_kernel.inc.h
+constexpr int kMostTokens = 1;     // tokens that share the unpacking: 1, 2 or 4
+constexpr bool kPairDots = false;  // two streams of weights at a time?
+constexpr int kMostChains = 2;     // registers for sums
 
 typedef std::int16_t I8 __attribute__((vector_size(16)));
 

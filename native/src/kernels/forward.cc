@@ -187,7 +187,8 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
 }
 
 // Rows of inputs for the many-token path, one an item; none where no entry has many tokens.
-void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int64_t threads, ForwardTask* task) {
+void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int64_t threads,
+                 ForwardTask* task) {
   task->many_x = nullptr;
   if (task->activation_bits == kFloatActivations || task->many == nullptr) return;
   const ManyTokens& many = *task->many;
@@ -207,8 +208,8 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
     while (begin < end) {
       const std::int64_t stop = std::min<std::int64_t>(end, start[at + 1]);
       if (is_many(at)) {
-        many.gather(layout.bits, task->activation_bits, task->x_quantised, layout.groups, task->row_token + begin,
-                    task->token_base, stop - begin, task->many_x + begin * bytes);
+        many.gather(layout.bits, task->activation_bits, task->x_quantised, layout.groups,
+                    task->row_token + begin, task->token_base, stop - begin, task->many_x + begin * bytes);
       }
       begin = stop;
       ++at;

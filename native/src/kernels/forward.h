@@ -30,8 +30,8 @@ struct ForwardCall {
   float* out;             // [out_rows, hidden], accumulated in place
   std::int64_t out_rows;  // ignored when row_out is null: tokens
   int most_threads;       // 0: as many as there is work for
-  // 8, 16: inputs and activations are quantised to so many bits, see kernel_api.h; 32: they stay fp32. Weights
-  // of 16 bits always take fp32.
+  // 8, 16: inputs and activations are quantised to so many bits, see kernel_api.h; 32: they stay fp32.
+  // Weights of 16 bits always take fp32.
   int activation_bits = kDefaultActivationBits;
 };
 
@@ -44,8 +44,8 @@ void check_activation_bits(int bits);
 // Every element of out is one chain out = fma(weight, partial, out) in list order, and a partial depends on
 // nothing but the block and x[t]: results are bitwise equal for any number of threads, any grouping of tokens
 // and any cut of the list into consecutive calls. With quantised activations all instruction sets but the
-// portable one, which has no fused multiply-add, agree bit by bit as well. One output row must not be shared by items of different
-// tokens: the order of such additions would depend on how the tokens are cut.
+// portable one, which has no fused multiply-add, agree bit by bit as well. One output row must not be shared
+// by items of different tokens: the order of such additions would depend on how the tokens are cut.
 //
 // Throws std::invalid_argument for an index out of range or a null address, before anything is computed.
 void moe_forward(const ForwardCall& call);

@@ -111,12 +111,12 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
             for (int part = 0; part < kParts; ++part) chain[t][p][part] = seti(0);
           }
         }
-    MOECHAT_UNROLL
+        MOECHAT_UNROLL
         for (int unit = 0; unit < C::kUnits / kRuns; ++unit) {
           const int at = run * (C::kUnits / kRuns) + unit;
           VecI codes[C::kWords];
           C::unit(q[s], at, codes);
-      MOECHAT_UNROLL
+          MOECHAT_UNROLL
           for (int i = 0; i < C::kWords; ++i) {
             const int d = at * C::kWords + i;
             VecI parts[kParts];
@@ -175,7 +175,8 @@ constexpr std::int64_t kAheadBytes = 4096;  // of codes
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
-                              const TokenInputs (&inputs)[kTokens], Vec (&acc)[kStreams][kTokens]) {
+                                         const TokenInputs (&inputs)[kTokens],
+                                         Vec (&acc)[kStreams][kTokens]) {
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   constexpr std::int64_t kAhead = kAheadBytes / kBytes;
   const unsigned char* q[kStreams];
@@ -247,8 +248,7 @@ MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t s
 }
 
 template <int kBits, int kPlanes>
-void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end,
-                        std::int64_t then) {
+void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t span = layout.groups * layout.group_bytes;
   const std::int64_t span_sz = layout.groups * kScaleBytes;
@@ -292,16 +292,20 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         for (; t + 4 <= count; t += 4)
           neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
       }
-      for (; t + 2 <= count; t += 2)
-        neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
-      if (t < count) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+      if constexpr (kMostTokens >= 2) {
+        for (; t + 2 <= count; t += 2)
+          neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+      }
+      for (; t < count; ++t)
+        neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
     // Who completes the block quantises it: its tiles may be spread over threads.
     if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock) {
       quantise_activations(task, slot, count);
       if (many) {
-        task.many->gather(layout.bits, task.activation_bits, task.quantised, 1, nullptr, slot, count,
-                          task.many_slots + slot * task.many->row_bytes(layout.bits, task.activation_bits, 1));
+        task.many->gather(
+            layout.bits, task.activation_bits, task.quantised, 1, nullptr, slot, count,
+            task.many_slots + slot * task.many->row_bytes(layout.bits, task.activation_bits, 1));
       }
     }
   }
@@ -376,7 +380,8 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const std::int64_t block = task.block_index[entry];
     if (task.many_x != nullptr && count >= task.many->threshold) {
-      task.many->outputs(task, record, following > entry ? next : nullptr, block, begin, end, item, slot, count);
+      task.many->outputs(task, record, following > entry ? next : nullptr, block, begin, end, item, slot,
+                         count);
       continue;
     }
     const std::int32_t* rows = task.row_out + item;
@@ -388,11 +393,13 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
                                                 slot + t, next);
       }
     }
-    for (; t + 2 <= count; t += 2) {
-      integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
-                                              slot + t, next);
+    if constexpr (kMostTokens >= 2) {
+      for (; t + 2 <= count; t += 2) {
+        integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
+                                                slot + t, next);
+      }
     }
-    if (t < count) {
+    for (; t < count; ++t) {
       integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, rows + t, weights + t,
                                               slot + t, next);
     }
@@ -415,13 +422,11 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t tile, s
     streams[i].next_q = streams[i].q + step * span;
     streams[i].next_sz = streams[i].sz + step * span_sz;
   }
-  for (int t = 0; t < kTokens; ++t)
-    inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
+  for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
   tile_sums<kBits, kPlanes>(streams, task.groups, inputs, acc);
   for (int i = 0; i < kTiles; ++i) {
-    for (int t = 0; t < kTokens; ++t)
-      store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
+    for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
   }
 }
 
@@ -442,24 +447,26 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= task.tokens; t += 4) linear_range_of<kBits, kPlanes, 4>(task, begin, end, t);
   }
-  for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
-  if (t < task.tokens) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
+  if constexpr (kMostTokens >= 2) {
+    for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
+  }
+  for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
 }
 
-#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                        \
-  switch (bits) {                                                                                    \
-    case 2:                                                                                          \
-      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__);      \
-    case 3:                                                                                          \
-      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__);      \
-    case 4:                                                                                          \
-      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__);      \
-    default:                                                                                         \
-      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__);      \
+#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
+  switch (bits) {                                                                               \
+    case 2:                                                                                     \
+      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
+    case 3:                                                                                     \
+      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
+    case 4:                                                                                     \
+      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
+    default:                                                                                    \
+      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
   }
 
-// Output tiles that are walked through all entries before the next ones where there are many tokens: their rows
-// of out stay in the cache from block to block of an expert.
+// Output tiles that are walked through all entries before the next ones where there are many tokens: their
+// rows of out stay in the cache from block to block of an expert.
 constexpr std::int64_t kStripTiles = 8;
 
 // Around the calls of the many-token path.
@@ -473,8 +480,7 @@ struct ManyTiles {
   }
 };
 
-void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end,
-                     std::int64_t then) {
+void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
   MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
 }

@@ -1,6 +1,6 @@
-// The many-token kernels, compiled for AMX with int8 tiles; all others are those of avx512-vnni. No standard C++
-// headers beyond the C ones here: an inline function of the library emitted from this file could be picked by the
-// linker for the whole module.
+// The many-token kernels, compiled for AMX with int8 tiles; all others are those of avx512-vnni. No standard
+// C++ headers beyond the C ones here: an inline function of the library emitted from this file could be
+// picked by the linker for the whole module.
 #include <immintrin.h>
 #include <math.h>
 

@@ -29,12 +29,13 @@ namespace {
 #include "kernels/hqq_solver.inc.h"
 // clang-format on
 
-const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear, &kManyTokens};
+const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
+                                        &kManyTokens};
 
 }  // namespace
 
 extern const KernelTable kAvx2Kernels;
-const KernelTable kAvx2Kernels = {"avx2", prepare_tokens, neurons,   outputs,
-                                     quantise_tile, activate, linear, &kIntegerKernels};
+const KernelTable kAvx2Kernels = {"avx2",        prepare_tokens, neurons, outputs,
+                                  quantise_tile, activate,       linear,  &kIntegerKernels};
 
 }  // namespace moechat

@@ -31,6 +31,6 @@ namespace {
 
 extern const IntegerKernels kAvx2VnniIntegers;
 const IntegerKernels kAvx2VnniIntegers = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
-                                         &kManyTokens};
+                                          &kManyTokens};
 
 }  // namespace moechat

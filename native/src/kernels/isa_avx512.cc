@@ -29,12 +29,13 @@ namespace {
 #include "kernels/hqq_solver.inc.h"
 // clang-format on
 
-const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear, &kManyTokens};
+const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
+                                        &kManyTokens};
 
 }  // namespace
 
 extern const KernelTable kAvx512Kernels;
-const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons,   outputs,
-                                     quantise_tile, activate, linear, &kIntegerKernels};
+const KernelTable kAvx512Kernels = {"avx512",      prepare_tokens, neurons, outputs,
+                                    quantise_tile, activate,       linear,  &kIntegerKernels};
 
 }  // namespace moechat

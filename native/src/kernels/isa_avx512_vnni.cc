@@ -1,6 +1,6 @@
-// The integer kernels, compiled for AVX-512 with VNNI; all others are those of avx512. No standard C++ headers
-// beyond the C ones here: an inline function of the library emitted from this file could be picked by the
-// linker for the whole module.
+// The integer kernels, compiled for AVX-512 with VNNI; all others are those of avx512. No standard C++
+// headers beyond the C ones here: an inline function of the library emitted from this file could be picked by
+// the linker for the whole module.
 #include <immintrin.h>
 #include <math.h>
 
@@ -31,6 +31,6 @@ namespace {
 
 extern const IntegerKernels kAvx512VnniIntegers;
 const IntegerKernels kAvx512VnniIntegers = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
-                                         &kManyTokens};
+                                            &kManyTokens};
 
 }  // namespace moechat

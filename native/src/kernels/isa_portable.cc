@@ -28,12 +28,13 @@ namespace {
 #include "kernels/hqq_solver.inc.h"
 // clang-format on
 
-const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear, &kManyTokens};
+const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
+                                        &kManyTokens};
 
 }  // namespace
 
 extern const KernelTable kPortableKernels;
-const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons,   outputs,
-                                     quantise_tile, activate, linear, &kIntegerKernels};
+const KernelTable kPortableKernels = {"portable",    prepare_tokens, neurons, outputs,
+                                      quantise_tile, activate,       linear,  &kIntegerKernels};
 
 }  // namespace moechat

@@ -68,8 +68,8 @@ struct ForwardTask {
   int activation_bits;  // 8, 16: x_quantised and quantised are used; 32: x, x_sums and activation_sums
   const ManyTokens* many;
 
-  const float* x;       // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
-  const float* x_sums;  // [tokens, groups], sums of the unscaled columns
+  const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
+  const float* x_sums;        // [tokens, groups], sums of the unscaled columns
   QuantisedRows x_quantised;  // [tokens]
   unsigned char* many_x;      // [items], gathered for `many`; only items of rows of many tokens are filled in
   std::int64_t token_base;
@@ -90,17 +90,17 @@ struct ForwardTask {
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;       // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;   // [slots, 4], sums of the unscaled activations of a tile
-  QuantisedRows quantised;  // [slots], one group each: the activations, once all tiles of an entry are done
+  float* activations;         // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;     // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows quantised;    // [slots], one group each: the activations, once all tiles of an entry are done
   unsigned char* many_slots;  // [slots], the same gathered for `many`
   std::int32_t* tiles_done;   // [entries of the chunk], 0 at first
-  float* out;               // [out rows, hidden]
+  float* out;                 // [out rows, hidden]
 };
 
 // The many-token path of the integer kernels: weights of a tile are unpacked once for many tokens, which come
-// gathered in a form of their own. `neurons`, `outputs` and `linear` of IntegerKernels hand it what has at least
-// `threshold` tokens and do all else themselves. Same results, bit by bit.
+// gathered in a form of their own. `neurons`, `outputs` and `linear` of IntegerKernels hand it what has at
+// least `threshold` tokens and do all else themselves. Same results, bit by bit.
 struct ManyTokens {
   std::int64_t threshold;
   // Readable rows that must follow the last gathered one; their contents do not matter.
@@ -117,8 +117,8 @@ struct ManyTokens {
   // slots [slot, slot + count). The caller quantises and gathers them when the block is complete.
   void (*neurons)(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
                   std::int64_t slot, std::int64_t count);
-  // Adds output tiles [begin, end) of one block for the same tokens, from task.many_slots. `next` is the record
-  // whose tiles come next, or null.
+  // Adds output tiles [begin, end) of one block for the same tokens, from task.many_slots. `next` is the
+  // record whose tiles come next, or null.
   void (*outputs)(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
                   std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
                   std::int64_t slot, std::int64_t count);

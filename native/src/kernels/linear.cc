@@ -12,8 +12,8 @@
 namespace moechat {
 namespace {
 
-constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
-constexpr std::int64_t kTileGrain = 2;             // tiles that a thread takes at least
+constexpr std::int64_t kBytesPerThread = 1 << 16;             // weights worth waking one more thread for
+constexpr std::int64_t kTileGrain = 2;                        // tiles that a thread takes at least
 constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of prepared inputs at a time
 
 enum Scratch : int { kInputs, kSums, kPlanes, kScales, kManyInputs, kRanges };
@@ -40,18 +40,17 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
   std::atomic<bool> fine{true};
   {
     ThreadPool::Session session;
-    session.parallel_for(threads > 0 ? threads : kMaxThreads, layout.tiles, 1,
-                         [&](std::int64_t begin, std::int64_t end) {
-                           for (std::int64_t tile = begin; tile < end; ++tile) {
-                             if (!fine.load(std::memory_order_relaxed)) return;
-                             const std::int64_t at = tile * layout.groups;
-                             if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits,
-                                                       data + at * layout.group_bytes,
-                                                       data + layout.sz + at * kScaleBytes)) {
-                               fine.store(false, std::memory_order_relaxed);
-                             }
-                           }
-                         });
+    session.parallel_for(
+        threads > 0 ? threads : kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
+          for (std::int64_t tile = begin; tile < end; ++tile) {
+            if (!fine.load(std::memory_order_relaxed)) return;
+            const std::int64_t at = tile * layout.groups;
+            if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits,
+                                      data + at * layout.group_bytes, data + layout.sz + at * kScaleBytes)) {
+              fine.store(false, std::memory_order_relaxed);
+            }
+          }
+        });
   }
   if (!fine.load()) report_unquantisable("matrix", source);
 }
@@ -78,8 +77,8 @@ void linear_forward(const LinearCall& call) {
   const LinearLayout& layout = *call.layout;
   const bool integer = call.activation_bits != kFloatActivations;
   const std::int64_t padded = layout.groups * kGroupColumns;
-  const std::int64_t row_bytes = integer ? layout.groups * 8 * call.activation_bits
-                                         : padded * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t row_bytes =
+      integer ? layout.groups * 8 * call.activation_bits : padded * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t step = std::max<std::int64_t>(1, kTokenBytes / row_bytes);
 
   ThreadPool::Session session;
@@ -108,18 +107,17 @@ void linear_forward(const LinearCall& call) {
           static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
             const QuantisedRows& rows = task.x_quantised;
             const std::int64_t at = begin * layout.groups;
-            kernel.integer->quantise_rows(layout.bits, call.activation_bits, from + begin * layout.cols,
-                                          layout.cols, end - begin,
-                                          {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
+            kernel.integer->quantise_rows(
+                layout.bits, call.activation_bits, from + begin * layout.cols, layout.cols, end - begin,
+                {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
           });
     } else {
       auto* inputs = session.scratch<float>(kInputs, count * padded);
-      session.parallel_for(static_cast<int>(threads), count, grain,
-                           [&](std::int64_t begin, std::int64_t end) {
-                             kernel.prepare_tokens(layout.bits, from + begin * layout.cols, layout.cols,
-                                                   end - begin, inputs + begin * padded,
-                                                   sums + begin * layout.groups);
-                           });
+      session.parallel_for(
+          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
+            kernel.prepare_tokens(layout.bits, from + begin * layout.cols, layout.cols, end - begin,
+                                  inputs + begin * padded, sums + begin * layout.groups);
+          });
       task.x = inputs;
       task.x_sums = sums;
     }
@@ -127,11 +125,11 @@ void linear_forward(const LinearCall& call) {
       const ManyTokens& many = *kernel.integer->many;
       const std::int64_t bytes = many.row_bytes(layout.bits, call.activation_bits, layout.groups);
       auto* gathered = session.scratch<unsigned char>(kManyInputs, (count + many.rows_after) * bytes);
-      session.parallel_for(
-          static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-            many.gather(layout.bits, call.activation_bits, task.x_quantised, layout.groups, nullptr, begin,
-                        end - begin, gathered + begin * bytes);
-          });
+      session.parallel_for(static_cast<int>(threads), count, grain,
+                           [&](std::int64_t begin, std::int64_t end) {
+                             many.gather(layout.bits, call.activation_bits, task.x_quantised, layout.groups,
+                                         nullptr, begin, end - begin, gathered + begin * bytes);
+                           });
       task.many = &many;
       task.many_x = gathered;
     }

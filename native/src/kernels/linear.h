@@ -39,13 +39,13 @@ struct LinearCall {
   const unsigned char* data;  // [nbytes]
   const float* x;             // [tokens, cols]
   std::int64_t tokens;
-  const float* bias;  // [rows] or null
-  float* out;         // [tokens, rows], overwritten; may not overlap x
+  const float* bias;                             // [rows] or null
+  float* out;                                    // [tokens, rows], overwritten; may not overlap x
   int activation_bits = kDefaultActivationBits;  // as ForwardCall::activation_bits
 };
 
-// out = x W^T + bias, with the numerics of kernel_api.h: bitwise equal for any number of threads and any other
-// tokens in the call. Throws std::invalid_argument for other activation_bits.
+// out = x W^T + bias, with the numerics of kernel_api.h: bitwise equal for any number of threads and any
+// other tokens in the call. Throws std::invalid_argument for other activation_bits.
 void linear_forward(const LinearCall& call);
 
 }  // namespace moechat

@@ -1,5 +1,5 @@
-// The many-token path, see ManyTokens in kernel_api.h. Included inside the anonymous namespace of one instruction
-// set, after what adds panels: panel_kernel.inc.h or panel_amx.inc.h.
+// The many-token path, see ManyTokens in kernel_api.h. Included inside the anonymous namespace of one
+// instruction set, after what adds panels: panel_kernel.inc.h or panel_amx.inc.h.
 
 constexpr std::int64_t kPanelGroups = 8;    // unpacked at a time, of two tiles
 constexpr std::int64_t kChunkTokens = 144;  // whose sums are kept at a time
@@ -55,10 +55,11 @@ MOECHAT_INLINE void pair_sums(const TilePair& pair, std::int64_t groups, const T
         ahead[m].set(pair.next_q[m], (groups < kPanelGroups ? groups : kPanelGroups) * kBytes);
       }
     }
-    add_panel<kForm, kBits>(panel, kTileStride, first, count, rows, tokens, acc, [&ahead](std::int64_t parts) {
-      ahead[0].fetch(parts);
-      ahead[1].fetch(parts);
-    });
+    add_panel<kForm, kBits>(panel, kTileStride, first, count, rows, tokens, acc,
+                            [&ahead](std::int64_t parts) {
+                              ahead[0].fetch(parts);
+                              ahead[1].fetch(parts);
+                            });
   }
 }
 
@@ -69,8 +70,8 @@ MOECHAT_INLINE TokenRows gathered_rows(const unsigned char* data, std::int64_t g
 }
 
 template <int kBits, int kPlanes>
-void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::int32_t* index, std::int64_t base,
-                    std::int64_t count, unsigned char* to) {
+void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::int32_t* index,
+                    std::int64_t base, std::int64_t count, unsigned char* to) {
   constexpr Form kForm = form_of<kBits, kPlanes>();
   const std::int64_t stride = gathered_bytes(kForm, groups);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -159,7 +160,8 @@ void many_outputs_of(const ForwardTask& task, const unsigned char* record, const
           if (layout.has_bias && at >= 0 && at < layout.down_bias_rows) {
             partial = add(partial, load(record + layout.down_bias + at * std::int64_t{sizeof(float)}));
           }
-          add_output(out + row + m * kTileRows, layout.hidden_size - row - m * kTileRows, weights[t], partial);
+          add_output(out + row + m * kTileRows, layout.hidden_size - row - m * kTileRows, weights[t],
+                     partial);
         }
       }
     }
@@ -219,18 +221,19 @@ void many_gather(int bits, int activation_bits, const QuantisedRows& from, std::
 }
 void many_neurons(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
                   std::int64_t slot, std::int64_t count) {
-  MOECHAT_BY_BITS(many_neurons_of, task.layout->bits, task.activation_bits, task, record, tile, item, slot, count)
+  MOECHAT_BY_BITS(many_neurons_of, task.layout->bits, task.activation_bits, task, record, tile, item, slot,
+                  count)
 }
 void many_outputs(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
-                  std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item, std::int64_t slot,
-                  std::int64_t count) {
-  MOECHAT_BY_BITS(many_outputs_of, task.layout->bits, task.activation_bits, task, record, next, block, begin, end,
-                  item, slot, count)
+                  std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
+                  std::int64_t slot, std::int64_t count) {
+  MOECHAT_BY_BITS(many_outputs_of, task.layout->bits, task.activation_bits, task, record, next, block, begin,
+                  end, item, slot, count)
 }
 void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   MOECHAT_BY_BITS(many_linear_of, task.bits, task.activation_bits, task, begin, end)
 }
 #undef MOECHAT_BY_BITS
 
-const ManyTokens kManyTokens = {kThreshold,   kRowsAfter,   many_row_bytes, many_gather, kEnter,
-                                kLeave,       many_neurons, many_outputs,   many_linear};
+const ManyTokens kManyTokens = {kThreshold, kRowsAfter,   many_row_bytes, many_gather, kEnter,
+                                kLeave,     many_neurons, many_outputs,   many_linear};

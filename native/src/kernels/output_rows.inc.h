@@ -1,5 +1,5 @@
-// What the kernels share: prefetching, one group of integers, and adding or storing 16 output rows. Included inside
-// the anonymous namespace of one instruction set.
+// What the kernels share: prefetching, one group of integers, and adding or storing 16 output rows. Included
+// inside the anonymous namespace of one instruction set.
 
 MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);

@@ -1,12 +1,13 @@
-// Products of unpacked row tiles with many tokens in AMX tiles, 16 tokens x 16 rows x 64 columns at a time. Included
-// inside the anonymous namespace of one instruction set, after panel_unpack.inc.h and amx_tiles.h; takes the place
-// of panel_kernel.inc.h and computes the same, bit by bit.
+// Products of unpacked row tiles with many tokens in AMX tiles, 16 tokens x 16 rows x 64 columns at a time.
+// Included inside the anonymous namespace of one instruction set, after panel_unpack.inc.h and amx_tiles.h;
+// takes the place of panel_kernel.inc.h and computes the same, bit by bit.
 //
-// Two row tiles at a time: 0 and 1 hold the sums of their hi planes, 2 and 3 those of lo, 4 and 5 the planes of the
-// tokens, 6 and 7 the codes.
+// Two row tiles at a time: 0 and 1 hold the sums of their hi planes, 2 and 3 those of lo, 4 and 5 the planes
+// of the tokens, 6 and 7 the codes.
 
 constexpr std::int64_t kPanelTokens = 16;
-constexpr std::int64_t kRowsAfter = kPanelTokens - 1;  // a block is always 16 tokens; what is too many is dropped
+constexpr std::int64_t kRowsAfter =
+    kPanelTokens - 1;  // a block is always 16 tokens; what is too many is dropped
 constexpr std::int64_t kThreshold = 6;
 
 template <int kBits, int kPlanes>
@@ -61,8 +62,8 @@ MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const u
   }
 }
 
-// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows after
-// them; `between` is called before every block of tokens with the number of blocks.
+// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows
+// after them; `between` is called before every block of tokens with the number of blocks.
 template <Form kForm, int kBits, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens, float* acc,

@@ -1,5 +1,5 @@
-// Products of unpacked codes with activation integers, 16 rows at a time, and the register blocks that suit the
-// instruction set. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
+// Products of unpacked codes with activation integers, 16 rows at a time, and the register blocks that suit
+// the instruction set. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
 //
 // Pairs: a 32-bit lane holds two codes as int16, a dword of a token two integers of 16 bits.
 // Quads: a lane holds four codes as bytes, a dword of a token four integers of 8 bits.
@@ -32,9 +32,7 @@ MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
 MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
   return VecI{_mm512_add_epi16(sum.a, _mm512_maddubs_epi16(codes.a, x.a))};
 }
-MOECHAT_INLINE VecI widen_quads(VecI sum) {
-  return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))};
-}
+MOECHAT_INLINE VecI widen_quads(VecI sum) { return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))}; }
 #endif
 
 #elif defined(__AVX2__)

@@ -1,8 +1,8 @@
 // Products of unpacked row tiles with many tokens: a block of sums stays in registers over a group. Included
 // inside the anonymous namespace of one instruction set, after panel_unpack.inc.h.
 //
-// The sums of a group are exact integers and groups are added in ascending order (kernel_api.h), so the blocking
-// changes nothing in the results.
+// The sums of a group are exact integers and groups are added in ascending order (kernel_api.h), so the
+// blocking changes nothing in the results.
 
 // A block of vectors. Not an array: GCC keeps the elements of an array that a loop indexes in memory.
 template <int kCount>
@@ -105,8 +105,8 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
   return sums;
 }
 
-// acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records begin at
-// panel[m].
+// acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
+// begin at panel[m].
 template <Form kForm, int kChain, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
@@ -141,21 +141,22 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
 // The same for 1..kPanelTokens tokens and two tiles; up to kTokenStep - 1 tokens more may be read and added.
 template <Form kForm, int kChain, int kTokens = kPanelTokens>
 MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* panel, std::int64_t tile_stride,
-                                  std::int64_t first, std::int64_t groups, const TokenRows& rows, float* acc) {
+                                  std::int64_t first, std::int64_t groups, const TokenRows& rows,
+                                  float* acc) {
   if constexpr (kTokens > 0) {
     if (tokens <= kTokens - kTokenStep) {
-      return add_groups_of<kForm, kChain, kTokens - kTokenStep>(tokens, panel, tile_stride, first, groups, rows,
-                                                                acc);
+      return add_groups_of<kForm, kChain, kTokens - kTokenStep>(tokens, panel, tile_stride, first, groups,
+                                                                rows, acc);
     }
     for (int m = 0; m < 2; m += kPanelTiles) {
-      add_groups<kForm, kChain, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first, groups, rows,
-                                                     acc + m * kTileRows);
+      add_groups<kForm, kChain, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first, groups,
+                                                      rows, acc + m * kTileRows);
     }
   }
 }
 
-// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens; `between` is called before every block of
-// them with the number of blocks.
+// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens; `between` is called before every
+// block of them with the number of blocks.
 template <Form kForm, int kBits, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens, float* acc,
@@ -169,7 +170,7 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     between(blocks);
     const TokenRows part{rows.data + begin * rows.stride, rows.stride, rows.groups};
     add_groups_of<kForm, chain_of(kForm, kBits)>(end - begin, panel, tile_stride, first, groups, part,
-                                acc + begin * 2 * kTileRows);
+                                                 acc + begin * 2 * kTileRows);
   }
 }
 

@@ -1,5 +1,5 @@
-// Codes of a (tile, group) unpacked for many tokens, and the tokens in the order that meets them. Included inside
-// the anonymous namespace of one instruction set.
+// Codes of a (tile, group) unpacked for many tokens, and the tokens in the order that meets them. Included
+// inside the anonymous namespace of one instruction set.
 //
 // A panel record is the codes of 16 rows x 64 columns, then 16 fp32 scales, then 16 fp32 zeros:
 //   kQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)

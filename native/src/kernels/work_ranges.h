@@ -8,8 +8,8 @@
 
 namespace moechat {
 
-// [0, count) cut into one contiguous range a thread. A thread takes its own range from the front, half of what
-// is left at a time, so that it reads memory in order; who is done helps the others in the same way.
+// [0, count) cut into one contiguous range a thread. A thread takes its own range from the front, half of
+// what is left at a time, so that it reads memory in order; who is done helps the others in the same way.
 class WorkRanges {
  public:
   // Lines of their own: two threads never write to one.

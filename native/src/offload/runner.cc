@@ -207,7 +207,7 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
   waited_ = Clock::duration::zero();
   try {
     sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes,
-             options_.activation_bits);
+               options_.activation_bits);
     while (sum_.next_group()) run_group(interrupted);
   } catch (...) {
     abort_now();

@@ -1,0 +1,154 @@
+"""Quantised matrices outside the experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from integer_model import linear_codes
+from native_support import from_bf16, relative_error, to_bf16
+
+from moechat import _native
+
+BITS = (2, 3, 4, 8)
+# Of random matrices against float64 on the same codes: what 16 and 8 bits of the inputs cost.
+BOUNDS = {16: 5e-5, 8: 1.5e-2, 32: 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    before = _native.num_threads()
+    yield
+    _native.set_num_threads(before)
+
+
+def packed(rows: int, cols: int, bits: int, seed: int = 0) -> tuple[_native.LinearLayout, np.ndarray]:
+    weights = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32)
+    layout = _native.LinearLayout(rows, cols, bits)
+    return layout, _native.pack_linear(layout, weights)
+
+
+def forward(
+    layout: _native.LinearLayout,
+    data: np.ndarray,
+    x: np.ndarray,
+    bias: np.ndarray | None = None,
+    activation_bits: int = 16,
+) -> np.ndarray:
+    out = np.full((len(x), layout.rows), np.nan, np.float32)
+    _native.linear_forward(layout, data, x, bias, out, activation_bits)
+    return out
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 64), (17, 65), (100, 300), (512, 128)])
+def test_products_match_float64_within_the_stated_bounds(bits, rows, cols):
+    layout, data = packed(rows, cols, bits)
+    rng = np.random.default_rng(1)
+    weights = _native.unpack_linear(layout, data).astype(np.float64)
+    for tokens in (1, 2, 3, 5, 8, 33):
+        x = rng.standard_normal((tokens, cols)).astype(np.float32)
+        bias = rng.standard_normal(rows).astype(np.float32)
+        for activation_bits, bound in BOUNDS.items():
+            for b in (None, bias):
+                truth = x.astype(np.float64) @ weights.T + (0 if b is None else b)
+                # Where a sum cancels, the error is relative to its terms.
+                size = np.abs(x).astype(np.float64) @ np.abs(weights).T + (0 if b is None else np.abs(b))
+                error = np.abs(forward(layout, data, x, b, activation_bits) - truth)
+                assert (error <= bound * size).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing_gives_the_codes_of_the_experts_solver(bits):
+    rows, cols = 64, 192
+    weights = (np.random.default_rng(0).standard_normal((rows, cols)) * 0.1).astype(np.float32)
+    layout = _native.LinearLayout(rows, cols, bits)
+    block = _native.BlockLayout(cols, rows, bits)
+    records = np.empty((block.blocks, block.record_bytes), np.uint8)
+    _native.pack_expert(block, weights, weights, weights.T.copy(), None, records)
+    data = _native.pack_linear(layout, weights)
+    assert np.array_equal(data[: layout.sz], records[0, block.gate_q : block.up_q])
+    assert np.array_equal(data[layout.sz :], records[0, block.gate_sz : block.up_sz])
+    values = linear_codes(layout, data).values()
+    assert np.allclose(values, _native.unpack_linear(layout, data), rtol=1e-6, atol=1e-7)
+    assert relative_error(values, weights) < {2: 0.5, 3: 0.25, 4: 0.12, 8: 0.01}[bits]
+
+
+def test_sources_of_all_types_and_strides_pack_alike():
+    layout = _native.LinearLayout(40, 100, 4)
+    patterns = to_bf16(np.random.default_rng(0).standard_normal((40, 100)))
+    weights = from_bf16(patterns)
+    expected = _native.pack_linear(layout, weights)
+    assert expected.ctypes.data % 64 == 0
+    assert np.array_equal(_native.pack_linear(layout, patterns), expected)
+    assert np.array_equal(_native.pack_linear(layout, np.asfortranarray(weights), threads=1), expected)
+    half = weights.astype(np.float16)
+    assert np.array_equal(
+        _native.pack_linear(layout, half), _native.pack_linear(layout, half.astype(np.float32))
+    )
+
+
+@pytest.mark.parametrize("activation_bits", [8, 16, 32])
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_of_the_output_depend_on_their_token_only(bits, activation_bits):
+    layout, data = packed(700, 200, bits)
+    x = np.random.default_rng(1).standard_normal((11, 200)).astype(np.float32)
+    _native.set_num_threads(1)
+    expected = forward(layout, data, x, None, activation_bits)
+    for threads in (1, 2, 3, 5):
+        _native.set_num_threads(threads)
+        assert np.array_equal(forward(layout, data, x, None, activation_bits), expected)
+        for token in (0, 4, 10):
+            alone = forward(layout, data, x[token : token + 1], None, activation_bits)
+            assert np.array_equal(alone[0], expected[token])
+
+
+def test_data_that_lies_askew_gives_the_same():
+    layout, data = packed(100, 200, 4)
+    x = np.random.default_rng(1).standard_normal((2, 200)).astype(np.float32)
+    askew = np.empty(layout.nbytes + 1, np.uint8)[1:]
+    askew[:] = data
+    assert np.array_equal(forward(layout, askew, x), forward(layout, data, x))
+
+
+def test_nan_reaches_the_rows_of_its_token():
+    layout, data = packed(50, 130, 4)
+    x = np.random.default_rng(1).standard_normal((3, 130)).astype(np.float32)
+    x[1, 3] = np.nan
+    out = forward(layout, data, x)
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[[0, 2]]).all()
+
+
+def test_no_tokens_is_no_work():
+    layout, data = packed(50, 130, 4)
+    assert forward(layout, data, np.empty((0, 130), np.float32)).shape == (0, 50)
+
+
+def test_refusals_name_the_argument():
+    for rows, cols, bits, words in (
+        (0, 64, 4, "is 0; it must be between 1"),
+        (64, 1 << 21, 4, "is 2097152; it must be between 1"),
+        (64, 64, 5, "5 bits are not supported"),
+        (64, 64, 16, "16 bits are not supported"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _native.LinearLayout(rows, cols, bits)
+    layout, data = packed(50, 130, 4)
+    x = np.zeros((2, 130), np.float32)
+    with pytest.raises(ValueError, match="data has shape"):
+        forward(layout, data[:-1], x)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 129\]"):
+        forward(layout, data, np.zeros((2, 129), np.float32))
+    with pytest.raises(ValueError, match=r"bias has shape \[49\]; it must be \[50\]"):
+        forward(layout, data, x, np.zeros(49, np.float32))
+    with pytest.raises(ValueError, match="activations of 9 bits"):
+        forward(layout, data, x, None, 9)
+    square, packed_square = packed(130, 130, 4)
+    with pytest.raises(ValueError, match="out overlaps x"):
+        _native.linear_forward(square, packed_square, x, None, x)
+    bad = np.zeros((50, 130), np.float32)
+    bad[7, 9] = np.inf
+    with pytest.raises(ValueError, match="matrix weight at row 7, column 9 is inf: not finite"):
+        _native.pack_linear(layout, bad)
+    with pytest.raises(ValueError, match="threads is -1"):
+        _native.pack_linear(layout, bad, -1)
