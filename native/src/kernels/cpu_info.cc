@@ -9,6 +9,8 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(MOECHAT_X86)
 #include <cpuid.h>
@@ -59,6 +61,16 @@ X86 detect() {
     cpu.avx512_bf16 = cpu.avx512f && (a & (1u << 5));
   }
   return cpu;
+}
+
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 
 const X86& x86() {
@@ -195,6 +207,15 @@ bool cpu_runs_avx2_vnni() {
 bool cpu_runs_avx512_vnni() {
 #if defined(MOECHAT_X86)
   return cpu_runs_avx512() && x86().avx512_vnni;
+#else
+  return false;
+#endif
+}
+
+bool cpu_runs_amx() {
+#if defined(MOECHAT_X86)
+  static const bool runs = cpu_runs_avx512_vnni() && x86().amx_tile && x86().amx_int8 && may_use_tiles();
+  return runs;
 #else
   return false;
 #endif

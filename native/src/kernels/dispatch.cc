@@ -15,6 +15,8 @@ extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 extern const IntegerKernels kAvx2VnniIntegers;
 extern const IntegerKernels kAvx512VnniIntegers;
+extern const ManyTokens kAmxTokens;
+extern const ManyTokens kAmxEmulatedTokens;
 #endif
 
 namespace {
@@ -22,9 +24,15 @@ namespace {
 struct Build {
   const KernelTable* table;
   bool runs;
+  bool hidden = false;  // for tests: neither listed nor chosen, only named
 };
 
 #if defined(MOECHAT_X86)
+IntegerKernels with_many(IntegerKernels kernels, const ManyTokens& many) {
+  kernels.many = &many;
+  return kernels;
+}
+
 // The same kernels, but for the integer ones.
 KernelTable with_integers(const char* name, KernelTable table, const IntegerKernels& integer) {
   table.name = name;
@@ -38,13 +46,19 @@ std::vector<Build> builds() {
 #if defined(MOECHAT_X86)
   static const KernelTable avx2_vnni = with_integers("avx2-vnni", kAvx2Kernels, kAvx2VnniIntegers);
   static const KernelTable avx512_vnni = with_integers("avx512-vnni", kAvx512Kernels, kAvx512VnniIntegers);
+  static const IntegerKernels amx_integers = with_many(kAvx512VnniIntegers, kAmxTokens);
+  static const KernelTable amx = with_integers("amx", kAvx512Kernels, amx_integers);
+  static const IntegerKernels emulated_integers = with_many(*kAvx2Kernels.integer, kAmxEmulatedTokens);
+  static const KernelTable emulated = with_integers("amx-emulated", kAvx2Kernels, emulated_integers);
 #endif
   return {{&kPortableKernels, true},
 #if defined(MOECHAT_X86)
           {&kAvx2Kernels, cpu_runs_avx2()},
           {&avx2_vnni, cpu_runs_avx2_vnni()},
           {&kAvx512Kernels, cpu_runs_avx512()},
-          {&avx512_vnni, cpu_runs_avx512_vnni()}
+          {&avx512_vnni, cpu_runs_avx512_vnni()},
+          {&amx, cpu_runs_amx()},
+          {&emulated, cpu_runs_avx2(), true}
 #endif
   };
 }
@@ -61,7 +75,7 @@ const KernelTable& choose() {
   if (wanted == nullptr || *wanted == '\0') {
     const KernelTable* best = &kPortableKernels;
     for (const Build& build : all) {
-      if (build.runs) best = build.table;
+      if (build.runs && !build.hidden) best = build.table;
     }
     return *best;
   }
@@ -92,7 +106,7 @@ const KernelTable& kernels() {
 std::vector<const char*> available_isas() {
   std::vector<const char*> result;
   for (const Build& build : builds()) {
-    if (build.runs) result.push_back(build.table->name);
+    if (build.runs && !build.hidden) result.push_back(build.table->name);
   }
   return result;
 }

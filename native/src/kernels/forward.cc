@@ -28,6 +28,8 @@ enum Scratch : int {
   kPlanes,
   kScales,
   kPlaneSums,
+  kManyInputs,
+  kManySlots,
   kActivationPlanes,
   kActivationScales,
   kActivationPlaneSums,
@@ -117,6 +119,9 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   task->quantised.planes = session.scratch<std::int8_t>(kActivationPlanes, slots * 8 * task->activation_bits);
   task->quantised.scales = session.scratch<float>(kActivationScales, slots);
   task->quantised.sums = session.scratch<float>(kActivationPlaneSums, slots);
+  if (task->many_x == nullptr) return;
+  const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
+  task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + task->many->rows_after) * bytes);
 }
 
 // Both phases for the entries and slots of the task.
@@ -181,6 +186,37 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
   task->x_quantised = rows;
 }
 
+// Rows of inputs for the many-token path, one an item; none where no entry has many tokens.
+void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int64_t threads,
+                 ForwardTask* task) {
+  task->many_x = nullptr;
+  if (task->activation_bits == kFloatActivations || task->many == nullptr) return;
+  const ManyTokens& many = *task->many;
+  const std::int32_t* start = task->row_start;
+  const auto is_many = [&](std::int64_t row) { return start[row + 1] - start[row] >= many.threshold; };
+  std::int64_t row = 0;
+  while (row < call.rows && !is_many(row)) ++row;
+  if (row == call.rows) return;
+
+  const BlockLayout& layout = *call.layout;
+  const std::int64_t items = start[call.rows];
+  const std::int64_t bytes = many.row_bytes(layout.bits, task->activation_bits, layout.groups);
+  task->many_x = session.scratch<unsigned char>(kManyInputs, (items + many.rows_after) * bytes);
+  const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / bytes);
+  session.parallel_for(static_cast<int>(threads), items, grain, [&](std::int64_t begin, std::int64_t end) {
+    std::int64_t at = std::upper_bound(start, start + call.rows + 1, begin) - start - 1;
+    while (begin < end) {
+      const std::int64_t stop = std::min<std::int64_t>(end, start[at + 1]);
+      if (is_many(at)) {
+        many.gather(layout.bits, task->activation_bits, task->x_quantised, layout.groups,
+                    task->row_token + begin, task->token_base, stop - begin, task->many_x + begin * bytes);
+      }
+      begin = stop;
+      ++at;
+    }
+  });
+}
+
 }  // namespace
 
 void check_activation_bits(int bits) {
@@ -220,6 +256,7 @@ void moe_forward(const ForwardCall& call) {
     const std::int64_t count = std::min(token_step, call.tokens - first);
     if (count < call.tokens) filter_rows(session, call, first, first + count, &task);
     prepare(session, kernel, call, first, count, threads, &task);
+    gather_many(session, call, threads, &task);
 
     const auto tokens_of = [&](std::int64_t entry) -> std::int64_t {
       const std::int32_t row = task.block_row[entry];

@@ -172,10 +172,6 @@ struct TileStream {
 
 constexpr std::int64_t kAheadBytes = 4096;  // of codes
 
-MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, float x_sum, Vec acc) {
-  return fma(mul(scale, set1(x_scale)), fnma(zeros, set1(x_sum), to_float(isum)), acc);
-}
-
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
@@ -264,7 +260,8 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
-    if (task.many != nullptr && count >= task.many->threshold) {
+    const bool many = task.many_x != nullptr && count >= task.many->threshold;
+    if (many) {
       task.many->neurons(task, record, tile, item, slot, count);
     } else {
       TileStream streams[2] = {
@@ -303,8 +300,14 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
     // Who completes the block quantises it: its tiles may be spread over threads.
-    if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock)
+    if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock) {
       quantise_activations(task, slot, count);
+      if (many) {
+        task.many->gather(
+            layout.bits, task.activation_bits, task.quantised, 1, nullptr, slot, count,
+            task.many_slots + slot * task.many->row_bytes(layout.bits, task.activation_bits, 1));
+      }
+    }
   }
 }
 
@@ -376,8 +379,9 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const std::int64_t block = task.block_index[entry];
-    if (task.many != nullptr && count >= task.many->threshold) {
-      task.many->outputs(task, record, block, begin, end, item, slot, count);
+    if (task.many_x != nullptr && count >= task.many->threshold) {
+      task.many->outputs(task, record, following > entry ? next : nullptr, block, begin, end, item, slot,
+                         count);
       continue;
     }
     const std::int32_t* rows = task.row_out + item;
@@ -461,13 +465,40 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
       return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
   }
 
+// Output tiles that are walked through all entries before the next ones where there are many tokens: their
+// rows of out stay in the cache from block to block of an expert.
+constexpr std::int64_t kStripTiles = 8;
+
+// Around the calls of the many-token path.
+struct ManyTiles {
+  const ManyTokens* many;
+  explicit ManyTiles(const ManyTokens* used) : many(used) {
+    if (many != nullptr && many->enter != nullptr) many->enter();
+  }
+  ~ManyTiles() {
+    if (many != nullptr && many->leave != nullptr) many->leave();
+  }
+};
+
 void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
+  const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
   MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
 }
-void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+void integer_output_strip(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
 }
+void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
+  const std::int64_t step = task.many_x != nullptr ? kStripTiles : end - begin;
+  for (std::int64_t tile = begin; tile < end; tile += step) {
+    integer_output_strip(task, tile, end - tile < step ? end : tile + step);
+  }
+}
 void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
+  if (task.many_x != nullptr) {
+    const ManyTiles tiles(task.many);
+    return task.many->linear(task, begin, end);
+  }
   MOECHAT_BY_BITS(integer_linear_of, task.bits, task.activation_bits, task, begin, end)
 }
 #undef MOECHAT_BY_BITS

@@ -21,12 +21,16 @@ namespace {
 #include "kernels/output_rows.inc.h"
 #include "kernels/quantise_inputs.inc.h"
 #include "kernels/integer_kernel.inc.h"
+#include "kernels/panel_dot.inc.h"
+#include "kernels/panel_unpack.inc.h"
+#include "kernels/panel_kernel.inc.h"
+#include "kernels/many_tokens.inc.h"
 // clang-format on
 
 }  // namespace
 
 extern const IntegerKernels kAvx512VnniIntegers;
 const IntegerKernels kAvx512VnniIntegers = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
-                                            nullptr};
+                                            &kManyTokens};
 
 }  // namespace moechat

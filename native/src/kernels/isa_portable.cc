@@ -21,13 +21,17 @@ namespace {
 #include "kernels/expert_kernel.inc.h"
 #include "kernels/quantise_inputs.inc.h"
 #include "kernels/integer_kernel.inc.h"
+#include "kernels/panel_dot.inc.h"
+#include "kernels/panel_unpack.inc.h"
+#include "kernels/panel_kernel.inc.h"
+#include "kernels/many_tokens.inc.h"
 #include "kernels/hqq_solver.inc.h"
 #include "kernels/rows16.inc.h"
 #include "kernels/decode.inc.h"
 // clang-format on
 
 const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
-                                        nullptr};
+                                        &kManyTokens};
 
 }  // namespace
 

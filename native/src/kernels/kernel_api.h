@@ -60,6 +60,7 @@ static constexpr float kSmallestInput = 1e-30f;
 static constexpr float input_range(int activation_bits) { return activation_bits == 16 ? 32512.0f : 127.0f; }
 
 struct ManyTokens;
+struct LinearTask;
 
 // One chunk of a moe_forward call, see forward.cc.
 struct ForwardTask {
@@ -71,6 +72,7 @@ struct ForwardTask {
   const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
   const float* x_sums;        // [tokens, groups], sums of the unscaled columns
   QuantisedRows x_quantised;  // [tokens]
+  unsigned char* many_x;      // [items], gathered for `many`; only items of rows of many tokens are filled in
   std::int64_t token_base;
 
   const std::uint64_t* block_ptr;
@@ -89,25 +91,40 @@ struct ForwardTask {
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;        // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;    // [slots, 4], sums of the unscaled activations of a tile
-  QuantisedRows quantised;   // [slots], one group each: the activations, once all tiles of an entry are done
-  std::int32_t* tiles_done;  // [entries of the chunk], 0 at first
-  float* out;                // [out rows, hidden]
+  float* activations;         // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;     // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows quantised;    // [slots], one group each: the activations, once all tiles of an entry are done
+  unsigned char* many_slots;  // [slots], the same gathered for `many`
+  std::int32_t* tiles_done;   // [entries of the chunk], 0 at first
+  float* out;                 // [out rows, hidden]
 };
 
-// The many-token path of the integer kernels: `neurons` and `outputs` below hand it the entries of at least
-// `threshold` tokens and do all others themselves. Same results, bit by bit.
+// The many-token path of the integer kernels: weights of a tile are unpacked once for many tokens, which come
+// gathered in a form of their own. `neurons`, `outputs` and `linear` of IntegerKernels hand it what has at
+// least `threshold` tokens and do all else themselves. Same results, bit by bit.
 struct ManyTokens {
   std::int64_t threshold;
+  // Readable rows that must follow the last gathered one; their contents do not matter.
+  std::int64_t rows_after;
+  // Bytes of a gathered row, a multiple of 64.
+  std::int64_t (*row_bytes)(int bits, int activation_bits, std::int64_t groups);
+  // Rows index[i] - base, i < count, of `from`, or base + i where there is no index, to row i of `to`.
+  void (*gather)(int bits, int activation_bits, const QuantisedRows& from, std::int64_t groups,
+                 const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to);
+  // Around the calls below on one thread; null where there is nothing to set up.
+  void (*enter)();
+  void (*leave)();
   // Activations (fp32, natural order) of one tile of a block for the tokens of items [item, item + count), to
-  // slots [slot, slot + count). The caller quantises them when the block is complete.
+  // slots [slot, slot + count). The caller quantises and gathers them when the block is complete.
   void (*neurons)(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
                   std::int64_t slot, std::int64_t count);
-  // Adds output tiles [begin, end) of one block for the same tokens, from task.quantised.
-  void (*outputs)(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                  std::int64_t begin, std::int64_t end, std::int64_t item, std::int64_t slot,
-                  std::int64_t count);
+  // Adds output tiles [begin, end) of one block for the same tokens, from task.many_slots. `next` is the
+  // record whose tiles come next, or null.
+  void (*outputs)(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
+                  std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
+                  std::int64_t slot, std::int64_t count);
+  // out rows of tiles [begin, end).
+  void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
 };
 
 // One linear_forward call.
@@ -123,6 +140,8 @@ struct LinearTask {
   const float* x;           // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
   const float* x_sums;      // [tokens, groups]
   QuantisedRows x_quantised;
+  const unsigned char* many_x;  // [tokens] gathered, or null: too few of them for `many`
+  const ManyTokens* many;
   std::int64_t tokens;
   float* out;  // [tokens, rows]
 };

@@ -16,7 +16,7 @@ constexpr std::int64_t kBytesPerThread = 1 << 16;             // weights worth w
 constexpr std::int64_t kTileGrain = 2;                        // tiles that a thread takes at least
 constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of prepared inputs at a time
 
-enum Scratch : int { kInputs, kSums, kPlanes, kScales, kRanges };
+enum Scratch : int { kInputs, kSums, kPlanes, kScales, kManyInputs, kRanges };
 
 }  // namespace
 
@@ -120,6 +120,18 @@ void linear_forward(const LinearCall& call) {
           });
       task.x = inputs;
       task.x_sums = sums;
+    }
+    if (integer && kernel.integer->many != nullptr && count >= kernel.integer->many->threshold) {
+      const ManyTokens& many = *kernel.integer->many;
+      const std::int64_t bytes = many.row_bytes(layout.bits, call.activation_bits, layout.groups);
+      auto* gathered = session.scratch<unsigned char>(kManyInputs, (count + many.rows_after) * bytes);
+      session.parallel_for(static_cast<int>(threads), count, grain,
+                           [&](std::int64_t begin, std::int64_t end) {
+                             many.gather(layout.bits, call.activation_bits, task.x_quantised, layout.groups,
+                                         nullptr, begin, end - begin, gathered + begin * bytes);
+                           });
+      task.many = &many;
+      task.many_x = gathered;
     }
     const std::int64_t limit = std::clamp<std::int64_t>(layout.nbytes / kBytesPerThread, 1, threads);
     WorkRanges ranges(session.scratch<WorkRanges::Range>(kRanges, limit), limit, layout.tiles, kTileGrain);

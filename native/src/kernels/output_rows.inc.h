@@ -1,8 +1,13 @@
-// What float and integer kernels share: prefetching, and adding or storing 16 output rows. Included inside
-// the anonymous namespace of one instruction set.
+// What the kernels share: prefetching, one group of integers, and adding or storing 16 output rows. Included
+// inside the anonymous namespace of one instruction set.
 
 MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+}
+
+// acc + one group of 16 rows, see QuantisedRows in kernel_api.h.
+MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, float x_sum, Vec acc) {
+  return fma(mul(scale, set1(x_scale)), fnma(zeros, set1(x_sum), to_float(isum)), acc);
 }
 
 // out[row, row + 16) += weight * (partial + bias) for one item.

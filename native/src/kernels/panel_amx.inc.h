@@ -1,0 +1,92 @@
+// Products of unpacked row tiles with many tokens in AMX tiles, 16 tokens x 16 rows x 64 columns at a time.
+// Included inside the anonymous namespace of one instruction set, after panel_unpack.inc.h and amx_tiles.h;
+// takes the place of panel_kernel.inc.h and computes the same, bit by bit.
+//
+// Two row tiles at a time: 0 and 1 hold the sums of their hi planes, 2 and 3 those of lo, 4 and 5 the planes
+// of the tokens, 6 and 7 the codes.
+
+constexpr std::int64_t kPanelTokens = 16;
+constexpr std::int64_t kRowsAfter =
+    kPanelTokens - 1;  // a block is always 16 tokens; what is too many is dropped
+constexpr std::int64_t kThreshold = 6;
+
+template <int kBits, int kPlanes>
+constexpr Form form_of() {
+  return kPlanes == 2 ? Form::kPlanes : Form::kQuads;
+}
+constexpr void (*kEnter)() = Tiles::enter;
+constexpr void (*kLeave)() = Tiles::leave;
+
+constexpr std::int64_t kTileBytes = 1024;
+
+// Sums of one group: [plane, row tile, 16 tokens, 16 rows] int32.
+template <Form kForm>
+MOECHAT_INLINE void group_products(const unsigned char* const (&codes)[2], const unsigned char* x,
+                                   std::int64_t stride, unsigned char* sums) {
+  Tiles::load<6>(codes[0], kStepBytes);
+  Tiles::load<7>(codes[1], kStepBytes);
+  Tiles::load<4>(x, stride);
+  Tiles::clear<0>();
+  Tiles::clear<1>();
+  Tiles::multiply<0, 4, 6>();
+  Tiles::multiply<1, 4, 7>();
+  if constexpr (kForm == Form::kPlanes) {
+    Tiles::load<5>(x + 64, stride);
+    Tiles::clear<2>();
+    Tiles::clear<3>();
+    Tiles::multiply<2, 5, 6>();
+    Tiles::multiply<3, 5, 7>();
+  }
+  Tiles::save<0>(sums, 64);
+  Tiles::save<1>(sums + kTileBytes, 64);
+  if constexpr (kForm == Form::kPlanes) {
+    Tiles::save<2>(sums + 2 * kTileBytes, 64);
+    Tiles::save<3>(sums + 3 * kTileBytes, 64);
+  }
+}
+
+// acc[t * 32 + 16 * m] += a group whose sums are known; `tail` is (scale, sum) of the group for token 0.
+template <Form kForm>
+MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const unsigned char* sums,
+                                 const float* tail, std::int64_t tail_stride, float* acc) {
+  for (int m = 0; m < 2; ++m) {
+    const Vec scale = load(codes[m] + code_bytes(kForm));
+    const Vec zeros = load(codes[m] + code_bytes(kForm) + kStepBytes);
+    for (int t = 0; t < kPanelTokens; ++t) {
+      const unsigned char* at = sums + m * kTileBytes + t * 64;
+      VecI sum = loadi(at);
+      if constexpr (kForm == Form::kPlanes) sum = addi(shl(sum, 8), loadi(at + 2 * kTileBytes));
+      float* to = acc + t * 2 * kTileRows + m * kTileRows;
+      store(to, group_term(scale, zeros, sum, tail[t * tail_stride], tail[t * tail_stride + 1], load(to)));
+    }
+  }
+}
+
+// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows
+// after them; `between` is called before every block of tokens with the number of blocks.
+template <Form kForm, int kBits, class Between>
+MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
+                              std::int64_t groups, const TokenRows& rows, std::int64_t tokens, float* acc,
+                              const Between& between) {
+  constexpr std::int64_t kTokenBytes = token_bytes(kForm);
+  alignas(64) unsigned char sums[2][4 * kTileBytes];
+  const std::int64_t tail_stride = rows.stride / static_cast<std::int64_t>(sizeof(float));
+  for (std::int64_t block = 0; block < tokens; block += kPanelTokens) {
+    between((tokens + kPanelTokens - 1) / kPanelTokens);
+    const unsigned char* row = rows.data + block * rows.stride;
+    const unsigned char* x = row + first * kTokenBytes;
+    const float* tail = reinterpret_cast<const float*>(row + rows.groups * kTokenBytes) + 2 * first;
+    const unsigned char* codes[2] = {panel, panel + tile_stride};
+    group_products<kForm>(codes, x, rows.stride, sums[0]);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      // The tiles work on the next group while the vector units add this one.
+      const unsigned char* next[2] = {codes[0] + panel_bytes(kForm), codes[1] + panel_bytes(kForm)};
+      x += kTokenBytes;
+      if (g + 1 < groups) group_products<kForm>(next, x, rows.stride, sums[(g + 1) % 2]);
+      add_products<kForm>(codes, sums[g % 2], tail, tail_stride, acc + block * 2 * kTileRows);
+      codes[0] = next[0];
+      codes[1] = next[1];
+      tail += 2;
+    }
+  }
+}

@@ -1,0 +1,83 @@
+// Products of unpacked codes with activation integers, 16 rows at a time, and the register blocks that suit
+// the instruction set. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
+//
+// Pairs: a 32-bit lane holds two codes as int16, a dword of a token two integers of 16 bits.
+// Quads: a lane holds four codes as bytes, a dword of a token four integers of 8 bits.
+
+#if defined(__AVX512F__)
+
+constexpr int kPanelTokens = 12;  // 2 row tiles x 12 tokens are 24 sums in 32 registers
+constexpr int kPanelTiles = 2;
+constexpr int kTokenStep = 2;  // blocks are multiples of it
+constexpr bool kHasQuads = true;
+
+#if defined(__AVX512VNNI__)
+constexpr bool kQuadsIn16 = false;
+// Not the intrinsics: GCC copies every sum before and after them.
+MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
+  return sum;
+}
+MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
+  return sum;
+}
+MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
+#else
+// Sums of quads are two of int16 a lane; the caller widens them before they can overflow.
+constexpr bool kQuadsIn16 = true;
+MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+  return VecI{_mm512_add_epi32(sum.a, _mm512_madd_epi16(codes.a, x.a))};
+}
+MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+  return VecI{_mm512_add_epi16(sum.a, _mm512_maddubs_epi16(codes.a, x.a))};
+}
+MOECHAT_INLINE VecI widen_quads(VecI sum) { return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))}; }
+#endif
+
+#elif defined(__AVX2__)
+
+constexpr int kPanelTokens = 4;  // 1 row tile x 4 tokens are 8 sums in 16 registers
+constexpr int kPanelTiles = 1;
+constexpr int kTokenStep = 1;
+constexpr bool kHasQuads = true;
+
+#if defined(__AVXVNNI__)
+constexpr bool kQuadsIn16 = false;
+MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
+  return sum;
+}
+MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
+  return sum;
+}
+MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
+#else
+constexpr bool kQuadsIn16 = true;
+MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+  return VecI{_mm256_add_epi32(sum.a, _mm256_madd_epi16(codes.a, x.a)),
+              _mm256_add_epi32(sum.b, _mm256_madd_epi16(codes.b, x.b))};
+}
+MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+  return VecI{_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, x.a)),
+              _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, x.b))};
+}
+MOECHAT_INLINE VecI widen_quads(VecI sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return VecI{_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
+}
+#endif
+
+#else
+
+#define MOECHAT_PANEL_BY_ROW 1  // products of a row are a loop over its columns, see panel_kernel.inc.h
+constexpr int kPanelTokens = 4;
+constexpr int kPanelTiles = 1;
+constexpr int kTokenStep = 1;
+constexpr bool kHasQuads = false;
+constexpr bool kQuadsIn16 = false;
+
+#endif

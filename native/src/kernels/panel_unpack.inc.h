@@ -1,0 +1,130 @@
+// Codes of a (tile, group) unpacked for many tokens, and the tokens in the order that meets them. Included
+// inside the anonymous namespace of one instruction set.
+//
+// A panel record is the codes of 16 rows x 64 columns, then 16 fp32 scales, then 16 fp32 zeros:
+//   kQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
+//   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; where products are made
+//   by row, 16 rows of these 64 int16 instead
+// A gathered token has for every group the integers that meet the record: the hi plane (kQuads), hi and lo
+// planes (kPlanes) or int16 in the order of kPairs. After all groups follow (scale, sum) of every group as
+// floats.
+
+enum class Form { kQuads, kPairs, kPlanes };
+
+constexpr std::int64_t token_bytes(Form form) { return form == Form::kQuads ? 64 : 128; }
+
+constexpr int kPairSteps = 32;
+constexpr int kQuadSteps = 16;
+
+constexpr std::int64_t code_bytes(Form form) {
+  return (form == Form::kPairs ? kPairSteps : kQuadSteps) * kStepBytes;
+}
+constexpr std::int64_t panel_bytes(Form form) { return code_bytes(form) + 2 * kStepBytes; }
+
+// Bytes of a gathered token. Rows of a power of two would meet in the same lines of the cache.
+constexpr std::int64_t gathered_bytes(Form form, std::int64_t groups) {
+  const std::int64_t bytes = groups * (token_bytes(form) + 2 * static_cast<std::int64_t>(sizeof(float)));
+  return ((bytes + 63) / 64 | 1) * 64;
+}
+
+// Gathered tokens, `stride` bytes apart, of `groups` groups.
+struct TokenRows {
+  const unsigned char* data;
+  std::int64_t stride;
+  std::int64_t groups;
+};
+
+// to(d, codes) for the code dwords d = 0..15 of a group.
+template <int kBits, class Store>
+MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
+  if constexpr (kBits == 8) {
+    for (int d = 0; d < 16; ++d) to(d, loadi(q + d * kStepBytes));
+  } else if constexpr (kBits == 4) {
+    const VecI mask = seti(0x0f0f0f0fu);
+    for (int s = 0; s < 8; ++s) {
+      const VecI words = loadi(q + s * kStepBytes);
+      to(2 * s, andi(words, mask));
+      to(2 * s + 1, andi(shr(words, 4), mask));
+    }
+  } else {
+    const VecI mask = seti(0x03030303u);
+    for (int s = 0; s < 4; ++s) {
+      const VecI words = loadi(q + s * kStepBytes);
+      VecI high = words;
+      if constexpr (kBits == 3) {
+        // Of 16 bits nibble k goes to byte k.
+        high = andi(shr(loadi(q + (4 + s / 2) * kStepBytes), 16 * (s % 2)), seti(0xffffu));
+        high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
+        high = andi(ori(high, shl(high, 4)), seti(0x0f0f0f0fu));
+      }
+      for (int j = 0; j < 4; ++j) {
+        VecI codes = andi(shr(words, 2 * j), mask);
+        if constexpr (kBits == 3) codes = ori(codes, shl(andi(shr(high, j), seti(0x01010101u)), 2));
+        to(4 * s + j, codes);
+      }
+    }
+  }
+}
+
+template <Form kForm, int kBits>
+MOECHAT_INLINE void unpack_panel(const unsigned char* q, const unsigned char* sz, unsigned char* panel) {
+  if constexpr (kForm == Form::kPairs) {
+    const VecI low = seti(0x00ff00ffu);
+#if defined(MOECHAT_PANEL_BY_ROW)
+    unpack_dwords<kBits>(q, [panel, low](int d, VecI codes) {
+      std::uint32_t lanes[2][16];
+      storei(lanes[0], andi(codes, low));
+      storei(lanes[1], andi(shr(codes, 8), low));
+      for (int r = 0; r < kTileRows; ++r) {
+        const std::uint32_t pairs[2] = {lanes[0][r], lanes[1][r]};
+        __builtin_memcpy(panel + (r * kPairSteps + 2 * d) * 4, pairs, sizeof pairs);
+      }
+    });
+#else
+    unpack_dwords<kBits>(q, [panel, low](int d, VecI codes) {
+      storei(panel + 2 * d * kStepBytes, andi(codes, low));
+      storei(panel + (2 * d + 1) * kStepBytes, andi(shr(codes, 8), low));
+    });
+#endif
+  } else {
+    unpack_dwords<kBits>(q, [panel](int d, VecI codes) { storei(panel + d * kStepBytes, codes); });
+  }
+  store(panel + code_bytes(kForm), load_fp16(sz));
+  store(panel + code_bytes(kForm) + kStepBytes, load_fp16(sz + 32));
+}
+
+// Integers of one group, 64 bytes of hi and, at two planes, 64 of lo, as pairs.
+MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, unsigned char* to) {
+  std::int16_t values[64];
+  if (lo != nullptr) {
+    for (int i = 0; i < 64; ++i) values[i] = static_cast<std::int16_t>(256 * hi[i] + lo[i]);
+  } else {
+    for (int i = 0; i < 64; ++i) values[i] = hi[i];
+  }
+  std::uint64_t words[16];
+  __builtin_memcpy(words, values, sizeof words);
+  // 0 1 2 3 -> 0 2 1 3
+  for (std::uint64_t& word : words) {
+    word = (word & 0xffff00000000ffffu) | ((word & 0xffff0000u) << 16) | ((word >> 16) & 0xffff0000u);
+  }
+  __builtin_memcpy(to, words, sizeof words);
+}
+
+// Row `from` of rows of `groups` groups, gathered.
+template <Form kForm, int kPlanes>
+MOECHAT_INLINE void gather_row(const QuantisedRows& rows, std::int64_t groups, std::int64_t from,
+                               unsigned char* to) {
+  constexpr std::int64_t kFrom = 64 * kPlanes;
+  constexpr std::int64_t kTo = token_bytes(kForm);
+  const std::int8_t* planes = rows.planes + from * groups * kFrom;
+  float* tail = reinterpret_cast<float*>(to + groups * kTo);
+  for (std::int64_t g = 0; g < groups; ++g) {
+    if constexpr (kForm == Form::kPairs) {
+      gather_pairs(planes + g * kFrom, kPlanes == 2 ? planes + g * kFrom + 64 : nullptr, to + g * kTo);
+    } else {
+      __builtin_memcpy(to + g * kTo, planes + g * kFrom, kFrom);
+    }
+    tail[2 * g] = rows.scales[from * groups + g];
+    tail[2 * g + 1] = rows.sums[from * groups + g];
+  }
+}
