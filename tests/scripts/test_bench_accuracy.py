@@ -74,7 +74,10 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
     assert list(found) == [(16, 32), (16, 16), (16, 8), (4, 32), (4, 16), (4, 8), (None, None)]
     assert all(row["tokens"] == 48 for row in found.values())
     assert found[16, 32]["relative"] == found[16, 32]["divergence"] == 0.0
-    assert 0 < found[16, 16]["relative"] < 2e-3 < found[16, 8]["relative"] < 0.1
+    # A token whose router changes its mind costs more than the rounding of all others.
+    assert 0 < found[16, 16]["relative"] < 0.02
+    assert found[16, 16]["divergence"] < found[16, 8]["divergence"] < 0.01
+    assert found[16, 16]["relative"] < found[16, 8]["relative"] < 0.1
     assert found[16, 8]["relative"] < found[4, 32]["relative"] < 0.5
     # A model that has learned something: the vocabulary has 3,584 tokens.
     assert 2 < found[16, 32]["perplexity"] < 200
