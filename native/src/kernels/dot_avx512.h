@@ -19,3 +19,4 @@ MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
 MOECHAT_INLINE VecI widen(VecI sums, int factor) {
   return VecI{_mm512_madd_epi16(sums.a, _mm512_set1_epi16(static_cast<short>(factor)))};
 }
+MOECHAT_INLINE void pin(VecI& sums) { __asm__("" : "+v"(sums.a)); }

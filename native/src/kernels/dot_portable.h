@@ -32,3 +32,6 @@ MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
 }
 // factor * the sums of a row; only where pairs add up in 16 bits.
 MOECHAT_INLINE VecI widen(const VecI& sums, int) { return sums; }
+// Keeps the additions in the order of the source: compilers collect all products first otherwise, more than
+// there are registers.
+MOECHAT_INLINE void pin(VecI&) {}

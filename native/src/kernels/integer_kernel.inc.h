@@ -53,8 +53,14 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
   if constexpr (kStreams > 1 && !kPairDots) {
     for (int s = 0; s < kStreams; ++s) {
       const unsigned char* const one[1] = {q[s]};
+      const std::int8_t* again[kTokens];
+      for (int t = 0; t < kTokens; ++t) {
+        // Hides that it is the same for every stream: compilers keep all of it on the stack otherwise.
+        again[t] = x[t];
+        __asm__("" : "+r"(again[t]));
+      }
       VecI sums[1][kTokens];
-      group_dots<kBits, kPlanes>(one, x, sums);
+      group_dots<kBits, kPlanes>(one, again, sums);
       for (int t = 0; t < kTokens; ++t) isum[s][t] = sums[0][t];
     }
   } else if constexpr (kWideDot) {
@@ -131,6 +137,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
                 const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
                 for (int part = 0; part < kParts; ++part) {
                   chain[t][p][part] = dot(chain[t][p][part], parts[part], bytes);
+                  pin(chain[t][p][part]);
                 }
               }
             }
