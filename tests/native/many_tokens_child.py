@@ -1,4 +1,4 @@
-"""Child of test_many_tokens.py: many tokens against one at a time, under the MOECHAT_ISA of its environment."""
+"""Child of test_many_tokens.py: many tokens against one at a time, under its MOECHAT_ISA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moechat import _native
 
 # Around the threshold of the many-token path, register blocks of 4 and 12, tiles of 16, chunks of 144.
 COUNTS = (150, 145, 144, 25, 17, 16, 13, 12, 9, 8, 7, 6, 5, 1, 0)
-# Fewer groups than are unpacked at a time, and more; an odd number of output tiles; rows and columns of padding.
+# Fewer groups than are unpacked at a time, and more; an odd number of output tiles; padding.
 SIZES = ((200, 130, True), (700, 70, False), (64, 16, True))
 NAN_TOKEN = 3
 
@@ -90,7 +90,9 @@ def linear(equal: dict[str, bool], digests: dict[str, str]) -> None:
             for activation_bits in (8, 16):
                 alone = np.empty((150, rows), np.float32)
                 for t in range(150):
-                    _native.linear_forward(layout, data, x[t : t + 1], bias, alone[t : t + 1], activation_bits)
+                    _native.linear_forward(
+                        layout, data, x[t : t + 1], bias, alone[t : t + 1], activation_bits
+                    )
                 for tokens in (5, 6, 8, 9, 13, 17, 144, 145, 150):
                     out = np.empty((tokens, rows), np.float32)
                     _native.linear_forward(layout, data, x[:tokens], bias, out, activation_bits)
