@@ -70,13 +70,13 @@ class PackedFile:
             dense_files: SHA-256 of the store's dense files by their names.
             form: Which layers are packed, and in how many bits.
         """
-        layers = [[name, *form.linears[name]] for name in sorted(form.linears)]
+        layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
         content = {
             "format": _FORMAT,
             "group_format": _native.BLOCK_FORMAT_VERSION,
             "bits": form.bits,
             "dense_files": dict(sorted(dense_files.items())),
-            "layers": layers,
+            "layers": [list(layer) for layer in layers],
         }
         key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)
@@ -109,11 +109,11 @@ class PackedFile:
             piece = into[at : at + _PIECE]
             done = 0
             while done < len(piece):
-                count = os.preadv(file, [piece[done:]], begin + at + done)
+                count = os.preadv(file, [piece[done:].data], begin + at + done)
                 if count <= 0:
                     raise OSError("the file ends early")
                 done += count
-            return hashlib.sha256(piece).hexdigest()
+            return hashlib.sha256(piece.data).hexdigest()
 
         return bool(_each_piece(self.nbytes, fill) == header.get("sha256"))
 
@@ -123,14 +123,14 @@ class PackedFile:
         Raises:
             OSError: It cannot be written.
         """
-        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE]).hexdigest())
+        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE].data).hexdigest())
         header = json.dumps({**self.content, "sha256": digests}).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(self.path.parent)
         with replacing(self.path) as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             file.write(bytes(_data_start(len(header)) - 16 - len(header)))
-            file.write(data)
+            file.write(data.data)
 
 
 def _remove_abandoned(directory: Path) -> None:
