@@ -37,7 +37,7 @@ const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_
 }  // namespace
 
 extern const KernelTable kAvx512Kernels;
-const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons, outputs,         quantise_tile,
+const KernelTable kAvx512Kernels = {"avx512", prepare_tokens, neurons, outputs,          quantise_tile,
                                     activate, linear,         rows16,  &kIntegerKernels, &kDecode};
 
 }  // namespace moechat

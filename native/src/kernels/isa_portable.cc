@@ -36,7 +36,7 @@ const IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_
 }  // namespace
 
 extern const KernelTable kPortableKernels;
-const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons, outputs,         quantise_tile,
+const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons, outputs,          quantise_tile,
                                       activate,   linear,         rows16,  &kIntegerKernels, &kDecode};
 
 }  // namespace moechat
