@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat.errors import UsageError
 from moechat.geometry import ACTIVATION_BITS, DENSE_BITS
+from moechat.models.decode.latent import latent_projections
 from moechat.models.skeleton import Skeleton
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -152,7 +153,7 @@ def choose_form(
         reads: From a trial pass.
     """
     model = skeleton.model
-    avoided = set() if reads is None else reads.modules
+    avoided = latent_projections(model) | (set() if reads is None else reads.modules)
     routers = {(entry.num_experts, entry.hidden_size) for entry in skeleton.experts}
 
     def replaceable(module: nn.Module) -> bool:

@@ -84,12 +84,23 @@ class Latent:
             return torch.bmm(sums, self._to_values).transpose(0, 1)[None]
 
 
-def recognise_latent(module: Any) -> Latent | None:
-    """The latent attention of ``module``, if its ``expand_kv`` is a product with ``kv_b_proj`` by heads."""
+def latent_projections(model: nn.Module) -> set[nn.Module]:
+    """Layers of a model that :class:`Latent` would multiply by heads: they must stay torch's own."""
+    found = {_projection(module) for module in model.modules()}
+    return {linear for linear in found if linear is not None}
+
+
+def _projection(module: Any) -> nn.Linear | None:
     linear = getattr(module, "kv_b_proj", None)
     if not callable(getattr(module, "expand_kv", None)) or type(linear) is not nn.Linear:
         return None
-    if not _passes_on(type(module).forward):
+    return linear if _passes_on(type(module).forward) else None
+
+
+def recognise_latent(module: Any) -> Latent | None:
+    """The latent attention of ``module``, if its ``expand_kv`` is a product with ``kv_b_proj`` by heads."""
+    linear = _projection(module)
+    if linear is None:
         return None
     if linear.bias is not None or linear.weight.dtype not in ELEMENTS or not linear.weight.is_cpu:
         return None
