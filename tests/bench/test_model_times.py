@@ -70,7 +70,7 @@ def test_experts_are_the_models_own_and_taken_in_turn(engine: Engine) -> None:
     assert len(records) == count
     own = np.concatenate([store.expert_layer(record.layer) for record in store.layers])
     assert np.array_equal(records, own)
-    shared = model_times._InTurn(store, records, bench.top_k)
+    shared = model_times._InTurn(store, records, bench.top_k, 16)
     hidden = torch.zeros((1, store.geometry.hidden_size))
     index, weights = torch.zeros((1, 2), dtype=torch.int64), torch.ones((1, 2))
     asked = []
