@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # The native kernels' names, see native/src/kernels/dispatch.cc.
-_INSTRUCTION_SETS = ("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni")
+_INSTRUCTION_SETS = ("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "amx")
 _NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*", re.ASCII)
 _SIZE = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB|GiB)", re.ASCII)
 _BITS = re.compile(r"(2|3|4|8|16)bit", re.ASCII)

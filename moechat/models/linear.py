@@ -55,6 +55,22 @@ class _Dense(nn.Module):
         """float32 ``[tokens, in_features]``, contiguous."""
         return x.reshape(-1, self.in_features).to(torch.float32).contiguous()
 
+    def _natively(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of :meth:`_run` for ``[..., in_features]``, in the type of ``x``."""
+        if x.dtype is torch.float32 and x.is_contiguous():
+            # A step of decoding comes here many times: as few tensors as can be.
+            out = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+            self._run(x.numpy().reshape(-1, self.in_features), out.numpy().reshape(-1, self.out_features))
+            return out
+        flat = self._inputs(x)
+        out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
+        self._run(flat.numpy(), out.numpy())
+        return self._outputs(out, x)
+
+    def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """float32 ``[tokens, in_features]`` to ``[tokens, out_features]``, both contiguous."""
+        raise NotImplementedError
+
     def _outputs(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return out.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
@@ -89,15 +105,15 @@ class StoredLinear(_Dense):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
         if x.numel() <= _native.ROWS16_MAX_TOKENS * self.in_features:
-            flat = self._inputs(x)
-            out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
-            _native.rows16_forward(self._words, self._fp16, flat.numpy(), self._bias32, out.numpy())
-            return self._outputs(out, x)
+            return self._natively(x)
         if x.dtype == torch.bfloat16 == self.rows.dtype:
             with one_thread(not steady_columns(self.out_features)):
                 bias = None if self.bias is None else self.bias.to(torch.bfloat16)
                 return F.linear(x, self.rows, bias)
         return self._outputs(self._in_panels(self._inputs(x)), x)
+
+    def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        _native.rows16_forward(self._words, self._fp16, x, self._bias32, out)
 
     def _in_panels(self, flat: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
@@ -147,17 +163,12 @@ class PackedLinear(_Dense):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
-        flat = self._inputs(x)
-        out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
+        return self._natively(x)
+
+    def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         _native.linear_forward(
-            self.layout,
-            self.data,
-            flat.numpy(),
-            self._bias32,
-            out.numpy(),
-            activation_bits=self._activation_bits,
+            self.layout, self.data, x, self._bias32, out, activation_bits=self._activation_bits
         )
-        return self._outputs(out, x)
 
 
 class StoredEmbedding(nn.Module):

@@ -17,6 +17,8 @@ extern const IntegerKernels kAvx2VnniIntegers;
 extern const IntegerKernels kAvx512VnniIntegers;
 extern const ManyTokens kAmxTokens;
 extern const ManyTokens kAmxEmulatedTokens;
+bool amx_multiplies();            // in isa_amx.cc
+bool amx_emulation_multiplies();  // in isa_amx_emulated.cc
 #endif
 
 namespace {
@@ -57,8 +59,8 @@ std::vector<Build> builds() {
           {&avx2_vnni, cpu_runs_avx2_vnni()},
           {&kAvx512Kernels, cpu_runs_avx512()},
           {&avx512_vnni, cpu_runs_avx512_vnni()},
-          {&amx, cpu_runs_amx()},
-          {&emulated, cpu_runs_avx2(), true}
+          {&amx, cpu_runs_amx() && amx_multiplies()},
+          {&emulated, cpu_runs_avx2() && amx_emulation_multiplies(), true}
 #endif
   };
 }

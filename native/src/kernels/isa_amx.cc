@@ -30,4 +30,7 @@ namespace {
 extern const ManyTokens kAmxTokens;
 const ManyTokens kAmxTokens = kManyTokens;
 
+bool amx_multiplies();
+bool amx_multiplies() { return tiles_multiply(); }
+
 }  // namespace moechat

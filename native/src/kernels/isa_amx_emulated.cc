@@ -29,4 +29,7 @@ namespace {
 extern const ManyTokens kAmxEmulatedTokens;
 const ManyTokens kAmxEmulatedTokens = kManyTokens;
 
+bool amx_emulation_multiplies();
+bool amx_emulation_multiplies() { return tiles_multiply(); }
+
 }  // namespace moechat

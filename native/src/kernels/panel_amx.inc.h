@@ -90,3 +90,34 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     }
   }
 }
+
+// Whether the tiles multiply as they are said to: signed by unsigned, every dword and byte in its place. A
+// virtual machine may show the processor's flags and not the registers behind them.
+bool tiles_multiply() {
+  alignas(64) unsigned char x[kTileBytes];
+  alignas(64) unsigned char codes[kTileBytes];
+  alignas(64) std::int32_t sums[16 * 16];
+  for (int i = 0; i < kTileBytes; ++i) {
+    x[i] = static_cast<unsigned char>(i * 73 + 11 + i / 64);
+    codes[i] = static_cast<unsigned char>(i * 151 + 7 + i / 64);
+  }
+  Tiles::enter();
+  Tiles::load<4>(x, 64);
+  Tiles::load<6>(codes, 64);
+  Tiles::clear<0>();
+  Tiles::multiply<0, 4, 6>();
+  Tiles::save<0>(reinterpret_cast<unsigned char*>(sums), 64);
+  Tiles::leave();
+  bool same = true;
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) {
+      std::int32_t wanted = 0;
+      for (int d = 0; d < 16; ++d) {
+        for (int k = 0; k < 4; ++k)
+          wanted += static_cast<std::int8_t>(x[i * 64 + 4 * d + k]) * codes[d * 64 + 4 * j + k];
+      }
+      same = same && sums[i * 16 + j] == wanted;
+    }
+  }
+  return same;
+}
