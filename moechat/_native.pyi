@@ -123,8 +123,15 @@ def huge_empty(nbytes: int) -> _U8:
         MemoryError: The system refused.
     """
 
+def prefer_huge_pages(data: _U8) -> None:
+    """Ask for huge pages for what of a mapped array is read from its file from now on.
+
+    Args:
+        data: Contiguous uint8, any shape.
+    """
+
 def read_ahead(data: _U8) -> None:
-    """Begin to read what of a mapped array is not in memory, without waiting for it.
+    """Read what of a mapped array is not in memory.
 
     Args:
         data: Contiguous uint8, any shape. Of memory that is no mapped file nothing is read.

@@ -47,7 +47,10 @@ class FirstUse:
         records: uint8 ``[experts, ...]``; nothing is asked for unless it is mapped from a file.
         """
         self._records = records
-        self._unused = set(range(len(records))) if isinstance(records, np.memmap) else set()
+        self._unused: set[int] = set()
+        if isinstance(records, np.memmap):
+            self._unused.update(range(len(records)))
+            _native.prefer_huge_pages(records)
 
     def before(self, index: npt.NDArray[np.int64]) -> None:
         """Ask for the experts in ``index``, any shape, that were not asked for before."""

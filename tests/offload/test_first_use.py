@@ -77,3 +77,22 @@ def test_any_size_and_place_can_be_asked_for(tmp_path: Path) -> None:
     _native.read_ahead(np.zeros(10000, np.uint8))
     with pytest.raises(ValueError, match="data has dtype float32"):
         _native.read_ahead(np.zeros(4, np.float32))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="this kernel has no transparent huge pages",
+)
+def test_huge_pages_are_asked_for_where_experts_are_mapped(tmp_path: Path) -> None:
+    records = mapped(tmp_path / "experts", 4)
+    FirstUse(records)
+    first, asked = records.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(part, 16) for part in words[0].split("-"))
+            within = begin <= first < end
+        elif words[0] == "VmFlags:" and within:
+            asked = "hg" in words
+    assert asked
+    assert bytes(records[3, 0, :64]) == (tmp_path / "experts").read_bytes()[3 * EXPERT_BYTES :][:64]

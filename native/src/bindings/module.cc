@@ -205,6 +205,11 @@ py::array_t<std::uint8_t> huge_empty_py(std::int64_t nbytes) {
   return py::array_t<std::uint8_t>(py::ssize_t{nbytes}, memory.release()->data(), owner);
 }
 
+void prefer_huge_pages_py(const py::array& data) {
+  prefer_huge_pages(checked<std::uint8_t>("data", data, shape_of(data)),
+                    static_cast<std::size_t>(data.nbytes()));
+}
+
 void read_ahead_py(const py::array& data) {
   const auto* from = checked<std::uint8_t>("data", data, shape_of(data));
   const auto bytes = static_cast<std::size_t>(data.nbytes());
@@ -286,6 +291,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
         py::arg("gate"), py::arg("up"));
   m.def("huge_empty", &huge_empty_py, py::arg("nbytes"));
+  m.def("prefer_huge_pages", &prefer_huge_pages_py, py::arg("data"));
   m.def("read_ahead", &read_ahead_py, py::arg("data"));
   m.def("prewake", &ThreadPool::prewake);
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));

@@ -6,16 +6,38 @@
 #include <cstdint>
 
 namespace moechat {
+namespace {
+
+constexpr std::uintptr_t kPage = 4096;
+
+}  // namespace
+
+void prefer_huge_pages(const unsigned char* data, std::size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto first = reinterpret_cast<std::uintptr_t>(data) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(first), reinterpret_cast<std::uintptr_t>(data) + bytes - first,
+          MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
 
 void read_ahead(const unsigned char* data, std::size_t bytes) {
-  constexpr std::uintptr_t kPage = 4096;
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack
+  // Short enough for a signal to be answered between two of them.
+  constexpr std::uintptr_t kPiece = std::uintptr_t{8} << 20;
   // A request for more than the device takes at once is cut short; this much every device takes.
   constexpr std::uintptr_t kRequest = std::uintptr_t{128} << 10;
-  const auto first = reinterpret_cast<std::uintptr_t>(data);
-  const std::uintptr_t end = first + bytes;
-  for (std::uintptr_t at = first / kPage * kPage; at < end; at += kRequest) {
+  const auto first = reinterpret_cast<std::uintptr_t>(data) / kPage * kPage;
+  const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(data) + bytes;
+  std::uintptr_t at = first;
+#if defined(__linux__)
+  while (at < end && madvise(reinterpret_cast<void*>(at), std::min(kPiece, end - at), kPopulateRead) == 0)
+    at += kPiece;
+#endif
+  for (; at < end; at += kRequest)
     madvise(reinterpret_cast<void*>(at), std::min(kRequest, end - at), MADV_WILLNEED);
-  }
 }
 
 }  // namespace moechat
