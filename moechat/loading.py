@@ -251,7 +251,7 @@ def load_model(
 
     load_dense(skeleton, store.dense, form)
     if form.packs:
-        _pack_dense(store, skeleton, form, report)
+        _pack_dense(store, skeleton, form, dtype, report)
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
@@ -285,11 +285,13 @@ def load_model(
     return loaded
 
 
-def _pack_dense(store: Store, skeleton: Skeleton, form: DenseForm, report: Report) -> None:
+def _pack_dense(
+    store: Store, skeleton: Skeleton, form: DenseForm, dtype: torch.dtype, report: Report
+) -> None:
     hashes = {
         name: record.sha256 for name, record in store.manifest.files.items() if name.startswith(DENSE_PREFIX)
     }
-    file = PackedFile.of(user_paths().cache / "dense", hashes, form)
+    file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
     detail = f"dense weights in {form.bits} bits"
     pack_layers(
         skeleton, store.dense, form, file, lambda done, total: report(Progress("load", done, total, detail))

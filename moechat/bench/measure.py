@@ -330,7 +330,10 @@ class _Measurement:
         store, bench = self.bench.store, self.bench
         if self.curve is None:
             self.curve = kernel_curve(
-                store, bench.top_k * store.geometry.blocks_per_expert, seed=self.options.seed
+                store,
+                bench.top_k * store.geometry.blocks_per_expert,
+                activation_bits=bench.activation_bits,
+                seed=self.options.seed,
             )
         times = link_times(store, link, bandwidth)
         return floor_timing(floors, bench.layers, self.curve, times)

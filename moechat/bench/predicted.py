@@ -265,7 +265,9 @@ def _one_read(store: Store, settings: LinkSettings) -> float:
     return statistics.median(seconds)
 
 
-def kernel_curve(store: Store, pairs: int, *, seed: int = 0) -> npt.NDArray[np.float64]:
+def kernel_curve(
+    store: Store, pairs: int, *, activation_bits: int = 16, seed: int = 0
+) -> npt.NDArray[np.float64]:
     """Seconds of the kernels for 1, 2, ... ``pairs`` blocks of one token, from memory too large for caches.
 
     Measured at powers of two, in turns, medians; in between along straight lines.
@@ -282,7 +284,7 @@ def kernel_curve(store: Store, pairs: int, *, seed: int = 0) -> npt.NDArray[np.f
             for count in counts:
                 # As the runner: so little work is done sooner than another thread wakes.
                 _native.set_num_threads(1 if count <= 2 else threads)
-                found[count].append(_kernel_seconds(geometry, records, count, generator))
+                found[count].append(_kernel_seconds(geometry, records, count, activation_bits, generator))
     finally:
         _native.set_num_threads(threads)
     # More blocks never take less time.
@@ -291,7 +293,11 @@ def kernel_curve(store: Store, pairs: int, *, seed: int = 0) -> npt.NDArray[np.f
 
 
 def _kernel_seconds(
-    geometry: Any, records: npt.NDArray[np.uint8], count: int, generator: np.random.Generator
+    geometry: Any,
+    records: npt.NDArray[np.uint8],
+    count: int,
+    activation_bits: int,
+    generator: np.random.Generator,
 ) -> float:
     """Seconds of one kernel call over ``count`` blocks that were not touched just before."""
     blocks = geometry.blocks_per_expert
@@ -319,7 +325,7 @@ def _kernel_seconds(
         out,
     )
     started = time.perf_counter()
-    _native.moe_forward(*arguments)
+    _native.moe_forward(*arguments, activation_bits=activation_bits)
     return time.perf_counter() - started
 
 

@@ -62,13 +62,16 @@ class PackedFile:
     nbytes: int
 
     @classmethod
-    def of(cls, directory: Path, dense_files: Mapping[str, str], form: DenseForm) -> PackedFile:
+    def of(
+        cls, directory: Path, dense_files: Mapping[str, str], form: DenseForm, dtype: torch.dtype
+    ) -> PackedFile:
         """The file for a store.
 
         Args:
             directory: For such files; made when one is written.
             dense_files: SHA-256 of the store's dense files by their names.
             form: Which layers are packed, and in how many bits.
+            dtype: Of the model: weights that are not kept as they are stored are packed from it.
         """
         layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
         content = {
@@ -77,6 +80,7 @@ class PackedFile:
             "bits": form.bits,
             "dense_files": dict(sorted(dense_files.items())),
             "layers": [list(layer) for layer in layers],
+            "from": str(dtype) if any(f"{name}.weight" not in form.kept for name, *_ in layers) else "stored",
         }
         key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)

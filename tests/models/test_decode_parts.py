@@ -15,6 +15,7 @@ import torch
 from tiny import tiny_config, write_tiny_checkpoint
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -79,8 +80,19 @@ def test_other_norms_are_left_alone() -> None:
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return 3 * super().forward(hidden_states)
 
-    for module in (nn.LayerNorm(32), Centred(), Tripled(32), nn.Linear(8, 8)):
+    class Gated(modeling_qwen3_moe.Qwen3MoeRMSNorm):
+        def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+            out = super().forward(hidden_states)
+            return out if gate is None else out * F.silu(gate)
+
+    for module in (nn.LayerNorm(32), Centred(), Tripled(32), Gated(32), nn.Linear(8, 8)):
         assert recognise_norm(module) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_norm_that_takes_the_mean_away_is_left_alone_in_every_type(dtype: torch.dtype) -> None:
+    assert recognise_norm(nn.LayerNorm(4096, bias=False).to(dtype)) is None
+    assert recognise_norm(modeling_qwen3_moe.Qwen3MoeRMSNorm(4096).to(dtype)) is not None
 
 
 def test_a_norm_of_what_it_was_not_made_for_goes_the_module_s_own_way() -> None:
@@ -155,6 +167,32 @@ def attend(
         out.data_ptr(),
     )
     return out
+
+
+def test_a_query_that_sees_nothing_gets_nothing_as_in_torch() -> None:
+    query, key, value = draw(1, 2, 2, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
+    visible = torch.ones((2, 20), dtype=torch.bool)
+    visible[1] = False
+    found = attend(query, key, value, 0.25, None, visible)
+    assert torch.isfinite(found).all()
+    assert not found[0, 1].any()
+    assert found[0, 0].abs().max() > 0.01
+
+
+@pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers does not have the family")
+def test_a_family_that_attends_to_chosen_keys_keeps_its_attention(tmp_path: Path, moechat_home: Path) -> None:
+    # Its mask is made for attention of transformers' own names alone.
+    sizes = tiny_config("deepseek_v3").to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        sizes.pop(name, None)
+    config = AutoConfig.for_model("deepseek_v32", **{**sizes, "index_topk": 8, "index_n_heads": 2})
+    write_tiny_checkpoint(tmp_path / "model", config)
+    tokens = [(7 * i) % 50 + 3 for i in range(40)]
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
+        ours = engine.logits(tokens)
+        engine._loaded.quickened.undo()
+        theirs = engine.logits(tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

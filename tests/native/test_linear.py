@@ -146,6 +146,12 @@ def test_refusals_name_the_argument():
     square, packed_square = packed(130, 130, 4)
     with pytest.raises(ValueError, match="out overlaps x"):
         _native.linear_forward(square, packed_square, x, None, x)
+    one = np.zeros((1, 130), np.float32)
+    with pytest.raises(ValueError, match="out overlaps bias"):
+        _native.linear_forward(square, packed_square, one, x[0], x[:1])
+    weights = packed_square[: 130 * 4].view(np.float32).reshape(1, 130)
+    with pytest.raises(ValueError, match="out overlaps data"):
+        _native.linear_forward(square, packed_square, one, None, weights)
     bad = np.zeros((50, 130), np.float32)
     bad[7, 9] = np.inf
     with pytest.raises(ValueError, match="matrix weight at row 7, column 9 is inf: not finite"):

@@ -56,7 +56,7 @@ def test_nothing_is_asked_for_in_plain_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_was_asked_for_comes_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "experts"
-    records = mapped(path, 4)
+    records = mapped(path, 64)  # more than any system reads ahead
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -57,9 +57,15 @@ class _Plan:
         run: ``None`` where the module's own way computes something else.
     """
 
-    def __init__(self, run: _native.Attention | None, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        run: _native.Attention | None,
+        sinks: torch.Tensor | None,
+        given: torch.Tensor | None = None,
+    ) -> None:
         self.run = run
         self.sinks = sinks  # float32; ``run`` reads it
+        self.given = given  # what they were made from: no other tensor may take its identity
 
 
 def register() -> None:
@@ -287,4 +293,4 @@ def _make_plan(
             wanted = own(module, probe, keys, values, None, **named)[0]
         except Exception:  # whatever a family needs that a probe has not
             return _Plan(None, None)
-    return _Plan(run if close(out, wanted) else None, sinks)
+    return _Plan(run if close(out, wanted) else None, sinks, named.get(_SINKS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 # Names of the native code.
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -24,6 +26,14 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         return False
     size = float(wanted.float().abs().max()) if wanted.numel() else 0.0
     return bool(((found.float() - wanted.float()).abs() <= tolerance(wanted.dtype) * size).all())
+
+
+def takes_hidden_states_only(module: nn.Module) -> bool:
+    """Whether ``forward`` has one parameter. With more, a gate say, a probe would not show what they do."""
+    try:
+        return len(inspect.signature(module.forward).parameters) == 1
+    except (TypeError, ValueError):
+        return False
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, close, probing
+from moechat.models.decode.elements import ELEMENTS, close, probing, takes_hidden_states_only
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,14 @@ def recognise_norm(module: nn.Module) -> Norm | None:
         return None
     if any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
+    if not takes_hidden_states_only(module):
+        return None
     with probing() as generator:
-        # Rows of ordinary size, and rows so small that eps decides.
-        probe = torch.randn((4, weight.shape[0]), generator=generator)
-        probe = (probe * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]])).to(weight.dtype)
+        # Rows of ordinary size, and rows so small that eps decides. Half of them have a mean: without one, a
+        # norm that takes it away would differ from this by less than bfloat16 rounds.
+        probe = torch.randn((8, weight.shape[0]), generator=generator)
+        probe[4:] += 1.0
+        probe = (probe * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]]).repeat(2, 1)).to(weight.dtype)
         try:
             wanted = module(probe.clone())
         except Exception:  # it wants something else than hidden states

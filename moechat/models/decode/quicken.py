@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -81,7 +83,7 @@ def quicken(model: Any) -> Quickened:
     config = model.config
     before = config._attn_implementation
     ours = attention.registered(before)
-    if ours is not None:
+    if ours is not None and not _asks_for_a_name(model):
         config._attn_implementation = ours
         done._undo.append(lambda: setattr(config, "_attn_implementation", before))
         done.attention = True
@@ -91,6 +93,31 @@ def quicken(model: Any) -> Quickened:
                 _leave_latent(done, module, latent)
                 done.latent.append(name)
     return done
+
+
+def _asks_for_a_name(model: Any) -> bool:
+    """Whether a family compares the name of its attention, as those do that attend to chosen keys only: under
+    another name they would leave something out.
+    """
+    classes = {kind for module in model.modules() for kind in type(module).__mro__}
+    methods = [
+        method.__code__
+        for kind in classes
+        if kind.__module__.startswith("transformers.models.")
+        for method in map(inspect.unwrap, filter(inspect.isfunction, vars(kind).values()))
+    ]
+    return any(map(_compares, methods))
+
+
+def _compares(code: CodeType) -> bool:
+    named = "_attn_implementation" in code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and _compares(constant):
+            return True
+        among = constant if isinstance(constant, tuple | frozenset) else (constant,)
+        if named and "sdpa" in among:
+            return True
+    return False
 
 
 def _leave_latent(done: Quickened, module: nn.Module, latent: Latent) -> None:

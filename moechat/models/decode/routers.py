@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, probing, tolerance
+from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, probing, takes_hidden_states_only, tolerance
 
 _PROBES = 48
 _SCORINGS = ("softmax", "sigmoid", "softmax-chosen")
@@ -69,6 +69,8 @@ def recognise_router(module: nn.Module) -> Rule | None:
     if weight is None or weight.ndim != 2 or weight.dtype not in ELEMENTS or not weight.is_cpu:
         return None
     if any(True for _ in module.children()) or not weight.is_contiguous():
+        return None
+    if not takes_hidden_states_only(module):
         return None
     bias = module._parameters.get("bias")
     if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):

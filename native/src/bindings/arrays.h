@@ -55,4 +55,13 @@ T* checked_writable(const char* name, py::array& array, const std::vector<std::i
   return static_cast<T*>(array.mutable_data());
 }
 
+// An array that is read while `out` is written.
+inline void refuse_overlap(const char* name, const py::array& array, const py::array& out) {
+  const auto* from = static_cast<const char*>(array.data());
+  const auto* to = static_cast<const char*>(out.data());
+  if (from < to + out.nbytes() && to < from + array.nbytes()) {
+    refuse("out overlaps " + std::string(name));
+  }
+}
+
 }  // namespace moechat

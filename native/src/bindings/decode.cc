@@ -103,7 +103,7 @@ struct Routing {
 void rotate_py(const std::string& type, Address x, std::int64_t token_stride, std::int64_t head_stride,
                Address out, std::int64_t tokens, std::int64_t heads, std::int64_t dim, Address cos,
                Address sin, std::int64_t angles, std::int64_t width) {
-  if (width % 2 != 0 || width > dim || (angles != width && 2 * angles != width)) {
+  if (width < 2 || width % 2 != 0 || width > dim || (angles != width && 2 * angles != width)) {
     refuse("a head of " + std::to_string(dim) + " elements cannot be rotated in its first " +
            std::to_string(width) + " by " + std::to_string(angles) + " angles");
   }
@@ -135,8 +135,9 @@ std::int64_t sample_py(const py::array& logits, float temperature, std::int64_t 
                        double min_p, double where) {
   const std::int64_t count = logits.size();
   const float* from = checked<float>("logits", logits, {count});
-  if (!(temperature > 0.0f) || top_k < 0 || !(top_p > 0.0) || !(where >= 0.0 && where < 1.0)) {
-    refuse("temperature and top_p must be above 0, top_k at least 0, and where in [0, 1)");
+  if (!(temperature > 0.0f) || top_k < 0 || !(top_p > 0.0) || !(min_p >= 0.0 && min_p <= 1.0) ||
+      !(where >= 0.0 && where < 1.0)) {
+    refuse("temperature and top_p must be above 0, top_k at least 0, min_p in [0, 1] and where in [0, 1)");
   }
   const ReleaseGil released;
   return sample(from, count, {temperature, top_k, top_p, min_p}, where);

@@ -30,14 +30,9 @@ void rows16_forward_py(const py::array& weights, bool is_fp16, const py::array& 
   call.x = checked<float>("x", x, {call.tokens, call.cols});
   call.bias = bias ? checked<float>("bias", *bias, {call.rows}) : nullptr;
   call.out = checked_writable<float>("out", out, {call.tokens, call.rows});
-  const auto overlaps = [&](const void* from, std::int64_t bytes) {
-    const auto* begin = static_cast<const char*>(from);
-    const auto* to = reinterpret_cast<const char*>(call.out);
-    return begin < to + out.nbytes() && to < begin + bytes;
-  };
-  if (overlaps(call.x, x.nbytes())) refuse("out overlaps x");
-  if (overlaps(call.weights, weights.nbytes())) refuse("out overlaps weights");
-  if (bias && overlaps(call.bias, bias->nbytes())) refuse("out overlaps bias");
+  refuse_overlap("x", x, out);
+  refuse_overlap("weights", weights, out);
+  if (bias) refuse_overlap("bias", *bias, out);
   const ReleaseGil released;
   rows16_forward(call);
 }

@@ -54,9 +54,9 @@ void linear_forward_py(const LinearLayout& layout, const py::array& data, const 
   if (bias) call.bias = checked<float>("bias", *bias, {layout.rows});
   call.out = checked_writable<float>("out", out, {call.tokens, layout.rows});
   call.activation_bits = activation_bits;
-  const std::int64_t inputs = call.tokens * layout.cols;
-  const std::int64_t outputs = call.tokens * layout.rows;
-  if (inputs > 0 && call.x < call.out + outputs && call.out < call.x + inputs) refuse("out overlaps x");
+  refuse_overlap("x", x, out);
+  refuse_overlap("data", data, out);
+  if (bias) refuse_overlap("bias", *bias, out);
   const ReleaseGil released;
   linear_forward(call);
 }

@@ -399,7 +399,8 @@ void attend_sum_of(const AttendTask& task, const AttendShape& shape, float* part
       }
       Storage* out = static_cast<Storage*>(task.out) +
                      ((r % task.tokens) * task.kv_heads * task.group + query_head) * task.value_dim;
-      const Vec inverse = set1(1.0f / sum);
+      // Nothing where every key is hidden, as torch has it; a NaN stays one.
+      const Vec inverse = set1(sum == 0.0f ? 0.0f : 1.0f / sum);
       std::int64_t d = 0;
       for (; d + 16 <= task.value_dim; d += 16) Elements<kType>::put(out + d, mul(inverse, load(row + d)));
       if (d < task.value_dim) put_part<kType>(out + d, mul(inverse, load(row + d)), task.value_dim - d);

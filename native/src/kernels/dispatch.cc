@@ -25,7 +25,8 @@ namespace {
 
 struct Build {
   const KernelTable* table;
-  bool runs;
+  // Asked only where the answer counts: to ask for AMX changes the process, and tries its instructions.
+  bool (*runs)();
   bool hidden = false;  // for tests: neither listed nor chosen, only named
 };
 
@@ -53,14 +54,14 @@ std::vector<Build> builds() {
   static const IntegerKernels emulated_integers = with_many(*kAvx2Kernels.integer, kAmxEmulatedTokens);
   static const KernelTable emulated = with_integers("amx-emulated", kAvx2Kernels, emulated_integers);
 #endif
-  return {{&kPortableKernels, true},
+  return {{&kPortableKernels, [] { return true; }},
 #if defined(MOECHAT_X86)
-          {&kAvx2Kernels, cpu_runs_avx2()},
-          {&avx2_vnni, cpu_runs_avx2_vnni()},
-          {&kAvx512Kernels, cpu_runs_avx512()},
-          {&avx512_vnni, cpu_runs_avx512_vnni()},
-          {&amx, cpu_runs_amx() && amx_multiplies()},
-          {&emulated, cpu_runs_avx2() && amx_emulation_multiplies(), true}
+          {&kAvx2Kernels, cpu_runs_avx2},
+          {&avx2_vnni, cpu_runs_avx2_vnni},
+          {&kAvx512Kernels, cpu_runs_avx512},
+          {&avx512_vnni, cpu_runs_avx512_vnni},
+          {&amx, [] { return cpu_runs_amx() && amx_multiplies(); }},
+          {&emulated, [] { return cpu_runs_avx2() && amx_emulation_multiplies(); }, true}
 #endif
   };
 }
@@ -77,14 +78,14 @@ const KernelTable& choose() {
   if (wanted == nullptr || *wanted == '\0') {
     const KernelTable* best = &kPortableKernels;
     for (const Build& build : all) {
-      if (build.runs && !build.hidden) best = build.table;
+      if (!build.hidden && build.runs()) best = build.table;
     }
     return *best;
   }
   const std::string name = wanted;
   for (const Build& build : all) {
     if (name != build.table->name) continue;
-    if (build.runs) return *build.table;
+    if (build.runs()) return *build.table;
     throw std::runtime_error("MOECHAT_ISA=" + name + " cannot run on this processor; it runs " +
                              names(available_isas()));
   }
@@ -108,7 +109,7 @@ const KernelTable& kernels() {
 std::vector<const char*> available_isas() {
   std::vector<const char*> result;
   for (const Build& build : builds()) {
-    if (build.runs && !build.hidden) result.push_back(build.table->name);
+    if (!build.hidden && build.runs()) result.push_back(build.table->name);
   }
   return result;
 }

@@ -11,9 +11,10 @@
 namespace moechat {
 namespace {
 
-// Work is cut so that scratch stays bounded for any number of tokens: at most kTokenBytes of prepared inputs,
-// then at most kMaxSlots activations (a slot is one block for one token). Both cuts keep the list order of
-// every token.
+// Work is cut so that scratch stays bounded for any number of tokens: at most kTokenBytes of prepared inputs
+// (where there are many tokens, as often again as a token has experts: they are gathered by expert), then at
+// most kMaxSlots activations (a slot is one block for one token). Both cuts keep the list order of every
+// token.
 constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;
 constexpr std::int64_t kMaxSlots =
     (std::int64_t{14} << 20) / ((kBlockNeurons + kTilesPerBlock) * sizeof(float) + 2 * kBlockNeurons);

@@ -235,5 +235,5 @@ void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
 }
 #undef MOECHAT_BY_BITS
 
-const ManyTokens kManyTokens = {kThreshold, kRowsAfter,   many_row_bytes, many_gather, kEnter,
+constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter,   many_row_bytes, many_gather, kEnter,
                                 kLeave,     many_neurons, many_outputs,   many_linear};

@@ -1,6 +1,7 @@
 #include "memory/read_ahead.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -8,13 +9,16 @@
 namespace moechat {
 namespace {
 
-constexpr std::uintptr_t kPage = 4096;
+std::uintptr_t page_start(const unsigned char* data) {
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  return reinterpret_cast<std::uintptr_t>(data) / page * page;
+}
 
 }  // namespace
 
 void prefer_huge_pages(const unsigned char* data, std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
-  const auto first = reinterpret_cast<std::uintptr_t>(data) / kPage * kPage;
+  const std::uintptr_t first = page_start(data);
   madvise(reinterpret_cast<void*>(first), reinterpret_cast<std::uintptr_t>(data) + bytes - first,
           MADV_HUGEPAGE);
 #else
@@ -29,7 +33,7 @@ void read_ahead(const unsigned char* data, std::size_t bytes) {
   constexpr std::uintptr_t kPiece = std::uintptr_t{8} << 20;
   // A request for more than the device takes at once is cut short; this much every device takes.
   constexpr std::uintptr_t kRequest = std::uintptr_t{128} << 10;
-  const auto first = reinterpret_cast<std::uintptr_t>(data) / kPage * kPage;
+  const std::uintptr_t first = page_start(data);
   const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(data) + bytes;
   std::uintptr_t at = first;
 #if defined(__linux__)
