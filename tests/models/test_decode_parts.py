@@ -171,8 +171,8 @@ def attend(
 
 def test_a_query_that_sees_nothing_gets_nothing_as_in_torch() -> None:
     query, key, value = draw(1, 2, 2, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
-    visible = torch.ones((2, 20), dtype=torch.bool)
-    visible[1] = False
+    visible = torch.ones((1, 1, 2, 20), dtype=torch.bool)
+    visible[..., 1, :] = False
     found = attend(query, key, value, 0.25, None, visible)
     assert torch.isfinite(found).all()
     assert not found[0, 1].any()

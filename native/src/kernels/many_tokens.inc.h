@@ -236,4 +236,4 @@ void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
 #undef MOECHAT_BY_BITS
 
 constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter,   many_row_bytes, many_gather, kEnter,
-                                kLeave,     many_neurons, many_outputs,   many_linear};
+                                    kLeave,     many_neurons, many_outputs,   many_linear};
