@@ -15,6 +15,7 @@ Their results do not depend on the number of threads, nor on other tokens of a p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ _PANEL_ROWS = 64
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class _Dense(nn.Module):
+class _Dense(nn.Module, ABC):
     """Shape and bias of a dense layer; the weights are the subclasses' business."""
 
     def __init__(self, rows: int, cols: int, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -47,9 +48,9 @@ class _Dense(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of weights that a token reads, the bias included."""
-        raise NotImplementedError
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens, in_features]``, contiguous."""
@@ -67,9 +68,9 @@ class _Dense(nn.Module):
         self._run(flat.numpy(), out.numpy())
         return self._outputs(out, x)
 
+    @abstractmethod
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         """float32 ``[tokens, in_features]`` to ``[tokens, out_features]``, both contiguous."""
-        raise NotImplementedError
 
     def _outputs(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return out.reshape(*x.shape[:-1], self.out_features).to(x.dtype)

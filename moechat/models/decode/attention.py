@@ -129,19 +129,7 @@ def _sdpa(
     attention_mask: torch.Tensor | None,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    latent = module.__dict__.get(LATENT)
-    if latent is not None:
-        out = _over_latents(latent, query, key, value, attention_mask, named)
-        if out is not None:
-            return out, None
-        key, value = latent.expand(key, value)
-    out = _attend(module, query, key, value, attention_mask, named, sdpa_attention_forward)
-    if out is not None:
-        return out, None
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, **named
-    )
-    return result
+    return _natively(sdpa_attention_forward, module, query, key, value, attention_mask, named)
 
 
 def _eager(
@@ -152,15 +140,27 @@ def _eager(
     attention_mask: torch.Tensor | None,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    own = _family(module)
+    return _natively(_family(module), module, query, key, value, attention_mask, named)
+
+
+def _natively(
+    own: Attend,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    named: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention by the native code, or by ``own`` where that is not made for it."""
     latent = module.__dict__.get(LATENT)
     if latent is not None:
-        out = _over_latents(latent, query, key, value, attention_mask, named)
+        out = _over_latents(latent, query, key, value, mask, named)
         if out is not None:
             return out, None
         key, value = latent.expand(key, value)
-    out = _attend(module, query, key, value, attention_mask, named, own)
-    return (out, None) if out is not None else own(module, query, key, value, attention_mask, **named)
+    out = _attend(module, query, key, value, mask, named, own)
+    return (out, None) if out is not None else own(module, query, key, value, mask, **named)
 
 
 def _over_latents(
