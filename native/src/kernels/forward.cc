@@ -41,7 +41,10 @@ enum Scratch : int {
   kRowStarts,
   kRowTokens,
   kRowOuts,
-  kRowWeights
+  kRowWeights,
+  kRunBegins,
+  kRunEnds,
+  kSeenRows
 };
 
 [[noreturn]] void refuse(const char* name, std::int64_t at, std::int64_t value, std::int64_t low,
@@ -121,8 +124,27 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   task->quantised.scales = session.scratch<float>(kActivationScales, slots);
   task->quantised.sums = session.scratch<float>(kActivationPlaneSums, slots);
   if (task->many_x == nullptr) return;
+  // A row of n groups takes no more than n rows of one.
   const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
-  task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + task->many->rows_after) * bytes);
+  const std::int64_t after = task->many->rows_after * (task->entry_end - task->entry_begin);
+  task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + after) * bytes);
+}
+
+// Entries of the chunk that follow each other in one row.
+void find_runs(ThreadPool::Session& session, std::int64_t entries, ForwardTask* task) {
+  auto* begin = session.scratch<std::int32_t>(kRunBegins, entries);
+  auto* end = session.scratch<std::int32_t>(kRunEnds, entries);
+  const std::int32_t* row = task->block_row + task->entry_begin;
+  std::int64_t first = 0;
+  for (std::int64_t i = 0; i < entries; ++i) {
+    if (i > 0 && row[i] != row[first]) first = i;
+    begin[i] = static_cast<std::int32_t>(first);
+    if (i + 1 == entries || row[i + 1] != row[first]) {
+      std::fill(end + first, end + i + 1, static_cast<std::int32_t>(i + 1));
+    }
+  }
+  task->run_begin = begin;
+  task->run_end = end;
 }
 
 // Both phases for the entries and slots of the task.
@@ -137,6 +159,7 @@ void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardT
     task->tiles_done = session.scratch<std::int32_t>(kTilesDone, entries);
     std::fill_n(task->tiles_done, entries, 0);
   }
+  if (task->many_x != nullptr) find_runs(session, entries, task);
 
   const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
   WorkRanges unit_ranges(session.scratch<WorkRanges::Range>(kUnitRanges, limit), limit,
@@ -198,6 +221,17 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
   std::int64_t row = 0;
   while (row < call.rows && !is_many(row)) ++row;
   if (row == call.rows) return;
+  // The sums of a run are kept apart from its output rows: each of these must be there once.
+  const std::int64_t out_rows = call.row_out != nullptr ? call.out_rows : call.tokens;
+  auto* seen = session.scratch<std::int32_t>(kSeenRows, out_rows);
+  std::fill_n(seen, out_rows, -1);
+  for (; row < call.rows; ++row) {
+    for (std::int32_t i = start[row]; i < start[row + 1]; ++i) {
+      std::int32_t& last = seen[task->row_out[i]];
+      if (last == row) return;
+      last = static_cast<std::int32_t>(row);
+    }
+  }
 
   const BlockLayout& layout = *call.layout;
   const std::int64_t items = start[call.rows];

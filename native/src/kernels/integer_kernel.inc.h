@@ -268,8 +268,11 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const bool many = task.many_x != nullptr && count >= task.many->threshold;
+    std::int64_t tiles = 1;
     if (many) {
-      task.many->neurons(task, record, tile, item, slot, count);
+      tiles = end - unit < kTilesPerBlock - tile ? end - unit : kTilesPerBlock - tile;
+      task.many->neurons(task, entry, tile, tile + tiles);
+      unit += tiles - 1;
     } else {
       TileStream streams[2] = {
           {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
@@ -307,13 +310,10 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
     // Who completes the block quantises it: its tiles may be spread over threads.
-    if (__atomic_add_fetch(task.tiles_done + local, 1, __ATOMIC_ACQ_REL) == kTilesPerBlock) {
+    if (__atomic_add_fetch(task.tiles_done + local, static_cast<std::int32_t>(tiles), __ATOMIC_ACQ_REL) ==
+        kTilesPerBlock) {
       quantise_activations(task, slot, count);
-      if (many) {
-        task.many->gather(
-            layout.bits, task.activation_bits, task.quantised, 1, nullptr, slot, count,
-            task.many_slots + slot * task.many->row_bytes(layout.bits, task.activation_bits, 1));
-      }
+      if (many) task.many->gather_slots(task, local);
     }
   }
 }
@@ -387,8 +387,8 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const std::int64_t block = task.block_index[entry];
     if (task.many_x != nullptr && count >= task.many->threshold) {
-      task.many->outputs(task, record, following > entry ? next : nullptr, block, begin, end, item, slot,
-                         count);
+      task.many->outputs(task, entry, begin, end);
+      entry += task.run_end[local] - local - 1;
       continue;
     }
     const std::int32_t* rows = task.row_out + item;
@@ -472,10 +472,6 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
       return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
   }
 
-// Output tiles that are walked through all entries before the next ones where there are many tokens: their
-// rows of out stay in the cache from block to block of an expert.
-constexpr std::int64_t kStripTiles = 8;
-
 // Around the calls of the many-token path.
 struct ManyTiles {
   const ManyTokens* many;
@@ -491,15 +487,9 @@ void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t e
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
   MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
 }
-void integer_output_strip(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
-  MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
-}
 void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
-  const std::int64_t step = task.many_x != nullptr ? kStripTiles : end - begin;
-  for (std::int64_t tile = begin; tile < end; tile += step) {
-    integer_output_strip(task, tile, end - tile < step ? end : tile + step);
-  }
+  MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
 }
 void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   if (task.many_x != nullptr) {

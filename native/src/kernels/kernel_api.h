@@ -91,12 +91,17 @@ struct ForwardTask {
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;         // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;     // [slots, 4], sums of the unscaled activations of a tile
-  QuantisedRows quantised;    // [slots], one group each: the activations, once all tiles of an entry are done
-  unsigned char* many_slots;  // [slots], the same gathered for `many`
-  std::int32_t* tiles_done;   // [entries of the chunk], 0 at first
-  float* out;                 // [out rows, hidden]
+  float* activations;       // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;   // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows quantised;  // [slots], one group each: the activations, once all tiles of an entry are done
+  // For `many`: entries of one row in succession are a run, their activations a gathered row of as many
+  // groups for every token. Entry i of the chunk is in the run [run_begin[i], run_end[i]), whose rows begin
+  // where slot_start[run_begin[i]] rows of one group would end.
+  const std::int32_t* run_begin;
+  const std::int32_t* run_end;
+  unsigned char* many_slots;
+  std::int32_t* tiles_done;  // [entries of the chunk], 0 at first
+  float* out;                // [out rows, hidden]
 };
 
 // The many-token path of the integer kernels: weights of a tile are unpacked once for many tokens, which come
@@ -111,18 +116,16 @@ struct ManyTokens {
   // Rows index[i] - base, i < count, of `from`, or base + i where there is no index, to row i of `to`.
   void (*gather)(int bits, int activation_bits, const QuantisedRows& from, std::int64_t groups,
                  const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to);
+  // The quantised activations of entry `local` of the chunk to its run in task.many_slots.
+  void (*gather_slots)(const ForwardTask& task, std::int64_t local);
   // Around the calls below on one thread; null where there is nothing to set up.
   void (*enter)();
   void (*leave)();
-  // Activations (fp32, natural order) of one tile of a block for the tokens of items [item, item + count), to
-  // slots [slot, slot + count). The caller quantises and gathers them when the block is complete.
-  void (*neurons)(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
-                  std::int64_t slot, std::int64_t count);
-  // Adds output tiles [begin, end) of one block for the same tokens, from task.many_slots. `next` is the
-  // record whose tiles come next, or null.
-  void (*outputs)(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
-                  std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
-                  std::int64_t slot, std::int64_t count);
+  // Activations (fp32, natural order) of tiles [begin, end) of the block of list entry `entry`, to the slots
+  // of the entry. The caller quantises and gathers them when the block is complete.
+  void (*neurons)(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end);
+  // Adds output tiles [begin, end) of the run that begins with `entry`, from task.many_slots.
+  void (*outputs)(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end);
   // out rows of tiles [begin, end).
   void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
 };

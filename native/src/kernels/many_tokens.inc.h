@@ -3,64 +3,81 @@
 
 constexpr std::int64_t kPanelGroups = 8;    // unpacked at a time, of two tiles
 constexpr std::int64_t kChunkTokens = 144;  // whose sums are kept at a time
+constexpr std::int64_t kStripPairs = 4;     // of tiles that meet a token while its groups are in the cache
 
-// Prefetches a stretch of memory in equal parts while something else runs.
+constexpr std::int64_t kPairSums = (kChunkTokens + kRowsAfter) * 2 * kTileRows;
+
+// Where the codes of two row tiles lie: group g of tile m of a pair.
+struct Codes2 {
+  const unsigned char* q;
+  const unsigned char* sz;
+};
+
+// Prefetches the codes of groups of two tiles, in equal parts, while something else runs.
+template <int kBits>
 struct Ahead {
-  const unsigned char* at = nullptr;
+  static constexpr std::int64_t kLines = 2 * kBits + 1;  // of a group, its scales included
+  Codes2 at[2 * kPanelGroups];
+  std::int64_t line = 0;
   std::int64_t lines = 0;
 
-  MOECHAT_INLINE void set(const unsigned char* from, std::int64_t bytes) {
-    at = from;
-    lines = bytes / 64;
+  MOECHAT_INLINE void add(Codes2 group) {
+    at[lines / kLines] = group;
+    lines += kLines;
   }
   MOECHAT_INLINE void fetch(std::int64_t parts) {
-    std::int64_t count = lines / parts + 1;
-    if (count > lines) count = lines;
-    for (std::int64_t i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
-    at += 64 * count;
-    lines -= count;
+    std::int64_t end = line + lines / parts + 1;
+    if (end > lines) end = lines;
+    for (; line < end; ++line) {
+      const Codes2& group = at[line / kLines];
+      const std::int64_t which = line % kLines;
+      __builtin_prefetch(which + 1 == kLines ? group.sz : group.q + 64 * which, 0, 2);
+    }
   }
 };
 
-// Two row tiles: their codes, and what the thread reads after them (or null).
-struct TilePair {
-  const unsigned char* q[2];
-  const unsigned char* sz[2];
-  const unsigned char* next_q[2];
-};
-
-// acc[t * 32 + 16 * m] = all groups of tile m for token t.
-template <int kBits, int kPlanes>
-MOECHAT_INLINE void pair_sums(const TilePair& pair, std::int64_t groups, const TokenRows& rows,
-                              std::int64_t tokens, float* acc) {
+// acc[pair * kPairSums + t * 32 + 16 * m] += all groups of tile m of the pair for token t. `source(pair, m,
+// g)` is where the codes are, `then` what the thread reads afterwards (or null).
+template <int kBits, int kPlanes, Sum kSum, class Source>
+MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::int64_t pairs,
+                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
+                               const float* weights, float* acc) {
   constexpr Form kForm = form_of<kBits, kPlanes>();
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
-  alignas(64) unsigned char panel[2 * kPanelGroups * panel_bytes(kForm)];
   constexpr std::int64_t kTileStride = kPanelGroups * panel_bytes(kForm);
-  __builtin_memset(acc, 0, static_cast<unsigned long>(tokens + kRowsAfter) * 2 * kTileRows * sizeof(float));
+  alignas(64) unsigned char panel[2 * kTileStride];
   for (std::int64_t first = 0; first < groups; first += kPanelGroups) {
     const std::int64_t count = groups - first < kPanelGroups ? groups - first : kPanelGroups;
-    Ahead ahead[2];
-    for (int m = 0; m < 2; ++m) {
-      const unsigned char* q = pair.q[m] + first * kBytes;
-      const unsigned char* sz = pair.sz[m] + first * kScaleBytes;
-      for (std::int64_t g = 0; g < count; ++g) {
-        unpack_panel<kForm, kBits>(q + g * kBytes, sz + g * kScaleBytes,
-                                   panel + m * kTileStride + g * panel_bytes(kForm));
+    for (std::int64_t pair = 0; pair < pairs; ++pair) {
+      for (int m = 0; m < 2; ++m) {
+        for (std::int64_t g = 0; g < count; ++g) {
+          const Codes2 from = source(pair, m, first + g);
+          unsigned char* to = panel + m * kTileStride + g * panel_bytes(kForm);
+          unpack_panel<kForm, kBits>(from.q, from.sz, to);
+          if constexpr (kSum == Sum::kBiased)
+            store(to + code_bytes(kForm) + 2 * kStepBytes, source.bias(pair, m, first + g));
+        }
       }
-      const std::int64_t left = groups - first - count;
-      if (left > 0) {
-        ahead[m].set(q + count * kBytes, (left < kPanelGroups ? left : kPanelGroups) * kBytes);
-      } else if (pair.next_q[m] != nullptr) {
-        ahead[m].set(pair.next_q[m], (groups < kPanelGroups ? groups : kPanelGroups) * kBytes);
+      Ahead<kBits> ahead;
+      const bool same = pair + 1 < pairs;
+      const bool last = !same && first + count >= groups;
+      const std::int64_t next = same ? first : (last ? 0 : first + count);
+      const Source* reads = last ? then : &source;
+      if (reads != nullptr) {
+        const std::int64_t end = groups - next < kPanelGroups ? groups : next + kPanelGroups;
+        for (int m = 0; m < 2; ++m) {
+          for (std::int64_t g = next; g < end; ++g) ahead.add((*reads)(same ? pair + 1 : 0, m, g));
+        }
       }
+      add_panel<kForm, kSum, kBits>(panel, kTileStride, first, count, rows, tokens, weights,
+                                    acc + pair * kPairSums,
+                                    [&ahead](std::int64_t parts) { ahead.fetch(parts); });
     }
-    add_panel<kForm, kBits>(panel, kTileStride, first, count, rows, tokens, acc,
-                            [&ahead](std::int64_t parts) {
-                              ahead[0].fetch(parts);
-                              ahead[1].fetch(parts);
-                            });
   }
+}
+
+MOECHAT_INLINE void clear_sums(float* acc, std::int64_t pairs, std::int64_t tokens) {
+  const auto bytes = static_cast<unsigned long>(tokens + kRowsAfter) * 2 * kTileRows * sizeof(float);
+  for (std::int64_t pair = 0; pair < pairs; ++pair) __builtin_memset(acc + pair * kPairSums, 0, bytes);
 }
 
 template <int kBits, int kPlanes>
@@ -75,121 +92,216 @@ void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::i
   constexpr Form kForm = form_of<kBits, kPlanes>();
   const std::int64_t stride = gathered_bytes(kForm, groups);
   for (std::int64_t i = 0; i < count; ++i) {
-    gather_row<kForm, kPlanes>(from, groups, index != nullptr ? index[i] - base : base + i, to + i * stride);
+    const std::int64_t row = index != nullptr ? index[i] - base : base + i;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      gather_group<kForm, kPlanes>(from, row * groups + g, to + i * stride, groups, g);
+    }
   }
 }
 
+// Where the activations of the run of entry `local` begin.
+template <Form kForm>
+MOECHAT_INLINE unsigned char* slots_of(const ForwardTask& task, std::int64_t local) {
+  return task.many_slots + task.slot_start[task.run_begin[local]] * gathered_bytes(kForm, 1);
+}
+
 template <int kBits, int kPlanes>
-void many_neurons_of(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
-                     std::int64_t slot, std::int64_t count) {
+void many_gather_slots_of(const ForwardTask& task, std::int64_t local) {
+  constexpr Form kForm = form_of<kBits, kPlanes>();
+  const std::int64_t groups = task.run_end[local] - task.run_begin[local];
+  const std::int64_t stride = gathered_bytes(kForm, groups);
+  unsigned char* to = slots_of<kForm>(task, local);
+  for (std::int64_t slot = task.slot_start[local]; slot < task.slot_start[local + 1]; ++slot, to += stride) {
+    gather_group<kForm, kPlanes>(task.quantised, slot, to, groups, local - task.run_begin[local]);
+  }
+}
+
+// Gate (m = 0) and up rows of tiles of one block.
+template <int kBits>
+struct NeuronCodes {
+  const BlockLayout& layout;
+  const unsigned char* record;
+  std::int64_t tile;  // of pair 0
+
+  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+    const std::int64_t at = (tile + pair) * layout.groups + group;
+    return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * (128 * kBits),
+            record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes};
+  }
+};
+
+template <int kBits, int kPlanes>
+void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
   const BlockLayout& layout = *task.layout;
-  const std::int64_t span = layout.groups * layout.group_bytes;
-  const std::int64_t span_sz = layout.groups * kScaleBytes;
-  TilePair pair{{record + layout.gate_q + tile * span, record + layout.up_q + tile * span},
-                {record + layout.gate_sz + tile * span_sz, record + layout.up_sz + tile * span_sz},
-                {nullptr, nullptr}};
-  if (tile + 1 < kTilesPerBlock) {
-    pair.next_q[0] = pair.q[0] + span;
-    pair.next_q[1] = pair.q[1] + span;
-  }
-  Vec bias[2] = {zero(), zero()};
-  if (layout.has_bias) {
-    const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
-    bias[0] = load(record + layout.gate_bias + at);
-    bias[1] = load(record + layout.up_bias + at);
-  }
-  alignas(64) float acc[(kChunkTokens + kRowsAfter) * 2 * kTileRows];
+  const std::int64_t local = entry - task.entry_begin;
+  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  const std::int64_t slot = task.slot_start[local];
+  const std::int64_t count = task.slot_start[local + 1] - slot;
+  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+  const std::int64_t following = entry + 1 < task.list_end ? entry + 1 : entry;
+  const NeuronCodes<kBits> source{layout, record, begin};
+  const bool ends = end == kTilesPerBlock;
+  const NeuronCodes<kBits> then{
+      layout, ends ? reinterpret_cast<const unsigned char*>(task.block_ptr[following]) : record,
+      ends ? 0 : end};
+  const std::int64_t tiles = end - begin;
+  alignas(64) float acc[kTilesPerBlock * kPairSums];
   for (std::int64_t done = 0; done < count; done += kChunkTokens) {
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
     const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, layout.groups, item + done);
-    pair_sums<kBits, kPlanes>(pair, layout.groups, rows, tokens, acc);
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      Vec gate = load(acc + t * 2 * kTileRows);
-      Vec up = load(acc + t * 2 * kTileRows + kTileRows);
+    clear_sums(acc, tiles, tokens);
+    strip_sums<kBits, kPlanes, Sum::kTerms>(source, &then, tiles, layout.groups, rows, tokens, nullptr, acc);
+    for (std::int64_t i = 0; i < tiles; ++i) {
+      Vec bias[2] = {zero(), zero()};
       if (layout.has_bias) {
-        gate = add(gate, bias[0]);
-        up = add(up, bias[1]);
+        const std::int64_t at = (begin + i) * std::int64_t{kTileRows * sizeof(float)};
+        bias[0] = load(record + layout.gate_bias + at);
+        bias[1] = load(record + layout.up_bias + at);
       }
-      store(task.activations + (slot + done + t) * kBlockNeurons + tile * kTileRows,
-            activate_lanes(task.activation, gate, up));
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const float* sums = acc + i * kPairSums + t * 2 * kTileRows;
+        Vec gate = load(sums);
+        Vec up = load(sums + kTileRows);
+        if (layout.has_bias) {
+          gate = add(gate, bias[0]);
+          up = add(up, bias[1]);
+        }
+        store(task.activations + (slot + done + t) * kBlockNeurons + (begin + i) * kTileRows,
+              activate_lanes(task.activation, gate, up));
+      }
+    }
+  }
+}
+
+// Rows of the down projection of output tiles from `tile` on; groups are the blocks of a run. An odd tile at
+// the end comes twice.
+template <int kBits>
+struct OutputCodes {
+  const ForwardTask& task;
+  std::int64_t entry;
+  std::int64_t tile;
+  std::int64_t end;
+
+  MOECHAT_INLINE std::int64_t tile_of(std::int64_t pair, int m) const {
+    const std::int64_t which = tile + 2 * pair + m;
+    return which < end ? which : end - 1;
+  }
+  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
+    const std::int64_t at = tile_of(pair, m);
+    return {record + task.layout->down_q + at * (128 * kBits),
+            record + task.layout->down_sz + at * kScaleBytes};
+  }
+  // 0 where another block has the bias of these rows.
+  MOECHAT_INLINE Vec bias(std::int64_t pair, int m, std::int64_t group) const {
+    const BlockLayout& layout = *task.layout;
+    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
+    const std::int64_t row =
+        tile_of(pair, m) * kTileRows - task.block_index[entry + group] * layout.down_bias_rows;
+    if (row < 0 || row >= layout.down_bias_rows) return zero();
+    return load(record + layout.down_bias + row * std::int64_t{sizeof(float)});
+  }
+};
+
+template <int kBits, int kPlanes, Sum kSum>
+MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entry, std::int64_t begin,
+                                      std::int64_t strip_end, std::int64_t end) {
+  constexpr Form kForm = form_of<kBits, kPlanes>();
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t local = entry - task.entry_begin;
+  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  const std::int64_t count = task.slot_start[local + 1] - task.slot_start[local];
+  const std::int64_t blocks = task.run_end[local] - local;
+  const std::int64_t pairs = (strip_end - begin + 1) / 2;
+  const std::int64_t row = begin * kTileRows;
+  const std::int64_t rows_end =
+      strip_end * kTileRows < layout.hidden_size ? strip_end * kTileRows : layout.hidden_size;
+  const OutputCodes<kBits> source{task, entry, begin, strip_end};
+  const OutputCodes<kBits> then{task, entry, strip_end, end};
+  const std::int32_t* out_rows = task.row_out + item;
+  alignas(64) float acc[kStripPairs * kPairSums];
+  float weights[kChunkTokens + kRowsAfter];
+  for (std::int64_t done = 0; done < count; done += kChunkTokens) {
+    const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
+    const TokenRows rows = gathered_rows<kBits, kPlanes>(slots_of<kForm>(task, local), blocks, done);
+    clear_sums(acc, pairs, tokens);
+    for (std::int64_t t = 0; t < tokens + kRowsAfter; ++t) {
+      weights[t] = t < tokens ? task.row_weight[item + done + t] : 0.0f;
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const float* out = task.out + out_rows[done + t] * layout.hidden_size;
+      for (std::int64_t at = row; at < rows_end; at += 2 * kTileRows) {
+        float* to = acc + (at - row) / (2 * kTileRows) * kPairSums + t * 2 * kTileRows;
+        if (at + 2 * kTileRows <= rows_end) {
+          store(to, load(out + at));
+          store(to + kTileRows, load(out + at + kTileRows));
+        } else {
+          for (std::int64_t i = at; i < rows_end; ++i) to[i - at] = out[i];
+        }
+      }
+    }
+    strip_sums<kBits, kPlanes, kSum>(source, strip_end < end ? &then : nullptr, pairs, blocks, rows, tokens,
+                                     weights, acc);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      float* out = task.out + out_rows[done + t] * layout.hidden_size;
+      for (std::int64_t at = row; at < rows_end; at += 2 * kTileRows) {
+        const float* from = acc + (at - row) / (2 * kTileRows) * kPairSums + t * 2 * kTileRows;
+        if (at + 2 * kTileRows <= rows_end) {
+          store(out + at, load(from));
+          store(out + at + kTileRows, load(from + kTileRows));
+        } else {
+          for (std::int64_t i = at; i < rows_end; ++i) out[i] = from[i - at];
+        }
+      }
     }
   }
 }
 
 template <int kBits, int kPlanes>
-void many_outputs_of(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
-                     std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
-                     std::int64_t slot, std::int64_t count) {
-  const BlockLayout& layout = *task.layout;
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
-  alignas(64) float acc[(kChunkTokens + kRowsAfter) * 2 * kTileRows];
-  for (std::int64_t tile = begin; tile < end; tile += 2) {
-    // An odd tile at the end is computed twice and added once.
-    const std::int64_t tiles = end - tile < 2 ? 1 : 2;
-    TilePair pair{};
-    for (std::int64_t m = 0; m < 2; ++m) {
-      const std::int64_t which = tile + (m < tiles ? m : 0);
-      pair.q[m] = record + layout.down_q + which * kBytes;
-      pair.sz[m] = record + layout.down_sz + which * kScaleBytes;
-      if (next != nullptr) pair.next_q[m] = next + layout.down_q + which * kBytes;
-    }
-    const std::int64_t row = tile * kTileRows;
-    const std::int64_t bias_row = row - block * layout.down_bias_rows;
-    const bool whole = row + 2 * kTileRows <= layout.hidden_size && tiles == 2 && !layout.has_bias;
-    for (std::int64_t done = 0; done < count; done += kChunkTokens) {
-      const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
-      const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_slots, 1, slot + done);
-      pair_sums<kBits, kPlanes>(pair, 1, rows, tokens, acc);
-      const std::int32_t* out_rows = task.row_out + item + done;
-      const float* weights = task.row_weight + item + done;
-      if (whole) {
-        for (std::int64_t t = 0; t < tokens; ++t) {
-          float* out = task.out + out_rows[t] * layout.hidden_size + row;
-          const float* from = acc + t * 2 * kTileRows;
-          const Vec weight = set1(weights[t]);
-          store(out, fma(weight, load(from), load(out)));
-          store(out + kTileRows, fma(weight, load(from + kTileRows), load(out + kTileRows)));
-        }
-        continue;
-      }
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        float* out = task.out + out_rows[t] * layout.hidden_size;
-        for (std::int64_t m = 0; m < tiles; ++m) {
-          const std::int64_t at = bias_row + m * kTileRows;
-          Vec partial = load(acc + t * 2 * kTileRows + m * kTileRows);
-          if (layout.has_bias && at >= 0 && at < layout.down_bias_rows) {
-            partial = add(partial, load(record + layout.down_bias + at * std::int64_t{sizeof(float)}));
-          }
-          add_output(out + row + m * kTileRows, layout.hidden_size - row - m * kTileRows, weights[t],
-                     partial);
-        }
-      }
+void many_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t tile = begin; tile < end; tile += 2 * kStripPairs) {
+    const std::int64_t strip_end = end - tile < 2 * kStripPairs ? end : tile + 2 * kStripPairs;
+    if (task.layout->has_bias) {
+      many_output_strip<kBits, kPlanes, Sum::kBiased>(task, entry, tile, strip_end, end);
+    } else {
+      many_output_strip<kBits, kPlanes, Sum::kWeighted>(task, entry, tile, strip_end, end);
     }
   }
 }
+
+// Tiles of a linear layer from `tile` on; an odd one at the end comes twice.
+template <int kBits>
+struct LinearCodes {
+  const LinearTask& task;
+  std::int64_t tile;
+  std::int64_t end;
+
+  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+    const std::int64_t which = tile + 2 * pair + m;
+    const std::int64_t at = (which < end ? which : end - 1) * task.groups + group;
+    return {task.q + at * (128 * kBits), task.sz + at * kScaleBytes};
+  }
+};
 
 template <int kBits, int kPlanes>
 void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
-  const std::int64_t span = task.groups * kBytes;
-  const std::int64_t span_sz = task.groups * kScaleBytes;
-  alignas(64) float acc[(kChunkTokens + kRowsAfter) * 2 * kTileRows];
-  for (std::int64_t tile = begin; tile < end; tile += 2) {
-    const std::int64_t tiles = end - tile < 2 ? 1 : 2;
-    TilePair pair{};
-    for (std::int64_t m = 0; m < 2; ++m) {
-      const std::int64_t which = tile + (m < tiles ? m : 0);
-      pair.q[m] = task.q + which * span;
-      pair.sz[m] = task.sz + which * span_sz;
-      if (tile + 2 + m < end) pair.next_q[m] = pair.q[m] + 2 * span;
-    }
+  alignas(64) float acc[kStripPairs * kPairSums];
+  for (std::int64_t tile = begin; tile < end; tile += 2 * kStripPairs) {
+    const std::int64_t strip_end = end - tile < 2 * kStripPairs ? end : tile + 2 * kStripPairs;
+    const std::int64_t pairs = (strip_end - tile + 1) / 2;
+    const LinearCodes<kBits> source{task, tile, strip_end};
+    const LinearCodes<kBits> then{task, strip_end, end};
     for (std::int64_t done = 0; done < task.tokens; done += kChunkTokens) {
       const std::int64_t tokens = task.tokens - done < kChunkTokens ? task.tokens - done : kChunkTokens;
       const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, task.groups, done);
-      pair_sums<kBits, kPlanes>(pair, task.groups, rows, tokens, acc);
+      clear_sums(acc, pairs, tokens);
+      strip_sums<kBits, kPlanes, Sum::kTerms>(source, strip_end < end ? &then : nullptr, pairs, task.groups,
+                                              rows, tokens, nullptr, acc);
       for (std::int64_t t = 0; t < tokens; ++t) {
-        for (std::int64_t m = 0; m < tiles; ++m) {
-          store_rows(task, done + t, (tile + m) * kTileRows, load(acc + t * 2 * kTileRows + m * kTileRows));
+        for (std::int64_t i = tile; i < strip_end; ++i) {
+          const float* from =
+              acc + (i - tile) / 2 * kPairSums + t * 2 * kTileRows + (i - tile) % 2 * kTileRows;
+          store_rows(task, done + t, i * kTileRows, load(from));
         }
       }
     }
@@ -219,21 +331,19 @@ void many_gather(int bits, int activation_bits, const QuantisedRows& from, std::
                  const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to) {
   MOECHAT_BY_BITS(many_gather_of, bits, activation_bits, from, groups, index, base, count, to)
 }
-void many_neurons(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
-                  std::int64_t slot, std::int64_t count) {
-  MOECHAT_BY_BITS(many_neurons_of, task.layout->bits, task.activation_bits, task, record, tile, item, slot,
-                  count)
+void many_gather_slots(const ForwardTask& task, std::int64_t local) {
+  MOECHAT_BY_BITS(many_gather_slots_of, task.layout->bits, task.activation_bits, task, local)
 }
-void many_outputs(const ForwardTask& task, const unsigned char* record, const unsigned char* next,
-                  std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t item,
-                  std::int64_t slot, std::int64_t count) {
-  MOECHAT_BY_BITS(many_outputs_of, task.layout->bits, task.activation_bits, task, record, next, block, begin,
-                  end, item, slot, count)
+void many_neurons(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
+  MOECHAT_BY_BITS(many_neurons_of, task.layout->bits, task.activation_bits, task, entry, begin, end)
+}
+void many_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
+  MOECHAT_BY_BITS(many_outputs_of, task.layout->bits, task.activation_bits, task, entry, begin, end)
 }
 void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   MOECHAT_BY_BITS(many_linear_of, task.bits, task.activation_bits, task, begin, end)
 }
 #undef MOECHAT_BY_BITS
 
-constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter,   many_row_bytes, many_gather, kEnter,
-                                    kLeave,     many_neurons, many_outputs,   many_linear};
+constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter, many_row_bytes, many_gather,  many_gather_slots,
+                                    kEnter,     kLeave,     many_neurons,   many_outputs, many_linear};

@@ -2,7 +2,10 @@
 // the instruction set. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
 //
 // Pairs: a 32-bit lane holds two codes as int16, a dword of a token two integers of 16 bits.
-// Quads: a lane holds four codes as bytes, a dword of a token four integers of 8 bits.
+// Quads: a lane holds four codes as bytes, a dword of a token four integers of 8 bits. Where kQuadsIn16 their
+// sums are two of int16 a lane, which the caller widens before they can overflow.
+//
+// Assembly and not intrinsics: GCC copies every sum before and after those, and keeps some on the stack.
 
 #if defined(__AVX512F__)
 
@@ -13,24 +16,22 @@ constexpr bool kHasQuads = true;
 
 #if defined(__AVX512VNNI__)
 constexpr bool kQuadsIn16 = false;
-// Not the intrinsics: GCC copies every sum before and after them.
-MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
-  return sum;
 }
-MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
-  return sum;
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
-// Sums of quads are two of int16 a lane; the caller widens them before they can overflow.
 constexpr bool kQuadsIn16 = true;
-MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
-  return VecI{_mm512_add_epi32(sum.a, _mm512_madd_epi16(codes.a, x.a))};
+MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
+  __m512i product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum.a), "=v"(product) : "v"(codes.a), "v"(x.a));
 }
-MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
-  return VecI{_mm512_add_epi16(sum.a, _mm512_maddubs_epi16(codes.a, x.a))};
+MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
+  __m512i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum.a), "=v"(product) : "v"(codes.a), "v"(x.a));
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))}; }
 #endif
@@ -44,26 +45,26 @@ constexpr bool kHasQuads = true;
 
 #if defined(__AVXVNNI__)
 constexpr bool kQuadsIn16 = false;
-MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
+MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
   asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
   asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
-  return sum;
 }
-MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
+MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
-  return sum;
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
-MOECHAT_INLINE VecI add_pairs(VecI sum, VecI codes, VecI x) {
-  return VecI{_mm256_add_epi32(sum.a, _mm256_madd_epi16(codes.a, x.a)),
-              _mm256_add_epi32(sum.b, _mm256_madd_epi16(codes.b, x.b))};
+MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
+  __m256i product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.a), "=x"(product) : "x"(codes.a), "x"(x.a));
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.b), "=x"(product) : "x"(codes.b), "x"(x.b));
 }
-MOECHAT_INLINE VecI add_quads(VecI sum, VecI codes, VecI x) {
-  return VecI{_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, x.a)),
-              _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, x.b))};
+MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
+  __m256i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum.a), "=x"(product) : "x"(codes.a), "x"(x.a));
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum.b), "=x"(product) : "x"(codes.b), "x"(x.b));
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) {
   const __m256i ones = _mm256_set1_epi16(1);

@@ -87,9 +87,9 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
         unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
           VecI& sum = pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(chain);
           if constexpr (kForm == Form::kPairs) {
-            sum = add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+            add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
           } else {
-            sum = add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+            add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
           }
         });
       });
@@ -107,10 +107,10 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
 // begin at panel[m].
-template <Form kForm, int kChain, int kTiles, int kTokens>
+template <Form kForm, Sum kSum, int kChain, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
-                                          float* acc) {
+                                          const float* weights, float* acc) {
   constexpr std::int64_t kTokenBytes = token_bytes(kForm);
   const unsigned char* x[kTokens];
   const unsigned char* codes[kTiles];
@@ -123,13 +123,14 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
     // Else GCC keeps acc in registers over the groups, and the sums find none.
     asm volatile("" ::: "memory");
     unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
-      const Vec scale = load(codes[MOECHAT_VALUE(m)] + code_bytes(kForm));
-      const Vec zeros = load(codes[MOECHAT_VALUE(m)] + code_bytes(kForm) + kStepBytes);
+      const unsigned char* of_tile = codes[MOECHAT_VALUE(m)] + code_bytes(kForm);
+      const Vec scale = load(of_tile);
+      const Vec zeros = load(of_tile + kStepBytes);
       unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
-        const float* of_group = tail + MOECHAT_VALUE(t) * tail_stride;
         float* at = acc + MOECHAT_VALUE(t) * 2 * kTileRows + MOECHAT_VALUE(m) * kTileRows;
-        store(at, group_term(scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
-                             of_group[0], of_group[1], load(at)));
+        store(at,
+              next_sum<kSum>(of_tile, scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
+                             tail + MOECHAT_VALUE(t) * tail_stride, weights, MOECHAT_VALUE(t), load(at)));
       });
     });
     for (int t = 0; t < kTokens; ++t) x[t] += kTokenBytes;
@@ -139,28 +140,28 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
 }
 
 // The same for 1..kPanelTokens tokens and two tiles; up to kTokenStep - 1 tokens more may be read and added.
-template <Form kForm, int kChain, int kTokens = kPanelTokens>
+template <Form kForm, Sum kSum, int kChain, int kTokens = kPanelTokens>
 MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* panel, std::int64_t tile_stride,
                                   std::int64_t first, std::int64_t groups, const TokenRows& rows,
-                                  float* acc) {
+                                  const float* weights, float* acc) {
   if constexpr (kTokens > 0) {
     if (tokens <= kTokens - kTokenStep) {
-      return add_groups_of<kForm, kChain, kTokens - kTokenStep>(tokens, panel, tile_stride, first, groups,
-                                                                rows, acc);
+      return add_groups_of<kForm, kSum, kChain, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
+                                                                      groups, rows, weights, acc);
     }
     for (int m = 0; m < 2; m += kPanelTiles) {
-      add_groups<kForm, kChain, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first, groups,
-                                                      rows, acc + m * kTileRows);
+      add_groups<kForm, kSum, kChain, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
+                                                            groups, rows, weights, acc + m * kTileRows);
     }
   }
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens; `between` is called before every
 // block of them with the number of blocks.
-template <Form kForm, int kBits, class Between>
+template <Form kForm, Sum kSum, int kBits, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
-                              std::int64_t groups, const TokenRows& rows, std::int64_t tokens, float* acc,
-                              const Between& between) {
+                              std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
+                              const float* weights, float* acc, const Between& between) {
   // Blocks as equal as can be: small ones leave units idle.
   const std::int64_t blocks = (tokens + kPanelTokens - 1) / kPanelTokens;
   const std::int64_t steps = (tokens + kTokenStep - 1) / kTokenStep;
@@ -169,8 +170,9 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     const std::int64_t end = steps * (block + 1) / blocks * kTokenStep;
     between(blocks);
     const TokenRows part{rows.data + begin * rows.stride, rows.stride, rows.groups};
-    add_groups_of<kForm, chain_of(kForm, kBits)>(end - begin, panel, tile_stride, first, groups, part,
-                                                 acc + begin * 2 * kTileRows);
+    const float* of_part = kSum == Sum::kTerms ? nullptr : weights + begin;
+    add_groups_of<kForm, kSum, chain_of(kForm, kBits)>(end - begin, panel, tile_stride, first, groups, part,
+                                                       of_part, acc + begin * 2 * kTileRows);
   }
 }
 

@@ -1,7 +1,8 @@
 // Codes of a (tile, group) unpacked for many tokens, and the tokens in the order that meets them. Included
 // inside the anonymous namespace of one instruction set.
 //
-// A panel record is the codes of 16 rows x 64 columns, then 16 fp32 scales, then 16 fp32 zeros:
+// A panel record is the codes of 16 rows x 64 columns, then 16 fp32 scales, 16 fp32 zeros and, for biased
+// sums, 16 fp32 biases:
 //   kQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
 //   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; where products are made
 //   by row, 16 rows of these 64 int16 instead
@@ -19,7 +20,7 @@ constexpr int kQuadSteps = 16;
 constexpr std::int64_t code_bytes(Form form) {
   return (form == Form::kPairs ? kPairSteps : kQuadSteps) * kStepBytes;
 }
-constexpr std::int64_t panel_bytes(Form form) { return code_bytes(form) + 2 * kStepBytes; }
+constexpr std::int64_t panel_bytes(Form form) { return code_bytes(form) + 3 * kStepBytes; }
 
 // Bytes of a gathered token. Rows of a power of two would meet in the same lines of the cache.
 constexpr std::int64_t gathered_bytes(Form form, std::int64_t groups) {
@@ -33,6 +34,22 @@ struct TokenRows {
   std::int64_t stride;
   std::int64_t groups;
 };
+
+// What is added to the sum of a row and a token for every group: its term, or the weight of the token times
+// the term (groups are blocks of an expert then), or times the term plus the bias in the record.
+enum class Sum { kTerms, kWeighted, kBiased };
+
+template <Sum kSum>
+MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, VecI isum,
+                            const float* of_group, const float* weights, int token, Vec acc) {
+  if constexpr (kSum == Sum::kTerms) {
+    return group_term(scale, zeros, isum, of_group[0], of_group[1], acc);
+  } else {
+    Vec term = group_term(scale, zeros, isum, of_group[0], of_group[1], zero());
+    if constexpr (kSum == Sum::kBiased) term = add(term, load(of_tile + 2 * kStepBytes));
+    return fma(set1(weights[token]), term, acc);
+  }
+}
 
 // to(d, codes) for the code dwords d = 0..15 of a group.
 template <int kBits, class Store>
@@ -110,21 +127,19 @@ MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, u
   __builtin_memcpy(to, words, sizeof words);
 }
 
-// Row `from` of rows of `groups` groups, gathered.
+// Group `from` of all groups of `rows`, to group `at` of a gathered token of `groups` groups.
 template <Form kForm, int kPlanes>
-MOECHAT_INLINE void gather_row(const QuantisedRows& rows, std::int64_t groups, std::int64_t from,
-                               unsigned char* to) {
+MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, unsigned char* to,
+                                 std::int64_t groups, std::int64_t at) {
   constexpr std::int64_t kFrom = 64 * kPlanes;
   constexpr std::int64_t kTo = token_bytes(kForm);
-  const std::int8_t* planes = rows.planes + from * groups * kFrom;
-  float* tail = reinterpret_cast<float*>(to + groups * kTo);
-  for (std::int64_t g = 0; g < groups; ++g) {
-    if constexpr (kForm == Form::kPairs) {
-      gather_pairs(planes + g * kFrom, kPlanes == 2 ? planes + g * kFrom + 64 : nullptr, to + g * kTo);
-    } else {
-      __builtin_memcpy(to + g * kTo, planes + g * kFrom, kFrom);
-    }
-    tail[2 * g] = rows.scales[from * groups + g];
-    tail[2 * g + 1] = rows.sums[from * groups + g];
+  const std::int8_t* planes = rows.planes + from * kFrom;
+  if constexpr (kForm == Form::kPairs) {
+    gather_pairs(planes, kPlanes == 2 ? planes + 64 : nullptr, to + at * kTo);
+  } else {
+    __builtin_memcpy(to + at * kTo, planes, kFrom);
   }
+  float* tail = reinterpret_cast<float*>(to + groups * kTo) + 2 * at;
+  tail[0] = rows.scales[from];
+  tail[1] = rows.sums[from];
 }
