@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ class Settings:
         tokens: Of a decode turn.
         contexts: Tokens before them: the first in every round, others once.
         prompts: Lengths: all in every round with the most threads, the first also with fewer, once.
-        options: ``dense_bits`` and ``activation_bits`` for moechat.
+        dense_bits: Of moechat.
+        activation_bits: Of moechat, ascending: a system for each of them and of the instruction sets.
         best: llama.cpp runs as is fastest here, not by its own defaults.
     """
 
@@ -44,8 +45,14 @@ class Settings:
     tokens: int
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
-    options: Mapping[str, Any]
+    dense_bits: int
+    activation_bits: tuple[int, ...]
     best: bool
+
+    def options(self, activation_bits: int | None = None) -> dict[str, int]:
+        """What moechat loads a store with; by default with the first of the activations."""
+        chosen = self.activation_bits[0] if activation_bits is None else activation_bits
+        return {"dense_bits": self.dense_bits, "activation_bits": chosen}
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class Systems:
         settings, first = self._settings, FORMATS[0]
         parts: list[_Part] = []
         if self._ours:
-            parts += [self._moechat(isa) for isa in settings.isas]
+            parts += [self._moechat(isa, bits) for isa in settings.isas for bits in settings.activation_bits]
         for kind in self._formats:
             parts += self._gguf(kind, None)
             if kind == first and has_thin(self._model):
@@ -135,12 +142,14 @@ class Systems:
                 )
             self._warm(part, about)
 
-    def _moechat(self, isa: str) -> _Part:
+    def _moechat(self, isa: str, activation_bits: int) -> _Part:
         path, settings = self._files.store(self._model), self._settings
+        name = f"moechat {isa}" if activation_bits == 16 else f"moechat {isa} a{activation_bits}"
         page_in(path)
-        worker = self._stack.enter_context(self._files.moechat_worker(f"moechat {isa}", isa))
-        worker.post("load", path=str(path), threads=max(settings.threads), options=dict(settings.options))
-        return _Part(f"moechat {isa}", worker, path, {"decode": {}, "prompt": {}, "experts": {}})
+        worker = self._stack.enter_context(self._files.moechat_worker(name, isa))
+        options = settings.options(activation_bits)
+        worker.post("load", path=str(path), threads=max(settings.threads), options=options)
+        return _Part(name, worker, path, {"decode": {}, "prompt": {}, "experts": {}})
 
     def _gguf(self, kind: str, neurons: int | None) -> list[_Part]:
         """A process for decode and one for prompts, or one for both, where the same arrangement is best."""
