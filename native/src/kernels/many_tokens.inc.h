@@ -1,7 +1,7 @@
 // The many-token path, see ManyTokens in kernel_api.h. Included inside the anonymous namespace of one
 // instruction set, after what adds panels: panel_kernel.inc.h or panel_amx.inc.h.
 
-constexpr std::int64_t kPanelGroups = 8;    // unpacked at a time, of two tiles
+constexpr std::int64_t kPanelGroups = 4;    // unpacked at a time, of two tiles
 constexpr std::int64_t kChunkTokens = 144;  // whose sums are kept at a time
 constexpr std::int64_t kStripPairs = 4;     // of tiles that meet a token while its groups are in the cache
 

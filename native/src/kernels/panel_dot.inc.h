@@ -22,6 +22,7 @@ MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
 MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
 }
+MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // only of sums in 16 bits
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
@@ -32,6 +33,11 @@ MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
 MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   __m512i product;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum.a), "=v"(product) : "v"(codes.a), "v"(x.a));
+}
+MOECHAT_INLINE VecI first_quads(VecI codes, VecI x) {
+  VecI sum;
+  asm("vpmaddubsw %2, %1, %0" : "=v"(sum.a) : "v"(codes.a), "v"(x.a));
+  return sum;
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))}; }
 #endif
@@ -53,6 +59,7 @@ MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
 }
+MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // only of sums in 16 bits
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
@@ -65,6 +72,12 @@ MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   __m256i product;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum.a), "=x"(product) : "x"(codes.a), "x"(x.a));
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum.b), "=x"(product) : "x"(codes.b), "x"(x.b));
+}
+MOECHAT_INLINE VecI first_quads(VecI codes, VecI x) {
+  VecI sum;
+  asm("vpmaddubsw %2, %1, %0" : "=x"(sum.a) : "x"(codes.a), "x"(x.a));
+  asm("vpmaddubsw %2, %1, %0" : "=x"(sum.b) : "x"(codes.b), "x"(x.b));
+  return sum;
 }
 MOECHAT_INLINE VecI widen_quads(VecI sum) {
   const __m256i ones = _mm256_set1_epi16(1);

@@ -73,11 +73,12 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
   });
 #else
   constexpr int kSteps = kForm == Form::kPairs ? kPairSteps : kQuadSteps;
+  // The first product of a short chain is its first sum; long ones begin with zeros.
+  constexpr bool kShort = kForm == Form::kQuads && kQuadsIn16;
   unrolled<0, kSteps / kChain>(MOECHAT_UNROLLED(run) {
+    constexpr int kFirst = kChain * MOECHAT_VALUE(run);
     Bundle<kCount> chain;
-    unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(chain) = seti(0); });
-#pragma GCC unroll 2
-    for (int e = kChain * MOECHAT_VALUE(run); e < kChain * (MOECHAT_VALUE(run) + 1); ++e) {
+    const auto step = [&](int e, auto first) __attribute__((always_inline)) {
       Bundle<kTiles> codes;
       unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
         pick<MOECHAT_VALUE(m)>(codes) = loadi(panel[MOECHAT_VALUE(m)] + e * kStepBytes);
@@ -88,11 +89,21 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
           VecI& sum = pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(chain);
           if constexpr (kForm == Form::kPairs) {
             add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+          } else if constexpr (MOECHAT_VALUE(first) != 0) {
+            sum = first_quads(pick<MOECHAT_VALUE(m)>(codes), dword);
           } else {
             add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
           }
         });
       });
+    };
+    if constexpr (kShort) {
+      step(kFirst, Constant<1>{});
+      unrolled<1, kChain>(MOECHAT_UNROLLED(e) { step(kFirst + MOECHAT_VALUE(e), Constant<0>{}); });
+    } else {
+      unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(chain) = seti(0); });
+#pragma GCC unroll 2
+      for (int e = kFirst; e < kFirst + kChain; ++e) step(e, Constant<0>{});
     }
     unrolled<0, kCount>(MOECHAT_UNROLLED(i) {
       VecI sum = pick<MOECHAT_VALUE(i)>(chain);
