@@ -849,6 +849,43 @@ def resident_forward(
         RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
     """
 
+class ResidentExperts:
+    """The records of one layer, checked once, for :func:`resident_forward` by addresses.
+
+    Args:
+        layout: As in :func:`resident_forward`, and so are all others; ``records`` is kept alive.
+
+    Raises:
+        ValueError: Shapes or types do not match.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        activation: str,
+        alpha: float,
+        limit: float,
+        records: _U8,
+        activation_bits: int = 16,
+    ) -> None: ...
+    def forward(self, x: int, top_k_index: int, top_k_weights: int, out: int, tokens: int, k: int) -> int:
+        """Like :func:`resident_forward`; nothing is checked.
+
+        Args:
+            x: Address of float32 [tokens, hidden], C order, and so on as there.
+            top_k_index: Of int64 [tokens, k].
+            top_k_weights: Of float32 [tokens, k].
+            out: Of float32 [tokens, hidden], not overlapping ``x``.
+            tokens: Rows.
+            k: Experts of a row.
+
+        Returns:
+            Bytes of block records walked.
+
+        Raises:
+            RuntimeError: ``MOECHAT_ISA`` cannot be honoured.
+        """
+
 class ExpertRunner:
     """Runs the experts of a layer over the split-expert cache and a link.
 

@@ -52,14 +52,21 @@ class FirstUse:
             self._unused.update(range(len(records)))
             _native.prefer_huge_pages(records)
 
-    def before(self, index: npt.NDArray[np.int64]) -> None:
+    def before(self, index: torch.Tensor) -> None:
         """Ask for the experts in ``index``, any shape, that were not asked for before."""
         if not self._unused:
             return
-        wanted = self._unused.intersection(index.ravel().tolist())
+        wanted = self._unused.intersection(index.flatten().tolist())
         self._unused -= wanted
         for expert in sorted(wanted):
             _native.read_ahead(self._records[expert])
+
+
+def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in C order; ``tensor`` itself where they are, since every call of torch costs microseconds
+    while the caches are full of weights.
+    """
+    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
 
 
 @dataclass
@@ -77,16 +84,22 @@ class ExpertLayer:
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
     activation_bits: int = 16
-    _layout: _native.BlockLayout = field(init=False, repr=False)
-    _gate: tuple[str, float, float] = field(init=False, repr=False)
+    _experts: _native.ResidentExperts = field(init=False, repr=False)
     _first_use: FirstUse = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         blocks, record_bytes = self.records.shape[1:]
         if (blocks, record_bytes) != (self.geometry.blocks_per_expert, self.geometry.record_bytes):
             raise ValueError(f"records of shape {self.records.shape} do not fit {self.geometry}")
-        self._layout = self.geometry.layout
-        self._gate = (self.geometry.activation.value, self.geometry.alpha, self.geometry.limit)
+        geometry = self.geometry
+        self._experts = _native.ResidentExperts(
+            geometry.layout,
+            geometry.activation.value,
+            geometry.alpha,
+            geometry.limit,
+            self.records,
+            self.activation_bits,
+        )
         self._first_use = FirstUse(self.records)
 
     def forward(
@@ -103,25 +116,35 @@ class ExpertLayer:
             ``[tokens, hidden_size]`` in the type of ``hidden``. Every expert's blocks are summed in float32
             in ascending order, then the experts in ascending order (DESIGN, invariant 6), so that the result
             does not depend on who computes, or when.
+
+        Raises:
+            ValueError: The shapes do not belong together.
         """
-        x = hidden.detach().to(torch.float32).contiguous()
-        index = top_k_index.reshape(len(x), -1).to(torch.int64).contiguous().numpy()
-        weight = top_k_weights.detach().reshape(len(x), -1).to(torch.float32).contiguous().numpy()
-        out = torch.empty_like(x)
+        x = _plain(hidden, torch.float32)
+        index = _plain(top_k_index, torch.int64)
+        weight = _plain(top_k_weights, torch.float32)
+        tokens, width = x.shape
+        chosen = index.numel()
+        if width != self.geometry.hidden_size or chosen != weight.numel() or (tokens and chosen % tokens):
+            raise ValueError(
+                f"hidden states {tuple(x.shape)}, top-k indices {tuple(index.shape)} and weights "
+                f"{tuple(weight.shape)} do not belong together in {self.geometry}"
+            )
+        out = torch.empty(tokens, width)
         self._first_use.before(index)
-        walked = _native.resident_forward(
-            self._layout,
-            *self._gate,
-            self.records,
-            x.numpy(),
-            index,
-            weight,
-            out.numpy(),
-            activation_bits=self.activation_bits,
-        )
-        self.counters.activations += index.size
-        self.counters.bytes_read += walked
-        return out.to(hidden.dtype)
+        if chosen == 0:
+            out.zero_()
+        else:
+            self.counters.bytes_read += self._experts.forward(
+                x.data_ptr(),
+                index.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                tokens,
+                chosen // tokens,
+            )
+            self.counters.activations += chosen
+        return out if hidden.dtype is torch.float32 else out.to(hidden.dtype)
 
 
 class RunsExperts(Protocol):

@@ -94,3 +94,32 @@ def test_records_of_another_shape_are_refused() -> None:
     layer = make_layer()
     with pytest.raises(ValueError, match="do not fit"):
         ExpertLayer(layer.geometry, layer.records[:, :1], ExpertCounters())
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    layer = make_layer()
+    x, index, weight = inputs(4)
+    with pytest.raises(ValueError, match="do not belong together"):
+        layer.forward(x[:, :-1], index, weight)
+    with pytest.raises(ValueError, match="do not belong together"):
+        layer.forward(x, index, weight[:, :-1])
+    with pytest.raises(ValueError, match="do not belong together"):
+        layer.forward(x[:3], index[:, :1], weight[:, :1])
+
+
+def test_inputs_may_be_views_in_any_order_and_type() -> None:
+    layer = make_layer(4)
+    x, index, weight = inputs(6)
+    want = layer.forward(x, index, weight)
+    turned = x.t().contiguous().t()
+    assert not turned.is_contiguous()
+    assert torch.equal(layer.forward(turned, index.int(), weight.double()), want)
+    assert torch.equal(layer.forward(x[::2], index[::2], weight[::2]), want[::2])
+
+
+def test_no_tokens_and_no_experts_give_nothing() -> None:
+    layer = make_layer()
+    x, index, weight = inputs(2)
+    assert layer.forward(x[:0], index[:0], weight[:0]).shape == (0, HIDDEN)
+    assert not layer.forward(x, index[:, :0], weight[:, :0]).any()
+    assert layer.counters.activations == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moechat import _native
 from moechat.offload.experts import FirstUse
@@ -41,11 +42,11 @@ def test_every_expert_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Monk
         _native, "read_ahead", lambda part: asked.append((part.ctypes.data - first) // EXPERT_BYTES)
     )
     use = FirstUse(records)
-    use.before(np.array([[3, 1]]))
-    use.before(np.array([[1, 4], [3, 3], [9, -1]]))
+    use.before(torch.tensor([[3, 1]]))
+    use.before(torch.tensor([[1, 4], [3, 3], [9, -1]]))
     assert asked == [1, 3, 4]
-    use.before(np.arange(5))
-    use.before(np.arange(5))
+    use.before(torch.arange(5))
+    use.before(torch.arange(5))
     assert asked == [1, 3, 4, 0, 2]
 
 

@@ -92,6 +92,45 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
                           choice.weight, choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
+// The experts of a layer, checked once: a call takes addresses, since arrays cost tens of microseconds a layer
+// where the caches are full of weights. The caller vouches for them.
+class ResidentExperts {
+ public:
+  ResidentExperts(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
+                  py::array records, int activation_bits)
+      : layout_(layout),
+        activation_(activation_spec(activation, alpha, limit)),
+        activation_bits_(activation_bits),
+        records_(std::move(records)) {
+    check_activation_bits(activation_bits);
+    if (records_.ndim() != 3) {
+      refuse("records has " + std::to_string(records_.ndim()) +
+             " dimensions; it must be [experts, blocks, record_bytes]");
+    }
+    const std::int64_t experts = records_.shape(0);
+    if (experts > std::numeric_limits<std::int32_t>::max()) refuse("records has too many experts");
+    bytes_ = checked<std::uint8_t>("records", records_, {experts, layout.blocks, layout.record_bytes});
+    experts_ = static_cast<std::int32_t>(experts);
+  }
+
+  std::int64_t forward(std::uintptr_t x, std::uintptr_t index, std::uintptr_t weights, std::uintptr_t out,
+                       std::int64_t tokens, std::int64_t k) const {
+    const auto* indices = reinterpret_cast<const std::int64_t*>(index);
+    const auto* values = reinterpret_cast<const float*>(weights);
+    const ReleaseGil released;
+    return resident_forward(layout_, activation_, bytes_, experts_, reinterpret_cast<const float*>(x), indices,
+                            values, tokens, k, reinterpret_cast<float*>(out), activation_bits_);
+  }
+
+ private:
+  BlockLayout layout_;
+  ActivationSpec activation_;
+  int activation_bits_;
+  py::array records_;
+  const std::uint8_t* bytes_ = nullptr;
+  std::int32_t experts_ = 0;
+};
+
 // Called by a runner that waits, on a thread that has dropped the GIL: a pending Ctrl-C comes out as
 // KeyboardInterrupt.
 void check_signals() {
@@ -266,6 +305,13 @@ void bind_offload(py::module_& m) {
   m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
         py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
+
+  py::class_<ResidentExperts>(m, "ResidentExperts")
+      .def(py::init<const BlockLayout&, const std::string&, float, float, py::array, int>(), py::arg("layout"),
+           py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("records"),
+           py::arg("activation_bits") = kDefaultActivationBits)
+      .def("forward", &ResidentExperts::forward, py::arg("x"), py::arg("top_k_index"),
+           py::arg("top_k_weights"), py::arg("out"), py::arg("tokens"), py::arg("k"));
 
   using Self = RunnerObject;
   py::class_<Self>(m, "ExpertRunner")
