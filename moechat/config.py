@@ -94,3 +94,17 @@ def parse_size(text: str) -> int:
     if size > _MOST_BYTES:
         raise UsageError(f"{text.strip()} is larger than any memory (at most {_MOST_BYTES} bytes)")
     return size
+
+
+def active_isa() -> str:
+    """Instruction set of the native kernels: the best of this processor, or what ``MOECHAT_ISA`` says.
+
+    Raises:
+        UsageError: ``MOECHAT_ISA`` cannot be honoured here.
+    """
+    from moechat import _native  # this module is imported by what must start without it
+
+    try:
+        return _native.active_isa()
+    except RuntimeError as error:
+        raise UsageError(str(error), hint="unset MOECHAT_ISA to use the best of these") from None

@@ -25,6 +25,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from moechat import _native
+from moechat.config import active_isa
 from moechat.configurator.systems import settings_of
 from moechat.errors import MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
@@ -125,6 +126,7 @@ def load(
             "a budget of graphics memory (vram=) is not available in this version",
             hint="this version computes on the CPU; ram= limits the memory of the process",
         )
+    active_isa()  # before anything is read
     budget = parse_budget(ram)
     offload = offload or OffloadOptions()
     settings = offload.cache or settings_of(system)
@@ -425,7 +427,7 @@ class Engine:
             "context_length": self.context_length,
             "context_limited_by_memory": plan.context_limited,
             "threads": _native.num_threads(),
-            "isa": _native.active_isa(),
+            "isa": active_isa(),
             "memory_budget_bytes": plan.budget,
             "memory_budget_given": plan.given,
             "memory_process_bytes": plan.base,

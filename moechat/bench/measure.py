@@ -38,6 +38,7 @@ from moechat.bench.predicted import (
 )
 from moechat.bench.speeds import busy_link, compute_rate, link_bandwidth
 from moechat.bench.timing import TimedCalls, TimedPredictor
+from moechat.config import active_isa
 from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, MoechatError, UsageError
@@ -204,7 +205,7 @@ class _Measurement:
             "model": self._model_facts(),
             "machine": {
                 "threads": _native.num_threads(),
-                "isa": _native.active_isa(),
+                "isa": active_isa(),
                 "memory_bytes": psutil.virtual_memory().total,
             },
             "tokens": {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.cli.files import writable
-from moechat.cli.options import RunOptions
+from moechat.cli.options import check_load_flags
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.terminal import neutralise, print_notice, write_output
 from moechat.config import user_paths
@@ -70,15 +70,7 @@ def bench(command: BenchCommand) -> int:
         raise UsageError("--layers and --vocabulary cut a shape down; they need --synthetic")
     if command.ram is not None and command.fractions is not None:
         raise UsageError("--ram and --fractions both say how much fits; give one of them")
-    # What has the same meaning as for run is checked as run does it.
-    RunOptions(
-        model="",
-        bits=command.bits,
-        dtype=command.dtype,
-        dense_bits=command.dense_bits,
-        activation_bits=command.activation_bits,
-        threads=command.threads,
-    )
+    check_load_flags(command)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
     out = None if command.out is None else writable(command.out)

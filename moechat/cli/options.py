@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moechat.config import parse_size
 from moechat.configurator.systems import settings_of
@@ -129,3 +129,34 @@ def _between(name: str, value: float | None, low: float, high: float, *, above: 
         raise UsageError(
             f"{name} is {value}; it must be {'above' if above else 'at least'} {low} and at most {high}"
         )
+
+
+class LoadFlags(Protocol):
+    """The options of another command that say how a model is loaded."""
+
+    @property
+    def bits(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def dense_bits(self) -> int: ...
+    @property
+    def activation_bits(self) -> int: ...
+    @property
+    def threads(self) -> int | None: ...
+
+
+def check_load_flags(flags: LoadFlags) -> None:
+    """Check what has the same meaning as for run, as run does it.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+    RunOptions(
+        model="",
+        bits=flags.bits,
+        dtype=flags.dtype,
+        dense_bits=flags.dense_bits,
+        activation_bits=flags.activation_bits,
+        threads=flags.threads,
+    )

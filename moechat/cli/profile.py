@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.options import RunOptions
+from moechat.cli.options import check_load_flags
 from moechat.cli.profile_page import TimedModel, render_list, render_profile
 from moechat.cli.progress import LoadProgress, format_seconds
 from moechat.cli.terminal import console, is_animated, neutralise, print_notice, write_output
@@ -46,15 +46,7 @@ class ProfileCommand:
                 "--bits, --threads, --dtype, --dense-bits and --activation-bits say how a model is loaded; "
                 "they need --model"
             )
-        # What has the same meaning as for run is checked as run does it.
-        RunOptions(
-            model="",
-            bits=self.bits,
-            dtype=self.dtype,
-            dense_bits=self.dense_bits,
-            activation_bits=self.activation_bits,
-            threads=self.threads,
-        )
+        check_load_flags(self)
 
 
 def profile(command: ProfileCommand) -> int:

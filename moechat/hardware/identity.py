@@ -18,7 +18,7 @@ import psutil
 
 import moechat
 from moechat import _native
-from moechat.config import user_paths
+from moechat.config import active_isa, user_paths
 from moechat.hardware.gpu import GpuReport, find_gpus
 
 _KEY_DIGITS = 16
@@ -91,7 +91,7 @@ def this_machine(gpus: GpuReport | None = None) -> Identity:
     return Identity(
         cpu=cpu_model(),
         cores=_native.available_cores(),
-        isa=_native.active_isa(),
+        isa=active_isa(),
         ram=round(psutil.virtual_memory().total / _RAM_STEP) * _RAM_STEP,
         gpus=tuple((device.name, device.identity) for device in found.devices),
         disk=disk_of(user_paths().models),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import moechat
-from moechat import _native
+from moechat.config import active_isa
 from moechat.errors import (
     CheckpointError,
     DoesNotFitError,
@@ -283,7 +283,7 @@ def _manifest(
             "moechat": moechat.__version__,
             "transformers": metadata.version("transformers"),
             "torch": metadata.version("torch"),
-            "isa": _native.active_isa(),
+            "isa": active_isa(),
         },
         model_type=plan.model_type,
         geometry=outline.geometry,

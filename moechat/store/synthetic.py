@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 import moechat
 from moechat import _native
+from moechat.config import active_isa
 from moechat.errors import DoesNotFitError, StoreDamagedError, UsageError
 from moechat.geometry import BLOCK_NEURONS, GROUP_SIZE, ExpertGeometry
 from moechat.store.files import explained, format_bytes
@@ -295,7 +296,7 @@ def _manifest(model: SyntheticModel, layers: list[LayerRecord], workspace: Works
             "moechat": moechat.__version__,
             "transformers": metadata.version("transformers"),
             "torch": metadata.version("torch"),
-            "isa": _native.active_isa(),
+            "isa": active_isa(),
         },
         model_type=str(model.config["model_type"]),
         geometry=model.geometry,

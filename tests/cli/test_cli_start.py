@@ -190,3 +190,18 @@ def test_colours_only_on_a_terminal_that_wants_them(cli: Cli) -> None:
     assert shown(NO_COLOR="1").replace("\x1b[1m", "").replace("\x1b[0m", "").count("\x1b[3") == 0
     assert "\x1b" not in shown(TERM="dumb")
     assert "\x1b" not in cli.run("run", "mixtrall", "hi").err
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(cli: Cli) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "run", "demo", "hello"],
+        env={**cli.environment, "MOECHAT_ISA": "sse9"},
+        cwd=cli.directory,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "MOECHAT_ISA=sse9 is not an instruction set" in done.stderr
+    assert "unset MOECHAT_ISA" in done.stderr
