@@ -27,6 +27,8 @@ from moechat.models.attention_cache import PREFILL_CHUNK, CacheShape
 # small tensors that are not in the formula.
 _SLACK_BYTES = 32 << 20
 _SLACK_FACTOR = 1.08
+# From how many on the kernels gather tokens by expert, at the earliest.
+_MANY_TOKENS = 6
 # A mask of one byte a pair, its copy in numbers, and what it is made of.
 _MASK_BYTES = 8
 # Most scores a token of the cache: 16 heads with PREFILL_CHUNK tokens.
@@ -160,10 +162,14 @@ def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
 
 def scratch_bytes(hidden_size: int, top_k: int, tokens: int) -> int:
     """Most that the native kernels and the expert sums keep: prepared inputs, activations, accumulators,
-    indices.
+    indices; of many tokens also both gathered by expert (native/src/kernels/forward.cc).
     """
     rows = tokens * max(1, top_k)
     inputs = min(14 << 20, tokens * (hidden_size + 128) * 4)
     activations = min(14 << 20, rows * (64 + 4) * 4)
     accumulators = min(8 << 20, rows * (hidden_size + 64) * 4)
-    return inputs + activations + accumulators + 64 * rows
+    gathered = 0
+    if tokens >= _MANY_TOKENS:
+        at_once = min(tokens, (14 << 20) // (4 * hidden_size))
+        gathered = at_once * max(1, top_k) * (hidden_size * 17 // 8 + 128) + (7 << 20)
+    return inputs + activations + accumulators + gathered + 64 * rows

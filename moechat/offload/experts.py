@@ -66,7 +66,7 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values in C order; ``tensor`` itself where they are, since every call of torch costs microseconds
     while the caches are full of weights.
     """
-    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
+    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous().resolve_neg()
 
 
 @dataclass
@@ -125,12 +125,19 @@ class ExpertLayer:
         weight = _plain(top_k_weights, torch.float32)
         tokens, width = x.shape
         chosen = index.numel()
-        if width != self.geometry.hidden_size or chosen != weight.numel() or (tokens and chosen % tokens):
+        # The native call takes addresses: nothing after this line looks at shapes again.
+        if (
+            width != self.geometry.hidden_size
+            or chosen != weight.numel()
+            or (chosen % tokens if tokens else chosen)
+            or not (x.is_cpu and index.is_cpu and weight.is_cpu)
+        ):
             raise ValueError(
                 f"hidden states {tuple(x.shape)}, top-k indices {tuple(index.shape)} and weights "
-                f"{tuple(weight.shape)} do not belong together in {self.geometry}"
+                f"{tuple(weight.shape)} on {x.device}, {index.device} and {weight.device} do not belong "
+                f"together in {self.geometry}"
             )
-        out = torch.empty(tokens, width)
+        out = torch.empty_like(x)  # not of the default type and device, which others may change
         self._first_use.before(index)
         if chosen == 0:
             out.zero_()

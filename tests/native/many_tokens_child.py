@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 from native_support import ALPHA, LIMIT, Call
@@ -79,6 +80,20 @@ def experts(equal: dict[str, bool], digests: dict[str, str]) -> None:
                 digests[name] = digest(whole)
 
 
+def repeated(close: dict[str, bool]) -> None:
+    """An expert that is given the same token many times adds to its row every time."""
+    for bits in (4, 8):
+        often = Call.random(bits, 200, 130, bits, bias=True, tokens=2, experts=1)
+        weights = np.linspace(0.5, 1.5, 40, dtype=np.float32)
+        tokens = np.arange(40, dtype=np.int32) % 2
+        once = replace(often, tokens_of=[tokens[:2]], weights_of=[np.ones(2, np.float32)])
+        often = replace(often, tokens_of=[tokens], weights_of=[weights])
+        for activation_bits in (8, 16):
+            want = run(once, activation_bits) * weights.reshape(-1, 2).sum(0)[:, None]
+            name = f"{bits} bits, activations of {activation_bits}, repeated"
+            close[name] = bool(np.allclose(run(often, activation_bits), want, rtol=1e-4, atol=1e-4))
+
+
 def linear(equal: dict[str, bool], digests: dict[str, str]) -> None:
     rng = np.random.default_rng(1)
     for bits in (2, 3, 4, 8):
@@ -105,6 +120,7 @@ def main() -> None:
     equal: dict[str, bool] = {}
     digests: dict[str, str] = {}
     experts(equal, digests)
+    repeated(equal)
     linear(equal, digests)
     print(json.dumps({"isa": _native.active_isa(), "equal": equal, "digests": digests}))
 

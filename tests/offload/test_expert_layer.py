@@ -105,6 +105,23 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         layer.forward(x, index, weight[:, :-1])
     with pytest.raises(ValueError, match="do not belong together"):
         layer.forward(x[:3], index[:, :1], weight[:, :1])
+    with pytest.raises(ValueError, match="do not belong together"):
+        layer.forward(x[:0], index, weight)
+    with pytest.raises(ValueError, match="on meta"):
+        layer.forward(x.to("meta"), index, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_type_of_torch_does_not_matter(dtype: torch.dtype) -> None:
+    layer = make_layer()
+    x, index, weight = inputs(3)
+    want = layer.forward(x, index, weight)
+    torch.set_default_dtype(dtype)
+    try:
+        got = layer.forward(x, index, weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)
 
 
 def test_inputs_may_be_views_in_any_order_and_type() -> None:

@@ -52,7 +52,7 @@ def test_every_expert_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nothing_is_asked_for_in_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "read_ahead", lambda part: pytest.fail("asked"))
-    FirstUse(np.zeros((4, 1, 4096), np.uint8)).before(np.arange(4))
+    FirstUse(np.zeros((4, 1, 4096), np.uint8)).before(torch.arange(4))
 
 
 def test_what_was_asked_for_comes_into_memory(tmp_path: Path) -> None:

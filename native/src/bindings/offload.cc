@@ -33,6 +33,14 @@ struct Choice {
   const float* weight;
 };
 
+Choice copied_choice(const std::int64_t* index, const float* weights, std::int64_t tokens, std::int64_t k) {
+  static thread_local std::vector<std::int64_t> index_copy;
+  static thread_local std::vector<float> weight_copy;
+  index_copy.assign(index, index + tokens * k);
+  weight_copy.assign(weights, weights + tokens * k);
+  return {tokens, k, index_copy.data(), weight_copy.data()};
+}
+
 Choice copied_choice(const py::array& index, const py::array& weights) {
   if (index.ndim() != 2) {
     refuse("top_k_index has " + std::to_string(index.ndim()) + " dimensions; it must be [tokens, k]");
@@ -41,11 +49,7 @@ Choice copied_choice(const py::array& index, const py::array& weights) {
   const std::int64_t k = index.shape(1);
   const auto* indices = checked<std::int64_t>("top_k_index", index, {tokens, k});
   const auto* values = checked<float>("top_k_weights", weights, {tokens, k});
-  static thread_local std::vector<std::int64_t> index_copy;
-  static thread_local std::vector<float> weight_copy;
-  index_copy.assign(indices, indices + tokens * k);
-  weight_copy.assign(values, values + tokens * k);
-  return {tokens, k, index_copy.data(), weight_copy.data()};
+  return copied_choice(indices, values, tokens, k);
 }
 
 struct Matrices {
@@ -92,8 +96,8 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
                           choice.weight, choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
-// The experts of a layer, checked once: a call takes addresses, since arrays cost tens of microseconds a layer
-// where the caches are full of weights. The caller vouches for them.
+// The experts of a layer, checked once: a call takes addresses, since arrays cost tens of microseconds a
+// layer where the caches are full of weights. The caller vouches for them.
 class ResidentExperts {
  public:
   ResidentExperts(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
@@ -115,11 +119,12 @@ class ResidentExperts {
 
   std::int64_t forward(std::uintptr_t x, std::uintptr_t index, std::uintptr_t weights, std::uintptr_t out,
                        std::int64_t tokens, std::int64_t k) const {
-    const auto* indices = reinterpret_cast<const std::int64_t*>(index);
-    const auto* values = reinterpret_cast<const float*>(weights);
+    const Choice choice = copied_choice(reinterpret_cast<const std::int64_t*>(index),
+                                        reinterpret_cast<const float*>(weights), tokens, k);
     const ReleaseGil released;
-    return resident_forward(layout_, activation_, bytes_, experts_, reinterpret_cast<const float*>(x), indices,
-                            values, tokens, k, reinterpret_cast<float*>(out), activation_bits_);
+    return resident_forward(layout_, activation_, bytes_, experts_, reinterpret_cast<const float*>(x),
+                            choice.index, choice.weight, tokens, k, reinterpret_cast<float*>(out),
+                            activation_bits_);
   }
 
  private:
@@ -307,8 +312,8 @@ void bind_offload(py::module_& m) {
         py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
 
   py::class_<ResidentExperts>(m, "ResidentExperts")
-      .def(py::init<const BlockLayout&, const std::string&, float, float, py::array, int>(), py::arg("layout"),
-           py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("records"),
+      .def(py::init<const BlockLayout&, const std::string&, float, float, py::array, int>(),
+           py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("records"),
            py::arg("activation_bits") = kDefaultActivationBits)
       .def("forward", &ResidentExperts::forward, py::arg("x"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("out"), py::arg("tokens"), py::arg("k"));

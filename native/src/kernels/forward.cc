@@ -113,6 +113,28 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
   task->row_weight = weight;
 }
 
+// Entries of the chunk that follow each other in one row; returns the longest run of a row of many tokens.
+std::int64_t find_runs(ThreadPool::Session& session, ForwardTask* task) {
+  const std::int64_t entries = task->entry_end - task->entry_begin;
+  auto* begin = session.scratch<std::int32_t>(kRunBegins, entries);
+  auto* end = session.scratch<std::int32_t>(kRunEnds, entries);
+  const std::int32_t* row = task->block_row + task->entry_begin;
+  std::int64_t longest = 0;
+  for (std::int64_t first = 0; first < entries;) {
+    std::int64_t last = first + 1;
+    while (last < entries && row[last] == row[first]) ++last;
+    std::fill(begin + first, begin + last, static_cast<std::int32_t>(first));
+    std::fill(end + first, end + last, static_cast<std::int32_t>(last));
+    if (task->slot_start[first + 1] - task->slot_start[first] >= task->many->threshold) {
+      longest = std::max(longest, last - first);
+    }
+    first = last;
+  }
+  task->run_begin = begin;
+  task->run_end = end;
+  return longest;
+}
+
 // Memory for the activations of so many slots.
 void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* task) {
   task->activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
@@ -126,25 +148,8 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   if (task->many_x == nullptr) return;
   // A row of n groups takes no more than n rows of one.
   const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
-  const std::int64_t after = task->many->rows_after * (task->entry_end - task->entry_begin);
+  const std::int64_t after = task->many->rows_after * find_runs(session, task);
   task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + after) * bytes);
-}
-
-// Entries of the chunk that follow each other in one row.
-void find_runs(ThreadPool::Session& session, std::int64_t entries, ForwardTask* task) {
-  auto* begin = session.scratch<std::int32_t>(kRunBegins, entries);
-  auto* end = session.scratch<std::int32_t>(kRunEnds, entries);
-  const std::int32_t* row = task->block_row + task->entry_begin;
-  std::int64_t first = 0;
-  for (std::int64_t i = 0; i < entries; ++i) {
-    if (i > 0 && row[i] != row[first]) first = i;
-    begin[i] = static_cast<std::int32_t>(first);
-    if (i + 1 == entries || row[i + 1] != row[first]) {
-      std::fill(end + first, end + i + 1, static_cast<std::int32_t>(i + 1));
-    }
-  }
-  task->run_begin = begin;
-  task->run_end = end;
 }
 
 // Both phases for the entries and slots of the task.
@@ -159,7 +164,6 @@ void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardT
     task->tiles_done = session.scratch<std::int32_t>(kTilesDone, entries);
     std::fill_n(task->tiles_done, entries, 0);
   }
-  if (task->many_x != nullptr) find_runs(session, entries, task);
 
   const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
   WorkRanges unit_ranges(session.scratch<WorkRanges::Range>(kUnitRanges, limit), limit,
@@ -226,6 +230,7 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
   auto* seen = session.scratch<std::int32_t>(kSeenRows, out_rows);
   std::fill_n(seen, out_rows, -1);
   for (; row < call.rows; ++row) {
+    if (!is_many(row)) continue;
     for (std::int32_t i = start[row]; i < start[row + 1]; ++i) {
       std::int32_t& last = seen[task->row_out[i]];
       if (last == row) return;
@@ -319,9 +324,9 @@ void moe_forward(const ForwardCall& call) {
         continue;
       }
       task.entry_end = entry + 1;
-      need_slots(session, kMaxSlots, &task);
       for (; task.part_begin < tokens_of(entry); task.part_begin += kMaxSlots) {
         slot_start[1] = std::min(kMaxSlots, tokens_of(entry) - task.part_begin);
+        need_slots(session, slot_start[1], &task);
         run_chunk(session, kernel, &task, threads);
       }
       ++entry;

@@ -460,18 +460,6 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
 }
 
-#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
-  switch (bits) {                                                                               \
-    case 2:                                                                                     \
-      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
-    case 3:                                                                                     \
-      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
-    case 4:                                                                                     \
-      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
-    default:                                                                                    \
-      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
-  }
-
 // Around the calls of the many-token path.
 struct ManyTiles {
   const ManyTokens* many;
@@ -498,4 +486,3 @@ void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end
   }
   MOECHAT_BY_BITS(integer_linear_of, task.bits, task.activation_bits, task, begin, end)
 }
-#undef MOECHAT_BY_BITS

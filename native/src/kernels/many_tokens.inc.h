@@ -7,8 +7,8 @@ constexpr std::int64_t kStripPairs = 4;     // of tiles that meet a token while 
 
 constexpr std::int64_t kPairSums = (kChunkTokens + kRowsAfter) * 2 * kTileRows;
 
-// Where the codes of two row tiles lie: group g of tile m of a pair.
-struct Codes2 {
+// Where one group of a row tile lies.
+struct GroupCodes {
   const unsigned char* q;
   const unsigned char* sz;
 };
@@ -17,11 +17,11 @@ struct Codes2 {
 template <int kBits>
 struct Ahead {
   static constexpr std::int64_t kLines = 2 * kBits + 1;  // of a group, its scales included
-  Codes2 at[2 * kPanelGroups];
+  GroupCodes at[2 * kPanelGroups];
   std::int64_t line = 0;
   std::int64_t lines = 0;
 
-  MOECHAT_INLINE void add(Codes2 group) {
+  MOECHAT_INLINE void add(GroupCodes group) {
     at[lines / kLines] = group;
     lines += kLines;
   }
@@ -29,7 +29,7 @@ struct Ahead {
     std::int64_t end = line + lines / parts + 1;
     if (end > lines) end = lines;
     for (; line < end; ++line) {
-      const Codes2& group = at[line / kLines];
+      const GroupCodes& group = at[line / kLines];
       const std::int64_t which = line % kLines;
       __builtin_prefetch(which + 1 == kLines ? group.sz : group.q + 64 * which, 0, 2);
     }
@@ -37,7 +37,7 @@ struct Ahead {
 };
 
 // acc[pair * kPairSums + t * 32 + 16 * m] += all groups of tile m of the pair for token t. `source(pair, m,
-// g)` is where the codes are, `then` what the thread reads afterwards (or null).
+// g)` is where group g of that tile lies, `then` what the thread reads afterwards (or null).
 template <int kBits, int kPlanes, Sum kSum, class Source>
 MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::int64_t pairs,
                                std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
@@ -50,7 +50,7 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
       for (int m = 0; m < 2; ++m) {
         for (std::int64_t g = 0; g < count; ++g) {
-          const Codes2 from = source(pair, m, first + g);
+          const GroupCodes from = source(pair, m, first + g);
           unsigned char* to = panel + m * kTileStride + g * panel_bytes(kForm);
           unpack_panel<kForm, kBits>(from.q, from.sz, to);
           if constexpr (kSum == Sum::kBiased)
@@ -123,7 +123,7 @@ struct NeuronCodes {
   const unsigned char* record;
   std::int64_t tile;  // of pair 0
 
-  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+  MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const std::int64_t at = (tile + pair) * layout.groups + group;
     return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * (128 * kBits),
             record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes};
@@ -150,7 +150,8 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
     const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, layout.groups, item + done);
     clear_sums(acc, tiles, tokens);
-    strip_sums<kBits, kPlanes, Sum::kTerms>(source, &then, tiles, layout.groups, rows, tokens, nullptr, acc);
+    strip_sums<kBits, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles,
+                                            layout.groups, rows, tokens, nullptr, acc);
     for (std::int64_t i = 0; i < tiles; ++i) {
       Vec bias[2] = {zero(), zero()};
       if (layout.has_bias) {
@@ -186,7 +187,7 @@ struct OutputCodes {
     const std::int64_t which = tile + 2 * pair + m;
     return which < end ? which : end - 1;
   }
-  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+  MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
     const std::int64_t at = tile_of(pair, m);
     return {record + task.layout->down_q + at * (128 * kBits),
@@ -218,6 +219,7 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
       strip_end * kTileRows < layout.hidden_size ? strip_end * kTileRows : layout.hidden_size;
   const OutputCodes<kBits> source{task, entry, begin, strip_end};
   const OutputCodes<kBits> then{task, entry, strip_end, end};
+  const auto* after = strip_end < end ? &then : nullptr;
   const std::int32_t* out_rows = task.row_out + item;
   alignas(64) float acc[kStripPairs * kPairSums];
   float weights[kChunkTokens + kRowsAfter];
@@ -240,8 +242,8 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
         }
       }
     }
-    strip_sums<kBits, kPlanes, kSum>(source, strip_end < end ? &then : nullptr, pairs, blocks, rows, tokens,
-                                     weights, acc);
+    strip_sums<kBits, kPlanes, kSum>(source, done + tokens < count ? &source : after, pairs, blocks, rows,
+                                     tokens, weights, acc);
     for (std::int64_t t = 0; t < tokens; ++t) {
       float* out = task.out + out_rows[done + t] * layout.hidden_size;
       for (std::int64_t at = row; at < rows_end; at += 2 * kTileRows) {
@@ -276,7 +278,7 @@ struct LinearCodes {
   std::int64_t tile;
   std::int64_t end;
 
-  MOECHAT_INLINE Codes2 operator()(std::int64_t pair, int m, std::int64_t group) const {
+  MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const std::int64_t which = tile + 2 * pair + m;
     const std::int64_t at = (which < end ? which : end - 1) * task.groups + group;
     return {task.q + at * (128 * kBits), task.sz + at * kScaleBytes};
@@ -291,12 +293,13 @@ void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end
     const std::int64_t pairs = (strip_end - tile + 1) / 2;
     const LinearCodes<kBits> source{task, tile, strip_end};
     const LinearCodes<kBits> then{task, strip_end, end};
+    const auto* after = strip_end < end ? &then : nullptr;
     for (std::int64_t done = 0; done < task.tokens; done += kChunkTokens) {
       const std::int64_t tokens = task.tokens - done < kChunkTokens ? task.tokens - done : kChunkTokens;
       const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, task.groups, done);
       clear_sums(acc, pairs, tokens);
-      strip_sums<kBits, kPlanes, Sum::kTerms>(source, strip_end < end ? &then : nullptr, pairs, task.groups,
-                                              rows, tokens, nullptr, acc);
+      strip_sums<kBits, kPlanes, Sum::kTerms>(source, done + tokens < task.tokens ? &source : after, pairs,
+                                              task.groups, rows, tokens, nullptr, acc);
       for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t i = tile; i < strip_end; ++i) {
           const float* from =
@@ -307,18 +310,6 @@ void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end
     }
   }
 }
-
-#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
-  switch (bits) {                                                                               \
-    case 2:                                                                                     \
-      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
-    case 3:                                                                                     \
-      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
-    case 4:                                                                                     \
-      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
-    default:                                                                                    \
-      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
-  }
 
 template <int kBits, int kPlanes>
 std::int64_t many_row_bytes_of(std::int64_t groups) {
@@ -343,7 +334,5 @@ void many_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begi
 void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   MOECHAT_BY_BITS(many_linear_of, task.bits, task.activation_bits, task, begin, end)
 }
-#undef MOECHAT_BY_BITS
-
 constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter, many_row_bytes, many_gather,  many_gather_slots,
                                     kEnter,     kLeave,     many_neurons,   many_outputs, many_linear};

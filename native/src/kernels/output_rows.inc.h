@@ -1,5 +1,18 @@
-// What the kernels share: prefetching, one group of integers, and adding or storing 16 output rows. Included
-// inside the anonymous namespace of one instruction set.
+// What the kernels share: the choice of an instantiation, prefetching, one group of integers, and adding or
+// storing 16 output rows. Included inside the anonymous namespace of one instruction set.
+
+// return function<bits, planes of the activations>(...);
+#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
+  switch (bits) {                                                                               \
+    case 2:                                                                                     \
+      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
+    case 3:                                                                                     \
+      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
+    case 4:                                                                                     \
+      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
+    default:                                                                                    \
+      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
+  }
 
 MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
@@ -10,7 +23,7 @@ MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, fl
   return fma(mul(scale, set1(x_scale)), fnma(zeros, set1(x_sum), to_float(isum)), acc);
 }
 
-// out[row, row + 16) += weight * (partial + bias) for one item.
+// out[0, 16) += weight * partial for one item; only `valid` of the rows exist.
 MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec partial) {
   if (valid >= kTileRows) {
     store(out, fma(set1(weight), partial, load(out)));

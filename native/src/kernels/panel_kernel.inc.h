@@ -117,7 +117,7 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
-// begin at panel[m].
+// begin at panel + m * tile_stride; for what is added and `weights` see Sum.
 template <Form kForm, Sum kSum, int kChain, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
