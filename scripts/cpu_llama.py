@@ -129,4 +129,6 @@ def fastest(rates: Mapping[str, Mapping[Way, float]]) -> dict[str, Way]:
 def llama_worker(llama: LlamaPython, name: str, path: Path) -> Worker:
     """A process for llama.cpp."""
     script = Path(__file__).resolve().parent / "llama_worker.py"
-    return Worker(name, [llama.path, str(script), "serve", str(path)], {})
+    # What importing moechat has said to the libraries beside it is not for llama.cpp.
+    ours: dict[str, str | None] = {"OMP_WAIT_POLICY": None, "MKL_CBWR": None}
+    return Worker(name, [llama.path, str(script), "serve", str(path)], ours)

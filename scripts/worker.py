@@ -43,19 +43,20 @@ class Worker:
         name: For messages.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str | None]) -> None:
         """Start the process.
 
         Args:
             name: For messages.
             command: Program and arguments.
-            environment: Variables, beside those of this process.
+            environment: Variables, beside those of this process; those that are ``None`` are left out.
 
         Raises:
             WorkerError: There is no such program.
         """
         self.name = name
         self._doing = ""
+        variables = {**os.environ, **environment}
         self._stderr = tempfile.TemporaryFile(mode="w+b")  # noqa: SIM115 - closed with the process
         try:
             self._process = subprocess.Popen(
@@ -63,7 +64,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
-                env={**os.environ, **environment},
+                env={name: value for name, value in variables.items() if value is not None},
                 text=True,
             )
         except OSError as error:

@@ -328,3 +328,19 @@ def test_shares_and_ratios_are_taken_turn_by_turn() -> None:
     # 60 bytes in 1/4 - 1/6 of a second, where streaming takes 0.06 seconds.
     assert figures.expert_shares("q4_k", 2) == pytest.approx((0.72, 0.72, 0.72))
     assert figures.rates("q4_k", "prompt", 128, 2) is None
+
+
+def test_a_worker_starts_with_its_variables_and_without_those_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "variables.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nfrom worker import serve\n"
+        "serve({'look': lambda names: {name: os.environ.get(name) for name in names}})\n"
+    )
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("KEPT", "yes")
+    variables = {"OMP_WAIT_POLICY": None, "ADDED": "1"}
+    with module("worker").Worker("variables", [sys.executable, str(script)], variables) as worker:
+        said = worker.ask("look", names=["OMP_WAIT_POLICY", "KEPT", "ADDED"])
+    assert said == {"OMP_WAIT_POLICY": None, "KEPT": "yes", "ADDED": "1"}
