@@ -385,7 +385,7 @@ def _needs(
         loading=loading_bytes(skeleton, store.dense, form),
         kv=shape.nbytes,
         workspace=workspace,
-        scratch=scratch_bytes(geometry.hidden_size, top_k, longest),
+        scratch=scratch_bytes(geometry.hidden_size, geometry.blocks_per_expert, top_k, longest),
         page_bytes=geometry.record_bytes,
         blocks=len(store.layers) * geometry.num_experts * geometry.blocks_per_expert,
         min_pages=MIN_PAGES,

@@ -160,16 +160,25 @@ def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
     return int(3 * context * size * widest + context * scores) + 8 * sizes.vocabulary + _SLACK_BYTES
 
 
-def scratch_bytes(hidden_size: int, top_k: int, tokens: int) -> int:
+def scratch_bytes(hidden_size: int, blocks: int, top_k: int, tokens: int) -> int:
     """Most that the native kernels and the expert sums keep: prepared inputs, activations, accumulators,
     indices; of many tokens also both gathered by expert (native/src/kernels/forward.cc).
+
+    Args:
+        hidden_size: Columns of the experts.
+        blocks: Of an expert.
+        top_k: Experts of a token.
+        tokens: Of the longest pass.
+
+    Returns:
+        Bytes.
     """
     rows = tokens * max(1, top_k)
     inputs = min(14 << 20, tokens * (hidden_size + 128) * 4)
-    activations = min(14 << 20, rows * (64 + 4) * 4)
+    activations = min(14 << 20, rows * blocks * 400)
     accumulators = min(8 << 20, rows * (hidden_size + 64) * 4)
     gathered = 0
     if tokens >= _MANY_TOKENS:
         at_once = min(tokens, (14 << 20) // (4 * hidden_size))
-        gathered = at_once * max(1, top_k) * (hidden_size * 17 // 8 + 128) + (7 << 20)
+        gathered = at_once * max(1, top_k) * (hidden_size * 17 // 8 + 128) + min(7 << 20, rows * blocks * 192)
     return inputs + activations + accumulators + gathered + 64 * rows

@@ -119,5 +119,5 @@ def test_figures_grow_with_what_they_depend_on() -> None:
     assert workspace_bytes(config, torch.bfloat16, 1024, 9000) < workspace_bytes(
         config, torch.float32, 1024, 9000
     )
-    assert scratch_bytes(2048, 8, 1) < MEBI
-    assert 30 * MEBI < scratch_bytes(4096, 8, 100_000) <= 110 * MEBI + 64 * 800_000
+    assert scratch_bytes(2048, 16, 8, 1) < MEBI
+    assert 30 * MEBI < scratch_bytes(4096, 224, 8, 100_000) <= 110 * MEBI + 64 * 800_000
