@@ -46,7 +46,7 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
 
 
 def test_many_different_layers_become_a_picture(cli: Cli) -> None:
-    result = cli.call("plan", "qwen3", "--vram", "8G", *CARD)
+    result = cli.call("plan", "qwen3", "--vram", "7G", *CARD)
     assert result.status == 0, result.err
     lines = result.out.decode().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
