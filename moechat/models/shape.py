@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from moechat import _native
 from moechat.errors import UnsupportedModelError
-from moechat.geometry import BLOCK_NEURONS, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
@@ -172,7 +172,7 @@ class ModelOutline:
     def scratch(self) -> int:
         """What the native kernels take."""
         longest = self.pass_tokens(self.own_context)
-        blocks = -(-self.experts.intermediate_size // BLOCK_NEURONS)
+        blocks = self.geometry(16).blocks_per_expert  # the same for all bits
         return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, longest)
 
 

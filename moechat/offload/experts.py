@@ -118,7 +118,7 @@ class ExpertLayer:
             does not depend on who computes, or when.
 
         Raises:
-            ValueError: The shapes do not belong together.
+            ValueError: The shapes do not belong together, or a tensor is not in the CPU's memory.
         """
         x = _plain(hidden, torch.float32)
         index = _plain(top_k_index, torch.int64)

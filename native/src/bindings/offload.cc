@@ -71,20 +71,29 @@ Matrices checked_matrices(const BlockLayout& layout, const py::array& x, py::arr
   return matrices;
 }
 
-std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& activation, float alpha,
-                                 float limit, const py::array& records, const py::array& x,
-                                 const py::array& index, const py::array& weights, py::array out,
-                                 int activation_bits) {
-  check_activation_bits(activation_bits);
-  const ActivationSpec spec = activation_spec(activation, alpha, limit);
+struct Records {
+  const std::uint8_t* bytes;
+  std::int32_t experts;
+};
+
+Records checked_records(const BlockLayout& layout, const py::array& records) {
   if (records.ndim() != 3) {
     refuse("records has " + std::to_string(records.ndim()) +
            " dimensions; it must be [experts, blocks, record_bytes]");
   }
   const std::int64_t experts = records.shape(0);
   if (experts > std::numeric_limits<std::int32_t>::max()) refuse("records has too many experts");
-  const auto* bytes =
-      checked<std::uint8_t>("records", records, {experts, layout.blocks, layout.record_bytes});
+  return {checked<std::uint8_t>("records", records, {experts, layout.blocks, layout.record_bytes}),
+          static_cast<std::int32_t>(experts)};
+}
+
+std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& activation, float alpha,
+                                 float limit, const py::array& records, const py::array& x,
+                                 const py::array& index, const py::array& weights, py::array out,
+                                 int activation_bits) {
+  check_activation_bits(activation_bits);
+  const ActivationSpec spec = activation_spec(activation, alpha, limit);
+  const Records held = checked_records(layout, records);
   const Matrices matrices = checked_matrices(layout, x, out);
   const Choice choice = copied_choice(index, weights);
   if (choice.tokens != matrices.tokens) {
@@ -92,8 +101,8 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
            std::to_string(matrices.tokens) + " tokens");
   }
   const ReleaseGil released;
-  return resident_forward(layout, spec, bytes, static_cast<std::int32_t>(experts), matrices.x, choice.index,
-                          choice.weight, choice.tokens, choice.k, matrices.out, activation_bits);
+  return resident_forward(layout, spec, held.bytes, held.experts, matrices.x, choice.index, choice.weight,
+                          choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
 // The experts of a layer, checked once: a call takes addresses, since arrays cost tens of microseconds a
@@ -107,14 +116,7 @@ class ResidentExperts {
         activation_bits_(activation_bits),
         records_(std::move(records)) {
     check_activation_bits(activation_bits);
-    if (records_.ndim() != 3) {
-      refuse("records has " + std::to_string(records_.ndim()) +
-             " dimensions; it must be [experts, blocks, record_bytes]");
-    }
-    const std::int64_t experts = records_.shape(0);
-    if (experts > std::numeric_limits<std::int32_t>::max()) refuse("records has too many experts");
-    bytes_ = checked<std::uint8_t>("records", records_, {experts, layout.blocks, layout.record_bytes});
-    experts_ = static_cast<std::int32_t>(experts);
+    held_ = checked_records(layout, records_);
   }
 
   std::int64_t forward(std::uintptr_t x, std::uintptr_t index, std::uintptr_t weights, std::uintptr_t out,
@@ -122,9 +124,9 @@ class ResidentExperts {
     const Choice choice = copied_choice(reinterpret_cast<const std::int64_t*>(index),
                                         reinterpret_cast<const float*>(weights), tokens, k);
     const ReleaseGil released;
-    return resident_forward(layout_, activation_, bytes_, experts_, reinterpret_cast<const float*>(x),
-                            choice.index, choice.weight, tokens, k, reinterpret_cast<float*>(out),
-                            activation_bits_);
+    return resident_forward(layout_, activation_, held_.bytes, held_.experts,
+                            reinterpret_cast<const float*>(x), choice.index, choice.weight, tokens, k,
+                            reinterpret_cast<float*>(out), activation_bits_);
   }
 
  private:
@@ -132,8 +134,7 @@ class ResidentExperts {
   ActivationSpec activation_;
   int activation_bits_;
   py::array records_;
-  const std::uint8_t* bytes_ = nullptr;
-  std::int32_t experts_ = 0;
+  Records held_{};
 };
 
 // Called by a runner that waits, on a thread that has dropped the GIL: a pending Ctrl-C comes out as
