@@ -1401,6 +1401,106 @@ class Routing:
     def __call__(self, x: int, tokens: int, logits: int, index: int, weights: int) -> None:
         """Addresses of [tokens, hidden], [tokens, experts], int64 and weights [tokens, chosen]."""
 
+class DenseProduct:
+    """A dense layer for :class:`LayerStep`; keeps what it reads alive."""
+
+def packed_product(
+    layout: LinearLayout,
+    data: npt.NDArray[np.uint8],
+    bias: npt.NDArray[np.float32] | None,
+    activation_bits: int,
+) -> DenseProduct:
+    """As :func:`linear_forward`."""
+
+def rows16_product(
+    weights: npt.NDArray[np.uint16], is_fp16: bool, bias: npt.NDArray[np.float32] | None
+) -> DenseProduct:
+    """As :func:`rows16_forward`."""
+
+class LayerStep:
+    """One token through a decoder layer up to its experts, bit by bit as its parts one after the other.
+
+    Args:
+        type: Of hidden states and attention cache.
+        before: Norm of the layer's inputs.
+        query: Projection; key, value and output as well.
+        key: Of keys.
+        value: Of values.
+        output: Of what attention gives.
+        head_norms: Norms of queries and keys, of each head or of all heads as one row; or ``None``.
+        attention: Of the layer, without a tail.
+        angles: Angles of a token.
+        width: Elements of a head that are rotated: ``angles``, or twice as many.
+        after: Norm before the router.
+        routing: ``None``: the step ends with this norm.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        before: RmsNorm,
+        query: DenseProduct,
+        key: DenseProduct,
+        value: DenseProduct,
+        output: DenseProduct,
+        head_norms: tuple[RmsNorm, RmsNorm] | None,
+        attention: Attention,
+        angles: int,
+        width: int,
+        after: RmsNorm,
+        routing: Routing | None,
+    ) -> None: ...
+    def route(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        keys: int,
+        key_head: int,
+        values: int,
+        value_head: int,
+        held: int,
+        residual: int,
+        x: int,
+        index: int,
+        weights: int,
+    ) -> None:
+        """Addresses and strides in elements, of one token.
+
+        Args:
+            hidden: [hidden].
+            cos: [angles].
+            sin: [angles].
+            keys: [kv_heads, more than ``held``, key_dim]; the token's keys are written.
+            key_head: Stride of the heads.
+            values: As the keys.
+            value_head: Stride of the heads.
+            held: Tokens before this one.
+            residual: [hidden], written: ``hidden`` and the attention's result.
+            x: float32 [hidden], written: what the experts receive.
+            index: int64 [chosen], written.
+            weights: float32 [chosen], written.
+        """
+    def normalise(
+        self,
+        hidden: int,
+        cos: int,
+        sin: int,
+        keys: int,
+        key_head: int,
+        values: int,
+        value_head: int,
+        held: int,
+        residual: int,
+        normed: int,
+    ) -> None:
+        """As :meth:`route`, for a step without a router; ``normed`` [hidden] is written."""
+    def add(self, x: int, residual: int) -> None:
+        """Adds float32 [hidden], rounded to the type, to ``residual``."""
+
 def rotate(
     type: str,
     x: int,

@@ -58,6 +58,33 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
         return self.keys, self.values
 
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> tuple[int, int, int, int, int] | None:
+        """Append one token whose keys and values the caller writes.
+
+        Args:
+            kv_heads: Of the caller's keys and values.
+            dim: Elements of a head of both.
+            dtype: Of both.
+
+        Returns:
+            Address of all keys and the stride of their heads in elements, the same for the values, and the
+            tokens before this one; ``None``, and nothing is appended, where no token was ever appended by
+            :meth:`update`, or others than such, or the reserved memory is full.
+        """
+        reserved = self._reserved
+        if reserved is None or self.keys is None:
+            return None
+        keys, values = reserved
+        capacity, held = keys.shape[-2], self.keys.shape[-2]
+        shape = (1, kv_heads, capacity, dim)
+        if held >= capacity or keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+            return None
+        self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
+        head = capacity * dim
+        return keys.data_ptr(), head, values.data_ptr(), head, held
+
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
         fresh = tuple(
             states.new_empty((*states.shape[:-2], capacity, states.shape[-1])) for states in (keys, values)

@@ -69,6 +69,10 @@ class _Dense(nn.Module, ABC):
         return self._outputs(out, x)
 
     @abstractmethod
+    def product(self) -> _native.DenseProduct:
+        """The same product for native code; it keeps the weights alive."""
+
+    @abstractmethod
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         """float32 ``[tokens, in_features]`` to ``[tokens, out_features]``, both contiguous."""
 
@@ -115,6 +119,10 @@ class StoredLinear(_Dense):
 
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         _native.rows16_forward(self._words, self._fp16, x, self._bias32, out)
+
+    def product(self) -> _native.DenseProduct:
+        """The same product for native code; it keeps the weights alive."""
+        return _native.rows16_product(self._words, self._fp16, self._bias32)
 
     def _in_panels(self, flat: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
@@ -170,6 +178,10 @@ class PackedLinear(_Dense):
         _native.linear_forward(
             self.layout, self.data, x, self._bias32, out, activation_bits=self._activation_bits
         )
+
+    def product(self) -> _native.DenseProduct:
+        """The same product for native code; it keeps the weights alive."""
+        return _native.packed_product(self.layout, self.data, self._bias32, self._activation_bits)
 
 
 class StoredEmbedding(nn.Module):

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moechat import _native
 from moechat.geometry import ExpertGeometry
+from moechat.models.skeleton import EXPERTS_RUNNER
 
 IMPLEMENTATION = "moechat"
 
@@ -166,7 +167,7 @@ class RunsExperts(Protocol):
 
 def attach(module: nn.Module, layer: RunsExperts) -> None:
     """Let ``module`` (an experts module whose parameters were taken out) compute through ``layer``."""
-    module._moechat_layer = layer  # type: ignore[assignment]
+    vars(module)[EXPERTS_RUNNER] = layer
 
 
 def experts_forward(
@@ -175,7 +176,7 @@ def experts_forward(
     """The function that transformers calls in place of a family's own loop over experts."""
     _native.prewake()
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    layer: RunsExperts = module._moechat_layer
+    layer: RunsExperts = vars(module)[EXPERTS_RUNNER]
     return layer.forward(flat, top_k_index, top_k_weights).reshape(hidden_states.shape)
 
 

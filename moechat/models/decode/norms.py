@@ -100,4 +100,5 @@ def native_norm(module: nn.Module, norm: Norm) -> Callable[[torch.Tensor], torch
         return out
 
     forward.__dict__["weight"] = weight  # keeps the memory that ``run`` reads
+    forward.__dict__["run"] = run
     return forward

@@ -12,9 +12,11 @@ from torch import nn
 
 from moechat.models.decode import attention
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
+from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
+from moechat.models.decode.trial import agrees, layer_kind
 
 _MISSING = object()
 
@@ -28,6 +30,7 @@ class Quickened:
         rotary: Names of the attention modules.
         latent: Names of the attention modules whose cache is not expanded.
         routers: Names of the modules.
+        layers: Names of the decoder layers whose step, up to their experts, is one call.
         attention: Whether attention goes through the native code where it can.
     """
 
@@ -35,6 +38,7 @@ class Quickened:
     rotary: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
     attention: bool = False
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
@@ -49,7 +53,7 @@ class Quickened:
 
         def back() -> None:
             if before is _MISSING:
-                del module.__dict__["forward"]
+                module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = before
 
@@ -92,7 +96,24 @@ def quicken(model: Any) -> Quickened:
             if latent is not None:
                 _leave_latent(done, module, latent)
                 done.latent.append(name)
+        _join_layers(done, model)
     return done
+
+
+def _join_layers(done: Quickened, model: Any) -> None:
+    tried: dict[Any, bool] = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "self_attn"):
+            continue
+        forward = recognise_layer(module)
+        if forward is None:
+            continue
+        kind = layer_kind(module)
+        if kind not in tried:
+            tried[kind] = agrees(module, forward)
+        if tried[kind]:
+            done.replace(module, forward)
+            done.layers.append(name)
 
 
 def _asks_for_a_name(model: Any) -> bool:

@@ -61,7 +61,19 @@ def with_rotary(module: nn.Module, rotate: Rotate) -> Callable[..., Any]:
         own.__code__, {**own.__globals__, _NAME: rotate}, own.__name__, own.__defaults__, own.__closure__
     )
     copy.__kwdefaults__ = own.__kwdefaults__
+    copy.__dict__["rotates"] = rotate
     return MethodType(copy, module)
+
+
+def rotation_width(forward: Any, dim: int) -> tuple[int, int]:
+    """Elements of a head of ``dim`` that a ``forward`` of :func:`with_rotary` turns, and by how many angles;
+    (0, 0) where it is no such ``forward``, or where the angles decide.
+    """
+    rotate = getattr(forward, "__dict__", {}).get("rotates")
+    kinds = getattr(rotate, "__dict__", {}).get("kinds", ())
+    if _WHOLE in kinds and _SHARED not in kinds:
+        return dim, dim
+    return (dim, dim // 2) if _SHARED in kinds and _WHOLE not in kinds else (0, 0)
 
 
 def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
@@ -112,4 +124,5 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
             turned.append(out.transpose(1, 2))
         return turned[0], turned[1]
 
+    rotate.__dict__["kinds"] = frozenset(kinds)
     return rotate

@@ -209,4 +209,7 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any
         return made[places[0]], made[places[1]], made[places[2]]
 
     forward.__dict__["kept"] = (weight, bias, correction)  # the memory that ``run`` reads
+    forward.__dict__["run"] = run
+    forward.__dict__["chosen"] = chosen
+    forward.__dict__["rule"] = replace(rule, correction=None)
     return forward

@@ -14,5 +14,6 @@ void bind_simulate(pybind11::module_& m);
 void bind_layer_plan(pybind11::module_& m);
 void bind_dense(pybind11::module_& m);
 void bind_decode(pybind11::module_& m);
+void bind_layer_step(pybind11::module_& m);
 
 }  // namespace moechat

@@ -304,6 +304,7 @@ PYBIND11_MODULE(_native, m) {
   bind_layer_plan(m);
   bind_dense(m);
   bind_decode(m);
+  bind_layer_step(m);
 }
 
 }  // namespace moechat

@@ -515,5 +515,61 @@ void route(const RouteTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-const DecodeKernels kDecode = {rms_norm,   rotate, attend_queries, attend_unit,
-                               attend_sum, route,  exponentials};
+template <ElementType kType>
+void widen_of(const void* from, std::int64_t count, float* to) {
+  const auto* x = static_cast<const typename Elements<kType>::Storage*>(from);
+  std::int64_t i = 0;
+  for (; i + 16 <= count; i += 16) store(to + i, Elements<kType>::get(x + i));
+  if (i < count) put_part<ElementType::kFloat32>(to + i, get_part<kType>(x + i, count - i), count - i);
+}
+template <ElementType kType>
+void narrow_of(const float* from, std::int64_t count, void* to) {
+  auto* out = static_cast<typename Elements<kType>::Storage*>(to);
+  std::int64_t i = 0;
+  for (; i + 16 <= count; i += 16) Elements<kType>::put(out + i, load(from + i));
+  if (i < count) put_part<kType>(out + i, get_part<ElementType::kFloat32>(from + i, count - i), count - i);
+}
+template <ElementType kType>
+void add_of(const float* x, std::int64_t count, void* to) {
+  using Type = Elements<kType>;
+  auto* out = static_cast<typename Type::Storage*>(to);
+  std::int64_t i = 0;
+  for (; i + 16 <= count; i += 16) Type::put(out + i, add(Type::get(out + i), Type::rounded(load(x + i))));
+  if (i < count) {
+    const Vec part = Type::rounded(get_part<ElementType::kFloat32>(x + i, count - i));
+    put_part<kType>(out + i, add(get_part<kType>(out + i, count - i), part), count - i);
+  }
+}
+void widen(ElementType type, const void* from, std::int64_t count, float* to) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return widen_of<ElementType::kFloat32>(from, count, to);
+    case ElementType::kBfloat16:
+      return widen_of<ElementType::kBfloat16>(from, count, to);
+    case ElementType::kFloat16:
+      return widen_of<ElementType::kFloat16>(from, count, to);
+  }
+}
+void narrow(ElementType type, const float* from, std::int64_t count, void* to) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return narrow_of<ElementType::kFloat32>(from, count, to);
+    case ElementType::kBfloat16:
+      return narrow_of<ElementType::kBfloat16>(from, count, to);
+    case ElementType::kFloat16:
+      return narrow_of<ElementType::kFloat16>(from, count, to);
+  }
+}
+void add_elements(ElementType type, const float* x, std::int64_t count, void* out) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return add_of<ElementType::kFloat32>(x, count, out);
+    case ElementType::kBfloat16:
+      return add_of<ElementType::kBfloat16>(x, count, out);
+    case ElementType::kFloat16:
+      return add_of<ElementType::kFloat16>(x, count, out);
+  }
+}
+
+const DecodeKernels kDecode = {rms_norm, rotate,       attend_queries, attend_unit, attend_sum,
+                               route,    exponentials, widen,          narrow,      add_elements};

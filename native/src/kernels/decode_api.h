@@ -105,6 +105,10 @@ struct DecodeKernels {
   void (*route)(const RouteTask& task, std::int64_t begin, std::int64_t end);
   // x[i] = e^(x[i] - shift), count any.
   void (*exponentials)(float* x, std::int64_t count, float shift);
+  // Elements to float32; float32 to elements, rounded; out[i] = rounded(out[i] + rounded(x[i])).
+  void (*widen)(ElementType type, const void* from, std::int64_t count, float* to);
+  void (*narrow)(ElementType type, const float* from, std::int64_t count, void* to);
+  void (*add)(ElementType type, const float* x, std::int64_t count, void* out);
 };
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {

@@ -1,0 +1,299 @@
+"""Decoder layers whose step for one token, up to their experts, is a single native call.
+
+What lies between the parts of a layer (modules, views, copies into the cache, sums) costs torch and Python
+more, for one token, than some of the parts. A layer is recognised in two steps. Its code and that of its
+attention use only names known to this module: nothing is clipped, scaled or added that it has never heard of.
+Then random tokens go through both ways, see :mod:`moechat.models.decode.trial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from moechat import _native
+from moechat.models.attention_cache import ReservedLayer
+from moechat.models.decode.elements import ELEMENTS
+from moechat.models.decode.rotary import rotation_width
+from moechat.models.linear import PackedLinear, StoredLinear
+from moechat.models.skeleton import EXPERTS_RUNNER
+
+_LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
+_ATTENTION_NAMES = frozenset(
+    {
+        # modules and sizes
+        *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "layer_idx", "config"),
+        # arguments of the attention function, which decide nothing for one token that sees all keys
+        *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr"),
+        *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
+        # tensors
+        *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
+    }
+)
+# What such code reads from the configuration and leaves alone where it is not set.
+_OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
+_EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
+_JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
+# Wraps the forward of every decoder layer, for training alone.
+_WRAPPER = "transformers.modeling_layers"
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer is made of.
+
+    Attributes:
+        before: Norm of its inputs.
+        attention: Its attention module.
+        after: Norm before its feed-forward part.
+        mlp: Its feed-forward part.
+        router: Chooses the experts where ``mlp`` is nothing but a router and its experts; else ``None``.
+        experts: Those experts.
+        width: Elements of a head that are rotated.
+        angles: Of each token.
+    """
+
+    before: nn.Module
+    attention: Any
+    after: nn.Module
+    mlp: nn.Module
+    router: nn.Module | None
+    experts: nn.Module | None
+    width: int
+    angles: int
+
+    def watched(self) -> tuple[Any, ...]:
+        """Hooks of all modules that the native step passes over."""
+        modules = [self.before, self.after, self.attention, *self.attention.modules()]
+        if self.router is not None and self.experts is not None:
+            modules += [self.mlp, self.router, self.experts]
+        return tuple(
+            hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        )
+
+
+def recognise_layer(layer: Any) -> Forward | None:
+    """A ``forward`` for a decoder layer whose parts are native already; ``None`` if it is not understood.
+
+    The result is not tried: :func:`moechat.models.decode.trial.agrees` does that.
+    """
+    parts = _parts(layer)
+    if parts is None:
+        return None
+    try:
+        return _forward(layer, parts)
+    except ValueError:  # the parts do not fit together
+        return None
+
+
+def _native_part(module: nn.Module | None) -> Any:
+    """The native object behind the ``forward`` of a norm or router; ``None`` where torch computes it."""
+    forward = None if module is None else vars(module).get("forward")
+    return None if forward is None else getattr(forward, "__dict__", {}).get("run")
+
+
+def _uses_only(module: nn.Module, names: frozenset[str]) -> bool:
+    forward: Any = type(module).forward
+    if getattr(forward, "__globals__", {}).get("__name__") == _WRAPPER:
+        forward = forward.__wrapped__
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    code = forward.__code__
+    nested = any(isinstance(constant, type(code)) for constant in code.co_consts)
+    return not nested and not code.co_freevars and names.issuperset(code.co_names)
+
+
+def _parts(layer: Any) -> LayerParts | None:
+    if set(dict(layer.named_children())) != _LAYER_NAMES or "forward" in vars(layer) or layer.training:
+        return None
+    before, after = layer.input_layernorm, layer.post_attention_layernorm
+    attention, mlp = layer.self_attn, layer.mlp
+    names = _ATTENTION_NAMES
+    for option, more in _OPTIONAL.items():
+        if getattr(getattr(attention, "config", None), option, None) is None:
+            names |= more
+    if not _uses_only(layer, _LAYER_NAMES) or not _uses_only(attention, names):
+        return None
+    if not isinstance(_native_part(before), _native.RmsNorm):
+        return None
+    if not isinstance(_native_part(after), _native.RmsNorm):
+        return None
+    children = dict(mlp.named_children())
+    experts = next((child for child in children.values() if EXPERTS_RUNNER in vars(child)), None)
+    router = next((child for child in children.values() if child is not experts), None)
+    plain = (
+        len(children) == 2
+        and experts is not None
+        and isinstance(_native_part(router), _native.Routing)
+        and _uses_only(mlp, _EXPERTS_NAMES | _JITTER)
+        and not any(parameter is not None for parameter in mlp._parameters.values())
+    )
+    rotate = vars(attention).get("forward")
+    width, angles = rotation_width(rotate, getattr(attention, "head_dim", 0))
+    if not width:
+        return None
+    if not plain:
+        router = experts = None
+    return LayerParts(before, attention, after, mlp, router, experts, width, angles)
+
+
+_Products = tuple[_native.DenseProduct, _native.DenseProduct, _native.DenseProduct, _native.DenseProduct]
+
+
+def _products(attention: Any) -> _Products | None:
+    found = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    if not all(isinstance(module, StoredLinear | PackedLinear) for module in found):
+        return None
+    query, key, value, output = (module.product() for module in found if module is not None)
+    return query, key, value, output
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The native step of a layer, and what its caller has to know.
+
+    Attributes:
+        run: The step.
+        dtype: Of hidden states and cache.
+        hidden_size: Of the model.
+        kv_heads: Heads of keys and values.
+        dim: Elements of a head.
+        sinks: Memory that ``run`` reads.
+    """
+
+    run: _native.LayerStep
+    dtype: torch.dtype
+    hidden_size: int
+    kv_heads: int
+    dim: int
+    sinks: torch.Tensor | None
+
+
+def _step(parts: LayerParts) -> _Step | None:
+    attention = parts.attention
+    products = _products(attention)
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    head_norms = [_native_part(norm) for norm in norms]
+    weight = parts.before.weight
+    assert isinstance(weight, torch.Tensor)
+    dtype, hidden_size = weight.dtype, weight.shape[0]
+    if products is None or dtype not in ELEMENTS or type(attention.layer_idx) is not int:
+        return None
+    if any(norms) and not all(isinstance(norm, _native.RmsNorm) for norm in head_norms):
+        return None
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    if not set(dict(attention.named_children())) <= known or set(attention._parameters) - {"sinks"}:
+        return None
+    dim = attention.head_dim
+    heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
+    if not kv_heads or heads % kv_heads or type(attention.scaling) is not float:
+        return None
+    sinks = attention._parameters.get("sinks")
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    kind = ELEMENTS[dtype]
+    at = 0 if sinks is None else sinks.data_ptr()
+    run = _native.LayerStep(
+        kind,
+        _native_part(parts.before),
+        *products,
+        (head_norms[0], head_norms[1]) if norms[0] is not None else None,
+        _native.Attention(kind, kv_heads, heads // kv_heads, dim, 0, dim, attention.scaling, at),
+        parts.angles,
+        parts.width,
+        _native_part(parts.after),
+        _native_part(parts.router),
+    )
+    return _Step(run, dtype, hidden_size, kv_heads, dim, sinks)
+
+
+def _forward(layer: Any, parts: LayerParts) -> Forward | None:
+    step = _step(parts)
+    if step is None:
+        return None
+    # A decoded token comes here once a layer: names of the closure cost less than attributes.
+    route, normalise, add = step.run.route, step.run.normalise, step.run.add
+    dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
+    own, mlp, experts, index = layer.forward, parts.mlp, parts.experts, parts.attention.layer_idx
+    watched = parts.watched()
+    chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
+    empty, float32, int64 = torch.empty, torch.float32, torch.int64
+    angle_shape = (1, 1, parts.angles)
+
+    def place_of(
+        hidden: torch.Tensor, cache: Any, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[int, int, int, int, int] | None:
+        """Where the token's keys and values belong; ``None`` for a pass that the step is not made for."""
+        slot: Any = cache.layers[index] if index < len(cache.layers) else None
+        if (
+            type(slot) is not ReservedLayer
+            or hidden.dtype is not dtype
+            or hidden.shape != (1, 1, hidden_size)
+            or not (hidden.is_contiguous() and hidden.is_cpu)
+            or not (cos.dtype is sin.dtype is dtype and cos.shape == sin.shape == angle_shape)
+            or not (cos.is_contiguous() and sin.is_contiguous())
+        ):
+            return None
+        return slot.append_place(kv_heads, dim, dtype)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        *rest: Any,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_embeddings: Any = None,
+        **named: Any,
+    ) -> Any:
+        place = None
+        if (
+            attention_mask is None
+            and type(past_key_values) is DynamicCache
+            and type(position_embeddings) is tuple
+            and not rest
+            and not any(watched)
+            and _means_nothing(named)
+        ):
+            cos, sin = position_embeddings
+            place = place_of(hidden_states, past_key_values, cos, sin)
+        if place is None:
+            return own(
+                hidden_states,
+                *rest,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **named,
+            )
+        residual = empty((1, 1, hidden_size), dtype=dtype)
+        at = (hidden_states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *place, residual.data_ptr())
+        if experts is None:
+            normed = empty((1, 1, hidden_size), dtype=dtype)
+            normalise(*at, normed.data_ptr())
+            out = mlp(normed)
+            return residual + (out[0] if isinstance(out, tuple) else out)
+        x = empty((1, hidden_size), dtype=float32)
+        top_k_index = empty((1, chosen), dtype=int64)
+        top_k_weights = empty((1, chosen), dtype=float32)
+        route(*at, x.data_ptr(), top_k_index.data_ptr(), top_k_weights.data_ptr())
+        summed = vars(experts)[EXPERTS_RUNNER].forward(x, top_k_index, top_k_weights)
+        add(summed.data_ptr(), residual.data_ptr())
+        return residual
+
+    forward.__dict__["kept"] = (parts, step)
+    return forward
+
+
+# Arguments of a layer that change nothing for one token that sees all keys.
+_SILENT = frozenset({"position_ids", "use_cache", "cache_position"})
+
+
+def _means_nothing(named: dict[str, Any]) -> bool:
+    return all(name in _SILENT or value is None or value is False for name, value in named.items())

@@ -1,0 +1,109 @@
+"""Try the joined step of a decoder layer against the layer itself, bit by bit.
+
+Layers that differ in nothing but their weights are of one kind, and one of them is tried for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from moechat.models.attention_cache import ReservedLayer
+from moechat.models.decode.elements import probing
+from moechat.models.decode.layers import Forward, LayerParts
+from moechat.models.skeleton import EXPERTS_RUNNER
+
+_PROBES = 3
+_PROBE_KEYS = 5
+
+
+def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers that differ in nothing but their weights and their place."""
+
+    def plain(module: nn.Module) -> tuple[Any, ...]:
+        values = sorted(
+            (name, value)
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and name != "layer_idx"
+        )
+        tensors = [
+            (name, tuple(tensor.shape), tensor.dtype)
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items()
+            if tensor is not None
+        ]
+        rule = getattr(vars(module).get("forward"), "__dict__", {}).get("rule")
+        return (type(module), tuple(values), tuple(tensors), repr(rule))
+
+    return tuple((name, plain(module)) for name, module in layer.named_modules())
+
+
+class _Echo:
+    """Stands in for the experts of a layer: a result that shows which were chosen, and by what weights."""
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed = (weights.float() * (1 + index.float() / 8)).sum(-1, keepdim=True)
+        return (hidden.float() * mixed).to(hidden.dtype)
+
+
+def agrees(layer: Any, ours: Forward) -> bool:
+    """Whether ``ours`` gives for random tokens what ``layer`` gives, and leaves the same in the cache."""
+    parts: LayerParts = ours.__dict__["kept"][0]
+    weight = parts.before.weight
+    assert isinstance(weight, torch.Tensor)
+    runners = [module for module in layer.modules() if EXPERTS_RUNNER in vars(module)]
+    before = [vars(module)[EXPERTS_RUNNER] for module in runners]
+    try:
+        for module in runners:
+            vars(module)[EXPERTS_RUNNER] = _Echo()
+        with probing() as generator:
+            return _same(layer.forward, ours, parts, weight, generator)
+    finally:
+        for module, runner in zip(runners, before, strict=True):
+            vars(module)[EXPERTS_RUNNER] = runner
+
+
+def _same(
+    theirs: Forward, ours: Forward, parts: LayerParts, weight: torch.Tensor, generator: torch.Generator
+) -> bool:
+    dtype, hidden_size = weight.dtype, weight.shape[0]
+    attention, index = parts.attention, parts.attention.layer_idx
+    kv_heads = attention.k_proj.out_features // attention.head_dim
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    caches = [DynamicCache(), DynamicCache()]
+    for cache in caches:
+        cache.layers = [ReservedLayer(_PROBE_KEYS + _PROBES) for _ in range(index + 1)]
+    start = [drawn(1, kv_heads, _PROBE_KEYS, attention.head_dim) for _ in range(2)]
+    for cache in caches:
+        cache.layers[index].update(*start)
+    scale = 1.0
+    for _ in range(_PROBES):
+        hidden, angle = drawn(1, 1, hidden_size) * scale, torch.rand(parts.angles, generator=generator) * 6
+        results = []
+        for forward, cache in zip((theirs, ours), caches, strict=True):
+            try:
+                result = forward(
+                    hidden.clone(),
+                    attention_mask=None,
+                    past_key_values=cache,
+                    position_embeddings=(
+                        angle.cos()[None, None].to(dtype),
+                        angle.sin()[None, None].to(dtype),
+                    ),
+                )
+            except Exception:  # whatever the family's code needs that a probe has not
+                return False
+            if not isinstance(result, torch.Tensor):
+                return False
+            layer = cache.layers[index]
+            results.append([result, layer.keys, layer.values])
+        if not all(map(torch.equal, *results)):
+            return False
+        scale *= 30
+    return True

@@ -1,0 +1,89 @@
+// The parts of a decoding step as Python holds them: what does not change between calls.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "bindings/arrays.h"
+#include "bindings/gil.h"
+#include "kernels/decode.h"
+
+namespace moechat {
+
+using Address = std::uint64_t;
+
+template <class T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
+}
+
+inline ElementType element_type(const std::string& name) {
+  if (name == "float32") return ElementType::kFloat32;
+  if (name == "bfloat16") return ElementType::kBfloat16;
+  if (name == "float16") return ElementType::kFloat16;
+  refuse("element type is '" + name + "'; it must be float32, bfloat16 or float16");
+}
+
+inline void require_positive(const char* name, std::int64_t value) {
+  if (value < 1) refuse(std::string(name) + " is " + std::to_string(value) + "; it must be at least 1");
+}
+
+struct Norm {
+  NormTask task;
+
+  void run(Address x, Address out, std::int64_t rows) const {
+    NormTask own = task;
+    own.x = at(x);
+    own.out = at(out);
+    const ReleaseGil released;
+    rms_norm(own, rows);
+  }
+};
+
+struct Attention {
+  AttendTask task;
+
+  void run(Address query, std::int64_t query_head, std::int64_t query_token, std::int64_t tokens, Address key,
+           std::int64_t key_head, std::int64_t key_token, Address tail, std::int64_t tail_token,
+           Address value, std::int64_t value_head, std::int64_t value_token, std::int64_t context,
+           Address visible, std::int64_t visible_token, Address out) const {
+    require_positive("tokens", tokens);
+    require_positive("context", context);
+    AttendTask own = task;
+    own.query = at(query);
+    own.query_head = query_head;
+    own.query_token = query_token;
+    own.tokens = tokens;
+    own.key = at(key);
+    own.key_head = key_head;
+    own.key_token = key_token;
+    own.tail = at(tail);
+    own.tail_head = 0;
+    own.tail_token = tail_token;
+    own.value = at(value);
+    own.value_head = value_head;
+    own.value_token = value_token;
+    own.context = context;
+    own.visible = at<const unsigned char>(visible);
+    own.visible_token = visible_token;
+    own.out = at(out);
+    const ReleaseGil released;
+    attend(own);
+  }
+};
+
+struct Routing {
+  RouteTask task;
+  RouterRule rule;
+
+  void run(Address x, std::int64_t tokens, Address logits, Address index, Address weights) const {
+    RouteTask own = task;
+    own.x = at(x);
+    own.tokens = tokens;
+    own.logits = at(logits);
+    const ReleaseGil released;
+    route(own, rule, at<std::int64_t>(index), at(weights));
+  }
+};
+
+}  // namespace moechat

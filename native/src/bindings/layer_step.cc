@@ -1,0 +1,143 @@
+// A decoder layer's step. As for its parts, callers give addresses of memory that they have checked.
+#include "kernels/layer_step.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/decode_parts.h"
+#include "bindings/gil.h"
+
+namespace moechat {
+namespace {
+
+// A product and what it reads.
+struct Product {
+  StepProduct task;
+  std::vector<py::object> kept;
+};
+
+const float* checked_bias(const std::optional<py::array>& bias, std::int64_t rows, Product& product) {
+  if (!bias) return nullptr;
+  product.kept.push_back(*bias);
+  return checked<float>("bias", *bias, {rows});
+}
+
+Product packed_product(const LinearLayout& layout, const py::array& data,
+                       const std::optional<py::array>& bias, int activation_bits) {
+  check_activation_bits(activation_bits);
+  Product product{};
+  product.task.rows = layout.rows;
+  product.task.cols = layout.cols;
+  product.task.weights = checked<std::uint8_t>("data", data, {layout.nbytes});
+  product.task.bias = checked_bias(bias, layout.rows, product);
+  product.task.packed = true;
+  product.task.layout = layout;
+  product.task.activation_bits = activation_bits;
+  product.kept.push_back(data);
+  return product;
+}
+
+Product rows16_product(const py::array& weights, bool is_fp16, const std::optional<py::array>& bias) {
+  if (weights.ndim() != 2) refuse("weights have " + std::to_string(weights.ndim()) + " dimensions, not 2");
+  Product product{};
+  product.task.rows = weights.shape(0);
+  product.task.cols = weights.shape(1);
+  product.task.weights = checked<std::uint16_t>("weights", weights, {product.task.rows, product.task.cols});
+  product.task.bias = checked_bias(bias, product.task.rows, product);
+  product.task.fp16 = is_fp16;
+  product.kept.push_back(weights);
+  return product;
+}
+
+// A step and the products that it reads.
+struct Step {
+  LayerStep task;
+  std::vector<Product> kept;
+
+  void call(const LayerStepCall& own) const {
+    if (own.held < 0) refuse("held is negative");
+    const ReleaseGil released;
+    layer_step(task, own);
+  }
+  void route(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head, Address values,
+             std::int64_t value_head, std::int64_t held, Address residual, Address x, Address index,
+             Address weights) const {
+    if (!task.routes) refuse("this step has no router");
+    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, at(residual),
+          at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
+  }
+  void normalise(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head,
+                 Address values, std::int64_t value_head, std::int64_t held, Address residual,
+                 Address normed) const {
+    if (task.routes) refuse("this step has a router");
+    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, at(residual),
+          nullptr, nullptr, nullptr, at(normed)});
+  }
+  void add(Address x, Address residual) const {
+    add_rounded(task.type, at<const float>(x), task.hidden, at(residual));
+  }
+};
+
+Step make_step(const std::string& type, const Norm& before, Product query, Product key, Product value,
+               Product output, const std::optional<std::pair<Norm, Norm>>& head_norms,
+               const Attention& attention, std::int64_t angles, std::int64_t width, const Norm& after,
+               const std::optional<Routing>& routing) {
+  Step step{};
+  LayerStep& task = step.task;
+  task.type = element_type(type);
+  task.hidden = before.task.cols;
+  task.before = before.task;
+  task.query = query.task;
+  task.key = key.task;
+  task.value = value.task;
+  task.output = output.task;
+  task.norms_heads = head_norms.has_value();
+  if (head_norms) {
+    task.query_norm = head_norms->first.task;
+    task.key_norm = head_norms->second.task;
+  }
+  task.attention = attention.task;
+  task.angles = angles;
+  task.width = width;
+  task.after = after.task;
+  task.routes = routing.has_value();
+  if (routing) {
+    task.routing = routing->task;
+    task.rule = routing->rule;
+  }
+  check_layer_step(task);
+  step.kept = {std::move(query), std::move(key), std::move(value), std::move(output)};
+  return step;
+}
+
+}  // namespace
+
+void bind_layer_step(py::module_& m) {
+  py::class_<Product>(m, "DenseProduct");
+  m.def("packed_product", &packed_product, py::arg("layout"), py::arg("data"), py::arg("bias"),
+        py::arg("activation_bits"));
+  m.def("rows16_product", &rows16_product, py::arg("weights"), py::arg("is_fp16"), py::arg("bias"));
+
+  py::class_<Step>(m, "LayerStep")
+      .def(py::init(&make_step), py::arg("type"), py::arg("before"), py::arg("query"), py::arg("key"),
+           py::arg("value"), py::arg("output"), py::arg("head_norms"), py::arg("attention"),
+           py::arg("angles"), py::arg("width"), py::arg("after"), py::arg("routing"))
+      .def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
+           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"),
+           py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"))
+      .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
+           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"),
+           py::arg("residual"), py::arg("normed"))
+      .def("add", &Step::add, py::arg("x"), py::arg("residual"));
+}
+
+}  // namespace moechat

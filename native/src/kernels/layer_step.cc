@@ -1,0 +1,221 @@
+#include "kernels/layer_step.h"
+
+#include <cstddef>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/dispatch.h"
+#include "kernels/rows16.h"
+
+namespace moechat {
+namespace {
+
+constexpr std::int64_t kLine = 64;
+
+std::int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+
+// Memory of the thread that decodes, handed out from its beginning in every step.
+class Arena {
+ public:
+  explicit Arena(std::int64_t bytes) {
+    static thread_local std::vector<unsigned char> memory;
+    const auto wanted = static_cast<std::size_t>(bytes + kLine);
+    if (memory.size() < wanted) memory.resize(wanted);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    next_ = memory.data() + (kLine - static_cast<std::int64_t>(address % kLine)) % kLine;
+  }
+  static std::int64_t bytes_of(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+  template <class T = void>
+  T* take(std::int64_t bytes) {
+    unsigned char* found = next_;
+    next_ += bytes_of(bytes);
+    return reinterpret_cast<T*>(found);
+  }
+
+ private:
+  unsigned char* next_;
+};
+
+void multiply(const StepProduct& product, const float* x, float* out) {
+  if (product.packed) {
+    LinearCall call{};
+    call.layout = &product.layout;
+    call.data = static_cast<const unsigned char*>(product.weights);
+    call.x = x;
+    call.tokens = 1;
+    call.bias = product.bias;
+    call.out = out;
+    call.activation_bits = product.activation_bits;
+    linear_forward(call);
+    return;
+  }
+  Rows16Call call{};
+  call.weights = static_cast<const std::uint16_t*>(product.weights);
+  call.rows = product.rows;
+  call.cols = product.cols;
+  call.fp16 = product.fp16;
+  call.x = x;
+  call.tokens = 1;
+  call.bias = product.bias;
+  call.out = out;
+  rows16_forward(call);
+}
+
+void require(bool fits, const char* what) {
+  if (!fits) throw std::invalid_argument(std::string("a layer's step does not fit together: ") + what);
+}
+
+}  // namespace
+
+void check_layer_step(const LayerStep& step) {
+  const AttendTask& heads = step.attention;
+  const std::int64_t query_cols = heads.kv_heads * heads.group * heads.key_dim;
+  const std::int64_t key_cols = heads.kv_heads * heads.key_dim;
+  require(heads.type == step.type && step.before.type == step.type && step.after.type == step.type,
+          "the parts have several types");
+  require(heads.tail_dim == 0, "keys in two parts");
+  require(step.before.cols == step.hidden && step.after.cols == step.hidden, "norm and hidden size");
+  require(step.query.cols == step.hidden && step.key.cols == step.hidden && step.value.cols == step.hidden,
+          "projections and hidden size");
+  require(step.query.rows == query_cols && step.key.rows == key_cols, "projections and heads");
+  require(step.value.rows == heads.kv_heads * heads.value_dim, "values and heads");
+  require(
+      step.output.rows == step.hidden && step.output.cols == heads.kv_heads * heads.group * heads.value_dim,
+      "output projection and heads");
+  if (step.norms_heads) {
+    require(step.query_norm.type == step.type && step.key_norm.type == step.type, "type of a head's norm");
+    require(step.query_norm.cols == heads.key_dim || step.query_norm.cols == query_cols, "norm of queries");
+    require(step.key_norm.cols == heads.key_dim || step.key_norm.cols == key_cols, "norm of keys");
+  }
+  require(step.width >= 2 && step.width % 2 == 0 && step.width <= heads.key_dim &&
+              (step.angles == step.width || 2 * step.angles == step.width),
+          "angles and heads");
+  if (step.routes) {
+    require(step.routing.type == step.type && step.routing.hidden == step.hidden, "router and hidden size");
+  }
+}
+
+void layer_step(const LayerStep& step, const LayerStepCall& call) {
+  const DecodeKernels& kernel = *kernels().decode;
+  const ElementType type = step.type;
+  const AttendTask& shape = step.attention;
+  const std::int64_t size = element_bytes(type);
+  const std::int64_t heads = shape.kv_heads * shape.group;
+  const std::int64_t query_cols = heads * shape.key_dim;
+  const std::int64_t key_cols = shape.kv_heads * shape.key_dim;
+  const std::int64_t value_cols = shape.kv_heads * shape.value_dim;
+  const std::int64_t mixed_cols = heads * shape.value_dim;
+  const std::int64_t experts = step.routes ? step.routing.experts : 0;
+  const std::int64_t chosen = step.routes ? step.rule.chosen : 0;
+  const std::int64_t widest = step.hidden > mixed_cols ? step.hidden : mixed_cols;
+
+  Arena arena(Arena::bytes_of(step.hidden * size) + Arena::bytes_of(widest * 4) +
+              Arena::bytes_of(query_cols * 4) + Arena::bytes_of(key_cols * 4) +
+              Arena::bytes_of(value_cols * 4) + Arena::bytes_of(step.hidden * 4) +
+              2 * (Arena::bytes_of(query_cols * size) + Arena::bytes_of(key_cols * size)) +
+              Arena::bytes_of(value_cols * size) + Arena::bytes_of(mixed_cols * size) +
+              Arena::bytes_of(experts * 4) + Arena::bytes_of(chosen * 4));
+  void* rows = arena.take(step.hidden * size);
+  auto* wide = arena.take<float>(widest * 4);
+  auto* query_sums = arena.take<float>(query_cols * 4);
+  auto* key_sums = arena.take<float>(key_cols * 4);
+  auto* value_sums = arena.take<float>(value_cols * 4);
+  auto* output_sums = arena.take<float>(step.hidden * 4);
+  void* query = arena.take(query_cols * size);
+  void* turned_query = arena.take(query_cols * size);
+  void* key = arena.take(key_cols * size);
+  void* turned_key = arena.take(key_cols * size);
+  void* value = arena.take(value_cols * size);
+  void* mixed = arena.take(mixed_cols * size);
+  void* logits = arena.take(experts * 4);
+  void* narrow_weights = arena.take(chosen * 4);
+
+  const auto normalise = [&](const NormTask& norm, const void* x, void* out, std::int64_t elements) {
+    NormTask task = norm;
+    task.x = x;
+    task.out = out;
+    rms_norm(task, elements / norm.cols);
+  };
+  normalise(step.before, call.hidden, rows, step.hidden);
+  kernel.widen(type, rows, step.hidden, wide);
+  multiply(step.query, wide, query_sums);
+  multiply(step.key, wide, key_sums);
+  multiply(step.value, wide, value_sums);
+  kernel.narrow(type, query_sums, query_cols, query);
+  kernel.narrow(type, key_sums, key_cols, key);
+  kernel.narrow(type, value_sums, value_cols, value);
+  if (step.norms_heads) {
+    // What a norm reads it may overwrite: it takes the sum of a row before it writes any of it.
+    normalise(step.query_norm, query, query, query_cols);
+    normalise(step.key_norm, key, key, key_cols);
+  }
+
+  RotateTask turn{};
+  turn.type = type;
+  turn.tokens = 1;
+  turn.dim = shape.key_dim;
+  turn.head_stride = shape.key_dim;
+  turn.cos = call.cos;
+  turn.sin = call.sin;
+  turn.angles = step.angles;
+  turn.width = step.width;
+  turn.x = query;
+  turn.out = turned_query;
+  turn.heads = heads;
+  kernel.rotate(turn);
+  turn.x = key;
+  turn.out = turned_key;
+  turn.heads = shape.kv_heads;
+  kernel.rotate(turn);
+
+  const auto keep = [&](const void* from, void* cache, std::int64_t head_stride, std::int64_t dim) {
+    for (std::int64_t h = 0; h < shape.kv_heads; ++h) {
+      std::memcpy(static_cast<unsigned char*>(cache) + (h * head_stride + call.held * dim) * size,
+                  static_cast<const unsigned char*>(from) + h * dim * size,
+                  static_cast<std::size_t>(dim * size));
+    }
+  };
+  keep(turned_key, call.keys, call.key_head, shape.key_dim);
+  keep(value, call.values, call.value_head, shape.value_dim);
+
+  AttendTask task = shape;
+  task.tokens = 1;
+  task.context = call.held + 1;
+  task.query = turned_query;
+  task.query_head = task.query_token = shape.key_dim;
+  task.key = call.keys;
+  task.key_head = call.key_head;
+  task.key_token = shape.key_dim;
+  task.value = call.values;
+  task.value_head = call.value_head;
+  task.value_token = shape.value_dim;
+  task.out = mixed;
+  attend(task);
+
+  kernel.widen(type, mixed, mixed_cols, wide);
+  multiply(step.output, wide, output_sums);
+  std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(step.hidden * size));
+  kernel.add(type, output_sums, step.hidden, call.residual);
+
+  if (!step.routes) {
+    normalise(step.after, call.residual, call.normed, step.hidden);
+    return;
+  }
+  normalise(step.after, call.residual, rows, step.hidden);
+  kernel.widen(type, rows, step.hidden, call.x);
+  RouteTask choice = step.routing;
+  choice.x = rows;
+  choice.tokens = 1;
+  choice.logits = logits;
+  route(choice, step.rule, call.index, narrow_weights);
+  kernel.widen(step.rule.weight_type, narrow_weights, chosen, call.weights);
+}
+
+void add_rounded(ElementType type, const float* x, std::int64_t count, void* out) {
+  kernels().decode->add(type, x, count, out);
+}
+
+}  // namespace moechat

@@ -1,0 +1,204 @@
+"""Decoder layers whose step is one native call: the same bits as part by part, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, write_tiny_checkpoint
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+import moechat
+from moechat import _native
+from moechat.models.attention_cache import ReservedLayer
+from moechat.models.decode.layers import recognise_layer
+from moechat.models.decode.trial import agrees, layer_kind
+
+TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
+# With norms of heads, without, over all heads; with sinks and windows; with biases and shared experts; with
+# layers that have no experts.
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "dots1"]
+Engine = Any
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = _native.num_threads()
+    yield
+    _native.set_num_threads(before)
+
+
+def checkpoint(directory: Path, family: str, variant: int = 0, **more: Any) -> Path:
+    config = tiny_config(family, variant, **more)
+    config.dtype = torch.bfloat16  # as published models have it; other weights stay torch's
+    write_tiny_checkpoint(directory / "model", config)
+    return directory / "model"
+
+
+def split(engine: Engine) -> None:
+    """Let the layers go part by part; the parts stay native."""
+    for name in engine._loaded.quickened.layers:
+        del vars(engine._model.get_submodule(name))["forward"]
+
+
+def decode(engine: Engine) -> list[torch.Tensor]:
+    cache = engine._new_cache()
+    rows = []
+    for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
+        out = engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        rows.append(out.logits[0, -1].clone())
+    return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+
+
+@pytest.mark.parametrize("dense_bits", [16, 4])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
+    + [("qwen3_moe", "float16")],
+)
+def test_a_step_gives_the_bits_of_its_parts(
+    family: str, dtype: str, dense_bits: int, tmp_path: Path, moechat_home: Path
+) -> None:
+    for variant in (0, 1):
+        path = checkpoint(tmp_path / str(variant), family, variant)
+        with moechat.load(path, bits=16, dtype=dtype, dense_bits=dense_bits) as engine:
+            layers = engine._model.config.get_text_config().num_hidden_layers
+            assert len(engine._loaded.quickened.layers) == layers
+            joined = decode(engine)
+            split(engine)
+            assert all(map(torch.equal, joined, decode(engine)))
+
+
+def test_a_step_does_not_depend_on_threads(tmp_path: Path, moechat_home: Path, threads: None) -> None:
+    path = checkpoint(
+        tmp_path, "qwen3_moe", hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=64
+    )
+    with moechat.load(path, bits=4, dtype="float32", dense_bits=8) as engine:
+        assert engine._loaded.quickened.layers
+        results = []
+        for count in (1, 2, 3, 7):
+            _native.set_num_threads(count)
+            results.append(decode(engine))
+    assert all(all(map(torch.equal, results[0], other)) for other in results)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax", "flex_olmo"])
+def test_layers_of_another_kind_are_left_alone(family: str, tmp_path: Path, moechat_home: Path) -> None:
+    with moechat.load(checkpoint(tmp_path, family), bits=16, dtype="float32") as engine:
+        assert not engine._loaded.quickened.layers
+
+
+def test_what_is_clipped_is_left_alone_whatever_the_probes_are(tmp_path: Path, moechat_home: Path) -> None:
+    # No probe comes near this limit.
+    with moechat.load(checkpoint(tmp_path, "olmoe", clip_qkv=1e6), bits=16, dtype="float32") as engine:
+        assert not engine._loaded.quickened.layers
+
+
+@pytest.fixture
+def engine(tmp_path: Path, moechat_home: Path) -> Iterator[Engine]:
+    with moechat.load(checkpoint(tmp_path, "qwen3_moe"), bits=16, dtype="float32") as loaded:
+        yield loaded
+
+
+def test_an_attention_with_other_code_is_left_alone(engine: Engine) -> None:
+    class Louder(Qwen3MoeAttention):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            out, weights = super().forward(*arguments, **named)
+            return out * 1.5, weights
+
+    split(engine)
+    layer = engine._model.model.layers[0]
+    assert recognise_layer(layer) is not None
+    layer.self_attn.__class__ = Louder
+    assert recognise_layer(layer) is None
+
+
+def test_a_layer_that_computes_something_else_with_known_names_does_not_agree(engine: Engine) -> None:
+    split(engine)
+    first, second = engine._model.model.layers
+    ours = recognise_layer(first)
+    assert ours is not None
+    assert agrees(first, ours)
+    for part, change in (
+        (first.self_attn, {"scaling": 0.3}),
+        (first, {"post_attention_layernorm": first.input_layernorm}),
+    ):
+        before = {name: getattr(part, name) for name in change}
+        for name, value in change.items():
+            setattr(part, name, value)
+        if isinstance(next(iter(change.values())), nn.Module):
+            first.input_layernorm.weight.data[::2] += 1.0
+        assert not agrees(first, ours)
+        for name, value in before.items():
+            setattr(part, name, value)
+    assert layer_kind(first) == layer_kind(second)
+    second.self_attn.scaling = 0.3
+    assert layer_kind(first) != layer_kind(second)
+
+
+def test_whoever_listens_to_a_part_of_a_layer_hears_it(engine: Engine) -> None:
+    layer = engine._model.model.layers[1]
+    wanted = decode(engine)
+    for module in (layer.self_attn, layer.self_attn.q_proj, layer.mlp.gate, layer.input_layernorm):
+        heard: list[Any] = []
+        handle = module.register_forward_hook(lambda *given, to=heard: to.append(given[-1]))
+        assert all(map(torch.equal, wanted, decode(engine)))
+        assert len(heard) == 4
+        handle.remove()
+        decode(engine)
+        assert len(heard) == 4
+
+
+def test_what_a_step_is_not_made_for_goes_through_the_modules(engine: Engine) -> None:
+    layer = engine._model.model.layers[0]
+    heard: list[Any] = []
+    own = layer.self_attn.forward
+    layer.self_attn.forward = lambda *given, **named: heard.append(named) or own(*given, **named)
+    cache = engine._new_cache()
+    for count, calls in ((4, 1), (1, 1), (3, 2), (1, 2)):
+        engine._forward(torch.tensor([TOKENS[:count]]), past_key_values=cache, use_cache=True)
+        assert len(heard) == calls
+    engine._forward(torch.tensor([TOKENS[:1]]), use_cache=False)
+    assert len(heard) == 3
+
+
+def test_a_full_reserve_grows_as_ever(engine: Engine) -> None:
+    wanted = decode(engine)
+    cache = engine._new_cache()
+    cache.layers = [ReservedLayer(10) for _ in cache.layers]
+    rows = []
+    for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
+        out = engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        rows.append(out.logits[0, -1])
+    assert all(map(torch.equal, wanted, rows))
+    assert cache.layers[0].get_seq_length() == len(TOKENS)
+
+
+def test_a_place_is_given_only_where_keys_and_values_fit() -> None:
+    layer = ReservedLayer(4)
+    assert layer.append_place(2, 8, torch.float32) is None
+    layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
+    assert layer.append_place(2, 8, torch.bfloat16) is None
+    assert layer.append_place(1, 8, torch.float32) is None
+    assert layer.append_place(2, 16, torch.float32) is None
+    assert layer.get_seq_length() == 3
+    place = layer.append_place(2, 8, torch.float32)
+    assert place == (layer.keys.data_ptr(), 32, layer.values.data_ptr(), 32, 3)
+    assert layer.get_seq_length() == 4
+    assert layer.append_place(2, 8, torch.float32) is None
+    assert layer.get_seq_length() == 4
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    weights = torch.ones(64, 32, dtype=torch.bfloat16)
+    product = _native.rows16_product(weights.view(torch.int16).numpy().view("uint16"), False, None)
+    norm = _native.RmsNorm("float32", weights.data_ptr(), 32, 1e-6, 0.0, True)
+    attention = _native.Attention("float32", 2, 1, 16, 0, 16, 0.25, 0)
+    with pytest.raises(ValueError, match="a layer's step does not fit together: projections and heads"):
+        _native.LayerStep(
+            "float32", norm, product, product, product, product, None, attention, 16, 16, norm, None
+        )
