@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def steady_modules(model: nn.Module) -> None:
 
 
 def _steady(forward: Callable[..., Any], columns: int) -> Callable[..., Any]:
+    @wraps(forward)  # whoever asks for its parameters sees those of the module
     def call(*arguments: Any, **named: Any) -> Any:
         # Well under a microsecond where the module is wide.
         if steady_columns(columns):

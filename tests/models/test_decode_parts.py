@@ -261,6 +261,10 @@ FAMILIES = [
 ]
 
 
+# Those whose routers are modules of a kind that the native code has.
+ROUTED = {"qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "glm4_moe", "qwen3_next"}
+
+
 def module_of(family: str, suffix: str, dtype: torch.dtype) -> nn.Module:
     """The first module of a tiny random model whose name ends with ``suffix``."""
     from transformers import AutoModelForCausalLM
@@ -384,6 +388,7 @@ def test_decoding_gives_what_the_family_s_own_modules_give(
     assert torch.equal(ours, again)
     done = engine._loaded.quickened
     assert done.norms
+    assert bool(done.routers) == (family in ROUTED)
     assert done.attention
     assert bool(done.latent) == family.startswith("deepseek")
     done.undo()

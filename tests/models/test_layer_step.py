@@ -67,7 +67,9 @@ def test_a_step_gives_the_bits_of_its_parts(
         path = checkpoint(tmp_path / str(variant), family, variant)
         with moechat.load(path, bits=16, dtype=dtype, dense_bits=dense_bits) as engine:
             layers = engine._model.config.get_text_config().num_hidden_layers
-            assert len(engine._loaded.quickened.layers) == layers
+            quickened = engine._loaded.quickened
+            assert len(quickened.layers) == layers
+            assert len(quickened.routers) == len(engine._loaded.parts)
             joined = decode(engine)
             split(engine)
             assert all(map(torch.equal, joined, decode(engine)))
