@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
+from moechat import _native
 from moechat.config import HOME_VARIABLE
 from moechat.errors import DoesNotFitError, MoechatError
 
 TEMPORARY_SUFFIX = ".tmp"
 _HASH_CHUNK = 4 << 20
+_HUGE_PAGE = 2 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR)
@@ -76,18 +81,54 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_HASH_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
+    with open(path, "rb", buffering=0) as file, _read_in_huge_pages(file.fileno()) as fetch:
+        done = 0
+        while True:
+            fetch(done)
+            size = file.readinto(buffer)
+            if not size:
+                return digest.hexdigest()
+            done += size
             digest.update(buffer[:size])
             if advance is not None:
                 advance(size)
-    return digest.hexdigest()
+
+
+@contextmanager
+def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
+    """What brings the next piece of a file into the page cache, in huge pages where the system has them.
+
+    Whoever maps the file later finds them so; plain reads would leave small pages. Nothing here touches the
+    mapping itself, so that a file that shrinks meanwhile does no harm.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < _HUGE_PAGE:
+        yield lambda _: None
+        return
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as mapping:
+        views = [np.frombuffer(mapping, np.uint8)]
+        _native.prefer_huge_pages(views[0])
+
+        def fetch(begin: int) -> None:
+            if begin < size:
+                _native.read_ahead(views[0][begin : begin + _HASH_CHUNK])
+
+        try:
+            yield fetch
+        finally:
+            views.clear()  # a mapping with views cannot be closed
 
 
 class DurableFile:
     """A file being written; use as a context manager and call :meth:`commit` at the end of the block.
 
     Without a commit the temporary file is removed.
+
+    It is written in whole pieces of :data:`_HUGE_PAGE` bytes: a file system that can then keeps them in its
+    cache as huge pages, and experts that are mapped from there are read faster by a tenth or two.
+
+    Invariant: ``_bytes`` bytes were given; all but the last ``_waiting`` of them, which are less than a piece
+    and lie at the beginning of ``_piece``, were written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,6 +137,8 @@ class DurableFile:
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._digest = hashlib.sha256()
         self._bytes = 0
+        self._piece = memoryview(bytearray(_HUGE_PAGE))
+        self._waiting = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._temporary, flags, 0o644)
 
@@ -104,6 +147,25 @@ class DurableFile:
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._bytes += view.nbytes
+        if self._waiting:
+            count = min(view.nbytes, _HUGE_PAGE - self._waiting)
+            self._piece[self._waiting : self._waiting + count] = view[:count]
+            self._waiting += count
+            view = view[count:]
+            if self._waiting < _HUGE_PAGE:
+                return
+            self._flush()
+        whole = view.nbytes // _HUGE_PAGE * _HUGE_PAGE
+        self._write(view[:whole])
+        rest = view[whole:]
+        self._piece[: rest.nbytes] = rest
+        self._waiting = rest.nbytes
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, 0
+        self._write(self._piece[:waiting])
+
+    def _write(self, view: memoryview) -> None:
         while view.nbytes:
             view = view[os.write(self._descriptor, view) :]
 
@@ -113,6 +175,7 @@ class DurableFile:
         Returns:
             Size in bytes and SHA-256 in hexadecimal.
         """
+        self._flush()
         os.fsync(self._descriptor)
         self._close()
         os.replace(self._temporary, self._path)

@@ -22,6 +22,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,7 @@ class SafetensorsFile:
             data, data_start = _read_header(descriptor, status.st_size, str(path), error)
             tensors, metadata = parse_header(data, data_start, status.st_size, str(path), error)
             mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+            _prefer_huge_pages(mapping)
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem.strerror}") from problem
         finally:
@@ -316,6 +318,13 @@ class SafetensorsFile:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             self._mapping.madvise(mmap.MADV_DONTNEED, first, min(end, self.file_bytes) - first)
+
+
+def _prefer_huge_pages(mapping: mmap.mmap) -> None:
+    """A wish: what is read through the mapping comes in huge pages, where the system has them for files."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
