@@ -8,6 +8,15 @@
 
 constexpr std::int64_t kPrefetchBytes = 2048;
 
+// Tokens that share the unpacking of a group, and chains that find a register each.
+#if defined(__AVX512F__)
+constexpr int kFloatTokens = 8;
+constexpr int kFloatChains = 16;
+#else
+constexpr int kFloatTokens = 4;
+constexpr int kFloatChains = 4;
+#endif
+
 // sums[stream][token] = the chain over the even (kFirst 0) or odd (kFirst 1) columns of one group.
 template <class E, int kFirst, int kStreams, int kTokens>
 MOECHAT_INLINE void dot_half(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
@@ -32,7 +41,7 @@ MOECHAT_INLINE void dot_half(const unsigned char* const (&q)[kStreams], const fl
 template <class E, int kStreams, int kTokens>
 MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
                               Vec (&sums)[kStreams][kTokens]) {
-  if constexpr (kStreams * kTokens <= 2) {
+  if constexpr (2 * kStreams * kTokens <= kFloatChains) {
     Vec chain[2][kStreams][kTokens];
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) chain[0][s][t] = chain[1][s][t] = zero();
@@ -191,7 +200,12 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
       prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
     }
     std::int64_t t = 0;
-    for (; t + 4 <= count; t += 4) neuron_tile<E, 4>(task, record, tile, item + t, slot + t, factors);
+    for (; t + kFloatTokens <= count; t += kFloatTokens)
+      neuron_tile<E, kFloatTokens>(task, record, tile, item + t, slot + t, factors);
+    if (kFloatTokens > 4 && t + 4 <= count) {
+      neuron_tile<E, 4>(task, record, tile, item + t, slot + t, factors);
+      t += 4;
+    }
     if (t + 2 <= count) {
       neuron_tile<E, 2>(task, record, tile, item + t, slot + t, factors);
       t += 2;
@@ -284,8 +298,13 @@ void outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
     const std::int64_t count = task.slot_start[local + 1] - slot;
     const std::int64_t block = task.block_index[entry];
     std::int64_t t = 0;
-    for (; t + 4 <= count; t += 4) {
+    for (; t + kFloatTokens <= count; t += kFloatTokens) {
+      output_range<E, kFloatTokens>(task, record, block, begin, end, out_rows + t, weights + t, slot + t,
+                                    next);
+    }
+    if (kFloatTokens > 4 && t + 4 <= count) {
       output_range<E, 4>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
+      t += 4;
     }
     if (t + 2 <= count) {
       output_range<E, 2>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
@@ -367,7 +386,8 @@ template <class E>
 void linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   for (std::int64_t tile = begin; tile < end; ++tile) {
     std::int64_t t = 0;
-    for (; t + 4 <= task.tokens; t += 4) linear_tile<E, 4>(task, tile, t);
+    for (; t + kFloatTokens <= task.tokens; t += kFloatTokens) linear_tile<E, kFloatTokens>(task, tile, t);
+    for (; kFloatTokens > 4 && t + 4 <= task.tokens; t += 4) linear_tile<E, 4>(task, tile, t);
     for (; t < task.tokens; ++t) linear_tile<E, 1>(task, tile, t);
   }
 }
