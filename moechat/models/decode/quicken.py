@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from moechat.models.decode import attention
+from moechat.models.decode.angles import recognise_angles
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.norms import native_norm, recognise_norm
@@ -27,6 +28,7 @@ class Quickened:
 
     Attributes:
         norms: Names of the modules.
+        angles: Names of the modules that give cosines and sines.
         rotary: Names of the attention modules.
         latent: Names of the attention modules whose cache is not expanded.
         routers: Names of the modules.
@@ -35,6 +37,7 @@ class Quickened:
     """
 
     norms: list[str] = field(default_factory=list)
+    angles: list[str] = field(default_factory=list)
     rotary: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
@@ -78,6 +81,11 @@ def quicken(model: Any) -> Quickened:
         if rule is not None:
             done.replace(module, native_router(module, rule))
             done.routers.append(name)
+            continue
+        angles = recognise_angles(module)
+        if angles is not None:
+            done.replace(module, angles)
+            done.angles.append(name)
             continue
         rotate = recognise_rotary(module)
         if rotate is not None:

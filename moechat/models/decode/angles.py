@@ -1,0 +1,74 @@
+"""Cosines and sines of rotary embeddings, looked up for one token instead of computed.
+
+A family computes them anew in every pass, from the positions alone. For a single token torch wakes its
+threads for a hundred numbers, which takes longer than a layer's norms, rotation and attention together. Here
+the family's own module fills a table for a range of positions, and a decoding step reads a row of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from moechat.models.decode.elements import ELEMENTS, close, probing
+from moechat.models.threads import one_thread
+
+# Positions of a table; tables that are kept at a time.
+_POSITIONS = 256
+_TABLES = 2
+# Kinds whose frequencies do not change with the length of the text.
+_STEADY = frozenset({"default", "linear", "llama3", "yarn"})
+
+Angles = Callable[..., Any]
+
+
+def recognise_angles(module: Any) -> Angles | None:
+    """A ``forward`` for ``module``, if it gives cosines and sines that depend on each position alone."""
+    if "forward" in vars(module) or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+        return None
+    if getattr(module, "rope_type", None) not in _STEADY or module.inv_freq.ndim != 1:
+        return None
+    if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+        return None
+    ours = tabled_angles(module)
+    with probing() as generator:
+        for dtype in (torch.float32, torch.bfloat16):
+            x, other = torch.randn((2, 1, 1, 8), generator=generator).to(dtype)
+            for position in (0, 5, _POSITIONS + 3):
+                at = torch.tensor([[position]])
+                try:
+                    wanted = module(x, at)
+                    found = ours(other, at)
+                except Exception:  # it wants something else than positions
+                    return None
+                if type(wanted) is not tuple or len(wanted) != 2 or not all(map(close, found, wanted)):
+                    return None
+    return ours
+
+
+def tabled_angles(module: nn.Module) -> Angles:
+    """The ``forward`` of ``module``, with a table for passes of one token."""
+    own = module.forward
+    tables: dict[tuple[torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        dtype = x.dtype
+        if position_ids.numel() != 1 or dtype not in ELEMENTS or not (x.is_cpu and position_ids.is_cpu):
+            return own(x, position_ids)
+        table, row = divmod(int(position_ids), _POSITIONS)
+        found = tables.get((dtype, table))
+        if found is None:
+            while len(tables) >= _TABLES:
+                del tables[next(iter(tables))]
+            positions = torch.arange(table * _POSITIONS, (table + 1) * _POSITIONS)[None]
+            with one_thread():
+                cos, sin = own(x, positions)
+            found = tables[dtype, table] = cos.contiguous(), sin.contiguous()
+        cos, sin = found
+        return cos.narrow(1, row, 1), sin.narrow(1, row, 1)
+
+    return forward

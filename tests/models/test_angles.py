@@ -1,0 +1,76 @@
+"""Angles of rotary embeddings: looked up where each position has its own, else left to the family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, write_tiny_checkpoint
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+import moechat
+from moechat.models.decode.angles import recognise_angles
+
+KINDS = [("qwen3_moe", Qwen3MoeRotaryEmbedding), ("gpt_oss", GptOssRotaryEmbedding)]
+
+
+def module_of(family: str, kind: Any) -> Any:
+    return kind(tiny_config(family))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_a_looked_up_token_has_the_angles_of_its_position(family: str, kind: Any, dtype: torch.dtype) -> None:
+    module = module_of(family, kind)
+    ours = recognise_angles(module)
+    assert ours is not None
+    x = torch.zeros(1, 1, 8, dtype=dtype)
+    whole = module(x, torch.arange(1000)[None])
+    # Forth and back, so that tables are made, dropped and made again.
+    for position in (0, 1, 255, 256, 999, 3, 700, 257):
+        found = ours(x, torch.tensor([[position]]))
+        for part, table in zip(found, whole, strict=True):
+            assert part.shape == (1, 1, table.shape[-1])
+            assert part.dtype is dtype
+            assert part.is_contiguous()
+            torch.testing.assert_close(part[0, 0], table[0, position], rtol=0, atol=1e-6)
+
+
+def test_several_tokens_and_sequences_go_the_family_s_way() -> None:
+    module = module_of(*KINDS[0])
+    ours = recognise_angles(module)
+    assert ours is not None
+    x = torch.zeros(2, 3, 8)
+    for positions in ([[4, 5, 6]], [[4], [9]]):
+        at = torch.tensor(positions)
+        assert all(map(torch.equal, ours(x, at), module(x, at)))
+
+
+def test_angles_that_depend_on_more_than_a_position_are_left_alone() -> None:
+    class Louder(Qwen3MoeRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            cos, sin = super().forward(x, position_ids)
+            return cos * x.mean(), sin
+
+    class Further(Qwen3MoeRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return super().forward(x, position_ids - position_ids.max())
+
+    class Layered(Qwen3MoeRotaryEmbedding):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "") -> Any:
+            return super().forward(x, position_ids)
+
+    for kind in (Louder, Further, Layered):
+        assert recognise_angles(module_of("qwen3_moe", kind)) is None
+    dynamic = module_of(*KINDS[0])
+    dynamic.rope_type = "dynamic"
+    assert recognise_angles(dynamic) is None
+
+
+def test_a_loaded_model_looks_its_angles_up(tmp_path: Path, moechat_home: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe"))
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
+        assert engine._loaded.quickened.angles == ["model.rotary_emb"]
