@@ -96,6 +96,110 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._reserved = (fresh[0], fresh[1])
 
 
+class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer that sees a window, in memory that is reserved once.
+
+    transformers' own layer copies the window for each new token. Here the window moves along a piece of
+    memory, and is copied to its beginning when it has come to the end.
+
+    Invariant: ``keys`` and ``values`` are tokens ``[start, start + held)`` of the two reserved tensors, at
+    most one less than the window has; or there is no reserved memory, and this is transformers' own layer.
+
+    Args:
+        sliding_window: Tokens that a token sees, itself included.
+        most: Tokens of the largest pass that the reserved memory is for; larger ones are copied.
+    """
+
+    def __init__(self, sliding_window: int, most: int) -> None:
+        super().__init__(sliding_window)
+        self._capacity = sliding_window - 1 + max(1, most)
+        self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._start = 0
+        self._held = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; returns the keys and values that the first of them sees, and those after it."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        if self._records_past() or count > self._capacity - (self.sliding_window - 1):
+            # The window is what transformers makes of it from here on.
+            self._reserved = None
+            both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+            return both
+        if self._reserved is None:
+            self._reserve(key_states, value_states)
+        first, held = self._append(count)
+        keys, values = self._tensors()
+        keys.narrow(-2, first, count).copy_(key_states)
+        values.narrow(-2, first, count).copy_(value_states)
+        return keys.narrow(-2, first - held, held + count), values.narrow(-2, first - held, held + count)
+
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> tuple[int, int, int, int, int] | None:
+        """As :meth:`ReservedLayer.append_place`; what comes before the token is what it sees."""
+        reserved = self._reserved
+        if reserved is None or self._records_past():
+            return None
+        keys, values = reserved
+        shape = (1, kv_heads, self._capacity, dim)
+        if keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+            return None
+        first, held = self._append(1)
+        at, head = (first - held) * dim * dtype.itemsize, self._capacity * dim
+        return keys.data_ptr() + at, head, values.data_ptr() + at, head, held
+
+    def _records_past(self) -> bool:
+        return bool(getattr(self, "record_past", False))  # not every version of transformers can
+
+    def _append(self, count: int) -> tuple[int, int]:
+        """Take ``count`` tokens more; returns where the first of them lies, and how many it sees before."""
+        keys, values = self._tensors()
+        held = self._held
+        if self._start + held + count > self._capacity:
+            for tensor in (keys, values):
+                # By way of a copy, since the two places may overlap.
+                tensor.narrow(-2, 0, held).copy_(tensor.narrow(-2, self._start, held).clone())
+            self._start = 0
+        first = self._start + held
+        self.cumulative_length += count
+        self._held = min(held + count, self.sliding_window - 1)
+        self._start = first + count - self._held
+        self._show()
+        return first, held
+
+    def _show(self) -> None:
+        keys, values = self._tensors()
+        self.keys = keys.narrow(-2, self._start, self._held)
+        self.values = values.narrow(-2, self._start, self._held)
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._reserved is not None
+        return self._reserved
+
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        old = self.keys, self.values
+        fresh = [
+            states.new_empty((*states.shape[:-2], self._capacity, states.shape[-1]))
+            for states in (keys, values)
+        ]
+        self._reserved = fresh[0], fresh[1]
+        self._start, self._held = 0, min(self.cumulative_length, self.sliding_window - 1)
+        if self._held:
+            for new, states in zip(fresh, old, strict=True):
+                assert states is not None
+                new.narrow(-2, 0, self._held).copy_(states.narrow(-2, -self._held, self._held))
+        self._show()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' own layer does; the memory is reserved anew by the next pass."""
+        self._reserved = None
+        super().crop(tokens_to_remove)
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """What a model's attention cache looks like.
@@ -103,7 +207,7 @@ class CacheShape:
     Attributes:
         exact: Learnt from a trial pass of the model itself; else computed from the configuration, upwards.
         reserved: The cache is transformers' ``DynamicCache``, so plain layers of it can be
-            :class:`ReservedLayer`.
+            :class:`ReservedLayer` and windows :class:`WindowLayer`.
         appendable: Most tokens of a prompt that may be computed in parts; 0: none may.
         fixed_bytes: Bytes that do not depend on the tokens.
         growing: For each tensor that grows: bytes a token, and the tokens after which it stops growing (or
@@ -132,10 +236,16 @@ class CacheShape:
         if not self.reserved:
             return None
         cache = DynamicCache(config=config.get_text_config())
-        cache.layers = [
-            ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers
-        ]
+        cache.layers = [_reserving(layer, capacity) for layer in cache.layers]
         return cache
+
+
+def _reserving(layer: Any, capacity: int) -> Any:
+    if type(layer) is DynamicLayer:
+        return ReservedLayer(capacity)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity))
+    return layer
 
 
 def can_crop(cache: Any) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import CASES, UNLISTED, tiny_config
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moechat.models.attention_cache import PREFILL_CHUNK, ReservedLayer, cache_shape
+from moechat.models.attention_cache import PREFILL_CHUNK, ReservedLayer, WindowLayer, cache_shape
 from moechat.models.skeleton import build_skeleton
 from moechat.offload.experts import IMPLEMENTATION, attach, register
 
@@ -44,6 +47,11 @@ def held(cache: Any) -> int:
             )
             for item in values:
                 if isinstance(item, torch.Tensor) and item.ndim > 1:
+                    if isinstance(holder, WindowLayer):
+                        # All tokens that were ever written, until the memory is used again.
+                        tokens = min(holder.cumulative_length, holder._capacity)
+                        total += item.nbytes // item.shape[-2] * tokens
+                        continue
                     reserved = isinstance(holder, ReservedLayer)
                     total += item.nbytes if reserved else item.untyped_storage().nbytes()
     return total
@@ -159,3 +167,85 @@ def test_a_reserved_layer_is_transformers_own_without_the_copies() -> None:
                 layer.crop(-3)
         assert ours.get_seq_length() == theirs.get_seq_length()
     assert ours.get_mask_sizes(3) == theirs.get_mask_sizes(3)
+
+
+HEADS, DIM = 2, 3
+
+
+def states(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of tokens [first, first + count), all different."""
+    tokens = torch.arange(first, first + count, dtype=torch.float32)[None, None, :, None]
+    keys = tokens + torch.arange(HEADS * DIM).reshape(1, HEADS, 1, DIM) / 64
+    return keys, -keys
+
+
+def written(layer: Any, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a native step does: it writes one token at the place it is given, and reads all that it sees."""
+    place = layer.append_place(HEADS, DIM, torch.float32)
+    if place is None:
+        return None
+    keys, key_head, values, value_head, before = place
+    found = []
+    for address, stride, new in ((keys, key_head, 0), (values, value_head, 1)):
+        for head in range(HEADS):
+            row = states(first, 1)[new][0, head].contiguous()
+            ctypes.memmove(address + 4 * (head * stride + before * DIM), row.data_ptr(), row.nbytes)
+        read = torch.empty(1, HEADS, before + 1, DIM)
+        for head in range(HEADS):
+            ctypes.memmove(read[0, head].data_ptr(), address + 4 * head * stride, 4 * DIM * (before + 1))
+        found.append(read)
+    return found[0], found[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(2, 9),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(1, 14), st.booleans()), min_size=1, max_size=25),
+)
+def test_a_window_shows_what_transformers_own_layer_shows(
+    window: int, most: int, passes: list[tuple[int, bool]]
+) -> None:
+    theirs, ours = DynamicSlidingWindowLayer(window), WindowLayer(window, most)
+    done = 0
+    for count, natively in passes:
+        seen = None
+        if natively:
+            count = 1
+            seen = written(ours, done)
+        wanted = theirs.update(*states(done, count))
+        if seen is None:
+            seen = ours.update(*states(done, count))
+        done += count
+        assert ours.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+        assert ours.get_seq_length() == theirs.get_seq_length() == done
+        assert ours.keys is not None
+        assert theirs.keys is not None
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+        # transformers returns its whole first pass; a token sees no more than a window of it.
+        for mine, other in zip(seen, wanted, strict=True):
+            assert torch.equal(mine, other[:, :, -mine.shape[2] :])
+            assert mine.shape[2] >= min(done, window - 1 + count)
+
+
+def test_a_window_keeps_to_its_memory_however_long_the_text_is() -> None:
+    layer = WindowLayer(5, 4)
+    layer.update(*states(0, 3))
+    memory = {layer.keys.untyped_storage().data_ptr()}
+    for token in range(3, 200):
+        if written(layer, token) is None:
+            layer.update(*states(token, 1))
+        memory.add(layer.keys.untyped_storage().data_ptr())
+    assert len(memory) == 1
+    assert layer.keys.untyped_storage().nbytes() == 4 * HEADS * DIM * (5 - 1 + 4)
+
+
+def test_a_window_can_be_cropped_while_it_is_not_full() -> None:
+    theirs, ours = DynamicSlidingWindowLayer(9), WindowLayer(9, 16)
+    for layer in (theirs, ours):
+        layer.update(*states(0, 6))
+        layer.crop(-2)
+        layer.update(*states(4, 3))
+    assert torch.equal(ours.keys, theirs.keys)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 7

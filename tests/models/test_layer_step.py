@@ -204,3 +204,19 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
         _native.LayerStep(
             "float32", norm, product, product, product, product, None, attention, 16, 16, norm, None
         )
+
+
+def test_layers_that_see_a_window_go_on_when_it_is_full(tmp_path: Path, moechat_home: Path) -> None:
+    with moechat.load(checkpoint(tmp_path, "gpt_oss"), bits=16, dtype="float32") as engine:
+        config = engine._model.config
+        assert config.layer_types[0] == "sliding_attention"
+        attention = engine._model.model.layers[0].self_attn
+        heard: list[Any] = []
+        own = attention.forward
+        attention.forward = lambda *given, **named: heard.append(named) or own(*given, **named)
+        cache = engine._new_cache()
+        tokens = [(7 * i) % 90 + 3 for i in range(3 * config.sliding_window + 4)]
+        for part in [tokens[:3], *([token] for token in tokens[3:])]:
+            engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        assert len(heard) == 1
+        assert cache.layers[0].get_seq_length() == len(tokens)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.attention_cache import ReservedLayer
+from moechat.models.attention_cache import ReservedLayer, WindowLayer
 from moechat.models.decode.elements import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.linear import PackedLinear, StoredLinear
@@ -234,7 +234,7 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
         """Where the token's keys and values belong; ``None`` for a pass that the step is not made for."""
         slot: Any = cache.layers[index] if index < len(cache.layers) else None
         if (
-            type(slot) is not ReservedLayer
+            type(slot) not in (ReservedLayer, WindowLayer)
             or hidden.dtype is not dtype
             or hidden.shape != (1, 1, hidden_size)
             or not (hidden.is_contiguous() and hidden.is_cpu)
@@ -242,7 +242,8 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
             or not (cos.is_contiguous() and sin.is_contiguous())
         ):
             return None
-        return slot.append_place(kv_heads, dim, dtype)
+        place: tuple[int, int, int, int, int] | None = slot.append_place(kv_heads, dim, dtype)
+        return place
 
     def forward(
         hidden_states: torch.Tensor,
