@@ -194,8 +194,13 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
                 new.narrow(-2, 0, self._held).copy_(states.narrow(-2, -self._held, self._held))
         self._show()
 
+    def reset(self) -> None:
+        """As transformers' own layer does; the memory is reserved anew by the next pass, as after a crop."""
+        self._reserved = None
+        super().reset()
+
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers' own layer does; the memory is reserved anew by the next pass."""
+        """As transformers' own layer does."""
         self._reserved = None
         super().crop(tokens_to_remove)
 

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.gates import Gate, recognise_gate
 
-# Weights packed by these methods are decoded by the store room; every other method is refused by name.
 # Attribute of an experts module: what computes it.
 EXPERTS_RUNNER = "_moechat_layer"
 
+# Weights packed by these methods are decoded by the store room; every other method is refused by name.
 _READABLE_QUANTISATION = ("mxfp4",)
 
 

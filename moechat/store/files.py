@@ -99,17 +99,22 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
     """What brings the next piece of a file into the page cache, in huge pages where the system has them.
 
     Whoever maps the file later finds them so; plain reads would leave small pages. Nothing here touches the
-    mapping itself, so that a file that shrinks meanwhile does no harm.
+    mapping itself, so that a file that shrinks meanwhile does no harm, and no more than a piece of it is
+    resident in this process. Where a file cannot be mapped it is only read.
     """
     size = os.fstat(descriptor).st_size
-    if size < _HUGE_PAGE:
+    mapping = _mapped(descriptor, size) if size >= _HUGE_PAGE else None
+    if mapping is None:
         yield lambda _: None
         return
-    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as mapping:
+    with mapping:
         views = [np.frombuffer(mapping, np.uint8)]
         _native.prefer_huge_pages(views[0])
 
         def fetch(begin: int) -> None:
+            if begin:
+                before = begin // _HUGE_PAGE * _HUGE_PAGE - _HASH_CHUNK
+                mapping.madvise(mmap.MADV_DONTNEED, max(0, before), _HASH_CHUNK)
             if begin < size:
                 _native.read_ahead(views[0][begin : begin + _HASH_CHUNK])
 
@@ -117,6 +122,13 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
             yield fetch
         finally:
             views.clear()  # a mapping with views cannot be closed
+
+
+def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # no such thing there, no room, or the file has become shorter
+        return None
 
 
 class DurableFile:

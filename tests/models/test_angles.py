@@ -12,13 +12,30 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 import moechat
-from moechat.models.decode.angles import recognise_angles
+from moechat.models.decode.angles import recognise_angles, tabled_angles
 
 KINDS = [("qwen3_moe", Qwen3MoeRotaryEmbedding), ("gpt_oss", GptOssRotaryEmbedding)]
 
 
 def module_of(family: str, kind: Any) -> Any:
     return kind(tiny_config(family))
+
+
+def test_the_family_computes_a_table_once() -> None:
+    module = module_of(*KINDS[0])
+    ours = recognise_angles(module)
+    assert ours is not None
+    calls: list[int] = []
+    x = torch.zeros(1, 1, 8)
+    real = type(module).forward
+    try:
+        type(module).forward = lambda self, x, at: calls.append(at.numel()) or real(self, x, at)
+        looked = tabled_angles(module)
+        for position in (*range(256), 256, 257, 3):
+            looked(x, torch.tensor([[position]]))
+    finally:
+        type(module).forward = real
+    assert calls == [256, 256]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

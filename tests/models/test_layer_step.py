@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from tiny import tiny_config, write_tiny_checkpoint
 from torch import nn
+from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import moechat
 from moechat import _native
-from moechat.models.attention_cache import ReservedLayer
+from moechat.models.attention_cache import ReservedLayer, WindowLayer
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.trial import agrees, layer_kind
 
@@ -22,6 +24,8 @@ TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 # With norms of heads, without, over all heads; with sinks and windows; with biases and shared experts; with
 # layers that have no experts.
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "dots1"]
+# What of a head is rotated, where it is not all of it.
+PARTIAL: dict[str, dict[str, Any]] = {"glm4_moe": {}, "minimax_m2": {"rotary_dim": 8}}
 Engine = Any
 
 
@@ -39,6 +43,10 @@ def checkpoint(directory: Path, family: str, variant: int = 0, **more: Any) -> P
     return directory / "model"
 
 
+def angle_count(engine: Engine) -> int:
+    return int(engine._model.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0].shape[-1])
+
+
 def split(engine: Engine) -> None:
     """Let the layers go part by part; the parts stay native."""
     for name in engine._loaded.quickened.layers:
@@ -52,6 +60,23 @@ def decode(engine: Engine) -> list[torch.Tensor]:
         out = engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
         rows.append(out.logits[0, -1].clone())
     return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+
+
+@contextmanager
+def modules_called(engine: Engine) -> Iterator[list[Any]]:
+    """Calls of the attention modules' own forward."""
+    calls: list[Any] = []
+    attentions = [layer.self_attn for layer in engine._model.model.layers]
+    before = [vars(module)["forward"] for module in attentions]
+
+    def heard(own: Any) -> Any:
+        return lambda *given, **named: calls.append(named) or own(*given, **named)
+
+    for module, own in zip(attentions, before, strict=True):
+        module.forward = heard(own)
+    yield calls
+    for module, own in zip(attentions, before, strict=True):
+        module.forward = own
 
 
 @pytest.mark.parametrize("dense_bits", [16, 4])
@@ -70,7 +95,9 @@ def test_a_step_gives_the_bits_of_its_parts(
             quickened = engine._loaded.quickened
             assert len(quickened.layers) == layers
             assert len(quickened.routers) == len(engine._loaded.parts)
-            joined = decode(engine)
+            with modules_called(engine) as calls:
+                joined = decode(engine)
+            assert len(calls) == layers  # all in the first pass, which has many tokens
             split(engine)
             assert all(map(torch.equal, joined, decode(engine)))
 
@@ -114,15 +141,15 @@ def test_an_attention_with_other_code_is_left_alone(engine: Engine) -> None:
 
     split(engine)
     layer = engine._model.model.layers[0]
-    assert recognise_layer(layer) is not None
+    assert recognise_layer(layer, angle_count(engine)) is not None
     layer.self_attn.__class__ = Louder
-    assert recognise_layer(layer) is None
+    assert recognise_layer(layer, angle_count(engine)) is None
 
 
 def test_a_layer_that_computes_something_else_with_known_names_does_not_agree(engine: Engine) -> None:
     split(engine)
     first, second = engine._model.model.layers
-    ours = recognise_layer(first)
+    ours = recognise_layer(first, angle_count(engine))
     assert ours is not None
     assert agrees(first, ours)
     for part, change in (
@@ -210,13 +237,47 @@ def test_layers_that_see_a_window_go_on_when_it_is_full(tmp_path: Path, moechat_
     with moechat.load(checkpoint(tmp_path, "gpt_oss"), bits=16, dtype="float32") as engine:
         config = engine._model.config
         assert config.layer_types[0] == "sliding_attention"
-        attention = engine._model.model.layers[0].self_attn
-        heard: list[Any] = []
-        own = attention.forward
-        attention.forward = lambda *given, **named: heard.append(named) or own(*given, **named)
-        cache = engine._new_cache()
-        tokens = [(7 * i) % 90 + 3 for i in range(3 * config.sliding_window + 4)]
-        for part in [tokens[:3], *([token] for token in tokens[3:])]:
-            engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
-        assert len(heard) == 1
-        assert cache.layers[0].get_seq_length() == len(tokens)
+        window = config.sliding_window
+        tokens = [(7 * i) % 90 + 3 for i in range(5 * window + 4)]
+        results = []
+        # Memory in which the window moves often, and transformers' own cache.
+        for small in (True, False):
+            cache = engine._new_cache()
+            cache.layers = [
+                layer if not layer.is_sliding else WindowLayer(window, 3) if small else plain
+                for layer, plain in zip(cache.layers, DynamicCache(config=config).layers, strict=True)
+            ]
+            with modules_called(engine) as calls:
+                rows = [
+                    engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0, -1]
+                    for part in [tokens[:3], *([token] for token in tokens[3:])]
+                ]
+            results.append(rows)
+            sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
+            others = len(config.layer_types)
+            assert len(calls) == (others if small else others + sliding * (len(rows) - 1))
+            assert cache.layers[0].get_seq_length() == len(tokens)
+        assert all(map(torch.equal, *results))
+
+
+def test_a_part_of_a_head_is_rotated(tmp_path: Path, moechat_home: Path) -> None:
+    for family in ("glm4_moe", "minimax_m2"):
+        path = checkpoint(tmp_path / family, family, **PARTIAL[family])
+        with moechat.load(path, bits=16, dtype="float32") as engine:
+            layers = engine._model.config.num_hidden_layers
+            assert len(engine._loaded.quickened.layers) == layers
+            with modules_called(engine) as calls:
+                joined = decode(engine)
+            assert len(calls) == layers
+            split(engine)
+            assert all(map(torch.equal, joined, decode(engine)))
+
+
+def test_a_layer_can_be_called_with_its_arguments_in_order(engine: Engine) -> None:
+    layer = engine._model.model.layers[0]
+    hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
+    angles = engine._model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with torch.inference_mode():
+        ours = layer(hidden, None, position_embeddings=angles)
+        split(engine)
+        assert torch.equal(ours, layer(hidden, None, position_embeddings=angles))

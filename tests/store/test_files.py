@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moechat import _native
 from moechat.errors import DoesNotFitError
+from moechat.store import files
 from moechat.store.files import DurableFile, explained, hash_file
 
 HUGE_PAGE = 2 << 20
@@ -91,6 +95,50 @@ def test_a_disk_that_is_full_at_the_last_piece_leaves_nothing(
     with pytest.raises(DoesNotFitError, match="is full while writing"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.ENODEV, "no"), OSError(errno.ENOMEM, "no"), ValueError()])
+def test_a_file_that_cannot_be_mapped_is_hashed_all_the_same(
+    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise problem
+
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(2 * HUGE_PAGE + 5))
+    monkeypatch.setattr(files.mmap, "mmap", refuse)
+    assert hash_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_hashing_asks_for_every_piece_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    huge: list[int] = []
+    real = _native.read_ahead
+    monkeypatch.setattr(_native, "prefer_huge_pages", lambda data: huge.append(data.nbytes))
+    monkeypatch.setattr(_native, "read_ahead", lambda data: asked.append(data.nbytes) or real(data))
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(5 * HUGE_PAGE + 5))
+    hash_file(path)
+    assert huge == [5 * HUGE_PAGE + 5]
+    assert asked == [2 * HUGE_PAGE, 2 * HUGE_PAGE, HUGE_PAGE + 5]
+
+
+def test_a_hashed_file_does_not_stay_in_the_memory_of_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        for _ in range(32):
+            file.write(os.urandom(HUGE_PAGE))
+    child = (
+        "import resource, sys\nfrom pathlib import Path\nfrom moechat.store.files import hash_file\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\nhash_file(Path(sys.argv[1]))\nprint(peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", child, str(path)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 20 << 10
 
 
 def test_a_file_that_shrinks_while_it_is_hashed_ends_early(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def recognise_angles(module: Any) -> Angles | None:
     """A ``forward`` for ``module``, if it gives cosines and sines that depend on each position alone."""
     if "forward" in vars(module) or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
         return None
-    if getattr(module, "rope_type", None) not in _STEADY or module.inv_freq.ndim != 1:
+    kind = getattr(module, "rope_type", None)
+    if not isinstance(kind, str) or kind not in _STEADY or module.inv_freq.ndim != 1:
         return None
     if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
         return None

@@ -29,8 +29,8 @@ _ATTENTION_NAMES = frozenset(
     {
         # modules and sizes
         *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "layer_idx", "config"),
-        # arguments of the attention function, which decide nothing for one token that sees all keys
-        *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr"),
+        # what goes to the attention function; numbers of a module that the trial tries, kind by kind
+        *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr", "use_qk_norm"),
         *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
         # tensors
         *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
@@ -80,12 +80,16 @@ class LayerParts:
         )
 
 
-def recognise_layer(layer: Any) -> Forward | None:
+def recognise_layer(layer: Any, angles: int) -> Forward | None:
     """A ``forward`` for a decoder layer whose parts are native already; ``None`` if it is not understood.
+
+    Args:
+        layer: Any module.
+        angles: That the model gives for a token.
 
     The result is not tried: :func:`moechat.models.decode.trial.agrees` does that.
     """
-    parts = _parts(layer)
+    parts = _parts(layer, angles)
     if parts is None:
         return None
     try:
@@ -111,7 +115,7 @@ def _uses_only(module: nn.Module, names: frozenset[str]) -> bool:
     return not nested and not code.co_freevars and names.issuperset(code.co_names)
 
 
-def _parts(layer: Any) -> LayerParts | None:
+def _parts(layer: Any, angles: int) -> LayerParts | None:
     if set(dict(layer.named_children())) != _LAYER_NAMES or "forward" in vars(layer) or layer.training:
         return None
     before, after = layer.input_layernorm, layer.post_attention_layernorm
@@ -137,7 +141,7 @@ def _parts(layer: Any) -> LayerParts | None:
         and not any(parameter is not None for parameter in mlp._parameters.values())
     )
     rotate = vars(attention).get("forward")
-    width, angles = rotation_width(rotate, getattr(attention, "head_dim", 0))
+    width = rotation_width(rotate, getattr(attention, "head_dim", 0), angles)
     if not width:
         return None
     if not plain:
@@ -185,7 +189,10 @@ def _step(parts: LayerParts) -> _Step | None:
     weight = parts.before.weight
     assert isinstance(weight, torch.Tensor)
     dtype, hidden_size = weight.dtype, weight.shape[0]
-    if products is None or dtype not in ELEMENTS or type(attention.layer_idx) is not int:
+    scaling = getattr(attention, "scaling", None)
+    if products is None or dtype not in ELEMENTS or type(scaling) is not float:
+        return None
+    if type(getattr(attention, "layer_idx", None)) is not int:
         return None
     if any(norms) and not all(isinstance(norm, _native.RmsNorm) for norm in head_norms):
         return None
@@ -194,7 +201,7 @@ def _step(parts: LayerParts) -> _Step | None:
         return None
     dim = attention.head_dim
     heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
-    if not kv_heads or heads % kv_heads or type(attention.scaling) is not float:
+    if not kv_heads or heads % kv_heads:
         return None
     sinks = attention._parameters.get("sinks")
     if sinks is not None:
@@ -206,7 +213,7 @@ def _step(parts: LayerParts) -> _Step | None:
         _native_part(parts.before),
         *products,
         (head_norms[0], head_norms[1]) if norms[0] is not None else None,
-        _native.Attention(kind, kv_heads, heads // kv_heads, dim, 0, dim, attention.scaling, at),
+        _native.Attention(kind, kv_heads, heads // kv_heads, dim, 0, dim, scaling, at),
         parts.angles,
         parts.width,
         _native_part(parts.after),
@@ -245,34 +252,21 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
         place: tuple[int, int, int, int, int] | None = slot.append_place(kv_heads, dim, dtype)
         return place
 
-    def forward(
-        hidden_states: torch.Tensor,
-        *rest: Any,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        position_embeddings: Any = None,
-        **named: Any,
-    ) -> Any:
+    def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        cache, angles = named.get("past_key_values"), named.get("position_embeddings")
         place = None
         if (
-            attention_mask is None
-            and type(past_key_values) is DynamicCache
-            and type(position_embeddings) is tuple
+            named.get("attention_mask") is None
+            and type(cache) is DynamicCache
+            and type(angles) is tuple
             and not rest
             and not any(watched)
             and _means_nothing(named)
         ):
-            cos, sin = position_embeddings
-            place = place_of(hidden_states, past_key_values, cos, sin)
+            cos, sin = angles
+            place = place_of(hidden_states, cache, cos, sin)
         if place is None:
-            return own(
-                hidden_states,
-                *rest,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **named,
-            )
+            return own(hidden_states, *rest, **named)
         residual = empty((1, 1, hidden_size), dtype=dtype)
         at = (hidden_states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *place, residual.data_ptr())
         if experts is None:
@@ -292,8 +286,8 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
     return forward
 
 
-# Arguments of a layer that change nothing for one token that sees all keys.
-_SILENT = frozenset({"position_ids", "use_cache", "cache_position"})
+# Arguments of a layer that the step has, or that change nothing for one token that sees all keys.
+_SILENT = frozenset({"past_key_values", "position_embeddings", "position_ids", "use_cache", "cache_position"})
 
 
 def _means_nothing(named: dict[str, Any]) -> bool:

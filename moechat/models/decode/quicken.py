@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from moechat.models.decode import attention
 from moechat.models.decode.angles import recognise_angles
+from moechat.models.decode.elements import probing
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.norms import native_norm, recognise_norm
@@ -109,11 +111,15 @@ def quicken(model: Any) -> Quickened:
 
 
 def _join_layers(done: Quickened, model: Any) -> None:
+    counts = {_angle_count(model.get_submodule(name)) for name in done.angles}
+    if len(counts) != 1:
+        return  # which of them a layer gets would show in its arguments only
+    (angles,) = counts
     tried: dict[Any, bool] = {}
     for name, module in model.named_modules():
         if not hasattr(module, "self_attn"):
             continue
-        forward = recognise_layer(module)
+        forward = recognise_layer(module, angles)
         if forward is None:
             continue
         kind = layer_kind(module)
@@ -122,6 +128,13 @@ def _join_layers(done: Quickened, model: Any) -> None:
         if tried[kind]:
             done.replace(module, forward)
             done.layers.append(name)
+
+
+def _angle_count(module: nn.Module) -> int:
+    """Cosines that a module of angles gives for a token."""
+    with probing():
+        cos: torch.Tensor = module(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0]
+        return cos.shape[-1]
 
 
 def _asks_for_a_name(model: Any) -> bool:

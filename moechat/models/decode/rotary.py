@@ -65,15 +65,23 @@ def with_rotary(module: nn.Module, rotate: Rotate) -> Callable[..., Any]:
     return MethodType(copy, module)
 
 
-def rotation_width(forward: Any, dim: int) -> tuple[int, int]:
-    """Elements of a head of ``dim`` that a ``forward`` of :func:`with_rotary` turns, and by how many angles;
-    (0, 0) where it is no such ``forward``, or where the angles decide.
+def rotation_width(forward: Any, dim: int, angles: int) -> int:
+    """Elements of a head of ``dim`` that a ``forward`` of :func:`with_rotary` turns by so many angles.
+
+    0 where it is no such ``forward``, or leaves them to its family.
     """
     rotate = getattr(forward, "__dict__", {}).get("rotates")
-    kinds = getattr(rotate, "__dict__", {}).get("kinds", ())
-    if _WHOLE in kinds and _SHARED not in kinds:
-        return dim, dim
-    return (dim, dim // 2) if _SHARED in kinds and _WHOLE not in kinds else (0, 0)
+    return _width(getattr(rotate, "__dict__", {}).get("kinds", ()), dim, angles)
+
+
+def _width(kinds: Collection[str], dim: int, angles: int) -> int:
+    if angles == dim:
+        width = dim if _WHOLE in kinds else 0
+    elif 2 * angles == dim and _SHARED in kinds:
+        width = dim
+    else:
+        width = angles if angles < dim and _PART in kinds else 0
+    return 0 if width % 2 else width
 
 
 def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
@@ -91,18 +99,12 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
     ) -> Any:
         dtype, shape, angles = q.dtype, q.shape, cos.shape[-1]
         tokens, dim = shape[-2], shape[-1]
-        if angles == dim:
-            width = angles if _WHOLE in kinds else 0
-        elif 2 * angles == dim and _SHARED in kinds:
-            width = dim
-        else:
-            width = angles if angles < dim and _PART in kinds else 0
+        width = _width(kinds, dim, angles)
         if (
             rest
             or named
             or tokens > FEW_TOKENS
             or width == 0
-            or width % 2
             or not (k.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and dtype in ELEMENTS)
             or not (q.is_cpu and cos.is_contiguous() and sin.is_contiguous())
             or not len(shape) == k.ndim == 4

@@ -25,9 +25,9 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
 
     def plain(module: nn.Module) -> tuple[Any, ...]:
         values = sorted(
-            (name, value)
+            (name, repr(value))
             for name, value in vars(module).items()
-            if type(value) in (bool, int, float, str) and name != "layer_idx"
+            if type(value) in (bool, int, float, str, tuple, type(None)) and name != "layer_idx"
         )
         tensors = [
             (name, tuple(tensor.shape), tensor.dtype)
