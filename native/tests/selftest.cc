@@ -24,6 +24,8 @@
 #include "kernels/block_layout.h"
 #include "kernels/dispatch.h"
 #include "kernels/forward.h"
+#include "kernels/layer_step.h"
+#include "kernels/linear.h"
 #include "kernels/pack.h"
 #include "kernels/rows16.h"
 #include "kernels/spin.h"
@@ -111,11 +113,13 @@ struct Case {
     }
   }
 
-  std::vector<float> run(Activation activation = Activation::kSilu) const {
+  std::vector<float> run(Activation activation = Activation::kSilu,
+                         int activation_bits = kDefaultActivationBits) const {
     std::vector<float> out(x.size());
     ForwardCall call{};
     call.layout = &layout;
     call.activation = {activation, 1.702f, 7.0f};
+    call.activation_bits = activation_bits;
     call.x = x.data();
     call.tokens = static_cast<std::int64_t>(row_token.size());
     call.block_ptr = block_ptr.data();
@@ -131,6 +135,41 @@ struct Case {
     moe_forward(call);
     ++operations;
     return out;
+  }
+
+  // Each token in a call of its own.
+  std::vector<float> run_alone(int activation_bits) const {
+    std::vector<float> all;
+    const auto hidden = static_cast<std::size_t>(layout.hidden_size);
+    for (std::size_t t = 0; t < row_token.size(); ++t) {
+      const std::vector<float> one_x(x.begin() + static_cast<std::ptrdiff_t>(t * hidden),
+                                     x.begin() + static_cast<std::ptrdiff_t>((t + 1) * hidden));
+      std::vector<float> out(hidden);
+      const std::int32_t starts[2] = {0, 1};
+      const std::int32_t token = 0;
+      // Item i of the row is token row_token[i], in descending order.
+      const float weight = row_weight[row_token.size() - 1 - t];
+      ForwardCall call{};
+      call.layout = &layout;
+      call.activation = {Activation::kSilu, 1.702f, 7.0f};
+      call.activation_bits = activation_bits;
+      call.x = one_x.data();
+      call.tokens = 1;
+      call.block_ptr = block_ptr.data();
+      call.block_index = block_index.data();
+      call.block_row = block_row.data();
+      call.entries = static_cast<std::int64_t>(block_ptr.size());
+      call.row_start = starts;
+      call.row_token = &token;
+      call.row_weight = &weight;
+      call.rows = 1;
+      call.nonzeros = 1;
+      call.out = out.data();
+      moe_forward(call);
+      ++operations;
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
   }
 };
 
@@ -156,6 +195,155 @@ void encodings_and_sizes() {
       }
     }
   }
+}
+
+// Few tokens and many take different ways, over tokens in memory of exact size.
+void tokens_together_or_alone() {
+  const std::int64_t sizes[][2] = {{17, 5}, {80, 130}, {300, 200}};
+  unsigned seed = 100;
+  for (const int bits : {2, 3, 4, 8, 16}) {
+    for (const auto& size : sizes) {
+      for (const int tokens : {8, 13, 150}) {
+        if (tokens == 150 && size[0] != 80) continue;
+        const Case one(++seed, size[0], size[1], bits, false, tokens == 13, tokens);
+        for (const int activation_bits : {8, 16, 32}) {
+          ThreadPool::set_num_threads(1);
+          const auto alone = one.run_alone(activation_bits);
+          EXPECT(one.run(Activation::kSilu, activation_bits) == alone);
+          ThreadPool::set_num_threads(3);
+          EXPECT(one.run(Activation::kSilu, activation_bits) == alone);
+        }
+      }
+    }
+  }
+}
+
+// A packed matrix in memory of exact size.
+struct Packed {
+  LinearLayout layout;
+  std::unique_ptr<unsigned char[]> data;
+
+  Packed(std::mt19937& generator, std::int64_t rows, std::int64_t cols, int bits)
+      : layout(make_linear_layout(rows, cols, bits)),
+        data(new unsigned char[static_cast<std::size_t>(layout.nbytes)]) {
+    const auto values = random_values(generator, rows * cols);
+    pack_linear(layout, matrix(values, rows, cols), data.get(), 0);
+  }
+
+  std::vector<float> run(const float* x, std::int64_t tokens, const float* bias, int activation_bits) const {
+    std::vector<float> out(static_cast<std::size_t>(tokens * layout.rows));
+    linear_forward({&layout, data.get(), x, tokens, bias, out.data(), activation_bits});
+    ++operations;
+    return out;
+  }
+};
+
+void packed_matrices() {
+  std::mt19937 generator(12);
+  for (const int bits : {2, 3, 4, 8}) {
+    for (const std::int64_t cols : {1, 63, 64, 200}) {
+      for (const std::int64_t rows : {1, 16, 333}) {
+        const Packed packed(generator, rows, cols, bits);
+        const std::int64_t tokens = 21;
+        const auto x = random_values(generator, tokens * cols);
+        const auto bias = random_values(generator, rows);
+        for (const int activation_bits : {8, 16, 32}) {
+          std::vector<float> alone;
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            ThreadPool::set_num_threads(t % 2 == 0 ? 1 : 3);
+            const auto one = packed.run(x.data() + t * cols, 1, bias.data(), activation_bits);
+            alone.insert(alone.end(), one.begin(), one.end());
+          }
+          EXPECT(packed.run(x.data(), tokens, bias.data(), activation_bits) == alone);
+        }
+      }
+    }
+  }
+}
+
+// Steps of a decoder layer from several threads at once, with odd sizes, in memory of exact size.
+void steps_of_a_layer() {
+  constexpr std::int64_t kHidden = 70, kKvHeads = 2, kGroup = 3, kDim = 22, kExperts = 9, kChosen = 4;
+  constexpr std::int64_t kCapacity = 6;
+  std::mt19937 generator(13);
+  const Packed query(generator, kKvHeads * kGroup * kDim, kHidden, 4);
+  const Packed key(generator, kKvHeads * kDim, kHidden, 8);
+  const Packed value(generator, kKvHeads * kDim, kHidden, 4);
+  const Packed output(generator, kHidden, kKvHeads * kGroup * kDim, 4);
+  const auto norms = random_values(generator, kHidden);
+  const auto head_norms = random_values(generator, kDim);
+  const auto router = random_values(generator, kExperts * kHidden);
+  const auto angles = random_values(generator, kDim / 2);
+  const auto product = [](const Packed& of) {
+    return StepProduct{of.layout.rows, of.layout.cols, of.data.get(), nullptr, true, of.layout, 16, false};
+  };
+  const auto norm = [](const std::vector<float>& weight) {
+    return NormTask{ElementType::kFloat32, nullptr, weight.data(),
+                    nullptr,               static_cast<std::int64_t>(weight.size()),
+                    1e-5f,                 0.0f,
+                    true};
+  };
+  LayerStep step{};
+  step.type = ElementType::kFloat32;
+  step.hidden = kHidden;
+  step.before = step.after = norm(norms);
+  step.query = product(query);
+  step.key = product(key);
+  step.value = product(value);
+  step.output = product(output);
+  step.norms_heads = true;
+  step.query_norm = step.key_norm = norm(head_norms);
+  step.attention.type = ElementType::kFloat32;
+  step.attention.kv_heads = kKvHeads;
+  step.attention.group = kGroup;
+  step.attention.key_dim = step.attention.value_dim = kDim;
+  step.attention.scale = 0.2f;
+  step.angles = kDim / 2;
+  step.width = kDim;
+  step.routes = true;
+  step.routing.type = step.routing.logits_type = ElementType::kFloat32;
+  step.routing.weight = router.data();
+  step.routing.experts = kExperts;
+  step.routing.hidden = kHidden;
+  step.rule = {RouterScoring::kSoftmax, kChosen, nullptr, true, 1.0f, ElementType::kFloat32};
+  check_layer_step(step);
+
+  const auto decode = [&](unsigned seed) {
+    std::mt19937 own(seed);
+    std::vector<float> keys(kKvHeads * kCapacity * kDim), values(keys.size()), all;
+    for (std::int64_t held = 0; held < kCapacity; ++held) {
+      const auto hidden = random_values(own, kHidden);
+      std::vector<float> residual(kHidden), x(kHidden), weights(kChosen);
+      std::vector<std::int64_t> index(kChosen);
+      layer_step(step, {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(),
+                        kCapacity * kDim, kCapacity * kDim, held, residual.data(), x.data(), index.data(),
+                        weights.data(), nullptr});
+      add_rounded(step.type, x.data(), kHidden, residual.data());
+      ++operations;
+      for (const auto* part : {&residual, &weights}) all.insert(all.end(), part->begin(), part->end());
+      for (const std::int64_t expert : index) EXPECT(expert >= 0 && expert < kExperts);
+    }
+    return all;
+  };
+  ThreadPool::set_num_threads(1);
+  std::vector<std::vector<float>> expected;
+  for (unsigned seed = 0; seed < 4; ++seed) expected.push_back(decode(seed));
+  ThreadPool::set_num_threads(3);
+  std::vector<std::thread> callers;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    callers.emplace_back([&, seed] {
+      for (int round = 0; round < 5; ++round) EXPECT(decode(seed) == expected[seed]);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  step.query.rows -= 1;
+  bool caught = false;
+  try {
+    check_layer_step(step);
+  } catch (const std::invalid_argument&) {
+    caught = true;
+  }
+  EXPECT(caught);
 }
 
 void callers_at_once() {
@@ -391,6 +579,9 @@ void children_compute_too() {
 int main() {
   moechat::children_compute_too();
   moechat::encodings_and_sizes();
+  moechat::tokens_together_or_alone();
+  moechat::packed_matrices();
+  moechat::steps_of_a_layer();
   moechat::exceptions_reach_the_caller();
   moechat::callers_at_once();
   moechat::every_part_runs_once();
