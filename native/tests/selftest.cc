@@ -278,9 +278,13 @@ void steps_of_a_layer() {
     return StepProduct{of.layout.rows, of.layout.cols, of.data.get(), nullptr, true, of.layout, 16, false};
   };
   const auto norm = [](const std::vector<float>& weight) {
-    return NormTask{ElementType::kFloat32, nullptr, weight.data(),
-                    nullptr,               static_cast<std::int64_t>(weight.size()),
-                    1e-5f,                 0.0f,
+    return NormTask{ElementType::kFloat32,
+                    nullptr,
+                    weight.data(),
+                    nullptr,
+                    static_cast<std::int64_t>(weight.size()),
+                    1e-5f,
+                    0.0f,
                     true};
   };
   LayerStep step{};
@@ -315,9 +319,9 @@ void steps_of_a_layer() {
       const auto hidden = random_values(own, kHidden);
       std::vector<float> residual(kHidden), x(kHidden), weights(kChosen);
       std::vector<std::int64_t> index(kChosen);
-      layer_step(step, {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(),
-                        kCapacity * kDim, kCapacity * kDim, held, residual.data(), x.data(), index.data(),
-                        weights.data(), nullptr});
+      layer_step(step,
+                 {hidden.data(), angles.data(), angles.data(), keys.data(), values.data(), kCapacity * kDim,
+                  kCapacity * kDim, held, residual.data(), x.data(), index.data(), weights.data(), nullptr});
       add_rounded(step.type, x.data(), kHidden, residual.data());
       ++operations;
       for (const auto* part : {&residual, &weights}) all.insert(all.end(), part->begin(), part->end());
