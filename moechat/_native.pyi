@@ -4,7 +4,7 @@ Every call that computes drops the GIL. Calls from several threads are safe; the
 in turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ _U8: TypeAlias = npt.NDArray[np.uint8]
 _I32: TypeAlias = npt.NDArray[np.int32]
 _I64: TypeAlias = npt.NDArray[np.int64]
 _U16: TypeAlias = npt.NDArray[np.uint16]
+_U32: TypeAlias = npt.NDArray[np.uint32]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F64: TypeAlias = npt.NDArray[np.float64]
 _Biases: TypeAlias = tuple[_F32, _F32, _F32]
@@ -473,6 +474,28 @@ class Link:
         (bytes, now), ``busy_seconds`` (with at least one transfer in flight), ``bandwidth`` (bytes a second
         while busy, a moving estimate).
         """
+    def fills_first(self, stream: int, slots: _U32) -> None:
+        """What a stream is given from now on comes after the transfers into these slots; on the card.
+
+        Args:
+            stream: CUstream.
+            slots: uint32 [n], submitted and not cancelled; those that are over count as done.
+
+        Raises:
+            RuntimeError: The link has failed.
+            ValueError: The link copies into host memory.
+        """
+    def reads_first(self, stream: int, slots: _U32) -> None:
+        """Transfers into these slots that are submitted from now on come after all that a stream was given.
+
+        Args:
+            stream: CUstream.
+            slots: uint32 [n].
+
+        Raises:
+            RuntimeError: The link has failed.
+            ValueError: The link copies into host memory.
+        """
     def stop(self, seconds: float) -> bool:
         """Cancels what is queued and waits until nothing is in flight.
 
@@ -502,6 +525,76 @@ def file_link(
         OSError: A file cannot be opened (``filename`` says which), or ``uring`` is not to be had
             (``filename`` is ``io_uring``).
         ValueError: A region is not aligned or lies beyond its file; an option is out of range.
+    """
+
+class CudaUnavailableError(RuntimeError):
+    """There is no NVIDIA driver, no card, or the driver cannot be used; the text says which."""
+
+class CudaError(RuntimeError):
+    """A call to the driver failed.
+
+    Attributes:
+        code: The driver's number.
+        sticky: This process can compute nothing on the card any more.
+    """
+
+    code: int
+    sticky: bool
+
+def cuda_driver_version() -> int:
+    """Version of CUDA that the driver is for, such as 12080.
+
+    Raises:
+        CudaUnavailableError: There is no usable driver.
+    """
+
+def cuda_memory(device: int = 0) -> tuple[int, int]:
+    """Free and all bytes of a card's memory.
+
+    Raises:
+        CudaUnavailableError: There is no usable driver or no such card.
+        CudaError: The driver does not say.
+    """
+
+def cuda_pin(memory: _U8, device: int = 0) -> None:
+    """Lock host memory in place, so that the card reads it by itself; unpin it before it is freed.
+
+    Args:
+        memory: uint8, C-contiguous, writable.
+        device: Number of the card.
+
+    Raises:
+        CudaUnavailableError: There is no usable driver or no such card.
+        CudaError: The system refuses.
+    """
+
+def cuda_unpin(memory: _U8, device: int = 0) -> None:
+    """Undo :func:`cuda_pin`, for the same array."""
+
+def cuda_link(
+    regions: Sequence[tuple[_U8 | None, int, bool, str, int]],
+    device: int = 0,
+    in_flight_bytes: int = 0,
+    buffer_bytes: int = 0,
+    buffers: int = 0,
+    threads: int = 0,
+) -> Link:
+    """A link into a card's memory; the rules are in ``native/src/link/cuda_link.h``.
+
+    Args:
+        regions: (memory, bytes, pinned, path, offset) each. Without memory, ``bytes`` of the file from
+            ``offset`` on are read; with it, path and offset are for messages. Kept alive.
+        device: Number of the card.
+        in_flight_bytes: Most bytes of prefetches under way; 0: default.
+        buffer_bytes: Of one pinned buffer, for regions that are not pinned; at least the largest transfer.
+        buffers: How many; 0: default.
+        threads: That fill them; 0: default.
+
+    Raises:
+        CudaUnavailableError: There is no usable driver or no such card.
+        CudaError: The driver refuses, to pin the buffers for example.
+        OSError: A file cannot be opened.
+        ValueError: An option is out of range.
     """
 
 def sim_link(
@@ -811,6 +904,9 @@ class SplitExpertCache:
 class LinkError(RuntimeError):
     """A demanded block could not be read, or nothing has arrived for the stall limit."""
 
+class DeviceLostError(RuntimeError):
+    """The link into a card has failed: this process can compute nothing there any more."""
+
 def resident_forward(
     layout: BlockLayout,
     activation: str,
@@ -911,6 +1007,8 @@ class ExpertRunner:
         populate: Commit the memory of all pages now.
         top_k: Experts that a token uses; decides how much of a prediction :meth:`routing_counts` counts.
         activation_bits: As in :func:`moe_forward`.
+        near_memory: Address of ``pages`` pages, in memory of a device, which the caller keeps until after
+            :meth:`close`; 0: host memory of the runner's own.
 
     Raises:
         ValueError: Sizes do not fit together or are out of range, or ``policy`` or ``link`` was taken
@@ -937,6 +1035,7 @@ class ExpertRunner:
         populate: bool = False,
         top_k: int = 1,
         activation_bits: int = 16,
+        near_memory: int = 0,
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -998,6 +1097,38 @@ class ExpertRunner:
                 layer was dropped.
             RuntimeError: No layer has begun.
             ValueError: Shapes or types do not match; the layer stays begun.
+        """
+    def rows(self) -> tuple[_I32, _I32, _I32, _F32]:
+        """The begun layer's tokens by expert, copies.
+
+        Returns:
+            Experts ``[rows]``, ascending; first item of each row ``[rows + 1]``; token ``[items]``, ascending
+            within a row; router weight ``[items]``.
+
+        Raises:
+            RuntimeError: No layer has begun.
+        """
+    def finish_on_device(
+        self, stream: int, tokens: int, work: int, launch: Callable[[_I32, _I32, _I32], None]
+    ) -> int:
+        """Have the begun layer computed by a device, and release its experts.
+
+        Args:
+            stream: CUstream that ``launch`` puts its kernels into; ignored by links that do not order
+                streams: with them ``launch`` returns when its kernels are done.
+            tokens: Of :meth:`begin`.
+            work: Most (token, block) pairs of a call; one block of a row is given even if it has more.
+            launch: Called with the page of each block ``[entries]``, the first of each row's ``[rows + 1]``,
+                and the number of each row's first block ``[rows]``; over all calls every block once, those
+                of a row in ascending order.
+
+        Returns:
+            Bytes of block records that were handed out.
+
+        Raises:
+            DeviceLostError: The card failed; the runner can only be closed.
+            LinkError, KeyboardInterrupt, RuntimeError, ValueError: As :meth:`finish`.
+            Exception: What ``launch`` raises; the layer was dropped.
         """
     def abort(self) -> None:
         """Drop the begun layer, if there is one; what it had queued is cancelled."""

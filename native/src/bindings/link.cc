@@ -127,6 +127,21 @@ void submit(
   holder.get().submit(list.data(), static_cast<std::int64_t>(list.size()));
 }
 
+StreamOrder& order_of(const LinkHolder& holder) {
+  StreamOrder* const order = holder.get().stream_order();
+  if (order == nullptr) refuse("this link copies into host memory: it knows of no streams");
+  return *order;
+}
+
+template <class Call>
+void order_slots(const LinkHolder& holder, std::uintptr_t stream, const py::array& slots, const Call& call) {
+  StreamOrder& order = order_of(holder);
+  const auto* const list = checked<std::uint32_t>("slots", slots, shape_of(slots));
+  const auto count = static_cast<std::int64_t>(slots.size());
+  const ReleaseGil released;
+  (order.*call)(reinterpret_cast<void*>(stream), list, count);
+}
+
 py::dict stats(const LinkHolder& holder) {
   LinkStats stats;
   {
@@ -218,6 +233,18 @@ void bind_link(py::module_& m) {
              return self.get().failure();
            })
       .def("stats", &stats)
+      .def(
+          "fills_first",
+          [](const LinkHolder& self, std::uintptr_t stream, const py::array& slots) {
+            order_slots(self, stream, slots, &StreamOrder::fills_first);
+          },
+          py::arg("stream"), py::arg("slots"))
+      .def(
+          "reads_first",
+          [](const LinkHolder& self, std::uintptr_t stream, const py::array& slots) {
+            order_slots(self, stream, slots, &StreamOrder::reads_first);
+          },
+          py::arg("stream"), py::arg("slots"))
       .def(
           "stop",
           [](const LinkHolder& self, double seconds) {

@@ -297,6 +297,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
   bind_linear(m);
   bind_link(m);
+  bind_cuda(m);
   bind_cache(m);
   bind_offload(m);
   bind_routing(m);

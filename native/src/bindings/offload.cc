@@ -166,7 +166,8 @@ class RunnerObject {
   RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
                std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
                std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
-               bool whole_experts, bool populate, std::int32_t top_k, int activation_bits) {
+               bool whole_experts, bool populate, std::int32_t top_k, int activation_bits,
+               std::uintptr_t near_memory) {
     RunnerOptions options;
     options.layout = layout;
     options.activation = activation_spec(activation, alpha, limit);
@@ -180,6 +181,7 @@ class RunnerObject {
     options.stall_seconds = stall_seconds;
     options.whole_experts = whole_experts;
     options.populate = populate;
+    options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
     policy.get();  // both are there, before either is taken
     link.get();
     parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
@@ -236,6 +238,37 @@ std::int64_t finish_py(const RunnerObject& self, const py::array& x, py::array o
   const Matrices matrices = checked_matrices(self.parts()->runner->options().layout, x, out);
   return self.call([&](ExpertRunner& runner) {
     return runner.finish(matrices.x, matrices.tokens, matrices.out, check_signals);
+  });
+}
+
+template <class T>
+py::array_t<T> array_of(const T* values, std::int64_t count) {
+  py::array_t<T> array(static_cast<py::ssize_t>(count));
+  std::copy(values, values + count, array.mutable_data());
+  return array;
+}
+
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+  return array_of(values.data(), static_cast<std::int64_t>(values.size()));
+}
+
+py::tuple rows_py(const RunnerObject& self) {
+  const Grouped rows = self.call([](ExpertRunner& runner) { return runner.rows(); });
+  return py::make_tuple(array_of(rows.experts), array_of(rows.start), array_of(rows.token),
+                        array_of(rows.weight));
+}
+
+std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream, std::int64_t tokens,
+                                 std::int64_t work, const py::function& launch) {
+  const auto call = [&launch](const DeviceLaunch& blocks) {
+    const py::gil_scoped_acquire held;
+    // Pages are below 2^31: checked where they are made.
+    launch(array_of(reinterpret_cast<const std::int32_t*>(blocks.page), blocks.entries),
+           array_of(blocks.row_entry, blocks.rows + 1), array_of(blocks.row_block, blocks.rows));
+  };
+  return self.call([&](ExpertRunner& runner) {
+    return runner.finish_on_device(reinterpret_cast<void*>(stream), tokens, work, call, check_signals);
   });
 }
 
@@ -308,6 +341,7 @@ py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
 
 void bind_offload(py::module_& m) {
   py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
+  py::register_exception<DeviceLostError>(m, "DeviceLostError", PyExc_RuntimeError);
   m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
         py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
@@ -323,16 +357,19 @@ void bind_offload(py::module_& m) {
   py::class_<Self>(m, "ExpertRunner")
       .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
                     std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool, std::int32_t, int>(),
+                    bool, std::int32_t, int, std::uintptr_t>(),
            py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
            py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
            py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
            py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1,
-           py::arg("activation_bits") = kDefaultActivationBits)
+           py::arg("activation_bits") = kDefaultActivationBits, py::arg("near_memory") = 0)
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"))
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("far") = false)
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
+      .def("rows", &rows_py)
+      .def("finish_on_device", &finish_on_device_py, py::arg("stream"), py::arg("tokens"), py::arg("work"),
+           py::arg("launch"))
       .def("abort", [](const Self& self) { self.call([](ExpertRunner& runner) { runner.abort(); }); })
       .def(
           "set_targets",

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "link/descriptor.h"
 #include "link/mutation.h"
 #include "link/queued_link.h"
 #include "link/uring.h"
@@ -38,20 +39,6 @@ constexpr int kMostReaders = 64;
 constexpr unsigned kMostOperations = 64;  // at a time
 constexpr std::size_t kMostVectors = 64;  // transfers in one read
 constexpr int kMostRetries = 1000;        // of one read, for reasons that pass by themselves
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 struct File {
   Descriptor descriptor;

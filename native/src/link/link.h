@@ -61,6 +61,21 @@ struct LinkStats {
   double bandwidth = 0;        // bytes a second while busy: a moving estimate; 0 before the first transfer
 };
 
+// What a link whose targets are read by a GPU offers besides: its copies and the kernels are put into an
+// order on the card, and no thread waits. `stream` is a CUstream.
+class StreamOrder {
+ public:
+  virtual ~StreamOrder() = default;
+
+  // What `stream` is given from now on comes after the transfers into these slots, which have been submitted
+  // and not been cancelled. Blocks until all of them have started, which demands do at once. Transfers that
+  // are over already, or were polled, count as done. Throws std::runtime_error when the link has failed.
+  virtual void fills_first(void* stream, const std::uint32_t* slots, std::int64_t count) = 0;
+  // Transfers into these slots that are submitted from now on come after all that `stream` has been given.
+  // Throws std::runtime_error as above.
+  virtual void reads_first(void* stream, const std::uint32_t* slots, std::int64_t count) = 0;
+};
+
 class Link {
  public:
   virtual ~Link() = default;
@@ -90,6 +105,10 @@ class Link {
   // True when poll has something. False: the limit has passed or the link is stopped. A failed link always
   // has its completions out, so it never makes a caller wait.
   virtual bool wait(std::chrono::microseconds limit) = 0;
+
+  // Null for links into host memory: a completion says when the bytes may be read, and its caller when they
+  // are not read any more.
+  virtual StreamOrder* stream_order() { return nullptr; }
 
   // A simulated link moves at the speed of memory while this is on, to fill a cache before a measurement;
   // others move as fast as they can anyway.

@@ -80,6 +80,7 @@ void LinkEngine::require(const Transfer& transfer) const {
   }
   if (transfer.to == nullptr) wrong("there is no target");
   if (static_cast<int>(transfer.priority) >= kPriorities) wrong("there is no such priority");
+  admit(transfer);
 }
 
 void LinkEngine::submit(const Transfer* transfers, std::int64_t count) {

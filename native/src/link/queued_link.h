@@ -8,7 +8,8 @@
 // - A slot is idle, queued (in exactly one of the lists), started, or done (its completion has not been
 // handed
 //   out). Only `begin` makes a transfer started, only `finish` ends it; in_flight_ and started_ follow.
-// - While something is started, at most in_flight_limit bytes are, except for one transfer that is larger. A
+// - While something is started, at most in_flight_limit bytes are (demand_limit, of a demand), except for one
+// transfer that is larger. A
 //   prefetch starts only below a third of that, or where two of them fit: a demand that comes then waits for
 //   little, and demands by themselves still fill the link.
 // - After open() nothing is allocated on the way of a transfer.
@@ -46,6 +47,7 @@ class LinkEngine {
   std::int64_t poll(std::vector<Completion>* out);
   bool wait(std::chrono::microseconds limit);
   virtual void hurry(bool on) { (void)on; }
+  virtual StreamOrder* stream_order() { return nullptr; }
   std::string failure() const;
   LinkStats stats() const;
   bool stop(std::chrono::milliseconds limit);
@@ -71,7 +73,10 @@ class LinkEngine {
 
   // Offsets and sizes of transfers are multiples of `alignment`.
   LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment)
-      : in_flight_limit_(in_flight_limit), alignment_(alignment) {}
+      : LinkEngine(in_flight_limit, alignment, in_flight_limit) {}
+  // Demands may have another limit.
+  LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment, std::int64_t demand_limit)
+      : in_flight_limit_(in_flight_limit), demand_limit_(demand_limit), alignment_(alignment) {}
 
   // ---- The backend's part; the mutex is held, except in `work`.
   virtual int threads() const = 0;
@@ -81,6 +86,8 @@ class LinkEngine {
   virtual void start() = 0;  // begin() what there is room for, or tell a thread to
   virtual void wake() = 0;   // all threads look at the state again
   virtual void let_go() {}   // stop: give up what would never end by itself
+  // Throws std::invalid_argument for a transfer that this backend cannot make; nothing was queued.
+  virtual void admit(const Transfer& transfer) const { static_cast<void>(transfer); }
 
   // ---- For the backend; the mutex is held.
   void pump();
@@ -90,7 +97,7 @@ class LinkEngine {
   bool room(const Transfer& transfer) const {
     const std::int64_t limit =
         transfer.priority == Priority::kDemand
-            ? in_flight_limit_
+            ? demand_limit_
             : std::max(in_flight_limit_ / kPrefetchShare, std::min(in_flight_limit_, 2 * transfer.bytes));
     return started_ == 0 || in_flight_ + transfer.bytes <= limit;
   }
@@ -100,6 +107,7 @@ class LinkEngine {
   }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }
+  const std::string& why() const { return failure_; }  // empty unless failed()
   void begin(std::uint32_t slot);
   void finish(std::uint32_t slot, int error);
   // A started transfer that nothing writes for any more goes back to the front of its queue.
@@ -127,6 +135,7 @@ class LinkEngine {
   void count_bandwidth(std::int64_t bytes, Clock::time_point now);
 
   const std::int64_t in_flight_limit_;
+  const std::int64_t demand_limit_;
   const std::int64_t alignment_;
   List queues_[kPriorities];
   std::vector<Completion> completions_;
@@ -165,6 +174,7 @@ class QueuedLink final : public Link {
   std::int64_t poll(std::vector<Completion>* out) override { return engine_->poll(out); }
   bool wait(std::chrono::microseconds limit) override { return engine_->wait(limit); }
   void hurry(bool on) override { engine_->hurry(on); }
+  StreamOrder* stream_order() override { return engine_->stream_order(); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
   // In a child process: false, at once.

@@ -42,7 +42,8 @@ std::int64_t sum_of_field(const unsigned char* begin, std::int64_t bytes, const 
 
 }  // namespace
 
-Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_bytes_(page_bytes) {
+Slab::Slab(std::int64_t pages, std::int64_t page_bytes, unsigned char* memory)
+    : pages_(pages), page_bytes_(page_bytes), base_(memory), process_(getpid()) {
   if (page_bytes < 1 || page_bytes % kSmallPage != 0) {
     throw std::invalid_argument("pages of " + std::to_string(page_bytes) +
                                 " bytes; it must be a positive multiple of 4096");
@@ -51,9 +52,24 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_by
     throw std::invalid_argument(std::to_string(pages) + " pages of " + std::to_string(page_bytes) +
                                 " bytes; there must be at least 1, fewer than 2^32, and at most 2^46 bytes");
   }
+  if (memory == nullptr) map();
+  // Only now: for more pages than the system gives, these lists alone would take gigabytes.
+  try {
+    const auto count = static_cast<std::size_t>(pages);
+    owner_.assign(count, kNoOwner);
+    generation_.assign(count, 0);
+    free_.resize(count);
+    for (std::size_t i = 0; i < count; ++i) free_[i] = static_cast<PageId>(count - 1 - i);
+  } catch (...) {
+    if (mapping_ != nullptr) munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
+    throw;
+  }
+}
+
+void Slab::map() {
   // The pages start at a huge page's boundary and have a piece that cannot be touched before and after them:
   // no neighbour is merged into their mapping, and a write beyond the end is a fault.
-  const std::int64_t bytes = pages * page_bytes;
+  const std::int64_t bytes = pages_ * page_bytes_;
   mapped_bytes_ = bytes + kHugePage + 2 * kSmallPage;
   void* const whole = mmap(nullptr, static_cast<std::size_t>(mapped_bytes_), PROT_NONE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -72,22 +88,10 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_by
   if (refused) {
     const int error = errno;
     if (mapping_ != nullptr) munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
-    throw std::runtime_error("the system refused memory for " + std::to_string(pages) + " pages of " +
-                             std::to_string(page_bytes) + " bytes, " + std::to_string(bytes) +
+    throw std::runtime_error("the system refused memory for " + std::to_string(pages_) + " pages of " +
+                             std::to_string(page_bytes_) + " bytes, " + std::to_string(bytes) +
                              " bytes in all: " + std::strerror(error));
   }
-  // Only now: for more pages than the system gives, these lists alone would take gigabytes.
-  try {
-    const auto count = static_cast<std::size_t>(pages);
-    owner_.assign(count, kNoOwner);
-    generation_.assign(count, 0);
-    free_.resize(count);
-    for (std::size_t i = 0; i < count; ++i) free_[i] = static_cast<PageId>(count - 1 - i);
-  } catch (...) {
-    munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
-    throw;
-  }
-  process_ = getpid();
   // Both are wishes. A child process has no use for the pages, and sharing them would make every page that
   // is written here be copied, and let a read that is in flight end in the wrong copy.
   madvise(base_, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
@@ -96,7 +100,9 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes) : pages_(pages), page_by
 
 Slab::~Slab() {
   // In a child process other things may lie at these addresses.
-  if (!leaked_ && getpid() == process_) munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
+  if (mapping_ != nullptr && !leaked_ && getpid() == process_) {
+    munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
+  }
 }
 
 PageId Slab::take(std::uint32_t owner) {
@@ -121,10 +127,16 @@ void Slab::give(PageId page) {
   free_.push_back(page);
 }
 
-void Slab::populate() { std::memset(base_, 0, static_cast<std::size_t>(pages_ * page_bytes_)); }
+void Slab::populate() {
+  if (mapping_ != nullptr) std::memset(base_, 0, static_cast<std::size_t>(pages_ * page_bytes_));
+}
 
-std::int64_t Slab::resident_bytes() const { return sum_of_field(base_, pages_ * page_bytes_, "Rss:"); }
+std::int64_t Slab::resident_bytes() const {
+  return mapping_ == nullptr ? 0 : sum_of_field(base_, pages_ * page_bytes_, "Rss:");
+}
 
-std::int64_t Slab::huge_bytes() const { return sum_of_field(base_, pages_ * page_bytes_, "AnonHugePages:"); }
+std::int64_t Slab::huge_bytes() const {
+  return mapping_ == nullptr ? 0 : sum_of_field(base_, pages_ * page_bytes_, "AnonHugePages:");
+}
 
 }  // namespace moechat

@@ -1,4 +1,5 @@
-// The near tier's memory: one anonymous mapping of equal pages. A page holds one block record.
+// The near tier's memory: one piece of equal pages, an anonymous mapping of its own or memory that the caller
+// has (VRAM, say). A page holds one block record.
 //
 // - Pages are named by number; the mapping never moves and never grows.
 // - Every page is free or has one owner (a number that means something to the caller). `take` and `give` are
@@ -25,7 +26,9 @@ class Slab {
   // committed by the first write to it. page_bytes must be a positive multiple of 4096.
   // Throws std::invalid_argument for sizes out of range, std::runtime_error with both numbers when the system
   // refuses.
-  Slab(std::int64_t pages, std::int64_t page_bytes);
+  Slab(std::int64_t pages, std::int64_t page_bytes) : Slab(pages, page_bytes, nullptr) {}
+  // Unless it is null, pages lie in `memory`, which outlives the slab and is not touched by it.
+  Slab(std::int64_t pages, std::int64_t page_bytes, unsigned char* memory);
   ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
@@ -43,11 +46,11 @@ class Slab {
   void set_owner(PageId page, std::uint32_t owner) { owner_[page] = owner; }
   std::uint32_t generation(PageId page) const { return generation_[page]; }
 
-  // Writes to all pages, so that none of them costs a fault later.
+  // Writes to all pages, so that none of them costs a fault later. Nothing for memory of the caller's.
   void populate();
 
   // Bytes of the mapping that lie in memory, and of these in huge pages, as the system reports them; 0 where
-  // it does not. Slow (reads /proc/self/smaps): for reports.
+  // it does not, or in memory of the caller's. Slow (reads /proc/self/smaps): for reports.
   std::int64_t resident_bytes() const;
   std::int64_t huge_bytes() const;
 
@@ -55,10 +58,13 @@ class Slab {
   void leak() { leaked_ = true; }
 
  private:
+  void map();
+
   std::int64_t pages_;
   std::int64_t page_bytes_;
-  unsigned char* base_ = nullptr;     // page 0
-  unsigned char* mapping_ = nullptr;  // base_ with what cannot be touched around it
+  unsigned char* base_ = nullptr;  // page 0
+  unsigned char* mapping_ =
+      nullptr;  // base_ with what cannot be touched around it; null: the caller's memory
   std::int64_t mapped_bytes_ = 0;
   int process_ = 0;  // a child after fork() does not have the pages
   bool leaked_ = false;

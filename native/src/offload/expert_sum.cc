@@ -182,12 +182,16 @@ std::int64_t ExpertSum::compute() {
   call.most_threads = pending_ <= kPairsAlone ? 1 : 0;
   moe_forward(call);
 
+  drop();
+  return entries;
+}
+
+void ExpertSum::drop() {
   records_.clear();
   blocks_.clear();
   entry_rows_.clear();
   batch_.clear();
   pending_ = 0;
-  return entries;
 }
 
 void ExpertSum::finish_group() {

@@ -61,6 +61,8 @@ class ExpertSum {
   std::int64_t pending() const { return pending_; }
   // Runs what was added, in one kernel call; returns how many blocks.
   std::int64_t compute();
+  // Forgets what was added.
+  void drop();
 
   // Adds the accumulators of the group to out, rows ascending. Every row has been computed.
   void finish_group();

@@ -14,12 +14,6 @@
 namespace moechat {
 namespace {
 
-// Work of one kernel call in (token, block) pairs, rows being whole: some milliseconds. So pages come back,
-// and the link gets new work, while a long pass computes.
-constexpr std::int64_t kWorkOfCall = 1024;
-// A row is cut where a call would take some tenths of a second. Not finer: each call prepares its inputs
-// anew.
-constexpr std::int64_t kWorkOfRow = 16384;
 constexpr std::chrono::milliseconds kSlice{50};  // of waiting, between two looks at signals
 constexpr std::chrono::milliseconds kStopLimit{2000};
 
@@ -76,6 +70,9 @@ RunnerOptions checked(RunnerOptions options, const EvictionPolicy* policy, const
     refuse("pages is " + std::to_string(options.pages) + "; it must be from 1 to " +
            std::to_string(kNoPage - 1));
   }
+  if (options.near_memory != nullptr && options.pages > std::numeric_limits<std::int32_t>::max()) {
+    refuse("pages is " + std::to_string(options.pages) + "; on a device it must be below 2^31");
+  }
   if (!(options.stall_seconds > 0) || !std::isfinite(options.stall_seconds)) {
     refuse("stall_seconds is " + std::to_string(options.stall_seconds) + "; it must be positive");
   }
@@ -118,13 +115,14 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
     : options_(checked(std::move(options), policy.get(), link.get())),
       process_(getpid()),
       policy_(std::move(policy)),
-      slab_(options_.pages, options_.layout.record_bytes),
+      slab_(options_.pages, options_.layout.record_bytes, options_.near_memory),
       cache_(options_.layers, options_.experts, static_cast<std::int32_t>(options_.layout.blocks), &slab_,
              policy_.get(), options_.targets, options_.reserve),
       link_(std::move(link)),
       transfers_(&cache_, &slab_, link_.get()),
       routing_(options_.layers, options_.experts, options_.top_k),
-      layer_(options_.layers - 1) {
+      layer_(options_.layers - 1),
+      host_(&slab_) {
   if (options_.populate) slab_.populate();
 }
 
@@ -194,6 +192,32 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
 std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* out,
                                   const Interrupted& interrupted) {
   const Turn turn(this);
+  check_finish(tokens);
+  if (options_.near_memory != nullptr) throw std::logic_error("the pages lie in memory of a device");
+  host_.sum().start(options_.layout, options_.activation, grouped_, x, tokens, out,
+                    options_.accumulator_bytes, options_.activation_bits);
+  return finish_with(&host_, interrupted);
+}
+
+std::int64_t ExpertRunner::finish_on_device(void* stream, std::int64_t tokens, std::int64_t work,
+                                            const DeviceSink::Launch& launch,
+                                            const Interrupted& interrupted) {
+  const Turn turn(this);
+  check_finish(tokens);
+  if (work < 1) throw std::invalid_argument("work is " + std::to_string(work) + "; it must be at least 1");
+  order_ = link_->stream_order();
+  stream_ = stream;
+  device_.start(&grouped_, work, launch);
+  return finish_with(&device_, interrupted);
+}
+
+Grouped ExpertRunner::rows() const {
+  const Turn turn(this);
+  if (!active_) throw std::logic_error("no layer has begun");
+  return grouped_;
+}
+
+void ExpertRunner::check_finish(std::int64_t tokens) const {
   if (!active_) throw std::logic_error("finish without begin");
   if (begun_by_ != std::this_thread::get_id()) {
     throw std::logic_error("finish by another thread than the one that began the layer: passes have met");
@@ -202,17 +226,21 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
     throw std::invalid_argument("finish was given " + std::to_string(tokens) + " tokens, begin " +
                                 std::to_string(tokens_));
   }
+}
+
+std::int64_t ExpertRunner::finish_with(BlockSink* sink, const Interrupted& interrupted) {
   const std::int64_t walked = own_.bytes_computed;
   idle_since_ = asked_ = Clock::now();
   waited_ = Clock::duration::zero();
+  sink_ = sink;
   try {
-    sum_.start(options_.layout, options_.activation, grouped_, x, tokens, out, options_.accumulator_bytes,
-               options_.activation_bits);
-    while (sum_.next_group()) run_group(interrupted);
+    while (sink_->next_group()) run_group(interrupted);
   } catch (...) {
+    order_ = nullptr;
     abort_now();
     throw;
   }
+  order_ = nullptr;
   active_ = false;
   ++own_.layers_run;
   own_.activations += grouped_.items();
@@ -332,46 +360,94 @@ std::int64_t ExpertRunner::stage(std::int32_t index) {
 
 // ---- computing what is there
 
-// Adds to sum_ what of the group is ready, whole rows until there is enough for one call.
-void ExpertRunner::collect() {
+// Adds to sink_ what of the group is ready, whole rows until there is enough for one call; `flying`: or on
+// its way.
+void ExpertRunner::collect(bool flying) {
   steps_.clear();
-  for (std::int32_t i = first_; i < end_ && sum_.pending() < kWorkOfCall; ++i) {
+  read_.clear();
+  flying_.clear();
+  for (std::int32_t i = first_; i < end_ && sink_->pending() < sink_->work_of_call(); ++i) {
     if (done(rows_[at(i)])) continue;
-    const std::int32_t added = add_ready(i);
+    const std::int32_t added = add_ready(i, flying);
     if (added > 0) steps_.push_back({i, added});
   }
 }
 
-std::int32_t ExpertRunner::add_ready(std::int32_t index) {
+std::int32_t ExpertRunner::add_ready(std::int32_t index, bool flying) {
   const Row& row = rows_[at(index)];
   const std::int64_t items = grouped_.tokens_of[at(index)];
-  const std::int64_t most = std::max<std::int64_t>(1, (kWorkOfRow - sum_.pending()) / items);
+  const std::int64_t most = std::max<std::int64_t>(1, (sink_->work_of_row() - sink_->pending()) / items);
   std::int32_t block = row.next;
   if (!row.staged.empty()) {
     for (const Staged& staged : row.staged) {
       if (block - row.next == most) break;
       // Wait 23: for a staging page to be filled.
       bool ready = true;
-      MOECHAT_WAIT(23, ready = staged.landed);
+      MOECHAT_WAIT(23, ready = staged.landed || flying);
       if (!ready) break;
-      sum_.add(index, block++, slab_.data(staged.page));
+      add(index, block++, staged.page, staged.landed);
     }
     return block - row.next;
   }
   const std::int32_t expert = grouped_.experts[at(index)];
   // Wait 24: for a page to be filled.
-  std::int32_t end = cache_.assigned(layer_, expert);
-  MOECHAT_WAIT(24, end = cache_.resident(layer_, expert));
+  std::int32_t landed = cache_.assigned(layer_, expert);
+  MOECHAT_WAIT(24, landed = cache_.resident(layer_, expert));
+  std::int32_t end = flying ? cache_.assigned(layer_, expert) : landed;
   // A row that was let go may never be whole.
   if (options_.whole_experts && row.pinned && end < blocks()) return 0;
   end = static_cast<std::int32_t>(std::min<std::int64_t>(end, block + most));
-  for (; block < end; ++block) sum_.add(index, block, slab_.data(cache_.page(layer_, expert, block)));
+  for (; block < end; ++block) add(index, block, cache_.page(layer_, expert, block), block < landed);
   return block - row.next;
+}
+
+void ExpertRunner::add(std::int32_t row, std::int32_t block, PageId page, bool landed) {
+  sink_->add(row, block, page);
+  if (order_ == nullptr) return;
+  read_.push_back(page);
+  if (!landed) flying_.push_back(page);
+}
+
+// Puts the stream behind the copies of what was collected. False: look again, one of them has failed.
+bool ExpertRunner::follow_fills() {
+  if (flying_.empty()) return true;
+  try {
+    order_->fills_first(stream_, flying_.data(), static_cast<std::int64_t>(flying_.size()));
+  } catch (const std::exception& error) {
+    if (failure_.empty()) failure_ = error.what();
+  }
+  // A copy that failed before it was given to the card has been reported by now.
+  settle();
+  if (failure_.empty()) return true;
+  sink_->drop();
+  return false;
+}
+
+void ExpertRunner::mark_reads() {
+  if (order_ == nullptr) return;
+  try {
+    order_->reads_first(stream_, read_.data(), static_cast<std::int64_t>(read_.size()));
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+    give_up();
+  }
+}
+
+void ExpertRunner::give_up() const {
+  if (link_->stream_order() != nullptr && !link_->failure().empty()) throw DeviceLostError(link_->failure());
+  throw LinkError(failure_ + "; check the store's files and their disk, then try again");
 }
 
 void ExpertRunner::compute() {
   const Clock::time_point begun = Clock::now();
-  own_.bytes_computed += sum_.compute() * options_.layout.record_bytes;
+  try {
+    own_.bytes_computed += sink_->compute() * options_.layout.record_bytes;
+  } catch (...) {
+    // Some of the kernels may have been launched: they read all the same.
+    mark_reads();
+    throw;
+  }
+  mark_reads();
   ++own_.kernel_calls;
   idle_since_ = Clock::now();
   waited_ = Clock::duration::zero();
@@ -430,8 +506,8 @@ bool ExpertRunner::group_pending() const {
 // another row holds. Its blocks are computed before anything else is fetched (the order in the loop below),
 // so they are not taken, and fetched, over and over.
 void ExpertRunner::run_group(const Interrupted& interrupted) {
-  first_ = sum_.first_row();
-  end_ = sum_.end_row();
+  first_ = sink_->first_row();
+  end_ = sink_->end_row();
   if (let_go_ > 0) starved_ = freed_ = true;
   for (;;) {
     settle();
@@ -444,9 +520,13 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
       for (Ahead& ahead : ahead_) fetch_ahead(&ahead);
     }
     if (!failure_.empty()) {
-      throw LinkError(failure_ + "; check the store's files and their disk, then try again");
+      give_up();
     }
-    collect();
+    collect(false);
+    if (steps_.empty() && order_ != nullptr) {
+      collect(true);
+      if (!follow_fills()) continue;
+    }
     if (!steps_.empty()) {
       compute();
       ask(interrupted, idle_since_);
@@ -458,7 +538,7 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
     if (failure_.empty()) wait(interrupted);
   }
   const Clock::time_point begun = Clock::now();
-  sum_.finish_group();
+  sink_->finish_group();
   own_.compute_seconds += seconds(Clock::now() - begun);
 }
 

@@ -5,9 +5,17 @@
 // Order of calls, for each layer of a pass:
 //   begin(layer, ...)     the router has spoken: stale prefetches are cancelled, demand fetches queued
 //   prefetch(layer, ...)  any number of times: speculation for layers to come
-//   finish(x, out)        compute, add up, release
+//   finish(x, out)        compute, add up, release; or finish_on_device, where the pages lie in a GPU's
+//   memory
 // abort() drops a begun layer. begin() on a begun layer aborts it first: an exception between the two
 // (Ctrl-C) leaves the runner usable. The sum that finish computes is that of expert_sum.h, bit by bit.
+//
+// On a device. The runner says which blocks can be computed, the caller launches kernels on a stream. Where
+// the link orders its copies and the kernels on the card (StreamOrder), nothing waits for anything here:
+// blocks that are still on their way are launched after those that are there, their kernels behind their
+// copies; pages go to the next block as soon as the kernels that read them are launched, the copies behind
+// the kernels. With any other link a block is launched once it has landed, and `launch` returns when its
+// kernels are done.
 //
 // Calls from several threads are safe: they take turns, a `finish` being one turn. A call from within the
 // `interrupted` of another (a signal handler) throws std::logic_error, any call in a forked child
@@ -32,6 +40,7 @@
 #include "kernels/forward.h"
 #include "link/link.h"
 #include "memory/slab.h"
+#include "offload/block_sink.h"
 #include "offload/expert_sum.h"
 #include "offload/transfers.h"
 
@@ -40,6 +49,13 @@ namespace moechat {
 // A demand fetch failed, or nothing has arrived for the stall limit. The layer was aborted; the runner stays
 // usable.
 class LinkError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The link into a device has failed, so that nothing can be computed there any more. The runner stays usable
+// for nothing but its destructor.
+class DeviceLostError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
@@ -59,6 +75,9 @@ struct RunnerOptions {
   std::int64_t accumulator_bytes = ExpertSum::kBytes;
   bool whole_experts = false;  // as most published systems: an expert is computed once all of it has arrived
   bool populate = false;       // commit all pages at once, not one by one as they are first filled
+  // Pages lie there, [pages, record_bytes]; it outlives the runner and everything that the link has in
+  // flight. Null: host memory of the runner's own. Only finish_on_device can compute from memory of a device.
+  unsigned char* near_memory = nullptr;
 };
 
 struct RunnerStats {
@@ -106,6 +125,13 @@ class ExpertRunner {
   // begun, std::invalid_argument when `tokens` is not that of begin (the layer stays begun).
   // Returns the bytes of block records that were walked.
   std::int64_t finish(const float* x, std::int64_t tokens, float* out, const Interrupted& interrupted);
+  // The same on a device. `launch` is called with blocks of the begun layer, each once, those of an expert in
+  // ascending order; `work` is the most (token, block) pairs of a call. stream: CUstream, for links that
+  // order.
+  std::int64_t finish_on_device(void* stream, std::int64_t tokens, std::int64_t work,
+                                const DeviceSink::Launch& launch, const Interrupted& interrupted);
+  // The rows of the begun layer, a copy. Throws std::logic_error when no layer has begun.
+  Grouped rows() const;
   void abort();
   std::int64_t begun_tokens() const;  // -1: no layer has begun
 
@@ -175,9 +201,15 @@ class ExpertRunner {
   std::int64_t acquire();
   std::int64_t stage(std::int32_t index);
   void note_refusal();
-  void collect();
-  std::int32_t add_ready(std::int32_t index);
+  void collect(bool flying);
+  std::int32_t add_ready(std::int32_t index, bool flying);
+  void add(std::int32_t row, std::int32_t block, PageId page, bool landed);
+  bool follow_fills();
+  void mark_reads();
+  [[noreturn]] void give_up() const;
   void compute();
+  void check_finish(std::int64_t tokens) const;
+  std::int64_t finish_with(BlockSink* sink, const Interrupted& interrupted);
   void run_group(const Interrupted& interrupted);
   bool group_done() const;
   bool group_pending() const;
@@ -209,7 +241,11 @@ class ExpertRunner {
   std::uint64_t pass_ = 0;
   Grouped grouped_;
   std::vector<Row> rows_;
-  ExpertSum sum_;
+  HostSink host_;
+  DeviceSink device_;
+  BlockSink* sink_ = nullptr;     // of the layer that is being finished
+  StreamOrder* order_ = nullptr;  // of the link, while a layer is finished on a device
+  void* stream_ = nullptr;
   std::int32_t first_ = 0;  // the group at work is rows [first_, end_)
   std::int32_t end_ = 0;
   std::int32_t let_go_ = 0;  // rows that are neither done nor pinned
@@ -221,8 +257,10 @@ class ExpertRunner {
   std::thread::id begun_by_{};
   Clock::time_point asked_{};  // when `interrupted` was last called
 
-  std::vector<Step> steps_;  // what the blocks added to sum_ complete
-  Plan plan_;                // scratch
+  std::vector<Step> steps_;     // what the blocks added to sink_ complete
+  std::vector<PageId> read_;    // with order_: pages that they are read from
+  std::vector<PageId> flying_;  // of these, those that have not landed
+  Plan plan_;                   // scratch
   std::vector<std::int32_t> wanted_;
   std::vector<std::uint64_t> sortable_;
   Ahead ahead_[kPriorities];  // by priority; demands have none

@@ -1,0 +1,1 @@
+"""GPU kernels of the experts, in Triton; imported only where a graphics card computes, or in tests."""

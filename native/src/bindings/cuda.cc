@@ -1,0 +1,123 @@
+// The CUDA driver and the link into VRAM.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "bindings/link_holder.h"
+#include "cuda/driver.h"
+#include "link/cuda_link.h"
+#include "link/file_link.h"
+
+namespace moechat {
+namespace {
+
+using Region = std::tuple<py::object, std::int64_t, bool, std::string, std::int64_t>;
+
+std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int device,
+                                      std::int64_t in_flight_bytes, std::int64_t buffer_bytes, int buffers,
+                                      int threads) {
+  CudaLinkOptions options;
+  options.device = device;
+  options.in_flight_bytes = in_flight_bytes;
+  options.buffer_bytes = buffer_bytes;
+  options.buffers = buffers;
+  options.threads = threads;
+  std::vector<CudaRegion> memory;
+  std::vector<py::object> alive;
+  for (const auto& [data, bytes, pinned, path, offset] : regions) {
+    CudaRegion region{nullptr, bytes, pinned, path, offset};
+    if (!data.is_none()) {
+      if (!py::isinstance<py::array>(data)) refuse("a region is neither an array nor None");
+      const auto array = data.cast<py::array>();
+      region.data = checked<std::uint8_t>("a region", array, shape_of(array));
+      if (array.nbytes() != bytes) {
+        refuse("a region of " + std::to_string(bytes) + " bytes is an array of " +
+               std::to_string(array.nbytes()));
+      }
+      alive.push_back(array);
+    }
+    memory.push_back(std::move(region));
+  }
+  std::unique_ptr<Link> link;
+  try {
+    const ReleaseGil released;
+    link = make_cuda_link(memory, options);
+  } catch (const FileError& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path().c_str());
+    throw py::error_already_set();
+  }
+  return std::make_unique<LinkHolder>(std::move(link), std::move(alive));
+}
+
+std::pair<void*, std::size_t> bytes_of(py::array& array) {
+  auto* const data = checked_writable<std::uint8_t>("memory", array, shape_of(array));
+  return {data, static_cast<std::size_t>(array.nbytes())};
+}
+
+void pin(py::array array, int device) {
+  const auto [data, bytes] = bytes_of(array);
+  const ReleaseGil released;
+  const cuda::Current current(cuda::primary_context(device));
+  cuda::check(cuda::driver().host_register(data, bytes, cuda::kHostRegisterPortable), "cuMemHostRegister");
+}
+
+void unpin(py::array array, int device) {
+  const auto [data, bytes] = bytes_of(array);
+  const ReleaseGil released;
+  const cuda::Current current(cuda::primary_context(device));
+  cuda::check(cuda::driver().host_unregister(data), "cuMemHostUnregister");
+}
+
+std::pair<std::size_t, std::size_t> memory(int device) {
+  std::size_t free = 0, total = 0;
+  const ReleaseGil released;
+  const cuda::Current current(cuda::primary_context(device));
+  cuda::check(cuda::driver().memory_info(&free, &total), "cuMemGetInfo");
+  return {free, total};
+}
+
+int driver_version() {
+  int version = 0;
+  const ReleaseGil released;
+  cuda::check(cuda::driver().driver_version(&version), "cuDriverGetVersion");
+  return version;
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  py::register_exception<cuda::Unavailable>(m, "CudaUnavailableError", PyExc_RuntimeError);
+  // Kept for as long as there are exceptions to make.
+  static py::handle error_type = py::exception<cuda::Error>(m, "CudaError", PyExc_RuntimeError).release();
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const cuda::Error& error) {
+      py::object raised = error_type(error.what());
+      raised.attr("code") = error.code();
+      raised.attr("sticky") = error.sticky();
+      PyErr_SetObject(error_type.ptr(), raised.ptr());
+    }
+  });
+  m.def("cuda_driver_version", &driver_version);
+  m.def("cuda_memory", &memory, py::arg("device") = 0);
+  m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
+  m.def("cuda_unpin", &unpin, py::arg("memory"), py::arg("device") = 0);
+  m.def("cuda_link", &cuda_link, py::arg("regions"), py::arg("device") = 0, py::arg("in_flight_bytes") = 0,
+        py::arg("buffer_bytes") = 0, py::arg("buffers") = 0, py::arg("threads") = 0);
+}
+
+}  // namespace moechat

@@ -1,0 +1,41 @@
+"""The GPU kernels become machine code for every generation of cards, without a card."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CHILD = Path(__file__).with_name("compile_child.py")
+# Shared memory that every generation since Turing gives a program.
+MOST_SHARED = 64 * 1024
+
+
+def compiled(capabilities: str, encodings: str, items: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, str(CHILD), capabilities, encodings, items],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_every_encoding_compiles_for_few_and_many_tokens():
+    results = compiled("86", "2,3,4,8,16,16h", "1,40")
+    assert len(results) == 6 * 2 * 3
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
+@pytest.mark.slow
+def test_every_generation_compiles_every_number_of_tokens():
+    results = compiled("75,80,89,90,100,120", "4", "1,2,4,8,16,32,64")
+    assert len(results) == 6 * 7 * 3
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}

@@ -1,0 +1,394 @@
+// The part of NVIDIA's driver that moechat calls, over host memory: a library with the same names, for tests
+// on machines without a card. What is asynchronous there is asynchronous here: every stream is a thread that
+// does one thing after another, with delays and faults that a test asks for.
+//
+// Stricter than the driver where a mistake would go unseen: a copy whose source is not pinned, or whose
+// target is not device memory, is refused. Device memory is what cuMemAlloc gave, or what a test has named by
+// fake_cuda_adopt.
+//
+//   fake_cuda_set(name, value)   bandwidth (bytes/s, 0: none), latency, jitter (s), seed, vram (bytes),
+//   pin_limit
+//                                (bytes), fail_after (copies; the context is dead from then on), piece (bytes
+//                                copied at a time, with a pause between), version
+//   fake_cuda_get(name)          copies, bytes, waits, pinned, streams, events, allocated: how many (or
+//   bytes) now
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+
+namespace {
+
+using Result = int;
+constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
+                 kInvalidContext = 201, kAlreadyRegistered = 712, kNotRegistered = 713, kNotReady = 600,
+                 kIllegalAddress = 700;
+
+struct Event {
+  std::uint64_t recorded = 0;
+  std::uint64_t completed = 0;
+};
+
+struct World {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, double> settings{
+      {"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1}, {"version", 12080}};
+  std::map<std::string, double> counts;
+  std::map<std::uintptr_t, std::size_t> device;  // ranges
+  std::map<std::uintptr_t, std::size_t> pinned;
+  std::map<std::uintptr_t, void*> allocations;
+  std::mt19937_64 random{1};
+  Result dead = kSuccess;
+  int context = 0;
+};
+
+// Never destroyed: threads of streams use it to the end of the process.
+World& world() {
+  static World* const one = new World;
+  return *one;
+}
+
+thread_local int current_depth = 0;
+
+struct Stream {
+  std::deque<std::function<void()>> work;
+  bool busy = false;
+  bool ending = false;
+  std::thread thread;
+};
+
+using Lock = std::unique_lock<std::mutex>;
+
+bool within(const std::map<std::uintptr_t, std::size_t>& ranges, const void* at, std::size_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(at);
+  auto next = ranges.upper_bound(begin);
+  if (next == ranges.begin()) return false;
+  --next;
+  return begin + bytes <= next->first + next->second;
+}
+
+void run(Stream* stream) {
+  World& all = world();
+  Lock lock(all.mutex);
+  for (;;) {
+    all.changed.wait(lock, [&] { return stream->ending || !stream->work.empty(); });
+    if (stream->work.empty()) return;
+    const std::function<void()> next = std::move(stream->work.front());
+    stream->work.pop_front();
+    stream->busy = true;
+    lock.unlock();
+    next();
+    lock.lock();
+    stream->busy = false;
+    all.changed.notify_all();
+  }
+}
+
+void sleep_for(double seconds) {
+  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+void copy(void* to, const void* from, std::size_t bytes) {
+  World& all = world();
+  double delay = 0;
+  std::size_t piece = bytes;
+  bool fails = false;
+  {
+    const Lock lock(all.mutex);
+    if (all.dead != kSuccess) return;
+    const double bandwidth = all.settings["bandwidth"];
+    delay = all.settings["latency"] + (bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0) +
+            all.settings["jitter"] * std::uniform_real_distribution<double>()(all.random);
+    if (all.settings["piece"] > 0) piece = static_cast<std::size_t>(all.settings["piece"]);
+    const double copies = all.counts["copies"]++;
+    fails = all.settings["fail_after"] >= 0 && copies >= all.settings["fail_after"];
+    if (!fails) all.counts["bytes"] += static_cast<double>(bytes);
+  }
+  sleep_for(delay);
+  for (std::size_t done = 0; done < (fails ? bytes / 2 : bytes); done += piece) {
+    std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done,
+                std::min(piece, bytes - done));
+    if (piece < bytes) std::this_thread::yield();
+  }
+  if (!fails) return;
+  const Lock lock(all.mutex);
+  all.dead = kIllegalAddress;
+  all.changed.notify_all();
+}
+
+void give(Stream* stream, std::function<void()> work) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  stream->work.push_back(std::move(work));
+  all.changed.notify_all();
+}
+
+Result usable() {
+  World& all = world();
+  const Lock lock(all.mutex);
+  if (all.dead != kSuccess) return all.dead;
+  return current_depth > 0 ? kSuccess : kInvalidContext;
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_cuda_set(const char* name, double value) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.settings[name] = value;
+  if (std::string(name) == "seed") all.random.seed(static_cast<std::uint64_t>(value));
+}
+double fake_cuda_get(const char* name) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  return all.counts[name];
+}
+void fake_cuda_adopt(void* at, std::size_t bytes) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.device[reinterpret_cast<std::uintptr_t>(at)] = bytes;
+}
+void fake_cuda_disown(void* at) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.device.erase(reinterpret_cast<std::uintptr_t>(at));
+}
+// The card is as it was at first, and the settings too. Nothing may be under way.
+void fake_cuda_reset() {
+  World& all = world();
+  const Lock lock(all.mutex);
+  all.dead = kSuccess;
+  all.settings = {{"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1}, {"version", 12080}};
+  for (const char* const name : {"copies", "bytes", "waits"}) all.counts[name] = 0;
+}
+
+Result cuInit(unsigned) { return kSuccess; }
+Result cuDriverGetVersion(int* version) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  *version = static_cast<int>(all.settings["version"]);
+  return kSuccess;
+}
+Result cuGetErrorName(Result error, const char** text) {
+  *text = error == kOutOfMemory      ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : error == kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                                     : "CUDA_ERROR_OF_THE_FAKE";
+  return kSuccess;
+}
+Result cuGetErrorString(Result error, const char** text) {
+  *text = error == kIllegalAddress ? "an illegal memory access was encountered" : "an error";
+  return kSuccess;
+}
+Result cuDeviceGetCount(int* count) {
+  *count = 1;
+  return kSuccess;
+}
+Result cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal == 0 ? kSuccess : kInvalidDevice;
+}
+Result cuDevicePrimaryCtxRetain(void** context, int) {
+  *context = &world().context;
+  return kSuccess;
+}
+Result cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
+Result cuCtxPushCurrent_v2(void* context) {
+  if (context != &world().context) return kInvalidContext;
+  ++current_depth;
+  return kSuccess;
+}
+Result cuCtxPopCurrent_v2(void** context) {
+  if (current_depth == 0) return kInvalidContext;
+  --current_depth;
+  *context = &world().context;
+  return kSuccess;
+}
+Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  *total = static_cast<std::size_t>(all.settings["vram"]);
+  *free = *total - static_cast<std::size_t>(all.counts["allocated"]);
+  return kSuccess;
+}
+Result cuMemAlloc_v2(unsigned long long* at, std::size_t bytes) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  const Lock lock(all.mutex);
+  if (all.counts["allocated"] + static_cast<double>(bytes) > all.settings["vram"]) return kOutOfMemory;
+  void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  if (memory == nullptr) return kOutOfMemory;
+  all.device[reinterpret_cast<std::uintptr_t>(memory)] = bytes;
+  all.counts["allocated"] += static_cast<double>(bytes);
+  *at = reinterpret_cast<std::uintptr_t>(memory);
+  return kSuccess;
+}
+Result cuMemFree_v2(unsigned long long at) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  const auto found = all.device.find(static_cast<std::uintptr_t>(at));
+  if (found == all.device.end()) return kInvalidValue;
+  all.counts["allocated"] -= static_cast<double>(found->second);
+  all.device.erase(found);
+  std::free(reinterpret_cast<void*>(static_cast<std::uintptr_t>(at)));
+  return kSuccess;
+}
+Result cuMemHostRegister_v2(void* at, std::size_t bytes, unsigned) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  const Lock lock(all.mutex);
+  if (within(all.pinned, at, 1)) return kAlreadyRegistered;
+  if (all.counts["pinned"] + static_cast<double>(bytes) > all.settings["pin_limit"]) return kOutOfMemory;
+  all.pinned[reinterpret_cast<std::uintptr_t>(at)] = bytes;
+  all.counts["pinned"] += static_cast<double>(bytes);
+  return kSuccess;
+}
+Result cuMemHostUnregister(void* at) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  const auto found = all.pinned.find(reinterpret_cast<std::uintptr_t>(at));
+  if (found == all.pinned.end()) return kNotRegistered;
+  all.counts["pinned"] -= static_cast<double>(found->second);
+  all.pinned.erase(found);
+  return kSuccess;
+}
+Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return usable();
+}
+Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  auto* const made = new Stream;
+  made->thread = std::thread(run, made);
+  *stream = made;
+  World& all = world();
+  const Lock lock(all.mutex);
+  ++all.counts["streams"];
+  return kSuccess;
+}
+// What the stream was given is still done, as there.
+Result cuStreamDestroy_v2(void* stream) {
+  World& all = world();
+  auto* const one = static_cast<Stream*>(stream);
+  {
+    const Lock lock(all.mutex);
+    one->ending = true;
+    --all.counts["streams"];
+    all.changed.notify_all();
+  }
+  one->thread.join();
+  delete one;
+  return kSuccess;
+}
+Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  auto* const awaited = static_cast<Event*>(event);
+  std::uint64_t number = 0;
+  {
+    const Lock lock(all.mutex);
+    number = awaited->recorded;
+    ++all.counts["waits"];
+  }
+  give(static_cast<Stream*>(stream), [awaited, number, &all] {
+    Lock lock(all.mutex);
+    all.changed.wait(lock, [&] { return awaited->completed >= number || all.dead != kSuccess; });
+  });
+  return kSuccess;
+}
+Result cuStreamSynchronize(void* stream) {
+  World& all = world();
+  auto* const one = static_cast<Stream*>(stream);
+  Lock lock(all.mutex);
+  all.changed.wait(lock, [&] { return one->work.empty() && !one->busy; });
+  return all.dead;
+}
+Result cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  const Result state = usable();
+  if (state == kSuccess) give(static_cast<Stream*>(stream), [function, data] { function(data); });
+  return state;
+}
+Result cuEventCreate(void** event, unsigned) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  *event = new Event;
+  World& all = world();
+  const Lock lock(all.mutex);
+  ++all.counts["events"];
+  return kSuccess;
+}
+Result cuEventDestroy_v2(void* event) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  --all.counts["events"];
+  delete static_cast<Event*>(event);
+  return kSuccess;
+}
+Result cuEventRecord(void* event, void* stream) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  auto* const recorded = static_cast<Event*>(event);
+  std::uint64_t number = 0;
+  {
+    const Lock lock(all.mutex);
+    number = ++recorded->recorded;
+  }
+  give(static_cast<Stream*>(stream), [recorded, number, &all] {
+    const Lock lock(all.mutex);
+    recorded->completed = std::max(recorded->completed, number);
+    all.changed.notify_all();
+  });
+  return kSuccess;
+}
+Result cuEventQuery(void* event) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  if (all.dead != kSuccess) return all.dead;
+  const auto* const asked = static_cast<Event*>(event);
+  return asked->completed >= asked->recorded ? kSuccess : kNotReady;
+}
+Result cuEventSynchronize(void* event) {
+  World& all = world();
+  const auto* const awaited = static_cast<Event*>(event);
+  Lock lock(all.mutex);
+  const std::uint64_t number = awaited->recorded;
+  all.changed.wait(lock, [&] { return awaited->completed >= number || all.dead != kSuccess; });
+  return all.dead;
+}
+Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t bytes, void* stream) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  void* const target = reinterpret_cast<void*>(static_cast<std::uintptr_t>(to));
+  {
+    const Lock lock(all.mutex);
+    if (!within(all.device, target, bytes) || !within(all.pinned, from, bytes)) return kInvalidValue;
+  }
+  give(static_cast<Stream*>(stream), [target, from, bytes] { copy(target, from, bytes); });
+  return kSuccess;
+}
+Result cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, std::size_t bytes, void* stream) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  const void* const source = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(from));
+  give(static_cast<Stream*>(stream), [to, source, bytes] { copy(to, source, bytes); });
+  return kSuccess;
+}
+}
