@@ -48,9 +48,9 @@ def _codes(words, rows, BITS: tl.constexpr, ROWS: tl.constexpr):
     else:
         COLUMNS: tl.constexpr = 32 // BITS
         STEPS: tl.constexpr = 64 // COLUMNS
-        steps = tl.arange(STEPS)
+        steps = tl.arange(0, STEPS)
         packed = tl.load(words + steps[:, None] * 16 + rows[None, :])
-        shifts = tl.arange(COLUMNS) * BITS
+        shifts = tl.arange(0, COLUMNS) * BITS
         codes = (packed[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
         codes = tl.reshape(codes, [64, ROWS])
     return codes
@@ -110,7 +110,7 @@ def _inputs(x, inside, first, last, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
 
     ``x`` ``[T]`` points to the tokens' first columns; ``inside`` ``[T]`` says which there are.
     """
-    column = first + tl.arange(STEPS)[:, None] * COLUMNS + tl.arange(COLUMNS)[None, :]
+    column = first + tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = inside[:, None, None] & (column < last)[None, :, :]
     return tl.load(x[:, None, None] + column[None, :, :], mask=there, other=0.0).to(tl.float32)
 
@@ -118,8 +118,8 @@ def _inputs(x, inside, first, last, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _plane(words, rows, x, BITS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
     """Products float32 ``[T, STEPS, ROWS]`` of ``x`` ``[T, STEPS, COLUMNS]`` with the codes of each word."""
-    packed = tl.load(words + tl.arange(STEPS)[:, None] * 16 + rows[None, :])
-    shifts = tl.arange(COLUMNS) * BITS
+    packed = tl.load(words + tl.arange(0, STEPS)[:, None] * 16 + rows[None, :])
+    shifts = tl.arange(0, COLUMNS) * BITS
     codes = (packed[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
     return tl.sum(x[:, :, :, None] * codes.to(tl.float32)[None, :, :, :], axis=2)
 
@@ -217,12 +217,12 @@ def neurons(
     count = tl.load(row_item + row + 1) - begin
     if chunk * TOKENS < count:
         record = pages + tl.load(entry_page + entry).to(tl.int64) * RECORD
-        neuron = part * ROWS + tl.arange(ROWS)
+        neuron = part * ROWS + tl.arange(0, ROWS)
         tile = neuron // 16
         lane = neuron % 16
         rows = tile * (GROUPS * GROUP_BYTES // 4) + lane
         lanes = tile * (GROUPS * 32) + lane
-        items = chunk * TOKENS + tl.arange(TOKENS)
+        items = chunk * TOKENS + tl.arange(0, TOKENS)
         token = tl.load(item_token + begin + items, mask=items < count, other=0).to(tl.int64)
         gate_words = (record + GATE).to(tl.pointer_type(tl.int32))
         up_words = (record + UP).to(tl.pointer_type(tl.int32))
@@ -309,12 +309,12 @@ def outputs(
     low = tl.maximum(first_block, split_begin)
     high = tl.minimum(first_block + entries, (split + 1) * BLOCKS // SPLITS)
     if (chunk * TOKENS < count) & (low < high):
-        output = part * ROWS + tl.arange(ROWS)
+        output = part * ROWS + tl.arange(0, ROWS)
         tile = output // 16
         lane = output % 16
         rows = tile * (GROUP_BYTES // 4) + lane
         lanes = tile * 32 + lane
-        items = chunk * TOKENS + tl.arange(TOKENS)
+        items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
         spot = (split.to(tl.int64) * items_padded + begin + items)[:, None] * HIDDEN_PADDED + output[None, :]
         # What an earlier launch has added comes first in the chain.
@@ -359,7 +359,7 @@ def combine(
 ):
     """Weighted sum over the items of a token, in their order. Program (token, part of the outputs)."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
     total = tl.zeros([COLUMNS], dtype=tl.float32)
     for pick in range(PICKS):
