@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from moechat import _native
 from moechat.config import active_isa
 from moechat.configurator.systems import settings_of
-from moechat.errors import MoechatError, PromptTooLongError, UsageError
+from moechat.errors import DeviceLostError, MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
@@ -38,6 +38,7 @@ from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
 from moechat.models.threads import steady_pass
+from moechat.offload.accelerator import Accelerator
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import REPLAN_TOKENS, Replanned
 from moechat.statistics import Meter, Stats
@@ -72,7 +73,7 @@ class Step:
 def load(
     model: str | Path,
     *,
-    device: str = "cpu",
+    device: str | None = None,
     vram: str | int | None = None,
     ram: str | int | None = None,
     bits: int | None = None,
@@ -92,14 +93,16 @@ def load(
 
     Args:
         model: ``demo``, or a directory with a block store or with a transformers checkpoint.
-        device: ``cpu``.
-        vram: Reserved for the GPU cache; only ``None`` works so far.
+        device: ``cpu``, or a CUDA card: ``cuda``, ``cuda:1``; ``None``: a card if ``vram`` is given.
+        vram: With a card: budget of its memory for everything, ``"12G"`` or a number of bytes; ``None`` takes
+            what is free, less a twentieth. Experts that do not fit beside the rest are copied there when they
+            are needed.
         ram: Memory budget of the whole process, ``"2G"`` or a number of bytes; ``None`` takes what is
             available, less a reserve. Experts that do not fit beside the rest are read from the store when
-            they are needed.
+            they are needed. With a card: what the experts may take of the host's memory.
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or what a finished store holds.
         dtype: Type that the dense part computes in: ``float32``, ``bfloat16``, ``float16`` or ``auto``
-            (bfloat16 where the CPU multiplies it natively, else float32).
+            (bfloat16 where the device multiplies it natively, else float32, on a card float16).
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
             checkpoint as they are, whatever ``dtype`` is; 8 and 4 pack them like the experts.
         activation_bits: How inputs meet quantised weights: as integers of 16 or 8 bits with a scale for every
@@ -117,23 +120,19 @@ def load(
         DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
         MoechatError: See :mod:`moechat.errors`; the subclass says what is wrong.
     """
-    if device != "cpu":
-        raise UsageError(
-            f"device {device!r} is not available", hint="this version computes on the CPU: use 'cpu'"
-        )
-    if vram is not None:
-        raise UsageError(
-            "a budget of graphics memory (vram=) is not available in this version",
-            hint="this version computes on the CPU; ram= limits the memory of the process",
-        )
     active_isa()  # before anything is read
     budget = parse_budget(ram)
     offload = offload or OffloadOptions()
+    card = _card(device, offload, vram)
     settings = offload.cache or settings_of(system)
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
     check_dense_bits(dense_bits)
     check_activation_bits(activation_bits)
+    if card is not None and dense_bits != 16:
+        raise UsageError(
+            f"dense_bits is {dense_bits} on a graphics card", hint="this version keeps 16 bits there"
+        )
     if bits is not None and (not isinstance(bits, int) or bits not in SUPPORTED_BITS):
         raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
     if threads is not None:
@@ -158,18 +157,33 @@ def load(
     # A Path has lost its "./", so that it could be taken for the name of the demo or of an alias.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     ref = resolve(name, bits=bits)
-    loaded = load_model(
-        open_store(ref, bits, report),
-        dtype=dense_type(dtype),
-        ctx=ctx,
-        budget=budget,
-        settings=settings,
-        offload=offload,
-        report=report,
-        replan_tokens=replan_tokens,
-        dense_bits=dense_bits,
-        activation_bits=activation_bits,
-    )
+    store = open_store(ref, bits, report)
+    if card is None:
+        loaded = load_model(
+            store,
+            dtype=dense_type(dtype),
+            ctx=ctx,
+            budget=budget,
+            settings=settings,
+            offload=offload,
+            report=report,
+            replan_tokens=replan_tokens,
+            dense_bits=dense_bits,
+            activation_bits=activation_bits,
+        )
+    else:
+        loaded = _load_on(
+            card,
+            store,
+            dtype=card.dtype if dtype == "auto" else dense_type(dtype),
+            ctx=ctx,
+            vram=parse_budget(vram, "vram"),
+            ram=budget,
+            settings=settings,
+            offload=offload,
+            report=report,
+            replan_tokens=replan_tokens,
+        )
     engine = Engine(
         loaded,
         name=ref.name,
@@ -181,6 +195,34 @@ def load(
         engine.tune(progress=report)
     report(Progress("load", 1, 1, "ready"))
     return engine
+
+
+def _card(device: str | None, offload: OffloadOptions, vram: str | int | None) -> Accelerator | None:
+    """The card that a device names; ``None``: the CPU."""
+    if device is None:
+        device = "cpu" if vram is None else "cuda"
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
+        raise UsageError(f"device {device!r} is unknown", hint="choose 'cpu', 'cuda', or 'cuda:1'")
+    if kind == "cpu":
+        if vram is not None:
+            raise UsageError(
+                "a budget of graphics memory (vram=) needs a graphics card",
+                hint="leave device= out, or say 'cuda'; ram= limits the memory of the process",
+            )
+        return None
+    parse_budget(vram, "vram")
+    card: Accelerator = offload.accelerator or Accelerator(int(number or 0))
+    return card
+
+
+def _load_on(
+    card: Accelerator, store: Store, *, vram: int | None, ram: int | None, **arguments: Any
+) -> LoadedModel:
+    # Triton is imported with it, which machines without a card need not have.
+    from moechat.loading.on_device import DeviceOptions, load_on_device
+
+    return load_on_device(store, DeviceOptions(card, vram, ram), **arguments)
 
 
 class Engine:
@@ -209,6 +251,7 @@ class Engine:
         self._upkeep = loaded.upkeep
         self._tuning: Tuning | None = None
         self._counters = loaded.counters
+        self._device = loaded.device
         self._keeps_last = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._tokenizer = load_tokenizer(loaded.store.path)
         self._generation_config = load_generation_config(loaded.store.path)
@@ -343,6 +386,9 @@ class Engine:
             KeyboardInterrupt: Ctrl-C; the computed plan is in effect again.
         """
         model = self._usable_model()
+        if self._loaded.accelerator is not None:
+            self._tuning = skipped("plans are not timed on graphics cards in this version")
+            return self._tuning
         if self._near is None:
             if self._tuning is None or self._tuning.winner != MAPPED:
                 self._tuning = skipped("all experts are in memory, so there is nothing to choose")
@@ -424,6 +470,7 @@ class Engine:
             "dense_dtype": str(self._loaded.dtype).removeprefix("torch."),
             "dense_bits": self._loaded.form.bits,
             "activation_bits": self._loaded.form.activation_bits,
+            "device": str(self._device),
             "context_length": self.context_length,
             "context_limited_by_memory": plan.context_limited,
             "threads": _native.num_threads(),
@@ -502,7 +549,7 @@ class Engine:
         ids = self._check(tokens, room=0)
         parts = self._parts(ids, ids.shape[1])
         if len(parts) == 1:
-            result: torch.Tensor = self._forward(ids, use_cache=False).logits[0].float()
+            result: torch.Tensor = self._forward(ids, use_cache=False).logits[0].float().cpu()
             return result
         cache, done = self._new_cache(), 0
         for part in parts:
@@ -609,7 +656,7 @@ class Engine:
                     output = self._forward(part, past_key_values=cache, use_cache=True, **arguments)
                     cache = output.past_key_values
                     computed += part.shape[1]
-                token = sampler.draw(history, output.logits[0, -1])
+                token = sampler.draw(history, output.logits[0, -1].cpu())
                 now = time.perf_counter()
                 first = first or now
                 if upkeep is not None:
@@ -689,7 +736,7 @@ class Engine:
         """
         model = self._usable_model()
         with self._told(), torch.inference_mode(), steady_pass(ids.shape[1]):
-            return model(input_ids=ids, **arguments)
+            return model(input_ids=ids.to(self._device), **arguments)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -702,6 +749,11 @@ class Engine:
                 self._usable_model()
             except MoechatError as reason:
                 raise reason from error
+            if isinstance(error, _native.DeviceLostError) or _is_lost(error):
+                raise DeviceLostError(
+                    f"the graphics card has failed: {error}",
+                    hint="start again; if it fails again, the driver's log (dmesg) may say why",
+                ) from error
             if not isinstance(error, _native.LinkError):
                 raise
             Store.open(self._store.path)  # raises if a file is missing or has another size
@@ -735,6 +787,12 @@ class Engine:
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             raise UsageError(f"token ids must lie between 0 and {vocabulary - 1}")
         return torch.tensor([tokens], dtype=torch.int64)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Torch's word for an error after which CUDA computes nothing more in this process."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
 
 
 def _whole(name: str, value: Any, least: int = 1) -> int:

@@ -2,8 +2,8 @@
 
 Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command
 line returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and
-not here, 6 store damaged, 130 interrupted). ``str(error)`` states the fact with its numbers; ``error.hint``
-the next step.
+not here, 6 store damaged, 7 graphics card lost, 130 interrupted). ``str(error)`` states the fact with its
+numbers; ``error.hint`` the next step.
 """
 
 from __future__ import annotations
@@ -62,6 +62,16 @@ class DoesNotFitError(MoechatError):
     def __init__(self, message: str, *, hint: str | None = None, least_bytes: int | None = None) -> None:
         super().__init__(message, hint=hint)
         self.least_bytes = least_bytes
+
+
+class DeviceUnavailableError(UsageError):
+    """The device that was asked for is not there, or cannot be used."""
+
+
+class DeviceLostError(MoechatError):
+    """The graphics card failed while it was used: this process can compute nothing on it any more."""
+
+    exit_code = 7
 
 
 class OfflineError(MoechatError):

@@ -44,7 +44,8 @@ from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, MoechatError, UsageError
 from moechat.hardware.memory import available_bytes
 from moechat.models.routers import find_routers
-from moechat.offload.cached import MIN_PAGES, CachedExpertLayer, NearTier
+from moechat.offload.cached import MIN_PAGES, NearTier
+from moechat.offload.experts import RunsExperts
 from moechat.offload.settings import LinkSettings
 from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
@@ -422,7 +423,7 @@ class _Measurement:
                 hint = "give a faster one with --link"
             raise MoechatError(f"{name} failed: {error}", hint=hint) from error
 
-    def _fill(self, near: NearTier, layers: Sequence[CachedExpertLayer]) -> None:
+    def _fill(self, near: NearTier, layers: Sequence[RunsExperts]) -> None:
         """Run the expert layers alone, over a link that is not held up, for the tokens before the prompt."""
         geometry = self.bench.store.geometry
         hidden = torch.zeros((1, geometry.hidden_size))

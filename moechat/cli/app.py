@@ -200,8 +200,19 @@ def _run(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where to compute; this version knows 'cpu'.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            metavar="DEVICE", help="Where to compute: cpu, or cuda for a graphics card; cuda with --vram."
+        ),
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Budget of graphics memory for everything, such as 12G; with --device cuda what is free if "
+            "not given. Experts that do not fit are copied there when they are needed.",
+        ),
+    ] = None,
     ram: Annotated[
         str | None,
         typer.Option(
@@ -304,6 +315,7 @@ def _run(
         prompt=prompt,
         bits=bits,
         device=device,
+        vram=vram,
         ram=ram,
         system=system,
         ctx=ctx,

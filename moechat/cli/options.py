@@ -14,7 +14,7 @@ BITS = (2, 3, 4, 8, 16)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DENSE_BITS = (4, 8, 16)
 ACTIVATION_BITS = (8, 16, 32)
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class RunOptions:
     model: str
     prompt: str | None = None
     bits: int | None = None
-    device: str = "cpu"
+    device: str | None = None
+    vram: str | None = None
     ram: str | None = None
     system: str = "auto"
     ctx: int | None = None
@@ -59,6 +60,13 @@ class RunOptions:
         _one_of("--activation-bits", self.activation_bits, ACTIVATION_BITS)
         if self.ram is not None and parse_size(self.ram) == 0:
             raise UsageError("--ram is 0", hint="leave it out to use the memory that is available")
+        if self.vram is not None and parse_size(self.vram) == 0:
+            raise UsageError("--vram is 0", hint="leave it out to use the graphics memory that is free")
+        if self.vram is not None and self.device == "cpu":
+            raise UsageError(
+                "--vram needs a graphics card",
+                hint="leave --device out, or say cuda; --ram limits the memory of the process",
+            )
         settings = settings_of(self.system)
         if settings.policy == "belady" or settings.prefetch == "perfect":
             raise UsageError(

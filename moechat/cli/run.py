@@ -75,6 +75,7 @@ def _load(options: RunOptions) -> Engine:
         return moechat.load(
             options.model,
             device=options.device,
+            vram=options.vram,
             ram=options.ram,
             system=options.system,
             bits=options.bits,

@@ -32,6 +32,21 @@ _RESERVE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
+class Words:
+    """How a budget is spoken of.
+
+    Attributes:
+        flag: How it is given.
+        given: The budget, where the user gave it.
+        found: The same, where it was found.
+    """
+
+    flag: str = "--ram (ram=)"
+    given: str = "the memory budget"
+    found: str = "the memory that is available"
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a model takes, in bytes.
 
@@ -117,7 +132,13 @@ def automatic_budget(available: int, base: int) -> int:
 
 
 def plan_memory(
-    needs: Needs, budget: int, *, given: bool = True, ctx: int | None = None, pages: int | None = None
+    needs: Needs,
+    budget: int,
+    *,
+    given: bool = True,
+    ctx: int | None = None,
+    pages: int | None = None,
+    words: Words | None = None,
 ) -> MemoryPlan:
     """Divide a budget.
 
@@ -131,6 +152,7 @@ def plan_memory(
         given: Whether the user gave it.
         ctx: Tokens wanted, or ``None``.
         pages: Pages wanted in place of what is left; 0 maps the experts. Then nothing is refused.
+        words: For the message of a refusal; ``None``: of a process's memory.
 
     Raises:
         DoesNotFitError: The budget is too small; the message has every part and the least budget that works.
@@ -147,10 +169,11 @@ def plan_memory(
     if loading_is_most:
         parts, when = loading, "while the weights are loaded"
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
-    given_as = "the memory budget" if given else "the memory that is available"
-    hints = [f"give at least {least // MEBI}M with --ram (ram=)"]
+    words = Words() if words is None else words
+    given_as = words.given if given else words.found
+    hints = [f"give at least {least // MEBI}M with {words.flag}"]
     if not given:
-        hints = [f"end other programs, or insist on {least // MEBI}M with --ram (ram=),"]
+        hints = [f"end other programs, or insist on {least // MEBI}M with {words.flag},"]
     if context > _CONTEXT_STEP and not loading_is_most:
         hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
     raise DoesNotFitError(

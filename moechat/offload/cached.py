@@ -18,7 +18,7 @@ from moechat.configurator.estimate import ModelShape
 from moechat.configurator.pages import in_transit
 from moechat.configurator.systems import CacheSettings
 from moechat.errors import DoesNotFitError, UsageError
-from moechat.offload.experts import ExpertCounters
+from moechat.offload.experts import ExpertCounters, RunsExperts
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
 from moechat.offload.planner import Knowledge, TierPlan, defaults, plan_tier
 from moechat.offload.settings import LinkSettings
@@ -48,6 +48,8 @@ class NearTier:
         knowledge: What the targets are made from, if the settings want others than the same for every layer;
             ``None`` takes what the package knows of the family.
         activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
+        near_memory: Address of memory of a device for the pages; 0: the host's.
+        source: The link, in place of one that ``link`` describes.
 
     Attributes:
         settings: How it is run now; ``first_settings``: how it was at first.
@@ -73,6 +75,8 @@ class NearTier:
         counters: ExpertCounters | None = None,
         knowledge: Knowledge | None = None,
         activation_bits: int = 16,
+        near_memory: int = 0,
+        source: _native.Link | None = None,
     ) -> None:
         refuse_without_replay(settings, replay)
         link = LinkSettings() if link is None else link
@@ -96,7 +100,7 @@ class NearTier:
         self.plan = plan_tier(geometry, self.layers, pages, top_k, settings, self.knowledge)
         self.reserve = self.plan.reserve
         policy = _policy(settings, self.layers, geometry.num_experts, replay, self.knowledge)
-        source = _link(store, link)
+        source = _link(store, link) if source is None else source
         try:
             self.runner = _native.ExpertRunner(
                 geometry.layout,
@@ -117,6 +121,7 @@ class NearTier:
                 populate=link.kind == "sim" and not link.copy,
                 top_k=min(top_k, geometry.num_experts),
                 activation_bits=activation_bits,
+                near_memory=near_memory,
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
@@ -132,7 +137,7 @@ class NearTier:
         stream = np.log(1 - _STREAM_SHARE) / np.log1p(-share) if share < 1 else 1.0
         self.stream_tokens = max(2, int(np.ceil(stream)))
 
-    def layer(self, ordinal: int) -> CachedExpertLayer:
+    def layer(self, ordinal: int) -> RunsExperts:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
         if not 0 <= ordinal < self.layers:
             raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")

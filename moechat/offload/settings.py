@@ -60,6 +60,8 @@ class OffloadOptions:
         pages: Pages of the near tier in place of what the budget leaves for them; 0 maps the store instead.
         predictor: A :class:`moechat.predict.Predictor` in place of the next layer's router.
         replay: A :class:`moechat.routing.Replay` that chooses the experts in place of the routers.
+        accelerator: A :class:`moechat.offload.accelerator.Accelerator` in place of the card that the device
+            names.
     """
 
     cache: CacheSettings | None = None
@@ -67,3 +69,4 @@ class OffloadOptions:
     pages: int | None = None
     predictor: Any = None
     replay: Any = None
+    accelerator: Any = None

@@ -68,7 +68,7 @@ class GpuCall(Call):
             starts, np.concatenate(self.tokens_of), np.concatenate(self.weights_of), len(self.x), DEVICE
         )
         x = torch.from_numpy(self.x).to(DEVICE, dtype)
-        partial = kernels.partials(items.count)
+        partial = kernels.partials(items, dtype)
         partial.fill_(float("nan"))
         middle = [0] * self.experts if cuts is None else cuts
         for low, high in (([0] * self.experts, middle), (middle, [self.blocks] * self.experts)):

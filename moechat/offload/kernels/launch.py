@@ -18,12 +18,14 @@ _ACTIVATIONS = {
     Activation.GELU_TANH: triton_blocks.GELU_TANH,
     Activation.CLAMPED_SWIGLU: triton_blocks.CLAMPED_SWIGLU,
 }
-# Chains of an expert's blocks, so that a decoded token has enough programs. A constant for each model: with
-# another number sums round differently.
+# Chains that the blocks of an expert are added in, so that a decoded token has enough programs. A constant:
+# with another number sums round differently.
 _SPLITS = 4
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
 # Tokens of an expert up to which products are made without tensor cores.
 FEW_TOKENS = 8
+# Rows of a program for few tokens: a tile.
+FEW_ROWS = 16
 _COMBINED_COLUMNS = 256
 _COMBINED_WARPS = 4
 
@@ -37,23 +39,25 @@ class Shape:
         rows: Neurons, or outputs, of a program.
         dot: How products are made, as in :mod:`moechat.offload.kernels.triton_blocks`.
         warps: Of a program.
+        splits: Chains that the blocks of an expert are added in, at most.
     """
 
     tokens: int
     rows: int
     dot: int
     warps: int
+    splits: int
 
     @classmethod
     def of(cls, most_items: int, dtypes: set[torch.dtype]) -> Shape:
         """For rows of up to so many items, and inputs and weights of these types."""
         if most_items <= FEW_TOKENS:
             tokens = 1 << max(0, most_items - 1).bit_length()
-            return cls(tokens, 16, dot=0, warps=1 if tokens <= 2 else 4)
+            return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=_SPLITS)
         tokens = 16 if most_items <= 16 else 32 if most_items <= 32 else 64
         # The interpreter does not know the arithmetic of bfloat16.
         whole = torch.float32 in dtypes or (INTERPRETED and torch.bfloat16 in dtypes)
-        return cls(tokens, 64, dot=2 if whole else 1, warps=4)
+        return cls(tokens, 64, dot=2 if whole else 1, warps=4, splits=1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def launches(geometry: ExpertGeometry, most_items: int, dtype: str) -> list[Kern
             "neurons", kernels.neurons(shape), {"x": names[kind], "activations": activations}, shape.warps
         ),
         Kernel("outputs", kernels.outputs(shape), {"activations": activations}, shape.warps),
-        Kernel("combine", kernels.combined(2, others=True), {"out": names[kind]}, _COMBINED_WARPS),
+        Kernel("combine", kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS),
     ]
 
 
@@ -108,14 +112,12 @@ class BlockKernels:
         device: Where the pages lie.
 
     Attributes:
-        splits: Chains that the blocks of an expert are added in.
         weights: Types of unquantised weights; empty for quantised ones.
     """
 
     def __init__(self, geometry: ExpertGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
-        self.splits = min(_SPLITS, geometry.blocks_per_expert)
         layout = geometry.layout
         self._padded = layout.hidden_padded
         halves = {torch.float16 if layout.fp16 else torch.bfloat16}
@@ -148,7 +150,7 @@ class BlockKernels:
         layout = self.geometry.layout
         return {
             "BLOCKS": self.geometry.blocks_per_expert,
-            "SPLITS": self.splits,
+            "SPLITS": self._splits(shape),
             "HIDDEN_PADDED": self._padded,
             "DOWN": layout.down_q,
             "DOWN_SZ": max(layout.down_sz, 0),
@@ -157,11 +159,11 @@ class BlockKernels:
             **self._division(shape),
         }
 
-    def combined(self, picks: int, *, others: bool) -> dict[str, Any]:
+    def combined(self, shape: Shape, picks: int, *, others: bool) -> dict[str, Any]:
         """Compile-time parameters of ``combine``."""
         return {
             "PICKS": picks,
-            "SPLITS": self.splits,
+            "SPLITS": self._splits(shape),
             "HIDDEN_PADDED": self._padded,
             "HAS_OTHERS": others,
             "COLUMNS": _COMBINED_COLUMNS,
@@ -170,9 +172,21 @@ class BlockKernels:
     def _division(self, shape: Shape) -> dict[str, Any]:
         return {"TOKENS": shape.tokens, "ROWS": shape.rows, "DOT": shape.dot, **self._encoding}
 
-    def partials(self, items: int) -> torch.Tensor:
-        """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``."""
-        return torch.empty(self.splits, items, self._padded, dtype=torch.float32, device=self.device)
+    def _splits(self, shape: Shape) -> int:
+        return min(shape.splits, self.geometry.blocks_per_expert)
+
+    def _shape(self, items: Items, dtype: torch.dtype) -> Shape:
+        return Shape.of(items.most, {dtype, *self.weights})
+
+    def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
+
+        Args:
+            items: Of the pass.
+            dtype: Of the inputs.
+        """
+        splits = self._splits(self._shape(items, dtype))
+        return torch.empty(splits, items.count, self._padded, dtype=torch.float32, device=self.device)
 
     def add(
         self, pages: torch.Tensor, blocks: BlockList, items: Items, x: torch.Tensor, partial: torch.Tensor
@@ -192,7 +206,7 @@ class BlockKernels:
         if blocks.slots == 0:
             return
         geometry = self.geometry
-        shape = Shape.of(items.most, {x.dtype, *self.weights})
+        shape = self._shape(items, x.dtype)
         kept = kept_type(shape, x.dtype)
         activations = torch.empty(blocks.slots, BLOCK_NEURONS, dtype=kept, device=self.device)
         chunks = -(-items.most // shape.tokens)
@@ -212,7 +226,7 @@ class BlockKernels:
             **self.neurons(shape),
         )
         rows = len(blocks.row_block)
-        triton_blocks.outputs[(self._padded // shape.rows, rows * self.splits, chunks)](
+        triton_blocks.outputs[(self._padded // shape.rows, rows * self._splits(shape), chunks)](
             pages,
             blocks.entry_page,
             blocks.entry_slot,
@@ -234,7 +248,7 @@ class BlockKernels:
         Args:
             partial: Of all items, every block of every expert added.
             items: Of the pass.
-            out: ``[tokens, hidden]``, overwritten.
+            out: ``[tokens, hidden]`` in the type of the inputs, overwritten.
             others: float32 ``[tokens, hidden]``, added last: what was computed elsewhere.
         """
         if items.tokens == 0:
@@ -249,5 +263,7 @@ class BlockKernels:
             partial.shape[1],
             hidden,
             num_warps=_COMBINED_WARPS,
-            **self.combined(items.token_item.shape[1], others=others is not None),
+            **self.combined(
+                self._shape(items, out.dtype), items.token_item.shape[1], others=others is not None
+            ),
         )

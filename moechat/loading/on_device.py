@@ -1,0 +1,258 @@
+"""Loading for a graphics card: experts in the host's memory, the rest and a cache of blocks on the card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moechat.configurator.systems import SYSTEMS, CacheSettings
+from moechat.hardware.memory import available_bytes, give_back_unused
+from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
+from moechat.models.assets import context_length
+from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.decode import Quickened
+from moechat.models.dense import load_dense
+from moechat.models.dense_form import DenseForm
+from moechat.models.footprint import pass_tokens, prefill_chunk, workspace_bytes
+from moechat.models.routers import find_routers
+from moechat.models.shape import configured_top_k
+from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.budget import MemoryPlan, Needs, Words, plan_memory
+from moechat.offload.cached import MIN_PAGES, shape_of
+from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
+from moechat.offload.far_memory import FarMemory
+from moechat.offload.on_device import PAIR_BYTES, WORK_PAIRS, DeviceTier, routers_on
+from moechat.offload.perfect import refuse_without_replay
+from moechat.offload.planner import gather
+from moechat.offload.settings import OffloadOptions
+from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
+from moechat.store.store import Store
+
+_WORDS = Words("--vram (vram=)", "the budget of graphics memory", "the graphics memory that is free")
+# The libraries of dense products set up their workspaces at first use; cuBLAS takes 8 to 32 MiB a stream.
+_LIBRARY_BYTES = 96 << 20
+# torch's allocator rounds what it takes from the card up to pieces of 2 to 20 MiB.
+_ROUNDING_BYTES = 64 << 20
+# Of free graphics memory, where no budget is given: the desktop's share may grow.
+_FREE_SHARE = 0.95
+# Of available host memory that experts may take.
+_HOST_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What the card was asked for.
+
+    Attributes:
+        accelerator: The card.
+        vram: Bytes of its memory for everything; ``None`` takes what is free, less a twentieth.
+        ram: Bytes of the host's memory for experts; ``None`` takes what is available, less a tenth.
+    """
+
+    accelerator: Accelerator
+    vram: int | None = None
+    ram: int | None = None
+
+
+def load_on_device(
+    store: Store,
+    options: DeviceOptions,
+    *,
+    dtype: torch.dtype,
+    ctx: int | None,
+    settings: CacheSettings,
+    offload: OffloadOptions,
+    report: Report,
+    replan_tokens: int = REPLAN_TOKENS,
+) -> LoadedModel:
+    """Plan the card's memory and load.
+
+    Args:
+        store: Verified.
+        options: The card and the budgets.
+        dtype: That the dense part is kept and computed in.
+        ctx: Context length wanted; ``None`` leaves it to the model and the memory.
+        settings: Of the near tier.
+        offload: Link, pages and replay for tests and measurements.
+        report: Progress.
+        replan_tokens: Decoded tokens after which a new plan is due; 0: never.
+
+    Raises:
+        DoesNotFitError: The budget is too small; the message says what is the least.
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    refuse_without_replay(settings, offload.replay)
+    accelerator = options.accelerator
+    report(Progress("load", 0, None, "dense weights"))
+    register()
+    config = load_config(store.path)
+    wanted = None if ctx is None else context_length(config, ctx)
+    skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
+    check_same_experts(skeleton, store)
+    trial = Trial()
+    for entry in skeleton.experts:
+        attach(entry.module, trial)
+    shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
+    form = _dense_form(skeleton)
+    own_context = context_length(config, None)
+    needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, accelerator.context_bytes)
+    free, _ = accelerator.memory()
+    there = accelerator.context_bytes + free
+    given = options.vram is not None
+    limit = there - int(free * (1 - _FREE_SHARE)) if options.vram is None else min(options.vram, there)
+    plan = plan_memory(needs, limit, given=given, ctx=wanted, pages=offload.pages, words=_WORDS)
+    accelerator.limit(plan.budget - plan.base)
+
+    load_dense(skeleton, store.dense)
+    # Buffers too: rotary frequencies and masks are made by the model on its own device.
+    routers: list[Any] = []
+    if settings.prefetch == "next-router":
+        routers = find_routers(skeleton.model, skeleton.experts)
+    skeleton.model.to(accelerator.device)  # type: ignore[arg-type]
+    give_back_unused()
+    counters = ExpertCounters()
+    far = None
+    if offload.link.kind == "file":
+        far = _far_memory(store, accelerator, options.ram, report)
+    near, upkeep = _tier(
+        store, accelerator, far, plan, top_k, settings, offload, counters, dtype, form, routers, replan_tokens
+    )
+    loaded = LoadedModel(
+        store=store,
+        config=config,
+        model=skeleton.model,
+        dtype=dtype,
+        form=form,
+        cache=shape,
+        chunk=prefill_chunk(skeleton.model.config),
+        plan=plan,
+        near=near,
+        counters=counters,
+        top_k=top_k,
+        parts=tuple(entry.module for entry in skeleton.experts),
+        upkeep=upkeep,
+        quickened=Quickened(),
+        accelerator=accelerator,
+    )
+    loaded.page_experts()
+    return loaded
+
+
+def _far_memory(store: Store, accelerator: Accelerator, ram: int | None, report: Report) -> FarMemory:
+    experts = len(store.layers) * store.geometry.layer_bytes
+    room = int(available_bytes() * _HOST_SHARE) if ram is None else ram
+    return FarMemory(
+        store,
+        ordinal=accelerator.ordinal,
+        in_memory=experts <= room,
+        progress=lambda done, total: report(Progress("load", done, total, "experts into memory")),
+    )
+
+
+def _tier(
+    store: Store,
+    accelerator: Accelerator,
+    far: FarMemory | None,
+    plan: MemoryPlan,
+    top_k: int,
+    settings: CacheSettings,
+    offload: OffloadOptions,
+    counters: ExpertCounters,
+    dtype: torch.dtype,
+    form: DenseForm,
+    routers: list[Any],
+    replan_tokens: int,
+) -> tuple[DeviceTier, Upkeep]:
+    shape = shape_of(
+        store, top_k, dense_bytes=form.in_layers, head_bytes=form.head_bytes, itemsize=form.itemsize
+    )
+    family, fingerprint = store.manifest.model_type, store.manifest.source.fingerprint
+    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
+    knowledge = gather(
+        shape,
+        family,
+        fingerprint,
+        ranked_by,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=1,
+        dense_bits=form.bits,
+        activation_bits=form.activation_bits,
+    )
+    blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
+    near = DeviceTier(
+        store,
+        accelerator,
+        far,
+        # With a page for every block one more, since targets leave a reserve.
+        pages=blocks + 1 if plan.mapped else plan.pages,
+        top_k=top_k,
+        settings=settings,
+        link=offload.link,
+        routers=routers_on(routers, accelerator.device),
+        replay=offload.replay,
+        counters=counters,
+        knowledge=knowledge,
+    )
+    upkeep = Upkeep(
+        near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens
+    )
+    return near, upkeep
+
+
+def _dense_form(skeleton: Skeleton) -> DenseForm:
+    """Dense weights as torch has them, in the model's type."""
+    model = skeleton.model
+    unique = {id(parameter): parameter for parameter in model.parameters()}
+    nbytes = sum(parameter.nbytes for parameter in unique.values())
+    embedding: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    head_module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: torch.Tensor = embedding if head_module is None else head_module.weight
+    outside = embedding.nbytes + (0 if head is embedding else head.nbytes)
+    return DenseForm(
+        bits=16,
+        activation_bits=16,
+        nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
+        head_bytes=head.nbytes,
+        in_layers=max(0, nbytes - outside),
+        itemsize=float(embedding.itemsize),
+    )
+
+
+def _needs(
+    store: Store,
+    skeleton: Skeleton,
+    dtype: torch.dtype,
+    form: DenseForm,
+    shape: CacheShape,
+    top_k: int,
+    own_context: int,
+    context_bytes: int,
+) -> Needs:
+    config, geometry = skeleton.model.config, store.geometry
+    routers = len(skeleton.experts) * geometry.num_experts * geometry.hidden_size * 4
+    longest = pass_tokens(config, shape, own_context)
+    items = longest * top_k
+    layout = geometry.layout
+    pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
+    scratch = pairs * PAIR_BYTES + items * layout.hidden_padded * 4 + _LIBRARY_BYTES + _ROUNDING_BYTES
+
+    def workspace(context: int) -> int:
+        return workspace_bytes(config, dtype, pass_tokens(config, shape, context), context)
+
+    return Needs(
+        base=context_bytes,
+        dense=form.nbytes + routers,
+        loading=0,
+        kv=shape.nbytes,
+        workspace=workspace,
+        scratch=scratch,
+        page_bytes=geometry.record_bytes,
+        blocks=len(store.layers) * geometry.num_experts * geometry.blocks_per_expert,
+        min_pages=MIN_PAGES,
+        own_context=own_context,
+        threads=0,
+    )

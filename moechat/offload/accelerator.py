@@ -1,0 +1,137 @@
+"""A graphics card as a place to compute: its torch device, its stream, and what goes between it and the host.
+
+Everything that a test replaces to run the same path without a card is a method here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat import _native
+from moechat.errors import DeviceUnavailableError
+from moechat.hardware.gpu import find_gpus
+
+_LEAST_CAPABILITY = (7, 5)
+# Of a CUDA context with torch's libraries, where it cannot be measured.
+_CONTEXT_BYTES = 448 << 20
+_MOST_CONTEXT_BYTES = 2 << 30
+
+
+class Accelerator:
+    """One CUDA card.
+
+    Args:
+        ordinal: Its number among those that ``CUDA_VISIBLE_DEVICES`` leaves.
+
+    Attributes:
+        device: torch's name of it.
+        ordinal: As given.
+        context_bytes: Of the card's memory that this process takes for being there.
+
+    Raises:
+        DeviceUnavailableError: There is no usable card, driver or Triton; the message says which.
+    """
+
+    device: torch.device
+    ordinal: int
+    context_bytes: int
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self.ordinal = ordinal
+        if not torch.cuda.is_available():
+            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no card"
+            raise DeviceUnavailableError(
+                f"no CUDA card can be used: {why}", hint="`moechat doctor` says more; --device cpu works"
+            )
+        if ordinal >= torch.cuda.device_count():
+            raise DeviceUnavailableError(
+                f"there is no card {ordinal}: torch finds {torch.cuda.device_count()}",
+                hint="CUDA_VISIBLE_DEVICES chooses among several",
+            )
+        self.device = torch.device("cuda", ordinal)
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability < _LEAST_CAPABILITY:
+            raise DeviceUnavailableError(
+                f"{torch.cuda.get_device_name(self.device)} has compute capability "
+                f"{capability[0]}.{capability[1]}; the kernels need 7.5 (Turing) or newer",
+                hint="--device cpu works",
+            )
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise DeviceUnavailableError(
+                f"Triton, which builds the kernels, cannot be imported: {error}",
+                hint="pip install triton",
+            ) from error
+        try:
+            _native.cuda_driver_version()
+        except _native.CudaUnavailableError as error:
+            raise DeviceUnavailableError(str(error), hint="--device cpu works") from error
+        report = find_gpus()
+        before = report.devices[ordinal].vram_free if ordinal < len(report.devices) else None
+        torch.cuda.set_device(self.device)
+        torch.zeros(1, device=self.device)
+        taken = _CONTEXT_BYTES if before is None else before - self.memory()[0]
+        # Other programs give and take meanwhile.
+        self.context_bytes = taken if 0 < taken <= _MOST_CONTEXT_BYTES else _CONTEXT_BYTES
+
+    @property
+    def name(self) -> str:
+        """As the driver calls the card."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The 16-bit type that the card computes best in."""
+        return torch.bfloat16 if torch.cuda.get_device_capability(self.device) >= (8, 0) else torch.float16
+
+    def memory(self) -> tuple[int, int]:
+        """Free and all bytes of the card's memory."""
+        return _native.cuda_memory(self.ordinal)
+
+    def held_bytes(self) -> int:
+        """Bytes that torch has taken of the card's memory."""
+        return torch.cuda.memory_reserved(self.device)
+
+    def peak_bytes(self) -> int:
+        """The most of them so far."""
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def limit(self, nbytes: int) -> None:
+        """Let torch take at most so much of the card's memory; more is an out-of-memory error of its own."""
+        _, total = self.memory()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
+
+    def stream(self) -> int:
+        """CUstream that torch puts its kernels into now."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def before_kernels(self) -> None:
+        """Called before kernels that read pages are launched."""
+
+    def pages(self, count: int, page_bytes: int) -> torch.Tensor:
+        """Memory for pages, uint8 ``[count, page_bytes]``; nothing is written to it.
+
+        Raises:
+            torch.OutOfMemoryError: There is not so much.
+        """
+        return torch.empty((count, page_bytes), dtype=torch.uint8, device=self.device)
+
+    def to_host(self, parts: Sequence[torch.Tensor]) -> list[npt.NDArray[np.int32]]:
+        """Values of tensors of four-byte elements, as int32, in one copy; waits for it and nothing else."""
+        flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
+        host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+        return _split(host.numpy(), parts)
+
+
+def _split(flat: npt.NDArray[np.int32], parts: Sequence[torch.Tensor]) -> list[npt.NDArray[np.int32]]:
+    ends = np.cumsum([part.numel() for part in parts])
+    return np.split(flat, ends[:-1])

@@ -1,0 +1,232 @@
+"""The near tier in a card's memory, and the expert layers over it.
+
+A layer of a decoded token: one small copy brings the router's choice (and the scores of the next layer's
+router) to the host; the native runner decides; kernels over the resident blocks are launched, then those over
+the blocks on their way, which the card holds back until their copies are done. Nothing else is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat.configurator.systems import CacheSettings
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.cached import NearTier
+from moechat.offload.experts import ExpertCounters
+from moechat.offload.far_memory import FarMemory
+from moechat.offload.kernels.block_list import BlockList, IntArray, Items
+from moechat.offload.kernels.launch import BlockKernels
+from moechat.offload.planner import Knowledge
+from moechat.offload.settings import LinkSettings
+from moechat.routing import Replay
+from moechat.store.store import Store
+
+# (token, block) pairs of one launch: their activations take at most 64 MiB.
+WORK_PAIRS = 1 << 18
+PAIR_BYTES = 64 * 4
+
+
+class Ranks(Protocol):
+    """A layer's router, as :class:`moechat.models.routers.Router`."""
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[tokens, experts]`` for hidden states ``[tokens, hidden]``, on their device."""
+        ...
+
+
+class DeviceTier(NearTier):
+    """Pages in a card's memory, the experts in the host's.
+
+    Args:
+        store: Where the experts lie.
+        accelerator: The card.
+        far: Where its link reads from; closed with this.
+        pages: Pages of one block record each.
+        top_k: Experts that the model's routers choose for a token.
+        settings: What is kept and what is fetched ahead.
+        link: A simulated link in place of the card's, and how long nothing may arrive.
+        routers: Of each expert layer, on the card, for prediction; ``None``: that layer is not predicted.
+        replay: Chooses the experts in place of the routers.
+        counters: Of the engine.
+        knowledge: As :class:`NearTier`.
+
+    Raises:
+        UsageError, DoesNotFitError, MoechatError: As :class:`NearTier`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        accelerator: Accelerator,
+        far: FarMemory | None,
+        *,
+        pages: int,
+        top_k: int,
+        settings: CacheSettings,
+        link: LinkSettings | None = None,
+        routers: Sequence[Ranks | None] = (),
+        replay: Replay | None = None,
+        counters: ExpertCounters | None = None,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self._far = far
+        self.kernels = BlockKernels(store.geometry, accelerator.device)
+        self._routers = routers
+        self.memory = accelerator.pages(pages, store.geometry.record_bytes)
+        try:
+            super().__init__(
+                store,
+                pages=pages,
+                top_k=top_k,
+                settings=settings,
+                link=link,
+                replay=replay,
+                counters=counters,
+                knowledge=knowledge,
+                near_memory=self.memory.data_ptr(),
+                source=None if far is None else far.link(),
+            )
+        except BaseException:
+            if far is not None:
+                far.close()
+            raise
+
+    def layer(self, ordinal: int) -> DeviceExpertLayer:
+        """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
+        if not 0 <= ordinal < self.layers:
+            raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
+        return DeviceExpertLayer(self, ordinal)
+
+    def ranked(self, ordinal: int, hidden: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+        """What a layer's hidden states say of layers to come: how far ahead, layer, scores ``[experts]``."""
+        if self.settings.prefetch != "next-router" or not self._routers:
+            return []
+        found = []
+        for ahead, layer in self.ahead[ordinal]:
+            router = self._routers[layer]
+            if router is not None:
+                found.append((ahead, layer, router.scores(hidden[-1:])[0]))
+        return found
+
+    def close(self) -> None:
+        """Stop the link and give the memory back; harmless when repeated."""
+        super().close()
+        if self._far is not None:
+            self._far.close()
+        self.memory = torch.empty(0)
+
+
+@dataclass
+class DeviceExpertLayer:
+    """The routed experts of one decoder layer, over pages in a card's memory.
+
+    Attributes:
+        near: Shared by all layers of an engine.
+        ordinal: Number among the expert layers.
+    """
+
+    near: DeviceTier
+    ordinal: int
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts; as :meth:`moechat.offload.experts.ExpertLayer.forward`.
+
+        The sum of a token is one of float32, its experts in ascending order, each a few chains of blocks in
+        ascending order: it does not depend on the budget, or on what is resident.
+
+        Raises:
+            LinkError: A block cannot be read, or nothing has arrived for the link's stall limit.
+            DeviceLostError: The card has failed.
+        """
+        near = self.near
+        x = hidden.detach().contiguous()
+        tokens = len(x)
+        alone = tokens == 1 or self.ordinal == near.layers - 1
+        ranked = near.ranked(self.ordinal, x) if alone else []
+        index, weight, *scores = near.accelerator.to_host(
+            [
+                top_k_index.to(torch.int32),
+                top_k_weights.detach().to(torch.float32),
+                *(score for _, _, score in ranked),
+            ]
+        )
+        picks = index.reshape(tokens, -1).astype(np.int64)
+        if near.replay is not None:
+            picks = near.replay.route(self.ordinal, tokens)
+        near.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1))
+        self._prefetch(tokens, [(ahead, layer) for ahead, layer, _ in ranked], scores)
+        return self._compute(x, picks.size)
+
+    def _compute(self, x: torch.Tensor, activations: int) -> torch.Tensor:
+        near = self.near
+        kernels, accelerator = near.kernels, near.accelerator
+        _, row_item, item_token, item_weight = near.runner.rows()
+        items = Items.build(row_item, item_token, item_weight, len(x), accelerator.device)
+        partial = kernels.partials(items, x.dtype)
+
+        def launch(page: IntArray, row_entry: IntArray, row_block: IntArray) -> None:
+            accelerator.before_kernels()
+            kernels.add(near.memory, BlockList.build(page, row_entry, row_block, items), items, x, partial)
+
+        near.counters.bytes_read += near.runner.finish_on_device(
+            accelerator.stream(), len(x), WORK_PAIRS, launch
+        )
+        near.counters.activations += activations
+        out = torch.empty_like(x)
+        kernels.combine(partial, items, out)
+        return out
+
+    def _prefetch(
+        self, tokens: int, places: list[tuple[int, int]], scores: list[npt.NDArray[np.int32]]
+    ) -> None:
+        near = self.near
+        settings = near.settings
+        last = self.ordinal == near.layers - 1
+        if settings.prefetch == "none":
+            return
+        if settings.prefetch == "whole-layer" or (tokens >= near.stream_tokens and not last):
+            if near.ahead[self.ordinal]:
+                layer = near.ahead[self.ordinal][0][1]
+                near.runner.prefetch(layer, None, near.geometry.num_experts, settings.prefetch_bytes)
+            return
+        for (ahead, layer), score in zip(places, scores, strict=True):
+            near.runner.prefetch(
+                layer,
+                score.view(np.float32),
+                near.prefetch_experts,
+                settings.prefetch_bytes,
+                far=ahead > 1,
+            )
+
+
+def routers_on(routers: Sequence[Any], device: torch.device) -> list[Ranks | None]:
+    """Copies of routers on a device.
+
+    Args:
+        routers: From :func:`moechat.models.routers.find_routers`.
+        device: Where they go.
+    """
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return [
+        None
+        if router is None
+        else replace(
+            router,
+            weight=router.weight.to(device),
+            bias=moved(router.bias),
+            correction=moved(router.correction),
+        )
+        for router in routers
+    ]

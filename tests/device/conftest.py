@@ -1,0 +1,56 @@
+"""A card that is not there: the fake driver, Triton's interpreter, and torch on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+for room in ("models", "native"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / room))
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[object]:
+    """The fake driver, opened by this process."""
+    from fake_cuda import VARIABLE, FakeCuda
+
+    from moechat import _native
+
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda()
+        patch.setenv(VARIABLE, str(cuda.path))
+        assert _native.cuda_driver_version() == 12080
+        yield cuda
+
+
+@pytest.fixture(autouse=True)
+def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a millisecond a program, whatever its size."""
+    from moechat.offload.kernels import launch
+
+    if launch.INTERPRETED:
+        monkeypatch.setattr(launch, "FEW_ROWS", 64)
+
+
+@pytest.fixture
+def card(driver: object) -> Iterator[object]:
+    """A card with 8 GB, new for every test."""
+    from interpreted_card import InterpretedCard
+
+    driver.reset()
+    made = InterpretedCard(driver)
+    yield made
+    made.close()
+    driver.reset()
+
+
+@pytest.fixture(scope="module")
+def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home for library and state that the tests of a module share."""
+    directory = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECHAT_HOME", str(directory))
+        yield directory

@@ -1,0 +1,70 @@
+"""An accelerator whose card is the fake driver: pages in host memory that the driver calls its own,
+kernels in Triton's interpreter, everything else torch on the CPU.
+
+Copies run on the driver's streams, with its delays. Kernels wait for their stream and for nothing else: a
+page whose copy the stream was not put behind still holds what it held before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from fake_cuda import FakeCuda
+
+from moechat import _native
+from moechat.offload.accelerator import Accelerator
+
+
+class InterpretedCard(Accelerator):
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.device = torch.device("cpu")
+        self.ordinal = 0
+        self.context_bytes = 64 << 20
+        self.limited_to: int | None = None
+        self.copies_to_host = 0
+        self._stream = cuda.stream()
+        self._pages: list[torch.Tensor] = []
+
+    @property
+    def name(self) -> str:
+        return "a card that is not there"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def memory(self) -> tuple[int, int]:
+        return _native.cuda_memory(0)
+
+    def held_bytes(self) -> int:
+        return sum(pages.nbytes for pages in self._pages)
+
+    peak_bytes = held_bytes
+
+    def limit(self, nbytes: int) -> None:
+        self.limited_to = nbytes
+
+    def stream(self) -> int:
+        return self._stream.handle
+
+    def before_kernels(self) -> None:
+        assert self._stream.synchronize() == 0
+
+    def pages(self, count: int, page_bytes: int) -> torch.Tensor:
+        # Not zeros: what is read too early must not be harmless.
+        pages = torch.full((count, page_bytes), 0x7F, dtype=torch.uint8)
+        self.cuda.adopt(pages.data_ptr(), pages.nbytes)
+        self._pages.append(pages)
+        return pages
+
+    def to_host(self, parts):
+        self.copies_to_host += 1
+        flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts]).numpy().copy()
+        return np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._stream.close()
+        for pages in self._pages:
+            self.cuda.disown(pages.data_ptr())

@@ -1,0 +1,195 @@
+"""The whole engine on a card, as far as that can be without one (see ``interpreted_card.py``)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
+
+import moechat
+from moechat.errors import DeviceLostError, DeviceUnavailableError, DoesNotFitError, UsageError
+from moechat.offload.settings import LinkSettings, OffloadOptions
+
+PROMPT = [5, 17, 9, 33, 21, 2, 60]
+# float32 both, products in another order; router choices are the same.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> torch.Tensor:
+    with moechat.load(model, dtype="float32", activation_bits=32, ctx=64) as engine:
+        return engine.logits(PROMPT)
+
+
+def load(model: Path, card, *, link: LinkSettings | None = None, pages: int | None = None, **arguments):
+    offload = OffloadOptions(accelerator=card, pages=pages, link=link or LinkSettings())
+    return moechat.load(model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", **arguments})
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_logits_are_those_of_the_cpu(model: Path, card, bits: int) -> None:
+    with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
+        wanted = engine.logits(PROMPT)
+    with load(model, card, bits=bits) as engine:
+        assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
+        assert engine.describe()["device"] == "cpu"  # torch's part of the fake card
+
+
+@pytest.mark.parametrize(
+    ("system", "kind"),
+    [
+        ("auto", "cuda"),
+        ("auto", "cuda with delays"),
+        ("auto", "sim"),
+        ("moepic", "cuda with delays"),
+        ("mixtral-offloading", "cuda with delays"),
+        ("deepspeed", "cuda with delays"),
+    ],
+)
+def test_the_answer_is_the_same_for_every_budget_system_and_link(
+    model: Path, card, expected: torch.Tensor, system: str, kind: str
+) -> None:
+    if kind == "cuda with delays":
+        card.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
+    link = LinkSettings(kind="sim", jitter=1e-4, seed=2) if kind == "sim" else None
+    results = []
+    for pages in (2, 9, None):
+        with load(model, card, link=link, pages=pages, system=system) as engine:
+            logits = engine.logits(PROMPT)
+            answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=3, temperature=0.0)]
+            results.append((logits, answer))
+            if pages is not None:
+                assert engine.stats.pages == pages
+            assert engine._near.runner.check() == ""
+    assert error_of(results[0][0], expected) < TOLERANCE
+    for logits, answer in results[1:]:
+        # Bit by bit: what is added up does not depend on what is resident.
+        assert torch.equal(logits, results[0][0])
+        assert answer == results[0][1]
+
+
+def test_a_decoded_token_takes_one_copy_to_the_host_a_layer(model: Path, card) -> None:
+    with load(model, card) as engine:
+        steps = iter(engine.generate(PROMPT, max_new_tokens=6, temperature=0.0))
+        next(steps)
+        before = card.copies_to_host
+        for _ in range(4):
+            next(steps)
+        layers = engine.describe()["expert_layers"]
+        assert card.copies_to_host - before == 4 * layers
+        assert engine.stats.expert_activations > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
+def test_other_families_give_what_the_cpu_gives(
+    family: str, card, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
+        wanted = engine.logits(PROMPT)
+    with load(tmp_path / family, card, pages=12) as engine:
+        assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
+
+
+def test_experts_that_cannot_be_pinned_go_through_buffers_with_a_warning(
+    model: Path, card, expected: torch.Tensor
+) -> None:
+    # One layer of two; it is given back again, since the buffers have to be pinned too.
+    card.cuda.set(pin_limit=8 * 2 * 8192 * 1.5)
+    with pytest.warns(RuntimeWarning, match="the system pins no more than"):
+        engine = load(model, card)
+    with engine:
+        assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+        assert engine._near._far.pinned_bytes == 0
+    assert card.cuda.get("pinned") == 0
+
+
+def test_experts_that_do_not_fit_into_memory_are_read_from_their_files(
+    model: Path, card, expected: torch.Tensor
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with load(model, card, ram="64K") as engine:
+            assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+            assert engine._near._far.pinned_bytes == 0
+
+
+def test_a_card_that_fails_ends_the_answer_with_its_own_error(model: Path, card) -> None:
+    with load(model, card, pages=4) as engine:
+        engine.logits(PROMPT)
+        card.cuda.set(fail_after=card.cuda.get("copies") + 3)
+        with pytest.raises(DeviceLostError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
+            list(engine.generate(PROMPT, max_new_tokens=8))
+        assert caught.value.exit_code == 7
+        assert caught.value.hint
+        with pytest.raises(DeviceLostError):
+            engine.logits(PROMPT)
+        card.cuda.reset()
+
+
+def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(model: Path, card) -> None:
+    with pytest.raises(DoesNotFitError, match=r"budget of graphics memory is 100 MiB; the least") as caught:
+        load(model, card, vram="100M")
+    assert "--vram" in caught.value.hint
+    least = caught.value.least_bytes
+    assert 100 << 20 < least < 1 << 30
+    with load(model, card, vram=least) as engine:
+        engine.logits(PROMPT)
+
+
+def test_without_a_budget_free_memory_is_taken_and_not_all_of_it(model: Path, card) -> None:
+    card.cuda.set(vram=3e9)
+    with load(model, card, vram=None) as engine:
+        budget = engine.describe()["memory_budget_bytes"]
+        assert 0.9 * 3e9 < budget < 3e9 + card.context_bytes
+        assert card.limited_to == budget - card.context_bytes
+
+
+def test_what_a_card_cannot_do_is_refused(model: Path, card) -> None:
+    with pytest.raises(UsageError, match="device 'gpu' is unknown"):
+        moechat.load(model, device="gpu")
+    with pytest.raises(UsageError, match="dense_bits is 4 on a graphics card"):
+        load(model, card, dense_bits=4)
+    with pytest.raises(UsageError, match="'many' is not a size"):
+        load(model, card, vram="many")
+    with pytest.raises(UsageError, match="vram is 0"):
+        load(model, card, vram=0)
+    with pytest.raises(UsageError, match="needs a graphics card"):
+        moechat.load(model, device="cpu", vram="2G")
+
+
+def test_a_machine_without_a_card_says_so(model: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    with pytest.raises(DeviceUnavailableError, match="no CUDA card can be used") as caught:
+        moechat.load(model, vram="2G")
+    assert caught.value.exit_code == 2
+
+
+def test_a_chat_keeps_its_cache_between_turns(card, tmp_path: Path, moechat_home: Path) -> None:
+    write_tiny_chat_model(tmp_path / "chat")
+    with load(tmp_path / "chat", card) as engine:
+        messages = [{"role": "user", "content": "hello there"}]
+        answer = "".join(step.text for step in engine.generate(messages, max_new_tokens=5, seed=1))
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and now"}]
+        list(engine.generate(messages, max_new_tokens=3, seed=1))
+        assert engine.stats.output_tokens > 0
+        assert engine.idle() is None
+        engine.replan()
