@@ -50,9 +50,7 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
     if machine.here and ram is not None and ram > total_bytes():
         said.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
     if machine.near == "gpu":
-        said.append(
-            "this version computes on the CPU only; running on a graphics card comes with a later one"
-        )
+        said.append("running on a graphics card is new, and no speed of it has been measured yet")
     if far is not None and far.kind == "ram+disk":
         said.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"

@@ -1,4 +1,4 @@
-"""Builds ``fake_cuda.cc``, NVIDIA's driver over host memory, and talks to it."""
+"""Builds ``native/tests/fake_cuda.cc``, NVIDIA's driver over host memory, and talks to it."""
 
 import ctypes
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCE = Path(__file__).with_suffix(".cc")
+SOURCE = Path(__file__).parents[2] / "native" / "tests" / "fake_cuda.cc"
 VARIABLE = "MOECHAT_CUDA_DRIVER"
 
 

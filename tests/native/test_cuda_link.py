@@ -1,4 +1,4 @@
-"""The link into a card's memory, over a driver that works in host memory (``fake_cuda.cc``).
+"""The link into a card's memory, over a driver that works in host memory (``native/tests/fake_cuda.cc``).
 
 What only a card can show (that the driver behaves as documented, bandwidth) is in ``tests/gpu``.
 """

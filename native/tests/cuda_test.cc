@@ -1,0 +1,365 @@
+// The link into a card's memory, and the expert runner over it, on the driver in fake_cuda.cc: what streams
+// read and what copies write is put into an order on the card alone, which random delays on both sides try to
+// break. For runs under the sanitizers, see scripts/sanitize.
+//
+//   native_cuda_test [--seconds S] [--seed N] [--alarm N]
+//
+// A run that hangs is ended by an alarm N seconds (60) after --seconds. Prints how many transfers were made.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "link/cuda_link.h"
+#include "offload/runner.h"
+
+extern "C" {
+void fake_cuda_set(const char* name, double value);
+double fake_cuda_get(const char* name);
+void fake_cuda_reset();
+int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data);
+}
+
+namespace moechat {
+namespace {
+
+#define EXPECT(condition)                                                  \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(1);                                                       \
+    }                                                                      \
+  } while (false)
+
+using Clock = std::chrono::steady_clock;
+using Random = std::mt19937_64;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+std::atomic<std::int64_t> operations{0};
+
+std::int64_t between(Random& random, std::int64_t low, std::int64_t high) {
+  return std::uniform_int_distribution<std::int64_t>(low, high)(random);
+}
+bool chance(Random& random, double share) { return std::uniform_real_distribution<double>()(random) < share; }
+
+// Memory of the card, and a stream of its own.
+class Card {
+ public:
+  explicit Card(std::int64_t bytes) : current_(cuda::primary_context(0)) {
+    const cuda::Driver& driver = cuda::driver();
+    cuda::check(driver.memory_alloc(&memory_, static_cast<std::size_t>(bytes)), "cuMemAlloc");
+    cuda::check(driver.stream_create(&stream_, cuda::kStreamNonBlocking, 0), "cuStreamCreate");
+  }
+  ~Card() {
+    EXPECT(cuda::driver().stream_destroy(stream_) == cuda::kSuccess);
+    EXPECT(cuda::driver().memory_free(memory_) == cuda::kSuccess);
+  }
+  Card(const Card&) = delete;
+  Card& operator=(const Card&) = delete;
+  unsigned char* memory() const {
+    return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(memory_));
+  }
+  cuda::Stream stream() const { return stream_; }
+  // Has a function called in the stream's turn.
+  void run(std::function<void()> kernel) {
+    kernels_.push_back(std::make_unique<std::function<void()>>(std::move(kernel)));
+    const auto call = [](void* data) { (*static_cast<std::function<void()>*>(data))(); };
+    EXPECT(cuLaunchHostFunc(stream_, call, kernels_.back().get()) == 0);
+  }
+  void wait() { EXPECT(cuda::driver().stream_synchronize(stream_) == cuda::kSuccess); }
+
+ private:
+  cuda::Current current_;
+  cuda::Pointer memory_ = 0;
+  cuda::Stream stream_ = nullptr;
+  std::vector<std::unique_ptr<std::function<void()>>> kernels_;
+};
+
+// Records [layers][experts, blocks] of random bytes, pinned or not.
+class Far {
+ public:
+  Far(Random& random, std::int32_t layers, std::int64_t records, std::int64_t record_bytes, bool pinned)
+      : record_bytes_(record_bytes), pinned_(pinned) {
+    for (std::int32_t layer = 0; layer < layers; ++layer) {
+      layers_.emplace_back(static_cast<std::size_t>(records * record_bytes));
+      for (unsigned char& byte : layers_.back()) byte = static_cast<unsigned char>(random());
+      if (!pinned) continue;
+      const cuda::Current current(cuda::primary_context(0));
+      std::vector<unsigned char>& all = layers_.back();
+      cuda::check(cuda::driver().host_register(all.data(), all.size(), 0), "cuMemHostRegister");
+    }
+  }
+  ~Far() {
+    for (std::vector<unsigned char>& layer : layers_) {
+      if (pinned_) EXPECT(cuda::driver().host_unregister(layer.data()) == cuda::kSuccess);
+    }
+  }
+  Far(const Far&) = delete;
+  Far& operator=(const Far&) = delete;
+  std::vector<CudaRegion> regions() const {
+    std::vector<CudaRegion> list;
+    for (const auto& layer : layers_) {
+      CudaRegion region;
+      region.data = layer.data();
+      region.bytes = static_cast<std::int64_t>(layer.size());
+      region.pinned = pinned_;
+      list.push_back(region);
+    }
+    return list;
+  }
+  const unsigned char* record(std::int32_t layer, std::int64_t number) const {
+    return layers_[static_cast<std::size_t>(layer)].data() + number * record_bytes_;
+  }
+
+ private:
+  std::int64_t record_bytes_;
+  bool pinned_;
+  std::vector<std::vector<unsigned char>> layers_;
+};
+
+void draw_delays(Random& random) {
+  fake_cuda_reset();
+  if (chance(random, 0.3)) return;
+  fake_cuda_set("seed", static_cast<double>(between(random, 1, 1 << 20)));
+  fake_cuda_set("jitter", 1e-6 * static_cast<double>(between(random, 0, 200)));
+  fake_cuda_set("latency", 1e-6 * static_cast<double>(between(random, 0, 50)));
+  fake_cuda_set("piece", chance(random, 0.5) ? 512 : 0);
+}
+
+std::unique_ptr<EvictionPolicy> lru(std::int32_t layers, std::int32_t experts) {
+  PolicySpec spec;
+  spec.name = "lru";
+  spec.layers = layers;
+  spec.experts = experts;
+  return make_policy(spec);
+}
+
+// Reads a page twice, a pause apart.
+bool holds(const unsigned char* page, const unsigned char* expected, std::int64_t bytes, microseconds pause) {
+  const auto size = static_cast<std::size_t>(bytes);
+  const bool before = std::memcmp(page, expected, size) == 0;
+  if (pause.count() > 0) std::this_thread::sleep_for(pause);
+  return before && std::memcmp(page, expected, size) == 0;
+}
+
+// A slot is filled, read, and filled again, with no word from the host in between.
+void pages_change_hands_in_order(Random& random) {
+  constexpr std::int64_t kPage = 4096, kRecords = 32;
+  draw_delays(random);
+  const bool pinned = chance(random, 0.7);
+  const Far far(random, 2, kRecords, kPage, pinned);
+  const auto slots = static_cast<std::uint32_t>(between(random, 1, 6));
+  Card card(slots * kPage);
+  CudaLinkOptions options;
+  options.buffer_bytes = kPage;
+  options.buffers = static_cast<int>(between(random, 1, 3));
+  options.threads = static_cast<int>(between(random, 1, 3));
+  const std::unique_ptr<Link> link = make_cuda_link(far.regions(), options);
+  StreamOrder* const order = link->stream_order();
+  link->open(slots);
+  std::vector<bool> busy(slots, false);
+  std::vector<Completion> done;
+  std::atomic<bool> right{true};
+  for (int turn = 0; turn < 120; ++turn) {
+    std::vector<Transfer> transfers;
+    std::vector<std::uint32_t> chosen;
+    std::vector<const unsigned char*> expected;
+    for (std::uint32_t slot = 0; slot < slots; ++slot) {
+      if (busy[slot] || chance(random, 0.5)) continue;
+      const auto region = static_cast<std::int32_t>(between(random, 0, 1));
+      const std::int64_t record = between(random, 0, kRecords - 1);
+      const auto priority = static_cast<Priority>(between(random, 0, 2));
+      transfers.push_back({slot, region, record * kPage, kPage, card.memory() + slot * kPage, priority});
+      chosen.push_back(slot);
+      expected.push_back(far.record(region, record));
+      busy[slot] = true;
+    }
+    if (!transfers.empty()) {
+      link->submit(transfers.data(), static_cast<std::int64_t>(transfers.size()));
+      operations += static_cast<std::int64_t>(transfers.size());
+      for (const std::uint32_t slot : chosen) link->promote(slot, Priority::kDemand);
+      order->fills_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()));
+      const microseconds pause(between(random, 0, 100));
+      const unsigned char* const memory = card.memory();
+      card.run([=, &right] {
+        for (std::size_t i = 0; i < chosen.size(); ++i) {
+          if (!holds(memory + chosen[i] * kPage, expected[i], kPage, pause)) right = false;
+        }
+      });
+      order->reads_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()));
+    }
+    if (std::all_of(busy.begin(), busy.end(), [](bool one) { return one; })) link->wait(milliseconds(100));
+    done.clear();
+    link->poll(&done);
+    for (const Completion& completion : done) {
+      EXPECT(completion.error == 0);
+      busy[completion.slot] = false;
+    }
+  }
+  card.wait();
+  EXPECT(right);
+  EXPECT(link->stop(milliseconds(5000)));
+}
+
+// Layers over a cache that is too small for them: every block is launched once, rows and blocks ascending,
+// and lies in its page while the card reads it.
+void layers_are_computed_from_what_was_fetched(Random& random) {
+  draw_delays(random);
+  const auto layers = static_cast<std::int32_t>(between(random, 1, 3));
+  const auto experts = static_cast<std::int32_t>(between(random, 2, 8));
+  const std::int64_t blocks = between(random, 1, 5);
+  const BlockLayout layout = make_block_layout(16, blocks * kBlockNeurons, 2, false, false);
+  const std::int64_t page = layout.record_bytes;
+  const bool pinned = chance(random, 0.7);
+  const Far far(random, layers, experts * blocks, page, pinned);
+  RunnerOptions options;
+  options.layout = layout;
+  options.activation = {Activation::kSilu, 0, 0};
+  options.layers = layers;
+  options.experts = experts;
+  options.top_k = std::min(2, experts);
+  options.pages = between(random, 2, chance(random, 0.5) ? 6 : layers * experts * blocks + 2);
+  options.targets.assign(static_cast<std::size_t>(layers), LayerTarget{0, 1});
+  options.whole_experts = chance(random, 0.2);
+  Card card(options.pages * page);
+  options.near_memory = card.memory();
+  CudaLinkOptions link;
+  link.buffer_bytes = page;
+  link.buffers = 2;
+  link.in_flight_bytes = chance(random, 0.5) ? 2 * page : 0;
+  ExpertRunner runner(options, lru(layers, experts), make_cuda_link(far.regions(), link));
+  std::atomic<bool> right{true};
+  for (int pass = 0; pass < 12; ++pass) {
+    const std::int64_t tokens = chance(random, 0.7) ? 1 : between(random, 2, 5);
+    for (std::int32_t layer = 0; layer < layers; ++layer) {
+      std::vector<std::int64_t> index;
+      for (std::int64_t i = 0; i < tokens * 2; ++i) index.push_back(between(random, 0, experts - 1));
+      const std::vector<float> weight(index.size(), 1.0f);
+      runner.begin(layer, index.data(), weight.data(), tokens, 2);
+      if (chance(random, 0.7)) {
+        std::vector<float> scores(static_cast<std::size_t>(experts));
+        for (float& score : scores) score = static_cast<float>(between(random, 0, 100));
+        runner.prefetch((layer + 1) % layers, scores.data(), experts, between(random, 0, 20),
+                        Priority::kNear);
+      }
+      const Grouped rows = runner.rows();
+      std::vector<std::int32_t> next(rows.experts.size(), 0);
+      const microseconds pause(chance(random, 0.5) ? between(random, 0, 60) : 0);
+      const auto launch = [&](const DeviceLaunch& launched) {
+        EXPECT(launched.rows == rows.rows());
+        std::vector<std::pair<const unsigned char*, const unsigned char*>> read;
+        for (std::int64_t row = 0; row < launched.rows; ++row) {
+          const auto at = static_cast<std::size_t>(row);
+          const std::int32_t count = launched.row_entry[row + 1] - launched.row_entry[row];
+          EXPECT(count == 0 || launched.row_block[row] == next[at]);
+          for (std::int32_t i = 0; i < count; ++i) {
+            const PageId from = launched.page[launched.row_entry[row] + i];
+            read.emplace_back(card.memory() + from * page,
+                              far.record(layer, rows.experts[at] * blocks + next[at] + i));
+          }
+          next[at] += count;
+          operations += count;
+        }
+        card.run([read, page, pause, &right] {
+          for (const auto& [found, expected] : read) {
+            if (!holds(found, expected, page, pause)) right = false;
+          }
+        });
+      };
+      runner.finish_on_device(card.stream(), tokens, between(random, 1, 40), launch, {});
+      for (const std::int32_t count : next) EXPECT(count == blocks);
+    }
+  }
+  card.wait();
+  EXPECT(right);
+  runner.drain({});
+  EXPECT(runner.check().empty());
+}
+
+// The card fails in the middle: the layer says so, and everything can be given back.
+void the_card_fails(Random& random) {
+  fake_cuda_reset();
+  const BlockLayout layout = make_block_layout(16, 3 * kBlockNeurons, 4, false, false);
+  const Far far(random, 1, 4 * 3, layout.record_bytes, true);
+  {
+    RunnerOptions options;
+    options.layout = layout;
+    options.activation = {Activation::kSilu, 0, 0};
+    options.layers = 1;
+    options.experts = 4;
+    options.pages = 4;
+    options.targets = {LayerTarget{0, 1}};
+    Card card(options.pages * layout.record_bytes);
+    options.near_memory = card.memory();
+    ExpertRunner runner(options, lru(1, 4), make_cuda_link(far.regions(), {}));
+    fake_cuda_set("fail_after", static_cast<double>(between(random, 0, 20)));
+    std::string message;
+    for (int pass = 0; pass < 200 && message.empty(); ++pass) {
+      const std::int64_t index[2] = {pass % 4, (pass + 1) % 4};
+      const float weight[2] = {1, 1};
+      try {
+        runner.begin(0, index, weight, 1, 2);
+        runner.finish_on_device(card.stream(), 1, 100, [](const DeviceLaunch&) {}, {});
+      } catch (const DeviceLostError& error) {
+        message = error.what();
+      } catch (const LinkError& error) {
+        std::fprintf(stderr, "a link error: %s\n", error.what());
+        std::_Exit(1);
+      }
+    }
+    EXPECT(message.find("CUDA_ERROR_ILLEGAL_ADDRESS (700)") != std::string::npos);
+  }
+  fake_cuda_reset();
+}
+
+int run(int count, char** arguments) {
+  double seconds = 1;
+  std::uint64_t seed = 1;
+  unsigned alarm_after = 60;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = arguments[i];
+    if (name == "--seconds") {
+      seconds = std::atof(arguments[i + 1]);
+    } else if (name == "--seed") {
+      seed = std::strtoull(arguments[i + 1], nullptr, 10);
+    } else if (name == "--alarm") {
+      alarm_after = static_cast<unsigned>(std::atoi(arguments[i + 1]));
+    } else {
+      std::fprintf(stderr, "unknown argument %s\n", arguments[i]);
+      return 2;
+    }
+  }
+  setenv("MOECHAT_CUDA_DRIVER", MOECHAT_FAKE_CUDA, 1);
+  alarm(alarm_after + static_cast<unsigned>(seconds));
+  Random random(seed);
+  const Clock::time_point end =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  do {
+    pages_change_hands_in_order(random);
+    layers_are_computed_from_what_was_fetched(random);
+    if (chance(random, 0.2)) the_card_fails(random);
+  } while (Clock::now() < end);
+  EXPECT(fake_cuda_get("pinned") == 0);
+  EXPECT(fake_cuda_get("allocated") == 0);
+  EXPECT(fake_cuda_get("events") == 0);
+  std::printf("operations %lld\n", static_cast<long long>(operations.load()));
+  return 0;
+}
+
+}  // namespace
+}  // namespace moechat
+
+int main(int count, char** arguments) { return moechat::run(count, arguments); }
