@@ -65,6 +65,7 @@ class LoadedModel:
         upkeep: What the near tier learns while it runs; ``None`` without one.
         quickened: What of the model is computed natively in decoding steps.
         accelerator: The card that it runs on; ``None``: the CPU.
+        routers: Of the expert layers, on the card, for prediction.
     """
 
     store: Store
@@ -82,6 +83,7 @@ class LoadedModel:
     upkeep: Upkeep | None
     quickened: Quickened
     accelerator: Accelerator | None = None
+    routers: tuple[Any, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.hardware.memory import available_bytes, give_back_unused
 from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
@@ -20,15 +21,16 @@ from moechat.models.routers import find_routers
 from moechat.models.shape import configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.budget import MemoryPlan, Needs, Words, plan_memory
+from moechat.offload.budget import Needs, Words, plan_memory
 from moechat.offload.cached import MIN_PAGES, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.on_device import PAIR_BYTES, WORK_PAIRS, DeviceTier, routers_on
 from moechat.offload.perfect import refuse_without_replay
-from moechat.offload.planner import gather
-from moechat.offload.settings import OffloadOptions
+from moechat.offload.planner import Knowledge, gather
+from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
+from moechat.routing import Replay
 from moechat.store.store import Store
 
 _WORDS = Words("--vram (vram=)", "the budget of graphics memory", "the graphics memory that is free")
@@ -114,13 +116,9 @@ def load_on_device(
         routers = find_routers(skeleton.model, skeleton.experts)
     skeleton.model.to(accelerator.device)  # type: ignore[arg-type]
     give_back_unused()
-    counters = ExpertCounters()
     far = None
     if offload.link.kind == "file":
         far = _far_memory(store, accelerator, options.ram, report)
-    near, upkeep = _tier(
-        store, accelerator, far, plan, top_k, settings, offload, counters, dtype, form, routers, replan_tokens
-    )
     loaded = LoadedModel(
         store=store,
         config=config,
@@ -130,13 +128,27 @@ def load_on_device(
         cache=shape,
         chunk=prefill_chunk(skeleton.model.config),
         plan=plan,
-        near=near,
-        counters=counters,
+        near=None,
+        counters=ExpertCounters(),
         top_k=top_k,
         parts=tuple(entry.module for entry in skeleton.experts),
-        upkeep=upkeep,
+        upkeep=None,
         quickened=Quickened(),
         accelerator=accelerator,
+        routers=tuple(routers_on(routers, accelerator.device)),
+    )
+    blocks = needs.blocks
+    # With a page for every block one more, since targets leave a reserve.
+    pages = blocks + 1 if plan.mapped else plan.pages
+    near = tier_of(loaded, far, pages, settings, link=offload.link, replay=offload.replay)
+    loaded.near = near
+    loaded.upkeep = Upkeep(
+        near,
+        _model_shape(loaded),
+        model_type=store.manifest.model_type,
+        fingerprint=store.manifest.source.fingerprint,
+        knowledge=near.knowledge or _knowledge(loaded, settings),
+        every=replan_tokens,
     )
     loaded.page_experts()
     return loaded
@@ -153,54 +165,67 @@ def _far_memory(store: Store, accelerator: Accelerator, ram: int | None, report:
     )
 
 
-def _tier(
-    store: Store,
-    accelerator: Accelerator,
+def tier_of(
+    loaded: LoadedModel,
     far: FarMemory | None,
-    plan: MemoryPlan,
-    top_k: int,
+    pages: int,
     settings: CacheSettings,
-    offload: OffloadOptions,
-    counters: ExpertCounters,
-    dtype: torch.dtype,
-    form: DenseForm,
-    routers: list[Any],
-    replan_tokens: int,
-) -> tuple[DeviceTier, Upkeep]:
-    shape = shape_of(
-        store, top_k, dense_bytes=form.in_layers, head_bytes=form.head_bytes, itemsize=form.itemsize
-    )
-    family, fingerprint = store.manifest.model_type, store.manifest.source.fingerprint
-    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
-    knowledge = gather(
-        shape,
-        family,
-        fingerprint,
-        ranked_by,
-        dtype=str(dtype).removeprefix("torch."),
-        threads=1,
-        dense_bits=form.bits,
-        activation_bits=form.activation_bits,
-    )
-    blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
-    near = DeviceTier(
-        store,
-        accelerator,
+    *,
+    link: LinkSettings | None = None,
+    replay: Replay | None = None,
+    owns_far: bool = True,
+) -> DeviceTier:
+    """A near tier for a loaded model; its layers are not attached.
+
+    Args:
+        loaded: On a card.
+        far: Where the tier's link reads from; ``None``: a simulated one, as ``link`` says.
+        pages: Of the tier.
+        settings: Of the tier.
+        link: See ``far``.
+        replay: Chooses the experts in place of the routers.
+        owns_far: Close ``far`` with the tier.
+    """
+    assert loaded.accelerator is not None
+    return DeviceTier(
+        loaded.store,
+        loaded.accelerator,
         far,
-        # With a page for every block one more, since targets leave a reserve.
-        pages=blocks + 1 if plan.mapped else plan.pages,
-        top_k=top_k,
+        owns_far=owns_far,
+        pages=pages,
+        top_k=loaded.top_k,
         settings=settings,
-        link=offload.link,
-        routers=routers_on(routers, accelerator.device),
-        replay=offload.replay,
-        counters=counters,
-        knowledge=knowledge,
+        link=link,
+        routers=loaded.routers,
+        replay=replay,
+        counters=loaded.counters,
+        knowledge=_knowledge(loaded, settings),
     )
-    upkeep = Upkeep(
-        near, shape, model_type=family, fingerprint=fingerprint, knowledge=knowledge, every=replan_tokens
+
+
+def _model_shape(loaded: LoadedModel) -> ModelShape:
+    form = loaded.form
+    return shape_of(
+        loaded.store,
+        loaded.top_k,
+        dense_bytes=form.in_layers,
+        head_bytes=form.head_bytes,
+        itemsize=form.itemsize,
     )
-    return near, upkeep
+
+
+def _knowledge(loaded: LoadedModel, settings: CacheSettings) -> Knowledge:
+    manifest = loaded.store.manifest
+    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
+    return gather(
+        _model_shape(loaded),
+        manifest.model_type,
+        manifest.source.fingerprint,
+        ranked_by,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        threads=1,
+        near="gpu",
+    )
 
 
 def _dense_form(skeleton: Skeleton) -> DenseForm:

@@ -110,6 +110,10 @@ class Accelerator:
         """CUstream that torch puts its kernels into now."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
+    def synchronize(self) -> None:
+        """Wait for all that the card was given."""
+        torch.cuda.synchronize(self.device)
+
     def before_kernels(self) -> None:
         """Called before kernels that read pages are launched."""
 

@@ -46,7 +46,8 @@ class DeviceTier(NearTier):
     Args:
         store: Where the experts lie.
         accelerator: The card.
-        far: Where its link reads from; closed with this.
+        far: Where its link reads from; ``None``: a simulated link.
+        owns_far: Close ``far`` with this.
         pages: Pages of one block record each.
         top_k: Experts that the model's routers choose for a token.
         settings: What is kept and what is fetched ahead.
@@ -66,6 +67,7 @@ class DeviceTier(NearTier):
         accelerator: Accelerator,
         far: FarMemory | None,
         *,
+        owns_far: bool = True,
         pages: int,
         top_k: int,
         settings: CacheSettings,
@@ -76,7 +78,8 @@ class DeviceTier(NearTier):
         knowledge: Knowledge | None = None,
     ) -> None:
         self.accelerator = accelerator
-        self._far = far
+        self.far = far
+        self._owns_far = owns_far
         self.kernels = BlockKernels(store.geometry, accelerator.device)
         self._routers = routers
         self.memory = accelerator.pages(pages, store.geometry.record_bytes)
@@ -94,7 +97,7 @@ class DeviceTier(NearTier):
                 source=None if far is None else far.link(),
             )
         except BaseException:
-            if far is not None:
+            if far is not None and owns_far:
                 far.close()
             raise
 
@@ -115,11 +118,17 @@ class DeviceTier(NearTier):
                 found.append((ahead, layer, router.scores(hidden[-1:])[0]))
         return found
 
+    def give_up(self) -> FarMemory | None:
+        """Close all but what the link reads from, which is the caller's from now on."""
+        self._owns_far = False
+        self.close()
+        return self.far
+
     def close(self) -> None:
         """Stop the link and give the memory back; harmless when repeated."""
         super().close()
-        if self._far is not None:
-            self._far.close()
+        if self.far is not None and self._owns_far:
+            self.far.close()
         self.memory = torch.empty(0)
 
 

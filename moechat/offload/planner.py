@@ -7,6 +7,7 @@ plan that cannot be made by the same share for every layer. :attr:`Knowledge.not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -18,7 +19,7 @@ from moechat.configurator.allocate import allocate
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
-from moechat.configurator.estimate import ModelShape, costs_of
+from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.pages import uniform_targets
 from moechat.configurator.systems import CacheSettings
@@ -37,6 +38,10 @@ _ASSUMED_LINK = 2.0e9
 _ASSUMED_EXPERTS = 12.0e9
 _ASSUMED_DENSE = 10.0e9
 _LAYER_SECONDS = 100e-6
+# The same for a graphics card: of the middle class, behind PCIe 4.0 x16.
+_ASSUMED_CARD = 250e9
+_ASSUMED_PCIE = 20e9
+_CARD_LAYER_SECONDS = 150e-6
 
 _T = TypeVar("_T")
 
@@ -151,6 +156,7 @@ def gather(
     threads: int,
     dense_bits: int = 16,
     activation_bits: int = 16,
+    near: Near = "ram",
 ) -> Knowledge:
     """Read what is known before a model has run; quick, and it never fails.
 
@@ -163,9 +169,13 @@ def gather(
         threads: That compute.
         dense_bits: Of a dense weight.
         activation_bits: How inputs meet quantised weights.
+        near: Tier that experts are kept in: ``ram``, or ``gpu``, of whose times nothing is measured.
     """
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
+    if near == "gpu":
+        costs, costs_from = _costs_on_card(shape, notes)
+        return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
     costs, costs_from = _costs(
         shape,
         lambda profile: TimesKey(
@@ -264,6 +274,29 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
         return costs_of(profile, shape, times=times, near="ram"), told
 
     return _tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
+
+
+def _costs_on_card(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
+    def measured() -> tuple[Costs, str] | None:
+        profile = load_measured(notes.append)
+        if profile is None or profile.gpu is None or "gpu" not in profile.links:
+            return None
+        costs = costs_of(profile, shape, times=None, near="gpu")
+        # Missing experts are copied to the card; the CPU computes none.
+        return replace(costs, compute_far=math.inf, compute_together=None), "the machine's profile"
+
+    return _tried("the machine's profile", measured, notes) or (assumed_on_card(shape), "assumed")
+
+
+def assumed_on_card(shape: ModelShape) -> Costs:
+    """Costs on a graphics card of which nothing is known: a middling one behind PCIe 4.0 x16."""
+    return Costs(
+        attention=shape.layer_dense_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
+        moe=shape.top_k * shape.expert_bytes / _ASSUMED_CARD,
+        head=shape.head_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
+        load=shape.expert_bytes / _ASSUMED_PCIE,
+        latency=15e-6,
+    )
 
 
 def observed_costs(

@@ -48,6 +48,9 @@ class InterpretedCard(Accelerator):
     def stream(self) -> int:
         return self._stream.handle
 
+    def synchronize(self) -> None:
+        assert self._stream.synchronize() == 0
+
     def before_kernels(self) -> None:
         assert self._stream.synchronize() == 0
 

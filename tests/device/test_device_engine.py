@@ -117,7 +117,7 @@ def test_experts_that_cannot_be_pinned_go_through_buffers_with_a_warning(
         engine = load(model, card)
     with engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        assert engine._near._far.pinned_bytes == 0
+        assert engine._near.far.pinned_bytes == 0
     assert card.cuda.get("pinned") == 0
 
 
@@ -128,7 +128,7 @@ def test_experts_that_do_not_fit_into_memory_are_read_from_their_files(
         warnings.simplefilter("error")
         with load(model, card, ram="64K") as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-            assert engine._near._far.pinned_bytes == 0
+            assert engine._near.far.pinned_bytes == 0
 
 
 def test_a_card_that_fails_ends_the_answer_with_its_own_error(model: Path, card) -> None:

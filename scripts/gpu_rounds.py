@@ -1,0 +1,235 @@
+"""What ``scripts/gpu_check`` measures of one model on one card: systems in turns, against the floor."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moechat.bench.models import Shape, synthetic_store
+from moechat.configurator.systems import CacheSettings, settings_of
+from moechat.engine import Engine
+from moechat.loading.model import LoadedModel
+from moechat.loading.on_device import tier_of
+from moechat.offload.cached import MIN_PAGES
+from moechat.offload.experts import attach
+from moechat.offload.far_memory import FarMemory
+from moechat.offload.on_device import DeviceTier
+from moechat.routing import Replay, Trace, map_trace
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How much is measured.
+
+    Attributes:
+        prompts: Lengths of prompts whose time to the first token is taken.
+        warm: Decoded tokens before those that are timed.
+        tokens: Decoded tokens that are timed, one by one.
+        rounds: Turns of every system.
+    """
+
+    prompts: tuple[int, ...] = (128, 1024, 4096)
+    warm: int = 64
+    tokens: int = 64
+    rounds: int = 2
+
+
+def copied_rate(accelerator: Any, nbytes: int = 256 << 20) -> float:
+    """Bytes a second from pinned memory to the card: the best of five copies."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=accelerator.device.type == "cuda")
+    there = torch.empty_like(host, device=accelerator.device)
+    return nbytes / min(_seconds(accelerator, lambda: there.copy_(host, non_blocking=True)) for _ in range(5))
+
+
+def read_rate(accelerator: Any, nbytes: int = 1 << 30) -> float:
+    """Bytes a second that the card reads of its own memory: the best of five sums."""
+    there = torch.ones(nbytes // 4, dtype=torch.float32, device=accelerator.device)
+    return nbytes / min(_seconds(accelerator, lambda: there.sum().item()) for _ in range(5))
+
+
+def _seconds(accelerator: Any, work: Callable[[], object]) -> float:
+    accelerator.synchronize()
+    begun = time.perf_counter()
+    work()
+    accelerator.synchronize()
+    return time.perf_counter() - begun
+
+
+def measure(
+    engine: Engine,
+    systems: Sequence[str],
+    rounds: Rounds,
+    *,
+    rates: Mapping[str, float],
+    trace: Trace | None,
+    say: Say,
+) -> dict[str, Any]:
+    """All systems on one loaded model, in turns, each with pages of its own.
+
+    Args:
+        engine: On a card; its own pages are given up, and afterwards it can only be closed.
+        systems: Names.
+        rounds: How much.
+        rates: ``link`` and ``vram``: bytes a second.
+        trace: Routing to play back; ``None``: what the model's routers choose.
+        say: Told what is done.
+
+    Returns:
+        Plain values: the budget, and of every system its figures.
+    """
+    loaded = engine._loaded
+    mapped = None
+    if trace is not None:
+        geometry = loaded.store.geometry
+        mapped = map_trace(
+            trace, layers=len(loaded.store.layers), experts=geometry.num_experts, top_k=loaded.top_k
+        ).trace
+    first = loaded.near
+    assert isinstance(first, DeviceTier)
+    upkeep, engine._upkeep = engine._upkeep, None
+    if upkeep is not None:
+        upkeep.close()
+    engine._meter.close()
+    pages, far = max(first.pages, MIN_PAGES), first.give_up()
+    turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    for turn in range(rounds.rounds):
+        for system in systems if turn % 2 == 0 else reversed(systems):
+            say(f"round {turn + 1}, {system}")
+            replay = None if mapped is None else Replay(mapped)
+            with _tier(loaded, far, pages, settings_of(system), replay) as near:
+                turns[system].append(_turn(engine, near, rounds))
+    if far is not None:
+        far.close()
+    accelerator = loaded.accelerator
+    assert accelerator is not None
+    plan = loaded.plan
+    return {
+        "budget_bytes": plan.budget,
+        "peak_bytes": accelerator.context_bytes + accelerator.peak_bytes(),
+        "pages": pages,
+        "page_bytes": plan.page_bytes,
+        "dense_bytes": plan.dense,
+        "context": plan.context,
+        "systems": {system: _figures(loaded, found, rates) for system, found in turns.items()},
+    }
+
+
+@contextmanager
+def _tier(
+    loaded: LoadedModel, far: FarMemory | None, pages: int, settings: CacheSettings, replay: Replay | None
+) -> Iterator[DeviceTier]:
+    """The model over a tier of another system."""
+    near = tier_of(loaded, far, pages, settings, replay=replay, owns_far=False)
+    try:
+        for ordinal, part in enumerate(loaded.parts):
+            attach(part, near.layer(ordinal))
+        yield near
+    finally:
+        near.close()
+
+
+def _turn(engine: Engine, near: DeviceTier, rounds: Rounds) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = int(engine._model.get_input_embeddings().num_embeddings)
+    most = engine.context_length - rounds.warm - rounds.tokens
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+
+    first: dict[int, float] = {}
+    for length in (length for length in rounds.prompts if length <= most):
+        begun = time.perf_counter()
+        _feed(engine, engine._new_cache(), tokens(length))
+        first[length] = time.perf_counter() - begun
+    cache = _feed(engine, engine._new_cache(), tokens(min(rounds.prompts)))
+    for token in tokens(rounds.warm):
+        cache = _feed(engine, cache, [token])
+    near.reset_stats()
+    times = []
+    for token in tokens(rounds.tokens):
+        begun = time.perf_counter()
+        cache = _feed(engine, cache, [token])
+        times.append(time.perf_counter() - begun)
+    return {"first": first, "times": times, "stats": near.stats()}
+
+
+def _feed(engine: Engine, cache: Any, tokens: Sequence[int]) -> Any:
+    arguments: dict[str, Any] = {"logits_to_keep": 1} if engine._keeps_last else {}
+    ids = torch.tensor([list(tokens)])
+    for part in [ids] if len(tokens) == 1 else engine._parts(ids, len(tokens)):
+        output = engine._forward(part, past_key_values=cache, use_cache=True, **arguments)
+        cache = output.past_key_values
+    output.logits[0, -1].cpu()  # waits, as drawing a token does
+    return cache
+
+
+def _figures(loaded: LoadedModel, turns: list[dict[str, Any]], rates: Mapping[str, float]) -> dict[str, Any]:
+    times = [time for turn in turns for time in turn["times"]]
+    count = len(times)
+    total = {key: sum(turn["stats"][key] for turn in turns) for key in turns[0]["stats"]}
+    geometry = loaded.store.geometry
+    active = loaded.top_k * len(loaded.store.layers) * geometry.expert_bytes
+    wanted = sum(total[f"hits_{kind}"] for kind in ("full", "prefetch", "top", "miss"))
+    # What must be moved and cannot be hidden by anything: demanded bytes over the link; what must be read.
+    moved = total["link_bytes_demand"] / count / rates["link"]
+    read = (loaded.form.in_layers + loaded.form.head_bytes + active) / rates["vram"]
+    token = statistics.median(times)
+    return {
+        "token_ms": 1e3 * token,
+        "token_ms_range": [1e3 * min(times), 1e3 * max(times)],
+        "tokens_a_second": count / sum(times),
+        "first_token_s": {
+            length: statistics.median(turn["first"][length] for turn in turns) for length in turns[0]["first"]
+        },
+        "hit_rates": {
+            kind: total[f"hits_{kind}"] / wanted if wanted else 0.0
+            for kind in ("full", "prefetch", "top", "miss")
+        },
+        "link_bytes_a_token": total["link_bytes"] / count,
+        "link_busy_share": total["link_busy_seconds"] / sum(times),
+        "floor_ms": 1e3 * max(moved, read),
+        "floor_share": max(moved, read) / token,
+    }
+
+
+def agreement(shape: Shape, work: Any, accelerator: Any, *, bits: int, tokens: int) -> dict[str, Any]:
+    """A shape's logits on CPU and card, and whether the card's are the same at every budget.
+
+    Args:
+        shape: With few layers.
+        work: Directory for the store.
+        accelerator: The card.
+        bits: Of an expert weight.
+        tokens: Of the pass.
+    """
+    import moechat
+    from moechat.offload.settings import OffloadOptions
+
+    store = synthetic_store(shape, work, bits=bits)
+    ids = np.random.default_rng(0).integers(0, shape.vocabulary, tokens).tolist()
+    with moechat.load(store.path, dtype="float32", activation_bits=32, ctx=2 * tokens) as engine:
+        expected = engine.logits(ids)
+    blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
+    found = []
+    for pages in (MIN_PAGES, blocks // 4, None):
+        options = OffloadOptions(accelerator=accelerator, pages=pages)
+        with moechat.load(
+            store.path, device="cuda", dtype="float32", ctx=2 * tokens, offload=options
+        ) as engine:
+            found.append(engine.logits(ids))
+    centred = expected - expected.mean(1, keepdim=True)
+    error = (found[0] - expected).norm() / centred.norm()
+    return {
+        "relative_error": float(error),
+        "same_likeliest": float((found[0].argmax(1) == expected.argmax(1)).float().mean()),
+        "same_at_every_budget": all(torch.equal(one, found[0]) for one in found[1:]),
+    }

@@ -1,0 +1,90 @@
+"""The engine on a real card; `pytest -m gpu tests/gpu`, in a process of its own.
+
+``tests/device`` tests the same path over a driver that works in host memory, in more ways.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from tiny import tiny_config, write_tiny_checkpoint
+
+import moechat
+from moechat.offload.settings import OffloadOptions
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [5, 17, 9, 33, 21, 2, 60, 44, 13, 71, 8, 8, 30]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _real_driver() -> None:
+    if "fake_cuda" in sys.modules or "MOECHAT_CUDA_DRIVER" in os.environ:
+        pytest.skip("this process has opened another driver: run these tests by themselves")
+
+
+@pytest.fixture(scope="module")
+def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECHAT_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0))
+    return directory
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
+    with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
+        expected = engine.logits(PROMPT)
+    with moechat.load(model, bits=bits, device="cuda", dtype="float32", ctx=64) as engine:
+        # TF32 products of many tokens.
+        assert error_of(engine.logits(PROMPT), expected) < 2e-3
+        assert engine.describe()["device"] == "cuda:0"
+
+
+@pytest.mark.parametrize("system", ["auto", "moepic", "mixtral-offloading", "deepspeed", "on-demand"])
+def test_the_answer_is_the_same_at_every_budget(model: Path, system: str) -> None:
+    results = []
+    for pages in (2, 9, None):
+        options = OffloadOptions(pages=pages)
+        with moechat.load(model, device="cuda", vram="4G", ctx=64, system=system, offload=options) as engine:
+            answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=24, temperature=0.0)]
+            results.append((engine.logits(PROMPT), answer))
+            assert engine._near.runner.check() == ""
+    for logits, answer in results[1:]:
+        assert torch.equal(logits, results[0][0])
+        assert answer == results[0][1]
+
+
+def test_the_budget_holds(model: Path) -> None:
+    with moechat.load(model, vram="2G", ctx=64) as engine:
+        list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
+        card = engine._loaded.accelerator
+        assert card.context_bytes + card.peak_bytes() <= 2 << 30
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
+def test_other_families_give_what_the_cpu_gives(family: str, tmp_path: Path, moechat_home: Path) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
+        expected = engine.logits(PROMPT)
+    with moechat.load(tmp_path / family, device="cuda", dtype="float32", ctx=64) as engine:
+        assert error_of(engine.logits(PROMPT), expected) < 2e-3

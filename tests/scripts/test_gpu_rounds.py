@@ -1,0 +1,63 @@
+"""What ``scripts/gpu_check`` measures, on a card that is not there: that it measures, not how fast it is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "tests/native", "tests/device", "tests/models")]
+
+from tiny import tiny_config, write_tiny_checkpoint  # noqa: E402
+
+import moechat  # noqa: E402
+from moechat import _native  # noqa: E402
+from moechat.offload.settings import OffloadOptions  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def card():
+    from fake_cuda import VARIABLE, FakeCuda
+    from interpreted_card import InterpretedCard
+
+    with pytest.MonkeyPatch.context() as patch:
+        driver = FakeCuda()
+        patch.setenv(VARIABLE, str(driver.path))
+        _native.cuda_driver_version()
+        made = InterpretedCard(driver)
+        yield made
+        made.close()
+        driver.reset()
+
+
+def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
+    from gpu_rounds import Rounds, measure
+
+    from moechat.offload.kernels import launch
+
+    if launch.INTERPRETED:
+        monkeypatch.setattr(launch, "FEW_ROWS", 64)
+    write_tiny_checkpoint(tmp_path / "tiny", tiny_config("qwen3_moe", 0))
+    rounds = Rounds(prompts=(4, 6, 4096), warm=1, tokens=2, rounds=2)
+    with moechat.load(
+        tmp_path / "tiny",
+        device="cuda",
+        vram="1G",
+        ctx=64,
+        offload=OffloadOptions(accelerator=card, pages=10),
+    ) as engine:
+        rates = {"link": 1e9, "vram": 1e10}
+        said = []
+        found = measure(engine, ["auto", "on-demand"], rounds, rates=rates, trace=None, say=said.append)
+    assert said == ["round 1, auto", "round 1, on-demand", "round 2, on-demand", "round 2, auto"]
+    assert set(found["systems"]) == {"auto", "on-demand"}
+    for one in found["systems"].values():
+        assert one["token_ms"] > 0
+        assert one["floor_ms"] > 0
+        assert set(one["first_token_s"]) == {4, 6}
+        assert sum(one["hit_rates"].values()) == pytest.approx(1)
+        assert one["link_bytes_a_token"] > 0
+    assert found["pages"] == 10
+    assert card.cuda.get("pinned") == 0
