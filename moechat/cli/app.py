@@ -202,7 +202,8 @@ def _run(
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="DEVICE", help="Where to compute: cpu, or cuda for a graphics card; cuda with --vram."
+            metavar="DEVICE",
+            help="Where to compute: cpu, or cuda for a graphics card; the card if a budget for it is given.",
         ),
     ] = None,
     vram: Annotated[

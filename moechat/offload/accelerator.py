@@ -45,7 +45,8 @@ class Accelerator:
         if not torch.cuda.is_available():
             why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no card"
             raise DeviceUnavailableError(
-                f"no CUDA card can be used: {why}", hint="`moechat doctor` says more; --device cpu works"
+                f"no CUDA card can be used: {why}",
+                hint="`moechat profile` shows what the driver reports; --device cpu works",
             )
         if ordinal >= torch.cuda.device_count():
             raise DeviceUnavailableError(
