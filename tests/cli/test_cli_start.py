@@ -64,7 +64,7 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     wanted = (
         "activation-bits bits completion ctx dense-bits device dtype help json max-tokens min-p no-tune "
         "quiet ram repetition-penalty seed stats system system-prompt temperature threads top-k top-p tune "
-        "verbose"
+        "verbose vram"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
