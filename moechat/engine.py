@@ -27,12 +27,13 @@ from transformers.utils import logging as transformers_logging
 from moechat import _native
 from moechat.config import active_isa
 from moechat.configurator.systems import settings_of
-from moechat.errors import DeviceLostError, MoechatError, PromptTooLongError, UsageError
+from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import DTYPES, LoadedModel, Progress, dense_type, load_model, open_store, parse_budget
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
+from moechat.models.attention_cache import cut, lengths
 from moechat.models.dense_form import check_activation_bits, check_dense_bits
 from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
@@ -52,6 +53,8 @@ FinishReason = Literal["stop", "length"]
 _DEFAULT_THREADS = _native.num_threads()
 _MOST_THREADS = 1024
 _TUNE_SECONDS = 5.0
+# Of the pages on a card whose memory ran out.
+_GIVEN_BACK = 0.1
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,7 @@ class Engine:
         self._stop_tokens = stop_tokens(self._generation_config, loaded.config, self._tokenizer)
         self._prompt_cache = PromptCache()
         self._held = 0  # tokens that it may hold
+        self._notes: list[str] = []
         self._meter = Meter(loaded.near, loaded.counters)
         plan = loaded.plan
         self._stats = Stats(
@@ -312,6 +316,8 @@ class Engine:
         )
         if self._near is not None:
             stats = replace(stats, plan=self._near.plan.method)
+            if self._loaded.accelerator is not None:
+                stats = replace(stats, pages=self._near.pages)
         if upkeep is None:
             return stats
         last = None if upkeep.last is None else upkeep.last.to_json()
@@ -356,8 +362,11 @@ class Engine:
             return upkeep.replan()
 
     def notices(self) -> list[str]:
-        """What of the user's files could not be used or written since the last call, sentences for people."""
-        return [] if self._upkeep is None else self._upkeep.take_notes()
+        """What a user may want to know since the last call, such as files that could not be used or written;
+        sentences for people.
+        """
+        notes, self._notes = self._notes, []
+        return notes if self._upkeep is None else notes + self._upkeep.take_notes()
 
     def tune(
         self,
@@ -734,9 +743,45 @@ class Engine:
             MoechatError: Experts cannot be read for another reason, or the engine is closed, or this process
                 is a forked one.
         """
+        cache = arguments.get("past_key_values")
+        held = lengths(cache)
+        result = self._pass(ids, arguments)
+        if result is None:
+            # A card's memory was too small for this pass; what it had appended to the cache goes again.
+            freed = 0 if not cut(cache, held) else self._give_back()
+            result = None if freed == 0 else self._pass(ids, arguments)
+            if result is None:
+                raise DoesNotFitError(
+                    f"the graphics memory is too small for a pass of {ids.shape[1]} tokens",
+                    hint="load the model with a smaller --vram (vram=), which leaves more beside the "
+                    "experts, or with a shorter context (--ctx, ctx=)",
+                )
+            self._notes.append(
+                f"the graphics memory ran out: {freed >> 20} MiB of experts were given back, and fewer are "
+                "kept there from now on"
+            )
+        return result
+
+    def _pass(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        """What the model returns; ``None`` if a card's memory ran out."""
         model = self._usable_model()
-        with self._told(), torch.inference_mode(), steady_pass(ids.shape[1]):
-            return model(input_ids=ids.to(self._device), **arguments)
+        try:
+            with self._told(), torch.inference_mode(), steady_pass(ids.shape[1]):
+                return model(input_ids=ids.to(self._device), **arguments)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _give_back(self) -> int:
+        """Bytes of a card's memory that the experts gave back."""
+        near = self._loaded.near
+        accelerator = self._loaded.accelerator
+        if accelerator is None or near is None:
+            return 0
+        if self._upkeep is not None:
+            self._upkeep.save()
+        freed = near.shrink(_GIVEN_BACK)
+        self._meter.restart()
+        return freed
 
     @contextmanager
     def _told(self) -> Iterator[None]:

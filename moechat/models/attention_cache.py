@@ -260,6 +260,38 @@ def can_crop(cache: Any) -> bool:
     )
 
 
+def lengths(cache: Any) -> list[int] | None:
+    """Tokens that each layer of a cache holds; ``None`` for one whose layers do not say."""
+    if cache is None:
+        return []
+    try:
+        return [int(layer.get_seq_length()) for layer in cache.layers]
+    except (AttributeError, TypeError):
+        return None
+
+
+def cut(cache: Any, held: list[int] | None) -> bool:
+    """Let every layer hold as many tokens as it did: what an interrupted pass has appended goes.
+
+    Args:
+        cache: Of the pass.
+        held: From :func:`lengths`, before the pass.
+
+    Returns:
+        Whether it is so now; a window that has moved on cannot be brought back.
+    """
+    now = lengths(cache)
+    if held is None or now is None or len(now) < len(held):
+        return False
+    excess = [after - before for before, after in zip(held + [0] * (len(now) - len(held)), now, strict=True)]
+    if any(excess) and not can_crop(cache):
+        return False
+    for layer, tail in zip(cache.layers if cache is not None else [], excess, strict=True):
+        if tail > 0:
+            layer.crop(-tail)
+    return True
+
+
 def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype) -> CacheShape:
     """Find out what cache a model makes, by a pass on the meta device: nothing is allocated or computed.
 

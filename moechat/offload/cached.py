@@ -143,6 +143,11 @@ class NearTier:
             raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
         return CachedExpertLayer(self, ordinal)
 
+    def shrink(self, share: float) -> int:
+        """Give so many of the pages back; returns the bytes. Only pages on a card can be."""
+        del share
+        return 0
+
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, as the native runner gives them."""
         return self.runner.stats()

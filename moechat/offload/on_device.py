@@ -17,7 +17,7 @@ import torch
 
 from moechat.configurator.systems import CacheSettings
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.cached import NearTier
+from moechat.offload.cached import MIN_PAGES, NearTier
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.kernels.block_list import BlockList, IntArray, Items
@@ -82,24 +82,51 @@ class DeviceTier(NearTier):
         self._owns_far = owns_far
         self.kernels = BlockKernels(store.geometry, accelerator.device)
         self._routers = routers
-        self.memory = accelerator.pages(pages, store.geometry.record_bytes)
+        self._rest: dict[str, Any] = {
+            "store": store,
+            "top_k": top_k,
+            "link": link,
+            "replay": replay,
+            "counters": counters,
+            "knowledge": knowledge,
+        }
         try:
-            super().__init__(
-                store,
-                pages=pages,
-                top_k=top_k,
-                settings=settings,
-                link=link,
-                replay=replay,
-                counters=counters,
-                knowledge=knowledge,
-                near_memory=self.memory.data_ptr(),
-                source=None if far is None else far.link(),
-            )
+            self._make(pages, settings)
         except BaseException:
             if far is not None and owns_far:
                 far.close()
             raise
+
+    def _make(self, pages: int, settings: CacheSettings) -> None:
+        store: Store = self._rest["store"]
+        self.memory = self.accelerator.pages(pages, store.geometry.record_bytes)
+        super().__init__(
+            pages=pages,
+            settings=settings,
+            near_memory=self.memory.data_ptr(),
+            source=None if self.far is None else self.far.link(),
+            **self._rest,
+        )
+
+    def shrink(self, share: float) -> int:
+        """Give pages back to the card's memory; what they all held has to be fetched anew.
+
+        Args:
+            share: Of the pages.
+
+        Returns:
+            Bytes that were given back; 0, and nothing has changed, when there are no fewer pages to be had.
+        """
+        before = self.pages
+        after = max(MIN_PAGES, int(before * (1 - share)))
+        if after >= before:
+            return 0
+        settings = self.settings
+        self._rest["counters"] = self.counters
+        self.runner.close()
+        self.memory = torch.empty(0)
+        self._make(after, settings)
+        return (before - after) * self.geometry.record_bytes
 
     def layer(self, ordinal: int) -> DeviceExpertLayer:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""

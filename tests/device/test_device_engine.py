@@ -131,6 +131,42 @@ def test_experts_that_do_not_fit_into_memory_are_read_from_their_files(
             assert engine._near.far.pinned_bytes == 0
 
 
+def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
+    model: Path, card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moechat.offload.kernels.launch import BlockKernels
+
+    def tokens(engine):
+        return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=5, temperature=0.0)]
+
+    with load(model, card, pages=20) as engine:
+        expected = tokens(engine)
+    whole = BlockKernels.partials
+    calls = 0
+
+    def partials(kernels, items, dtype):
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # the second layer of the third pass: the first has appended to the cache
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(kernels, items, dtype)
+
+    monkeypatch.setattr(BlockKernels, "partials", partials)
+    with load(model, card, pages=20) as engine:
+        assert tokens(engine) == expected
+        assert engine._near.pages == 18
+        assert engine.stats.pages == 18
+        assert [note for note in engine.notices() if "graphics memory ran out" in note]
+        assert engine._near.runner.check() == ""
+
+    def never(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(BlockKernels, "partials", never)
+    with load(model, card, pages=20) as engine, pytest.raises(DoesNotFitError, match="too small for a pass"):
+        engine.logits(PROMPT)
+
+
 def test_a_card_that_fails_ends_the_answer_with_its_own_error(model: Path, card) -> None:
     with load(model, card, pages=4) as engine:
         engine.logits(PROMPT)
