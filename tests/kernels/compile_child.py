@@ -34,8 +34,9 @@ def compile_one(kernel, constants, types, warps, capability):
 
 
 def main() -> None:
-    """Arguments: capabilities, encodings such as 4 or 16h, numbers of items; separated by commas."""
+    """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type."""
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
+    dtype = sys.argv[4]
     results = {}
     for encoding in encodings:
         geometry = ExpertGeometry(
@@ -44,7 +45,7 @@ def main() -> None:
             Activation.CLAMPED_SWIGLU, 1.702, 7.0, has_bias=True,
         )  # fmt: skip
         for count in map(int, items):
-            for plan in launch.launches(geometry, count, "bfloat16"):
+            for plan in launch.launches(geometry, count, dtype):
                 for capability in map(int, capabilities):
                     name = f"{plan.kernel} sm_{capability} {encoding} bits, {count} items"
                     kernel = getattr(triton_blocks, plan.kernel)

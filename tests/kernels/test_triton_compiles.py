@@ -15,9 +15,9 @@ CHILD = Path(__file__).with_name("compile_child.py")
 MOST_SHARED = 64 * 1024
 
 
-def compiled(capabilities: str, encodings: str, items: str) -> dict:
+def compiled(capabilities: str, encodings: str, items: str, dtype: str) -> dict:
     done = subprocess.run(
-        [sys.executable, str(CHILD), capabilities, encodings, items],
+        [sys.executable, str(CHILD), capabilities, encodings, items, dtype],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
@@ -29,13 +29,20 @@ def compiled(capabilities: str, encodings: str, items: str) -> dict:
 
 
 def test_every_encoding_compiles_for_few_and_many_tokens():
-    results = compiled("86", "2,3,4,8,16,16h", "1,40")
+    results = compiled("86", "2,3,4,8,16,16h", "1,40", "bfloat16")
     assert len(results) == 6 * 2 * 3
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [("float16", "75"), ("float32", "89")])
+def test_other_types_compile(dtype, capability):
+    results = compiled(capability, "4,16", "1,40", dtype)
+    assert len(results) == 2 * 2 * 3
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
 @pytest.mark.slow
 def test_every_generation_compiles_every_number_of_tokens():
-    results = compiled("75,80,89,90,100,120", "4", "1,2,4,8,16,32,64")
+    results = compiled("75,80,89,90,100,120", "4", "1,2,4,8,16,32,64", "bfloat16")
     assert len(results) == 6 * 7 * 3
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}

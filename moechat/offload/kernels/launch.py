@@ -54,10 +54,11 @@ class Shape:
         if most_items <= FEW_TOKENS:
             tokens = 1 << max(0, most_items - 1).bit_length()
             return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=_SPLITS)
-        tokens = 16 if most_items <= 16 else 32 if most_items <= 32 else 64
         # The interpreter does not know the arithmetic of bfloat16.
-        whole = torch.float32 in dtypes or (INTERPRETED and torch.bfloat16 in dtypes)
-        return cls(tokens, 64, dot=2 if whole else 1, warps=4, splits=1)
+        if torch.float32 in dtypes or (INTERPRETED and torch.bfloat16 in dtypes):
+            return cls(16, 64, dot=2, warps=4, splits=1)
+        tokens = 16 if most_items <= 16 else 32 if most_items <= 32 else 64
+        return cls(tokens, 64, dot=1, warps=4, splits=1)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ What is computed is the same for every way in which the blocks of an expert were
   a later launch takes up where an earlier one ended;
 - ``combine`` adds the splits, then the experts of a token, in ascending order.
 
-Weights meet their inputs as codes, which 16-bit floats and TF32 hold exactly; scale and zero follow after the
-products of a group. ``DOT`` says how products are made, always with float32 sums: 0, in float32; 1, by tensor
-cores from inputs in their 16-bit type; 2, by tensor cores from float32 inputs (TF32).
+Weights meet their inputs as codes, which 16-bit floats hold exactly; scale and zero follow after the products
+of a group. ``DOT`` says how products are made, always with float32 sums: 0, element by element in float32; 1,
+by tensor cores from inputs in their 16-bit type; 2, as matrices in float32.
 
 Every kernel is launched by :mod:`moechat.offload.kernels.launch`, which gives the meaning of the arguments.
 """
@@ -93,12 +93,12 @@ def _many(
         if DOT == 1:
             total = tl.dot(x.to(weights.dtype), weights, total)
         else:
-            total = tl.dot(x, weights.to(tl.float32), total)
+            total = tl.dot(x, weights.to(tl.float32), total, input_precision="ieee")
     else:
         codes = _codes(words, rows, BITS, ROWS)
         scale = tl.load(sz + lanes).to(tl.float32)
         zero = tl.load(sz + lanes + 16).to(tl.float32)
-        products = tl.dot(x, codes.to(x.dtype))
+        products = tl.dot(x, codes.to(x.dtype), input_precision="ieee")
         sums = tl.sum(x.to(tl.float32), axis=1)
         total += (products - sums[:, None] * zero[None, :]) * scale[None, :]
     return total
