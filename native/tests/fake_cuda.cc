@@ -20,6 +20,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <random>
@@ -155,10 +156,16 @@ double fake_cuda_get(const char* name) {
   const Lock lock(all.mutex);
   return all.counts[name];
 }
+// What was adopted before and overlaps is gone: its memory was freed meanwhile, or it could not be here.
 void fake_cuda_adopt(void* at, std::size_t bytes) {
   World& all = world();
   const Lock lock(all.mutex);
-  all.device[reinterpret_cast<std::uintptr_t>(at)] = bytes;
+  const auto begin = reinterpret_cast<std::uintptr_t>(at);
+  for (auto range = all.device.begin(); range != all.device.end();) {
+    const bool apart = range->first + range->second <= begin || begin + bytes <= range->first;
+    range = apart ? std::next(range) : all.device.erase(range);
+  }
+  all.device[begin] = bytes;
 }
 void fake_cuda_disown(void* at) {
   World& all = world();
