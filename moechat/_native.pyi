@@ -474,15 +474,19 @@ class Link:
         (bytes, now), ``busy_seconds`` (with at least one transfer in flight), ``bandwidth`` (bytes a second
         while busy, a moving estimate).
         """
-    def fills_first(self, stream: int, slots: _U32) -> None:
+    def fills_first(self, stream: int, slots: _U32, seconds: float) -> bool:
         """What a stream is given from now on comes after the transfers into these slots; on the card.
 
         Args:
             stream: CUstream.
-            slots: uint32 [n], submitted and not cancelled; those that are over count as done.
+            slots: uint32 [n], submitted and not cancelled; those that are over, well or not, count as done.
+            seconds: How long to wait for all of them to have started.
+
+        Returns:
+            False: they have not, and nothing was ordered.
 
         Raises:
-            RuntimeError: The link has failed.
+            RuntimeError: The link has failed or was stopped.
             ValueError: The link copies into host memory.
         """
     def reads_first(self, stream: int, slots: _U32) -> None:
@@ -547,6 +551,9 @@ def cuda_driver_version() -> int:
     Raises:
         CudaUnavailableError: There is no usable driver.
     """
+
+def cuda_sticky(code: int) -> bool:
+    """Whether this process can compute nothing on a card any more after an error with this number."""
 
 def cuda_memory(device: int = 0) -> tuple[int, int]:
     """Free and all bytes of a card's memory.

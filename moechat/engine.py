@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -225,7 +225,8 @@ def _load_on(
     # Triton is imported with it, which machines without a card need not have.
     from moechat.loading.on_device import DeviceOptions, load_on_device
 
-    return load_on_device(store, DeviceOptions(card, vram, ram), **arguments)
+    with card.active():
+        return load_on_device(store, DeviceOptions(card, vram, ram), **arguments)
 
 
 class Engine:
@@ -298,6 +299,8 @@ class Engine:
         self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None)
         if near is not None:
             near.close()
+        if self._loaded.accelerator is not None:
+            self._loaded.accelerator.release()
 
     @property
     def has_chat_template(self) -> bool:
@@ -503,6 +506,10 @@ class Engine:
         }
 
     def _how_experts_are_held(self) -> str:
+        if self._loaded.accelerator is not None:
+            return "in pages on the card, " + (
+                "all of them" if self._loaded.plan.mapped else "the rest copied"
+            )
         if self._loaded.plan.mapped:
             return "mapped: all of them fit"
         if self._tuning is not None and self._tuning.winner == MAPPED:
@@ -558,8 +565,10 @@ class Engine:
         ids = self._check(tokens, room=0)
         parts = self._parts(ids, ids.shape[1])
         if len(parts) == 1:
-            result: torch.Tensor = self._forward(ids, use_cache=False).logits[0].float().cpu()
+            result: torch.Tensor = self._forward(ids, use_cache=False).logits[0].cpu().float()
             return result
+        if self._loaded.accelerator is not None:
+            self._prompt_cache.drop()  # a card's memory is for one cache
         cache, done = self._new_cache(), 0
         for part in parts:
             output = self._forward(part, past_key_values=cache, use_cache=True)
@@ -765,10 +774,20 @@ class Engine:
     def _pass(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
         """What the model returns; ``None`` if a card's memory ran out."""
         model = self._usable_model()
+        card = self._loaded.accelerator
         try:
-            with self._told(), torch.inference_mode(), steady_pass(ids.shape[1]):
+            with (
+                self._told(),
+                nullcontext() if card is None else card.active(),
+                torch.inference_mode(),
+                steady_pass(ids.shape[1]),
+            ):
                 return model(input_ids=ids.to(self._device), **arguments)
         except torch.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            if card is None or not _is_out_of_memory(error):
+                raise
             return None
 
     def _give_back(self) -> int:
@@ -794,7 +813,11 @@ class Engine:
                 self._usable_model()
             except MoechatError as reason:
                 raise reason from error
-            if isinstance(error, _native.DeviceLostError) or _is_lost(error):
+            card = self._loaded.accelerator
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error)
+            if isinstance(error, _native.DeviceLostError) or (
+                card is not None and not out_of_memory and not card.alive()
+            ):
                 raise DeviceLostError(
                     f"the graphics card has failed: {error}",
                     hint="start again; if it fails again, the driver's log (dmesg) may say why",
@@ -819,8 +842,9 @@ class Engine:
         if len(tokens) + room > self.context_length:
             hint = "shorten the prompt, or raise the context with --ctx where the model allows it"
             if self._loaded.plan.context_limited:
+                flag = "--ram" if self._loaded.accelerator is None else "--vram"
                 hint = (
-                    "memory made the context shorter than the model allows: give more with --ram, or say "
+                    f"memory made the context shorter than the model allows: give more with {flag}, or say "
                     "with --ctx how many tokens are wanted, at the price of room for experts"
                 )
             raise PromptTooLongError(
@@ -834,10 +858,9 @@ class Engine:
         return torch.tensor([tokens], dtype=torch.int64)
 
 
-def _is_lost(error: RuntimeError) -> bool:
-    """Torch's word for an error after which CUDA computes nothing more in this process."""
-    kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind)
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Memory that a library wanted for itself, past torch's allocator."""
+    return getattr(error, "error_code", None) == 2 or "ALLOC_FAILED" in str(error)
 
 
 def _whole(name: str, value: Any, least: int = 1) -> int:

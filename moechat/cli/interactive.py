@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_replanned, print_stats
 from moechat.cli.terminal import Answer, print_error, print_notice
-from moechat.errors import MoechatError, PromptTooLongError, StoreDamagedError
+from moechat.errors import DeviceLostError, MoechatError, PromptTooLongError, StoreDamagedError
 
 try:
     import readline  # gives input() line editing; Python may be built without it
@@ -112,8 +112,8 @@ class Chat:
         answer = Answer(sys.stdout)
         try:
             reply.follow(self._start_answer(), answer)
-        except StoreDamagedError:
-            raise  # no answer will come from it any more
+        except (StoreDamagedError, DeviceLostError):
+            raise  # no answer will come any more
         except MoechatError as error:  # the disk may have failed in the middle of the answer
             answer.end()
             print_error(str(error), error.hint)

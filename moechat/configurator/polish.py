@@ -69,9 +69,10 @@ def polished(
             promise = gains[takers][:, None] + gains[givers]
             promise[
                 (sizes[takers][:, None] + sizes[givers] > left) | (layers[takers][:, None] == layers[givers])
-            ] = 0.0
+            ] = -np.inf
+            # Also those that promise nothing: together two changes can do what neither does alone.
             flat = np.argsort(-promise, axis=None, kind="stable")[:_PAIRS]
-            first, second = np.unravel_index(flat[promise.ravel()[flat] > 0], promise.shape)
+            first, second = np.unravel_index(flat[promise.ravel()[flat] > -np.inf], promise.shape)
             both = single[takers[first]]
             other = givers[second]
             both[np.arange(len(other)), layers[other]] = changed[other]

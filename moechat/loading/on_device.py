@@ -9,6 +9,7 @@ import torch
 
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import SYSTEMS, CacheSettings
+from moechat.errors import DoesNotFitError
 from moechat.hardware.memory import available_bytes, give_back_unused
 from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
 from moechat.models.assets import context_length
@@ -16,7 +17,7 @@ from moechat.models.attention_cache import CacheShape, cache_shape
 from moechat.models.decode import Quickened
 from moechat.models.dense import load_dense
 from moechat.models.dense_form import DenseForm
-from moechat.models.footprint import pass_tokens, prefill_chunk, workspace_bytes
+from moechat.models.footprint import one_pass_bytes, pass_tokens, prefill_chunk, workspace_bytes
 from moechat.models.routers import find_routers
 from moechat.models.shape import configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
@@ -31,6 +32,7 @@ from moechat.offload.planner import Knowledge, gather
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
 from moechat.routing import Replay
+from moechat.store.files import format_bytes
 from moechat.store.store import Store
 
 _WORDS = Words("--vram (vram=)", "the budget of graphics memory", "the graphics memory that is free")
@@ -88,6 +90,7 @@ def load_on_device(
     """
     refuse_without_replay(settings, offload.replay)
     accelerator = options.accelerator
+    accelerator.release()
     report(Progress("load", 0, None, "dense weights"))
     register()
     config = load_config(store.path)
@@ -103,18 +106,26 @@ def load_on_device(
     own_context = context_length(config, None)
     needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, accelerator.context_bytes)
     free, _ = accelerator.memory()
-    there = accelerator.context_bytes + free
-    given = options.vram is not None
-    limit = there - int(free * (1 - _FREE_SHARE)) if options.vram is None else min(options.vram, there)
+    most = accelerator.context_bytes + int(free * _FREE_SHARE)
+    # A budget above what is free cannot be had: then it is the free memory that is too small, or not.
+    given = options.vram is not None and options.vram <= most
+    limit = most if options.vram is None else min(options.vram, most)
     plan = plan_memory(needs, limit, given=given, ctx=wanted, pages=offload.pages, words=_WORDS)
-    accelerator.limit(plan.budget - plan.base)
+    # The libraries take their part by themselves.
+    accelerator.limit(plan.budget - plan.base - _LIBRARY_BYTES)
 
     load_dense(skeleton, store.dense)
     # Buffers too: rotary frequencies and masks are made by the model on its own device.
     routers: list[Any] = []
     if settings.prefetch == "next-router":
         routers = find_routers(skeleton.model, skeleton.experts)
-    skeleton.model.to(accelerator.device)  # type: ignore[arg-type]
+    try:
+        skeleton.model.to(accelerator.device)  # type: ignore[arg-type]
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{format_bytes(form.nbytes)} of dense weights do not fit on the graphics card: {error}",
+            hint="end other programs that use the card",
+        ) from error
     give_back_unused()
     far = None
     if offload.link.kind == "file":
@@ -142,6 +153,7 @@ def load_on_device(
     pages = blocks + 1 if plan.mapped else plan.pages
     near = tier_of(loaded, far, pages, settings, link=offload.link, replay=offload.replay)
     loaded.near = near
+    near.warm(dtype)
     loaded.upkeep = Upkeep(
         near,
         _model_shape(loaded),
@@ -259,14 +271,16 @@ def _needs(
 ) -> Needs:
     config, geometry = skeleton.model.config, store.geometry
     routers = len(skeleton.experts) * geometry.num_experts * geometry.hidden_size * 4
-    longest = pass_tokens(config, shape, own_context)
-    items = longest * top_k
     layout = geometry.layout
-    pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
-    scratch = pairs * PAIR_BYTES + items * layout.hidden_padded * 4 + _LIBRARY_BYTES + _ROUNDING_BYTES
 
     def workspace(context: int) -> int:
-        return workspace_bytes(config, dtype, pass_tokens(config, shape, context), context)
+        tokens = pass_tokens(config, shape, context)
+        items = tokens * top_k
+        pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
+        experts = pairs * PAIR_BYTES + items * layout.hidden_padded * 4
+        if shape.appendable:
+            return experts + workspace_bytes(config, dtype, tokens, context)
+        return experts + one_pass_bytes(config, dtype, context)
 
     return Needs(
         base=context_bytes,
@@ -274,7 +288,7 @@ def _needs(
         loading=0,
         kv=shape.nbytes,
         workspace=workspace,
-        scratch=scratch,
+        scratch=_LIBRARY_BYTES + _ROUNDING_BYTES,
         page_bytes=geometry.record_bytes,
         blocks=len(store.layers) * geometry.num_experts * geometry.blocks_per_expert,
         min_pages=MIN_PAGES,

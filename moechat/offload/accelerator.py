@@ -5,7 +5,10 @@ Everything that a test replaces to run the same path without a card is a method 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +21,10 @@ from moechat.hardware.gpu import find_gpus
 _LEAST_CAPABILITY = (7, 5)
 # Of a CUDA context with torch's libraries, where it cannot be measured.
 _CONTEXT_BYTES = 448 << 20
+_LEAST_CONTEXT_BYTES = 64 << 20
 _MOST_CONTEXT_BYTES = 2 << 30
+# By card, for this process: a context is made once.
+_CONTEXTS: dict[int, int] = {}
 
 
 class Accelerator:
@@ -72,13 +78,21 @@ class Accelerator:
             _native.cuda_driver_version()
         except _native.CudaUnavailableError as error:
             raise DeviceUnavailableError(str(error), hint="--device cpu works") from error
+        if ordinal not in _CONTEXTS:
+            _CONTEXTS[ordinal] = self._measure_context()
+        self.context_bytes = _CONTEXTS[ordinal]
+
+    def _measure_context(self) -> int:
         report = find_gpus()
-        before = report.devices[ordinal].vram_free if ordinal < len(report.devices) else None
-        torch.cuda.set_device(self.device)
-        torch.zeros(1, device=self.device)
-        taken = _CONTEXT_BYTES if before is None else before - self.memory()[0]
+        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if initialised or self.ordinal >= len(report.devices):
+            return _CONTEXT_BYTES
+        before = report.devices[self.ordinal].vram_free
+        with self.active():
+            torch.zeros(1, device=self.device)
+        taken = before - self.memory()[0]
         # Other programs give and take meanwhile.
-        self.context_bytes = taken if 0 < taken <= _MOST_CONTEXT_BYTES else _CONTEXT_BYTES
+        return taken if _LEAST_CONTEXT_BYTES <= taken <= _MOST_CONTEXT_BYTES else _CONTEXT_BYTES
 
     @property
     def name(self) -> str:
@@ -115,6 +129,44 @@ class Accelerator:
         """Wait for all that the card was given."""
         torch.cuda.synchronize(self.device)
 
+    def active(self) -> AbstractContextManager[Any]:
+        """Makes the card the current one of this thread, for torch's and Triton's launches."""
+        return torch.cuda.device(self.device)
+
+    def alive(self) -> bool:
+        """Whether the card still computes for this process."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give back to the driver what torch keeps of the card's memory without using it."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Let :meth:`peak_bytes` begin anew."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def warm(self, launch: Callable[[], None]) -> None:
+        """Have kernels built before the first answer waits for them.
+
+        Raises:
+            DeviceUnavailableError: They cannot be built.
+        """
+        try:
+            launch()
+            self.synchronize()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler that is missing, or refuses, shows in many ways
+            raise DeviceUnavailableError(
+                f"Triton cannot build the kernels: {type(error).__name__}: {error}",
+                hint="it needs a C compiler and Python's headers: gcc and python3-dev, say, or CC",
+            ) from error
+
     def before_kernels(self) -> None:
         """Called before kernels that read pages are launched."""
 
@@ -132,7 +184,7 @@ class Accelerator:
         host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(flat, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
         return _split(host.numpy(), parts)
 

@@ -143,6 +143,11 @@ class NearTier:
             raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
         return CachedExpertLayer(self, ordinal)
 
+    @property
+    def clocked(self) -> bool:
+        """Whether the native runner's clocks tell what computing takes."""
+        return True
+
     def shrink(self, share: float) -> int:
         """Give so many of the pages back; returns the bytes. Only pages on a card can be."""
         del share

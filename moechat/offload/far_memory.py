@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,7 @@ class FarMemory:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._ordinal = ordinal
+        self._process = os.getpid()
         self._pinned: list[npt.NDArray[np.uint8]] = []
         self._regions: list[Region] = []
         self._record_bytes = store.geometry.record_bytes
@@ -102,8 +104,15 @@ class FarMemory:
     def close(self) -> None:
         """Give the memory back, after the link has stopped; harmless when repeated."""
         while self._pinned:
-            _native.cuda_unpin(self._pinned.pop(), self._ordinal)
+            # A card that has failed refuses everything; the process gives the memory back at its end.
+            with suppress(_native.CudaError, _native.CudaUnavailableError):
+                _native.cuda_unpin(self._pinned.pop(), self._ordinal)
         self._regions.clear()
+
+    def __del__(self) -> None:
+        # Registered memory must not be freed before it is unregistered, whatever went wrong on the way.
+        if "_pinned" in self.__dict__ and os.getpid() == self._process:
+            self.close()
 
     def _leave_room(self) -> None:
         """The buffers have to be pinned too: the last layer that was makes room for them."""

@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moechat import _native
 from moechat.configurator.systems import CacheSettings
+from moechat.errors import DoesNotFitError
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.cached import MIN_PAGES, NearTier
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.kernels.block_list import BlockList, IntArray, Items
-from moechat.offload.kernels.launch import BlockKernels
+from moechat.offload.kernels.launch import FEW_TOKENS, BlockKernels
 from moechat.offload.planner import Knowledge
 from moechat.offload.settings import LinkSettings
 from moechat.routing import Replay
@@ -99,14 +101,41 @@ class DeviceTier(NearTier):
 
     def _make(self, pages: int, settings: CacheSettings) -> None:
         store: Store = self._rest["store"]
-        self.memory = self.accelerator.pages(pages, store.geometry.record_bytes)
+        try:
+            self.memory = self.accelerator.pages(pages, store.geometry.record_bytes)
+            source = None if self.far is None else self.far.link()
+        except (torch.OutOfMemoryError, _native.CudaError) as error:
+            raise DoesNotFitError(
+                f"{pages} pages of experts cannot be made on the graphics card: {error}",
+                hint="give a smaller --vram (vram=), or end other programs that use the card",
+            ) from error
         super().__init__(
-            pages=pages,
-            settings=settings,
-            near_memory=self.memory.data_ptr(),
-            source=None if self.far is None else self.far.link(),
-            **self._rest,
+            pages=pages, settings=settings, near_memory=self.memory.data_ptr(), source=source, **self._rest
         )
+
+    def warm(self, dtype: torch.dtype) -> None:
+        """Build the kernels of a decoded token and of a prompt; what they compute means nothing.
+
+        Args:
+            dtype: Of the hidden states.
+
+        Raises:
+            DeviceUnavailableError: They cannot be built.
+        """
+        self.accelerator.warm(lambda: self._launch_all(dtype))
+
+    def _launch_all(self, dtype: torch.dtype) -> None:
+        device = self.accelerator.device
+        one = np.zeros(1, np.int32)
+        for tokens in (1, FEW_TOKENS + 1, 64):
+            token = np.arange(tokens, dtype=np.int32)
+            ends = np.array([0, tokens], np.int32)
+            items = Items.build(ends, token, np.ones(tokens, np.float32), tokens, device)
+            x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
+            partial = self.kernels.partials(items, dtype)
+            blocks = BlockList.build(one, np.array([0, 1], np.int32), one, items)
+            self.kernels.add(self.memory, blocks, items, x, partial)
+            self.kernels.combine(partial, items, torch.empty_like(x))
 
     def shrink(self, share: float) -> int:
         """Give pages back to the card's memory; what they all held has to be fetched anew.
@@ -127,6 +156,11 @@ class DeviceTier(NearTier):
         self.memory = torch.empty(0)
         self._make(after, settings)
         return (before - after) * self.geometry.record_bytes
+
+    @property
+    def clocked(self) -> bool:
+        """A card computes while the host does something else: the runner's clocks say nothing of it."""
+        return False
 
     def layer(self, ordinal: int) -> DeviceExpertLayer:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
@@ -204,14 +238,15 @@ class DeviceExpertLayer:
 
     def _compute(self, x: torch.Tensor, activations: int) -> torch.Tensor:
         near = self.near
-        kernels, accelerator = near.kernels, near.accelerator
+        # Once: another thread may close the tier, and kernels read these pages until the pass is over.
+        kernels, accelerator, memory = near.kernels, near.accelerator, near.memory
         _, row_item, item_token, item_weight = near.runner.rows()
         items = Items.build(row_item, item_token, item_weight, len(x), accelerator.device)
         partial = kernels.partials(items, x.dtype)
 
         def launch(page: IntArray, row_entry: IntArray, row_block: IntArray) -> None:
             accelerator.before_kernels()
-            kernels.add(near.memory, BlockList.build(page, row_entry, row_block, items), items, x, partial)
+            kernels.add(memory, BlockList.build(page, row_entry, row_block, items), items, x, partial)
 
         near.counters.bytes_read += near.runner.finish_on_device(
             accelerator.stream(), len(x), WORK_PAIRS, launch

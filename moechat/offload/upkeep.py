@@ -254,7 +254,9 @@ class Upkeep:
         costs, costs_from = knowledge.costs, knowledge.costs_from
         if self._taken_tokens >= _OBSERVED_TOKENS:
             tokens, seconds = self._taken_tokens, self._taken_seconds
-            found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
+            found = None
+            if self._near.clocked:
+                found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
             if found is not None:
                 costs, costs_from = found, f"{tokens:,} decoded tokens"
             self._taken = dict.fromkeys(self._taken, 0.0)

@@ -191,7 +191,8 @@ void pages_change_hands_in_order(Random& random) {
       link->submit(transfers.data(), static_cast<std::int64_t>(transfers.size()));
       operations += static_cast<std::int64_t>(transfers.size());
       for (const std::uint32_t slot : chosen) link->promote(slot, Priority::kDemand);
-      order->fills_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()));
+      EXPECT(order->fills_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()),
+                                std::chrono::seconds(20)));
       const microseconds pause(between(random, 0, 100));
       const unsigned char* const memory = card.memory();
       card.run([=, &right] {

@@ -270,7 +270,7 @@ Result cuMemHostUnregister(void* at) {
   if (found == all.pinned.end()) return kNotRegistered;
   all.counts["pinned"] -= static_cast<double>(found->second);
   all.pinned.erase(found);
-  return kSuccess;
+  return all.dead;
 }
 Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;

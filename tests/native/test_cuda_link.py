@@ -110,7 +110,7 @@ def test_a_stream_reads_a_page_after_its_copy_and_a_copy_waits_for_the_reader(cu
                 link.wait(1)
                 handed += len(link.poll())
             link.submit([(slot, 0, page * PAGE, PAGE, DEMAND)], near)
-            link.fills_first(stream.handle, slots(slot))
+            link.fills_first(stream.handle, slots(slot), 20)
             pause = float(rng.random()) * 100e-6
 
             def read(slot=slot, page=page, pause=pause):
@@ -168,7 +168,7 @@ def test_what_is_not_pinned_goes_through_pinned_buffers(cuda, source, tmp_path):
     cuda.set(jitter=200e-6, seed=1)
     link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(64)], near)
     equal = []
-    link.fills_first(stream.handle, np.arange(64, dtype=np.uint32))
+    link.fills_first(stream.handle, np.arange(64, dtype=np.uint32), 20)
     stream.run(lambda: equal.append(bool((near == far).all())))
     assert stream.synchronize() == 0
     assert equal == [True]
@@ -213,7 +213,7 @@ def test_an_error_of_the_card_ends_the_link_with_its_name(cuda):
         with pytest.raises(RuntimeError, match="the link has failed"):
             link.submit([(0, 0, 0, PAGE, DEMAND)], near)
         with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-            link.fills_first(stream.handle, slots(0))
+            link.fills_first(stream.handle, slots(0), 20)
         assert link.stop(5)
         cuda.reset()
     stream.close()
@@ -232,10 +232,11 @@ def test_waiting_for_a_fill_ends_when_the_link_stops(cuda):
 
         def wait():
             try:
-                link.fills_first(stream.handle, slots(31))  # queued behind all others
+                link.fills_first(stream.handle, slots(31), 20)  # queued behind all others
             except RuntimeError as error:
                 raised.append(str(error))
 
+        assert not link.fills_first(stream.handle, slots(31), 0.01)
         waiter = threading.Thread(target=wait)
         waiter.start()
         time.sleep(0.05)

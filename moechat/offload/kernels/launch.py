@@ -55,7 +55,8 @@ class Shape:
             tokens = 1 << max(0, most_items - 1).bit_length()
             return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=_SPLITS)
         # The interpreter does not know the arithmetic of bfloat16.
-        if torch.float32 in dtypes or (INTERPRETED and torch.bfloat16 in dtypes):
+        # Neither 16-bit type holds the other's values.
+        if torch.float32 in dtypes or len(dtypes) > 1 or (INTERPRETED and torch.bfloat16 in dtypes):
             return cls(16, 64, dot=2, warps=4, splits=1)
         tokens = 16 if most_items <= 16 else 32 if most_items <= 32 else 64
         return cls(tokens, 64, dot=1, warps=4, splits=1)

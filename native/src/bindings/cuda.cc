@@ -113,6 +113,7 @@ void bind_cuda(py::module_& m) {
     }
   });
   m.def("cuda_driver_version", &driver_version);
+  m.def("cuda_sticky", &cuda::is_sticky, py::arg("code"));
   m.def("cuda_memory", &memory, py::arg("device") = 0);
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_unpin", &unpin, py::arg("memory"), py::arg("device") = 0);

@@ -133,13 +133,14 @@ StreamOrder& order_of(const LinkHolder& holder) {
   return *order;
 }
 
+// Calls order(stream, slots, count) without the GIL.
 template <class Call>
-void order_slots(const LinkHolder& holder, std::uintptr_t stream, const py::array& slots, const Call& call) {
+auto order_slots(const LinkHolder& holder, std::uintptr_t stream, const py::array& slots, const Call& call) {
   StreamOrder& order = order_of(holder);
   const auto* const list = checked<std::uint32_t>("slots", slots, shape_of(slots));
   const auto count = static_cast<std::int64_t>(slots.size());
   const ReleaseGil released;
-  (order.*call)(reinterpret_cast<void*>(stream), list, count);
+  return call(order, reinterpret_cast<void*>(stream), list, count);
 }
 
 py::dict stats(const LinkHolder& holder) {
@@ -235,14 +236,22 @@ void bind_link(py::module_& m) {
       .def("stats", &stats)
       .def(
           "fills_first",
-          [](const LinkHolder& self, std::uintptr_t stream, const py::array& slots) {
-            order_slots(self, stream, slots, &StreamOrder::fills_first);
+          [](const LinkHolder& self, std::uintptr_t stream, const py::array& slots, double seconds) {
+            const auto limit = limit_of<std::chrono::microseconds>(seconds);
+            return order_slots(
+                self, stream, slots,
+                [limit](StreamOrder& order, void* at, const std::uint32_t* list, std::int64_t count) {
+                  return order.fills_first(at, list, count, limit);
+                });
           },
-          py::arg("stream"), py::arg("slots"))
+          py::arg("stream"), py::arg("slots"), py::arg("seconds"))
       .def(
           "reads_first",
           [](const LinkHolder& self, std::uintptr_t stream, const py::array& slots) {
-            order_slots(self, stream, slots, &StreamOrder::reads_first);
+            order_slots(self, stream, slots,
+                        [](StreamOrder& order, void* at, const std::uint32_t* list, std::int64_t count) {
+                          order.reads_first(at, list, count);
+                        });
           },
           py::arg("stream"), py::arg("slots"))
       .def(

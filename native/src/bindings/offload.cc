@@ -191,7 +191,18 @@ class RunnerObject {
     if (!parts_) throw std::runtime_error("the expert cache is closed");
     return parts_;
   }
-  void close() { parts_.reset(); }
+  // Memory that the caller gave may be freed after this, so calls in other threads have to be over.
+  void close() {
+    const std::shared_ptr<RunnerParts> parts = std::move(parts_);
+    parts_.reset();
+    if (!parts) return;
+    const ReleaseGil released;
+    try {
+      parts->runner->rest();
+    } catch (const std::exception&) {
+      // From within a call of this very thread, or in a forked child: there is nobody to wait for.
+    }
+  }
 
   // Calls body(runner) without the GIL.
   template <class Body>

@@ -84,7 +84,8 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
     return sources_[index_of(region, sources_.size())].region.bytes;
   }
   StreamOrder* stream_order() override { return this; }
-  void fills_first(void* stream, const std::uint32_t* slots, std::int64_t count) override;
+  bool fills_first(void* stream, const std::uint32_t* slots, std::int64_t count,
+                   std::chrono::microseconds limit) override;
   void reads_first(void* stream, const std::uint32_t* slots, std::int64_t count) override;
 
  private:
@@ -326,9 +327,10 @@ void CudaEngine::work_stager() {
     lock.unlock();
     const int error = fill(transfer, buffer_at(buffer));
     lock.lock();
-    if (error != 0 || failed()) {
+    // A link that is stopping may have been given up: its targets are not its own any more.
+    if (error != 0 || halted()) {
       idle_.push_back(buffer);
-      finish(slot, error != 0 ? error : error_);
+      finish(slot, error != 0 ? error : failed() ? error_ : ECANCELED);
       issued_.notify_all();
       continue;
     }
@@ -363,7 +365,9 @@ int CudaEngine::fill(const Transfer& transfer, unsigned char* to) const {
 
 // ---- order on the card
 
-void CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int64_t count) {
+bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int64_t count,
+                             std::chrono::microseconds limit) {
+  const Clock::time_point until = Clock::now() + std::min<Clock::duration>(limit, std::chrono::hours(1));
   Lock lock(mutex_);
   pump();
   const auto pending = [&](std::uint32_t slot) {
@@ -376,14 +380,19 @@ void CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
     return failed() || stopping_ || std::none_of(slots, slots + count, pending);
   };
   // Wait 13: for transfers that have not been given to the stream.
-  MOECHAT_WAIT(13, while (!ready()) issued_.wait_for(lock, std::chrono::milliseconds(1)));
+  bool all = true;
+  MOECHAT_WAIT(
+      13, while (!(all = ready()) && Clock::now() < until) {
+        issued_.wait_for(lock, std::chrono::milliseconds(1));
+      });
   if (failed()) throw std::runtime_error(why());
   if (stopping_) throw std::runtime_error("the link was stopped");
+  if (!all) return false;
   std::uint64_t latest = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     if (nodes_[slots[i]].state == State::kStarted) latest = std::max(latest, batch_of_[slots[i]]);
   }
-  if (latest == 0) return;
+  if (latest == 0) return true;
   const cuda::Current current(context_);
   // Wait 14: for the fills, on the card.
   cuda::Result result = cuda::kSuccess;
@@ -392,6 +401,7 @@ void CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
     broken(result, "cuStreamWaitEvent");
     throw std::runtime_error(why());
   }
+  return true;
 }
 
 // Readers are numbered; the events of the last kReads are kept. Of an earlier one the event stands for a

@@ -68,9 +68,11 @@ class StreamOrder {
   virtual ~StreamOrder() = default;
 
   // What `stream` is given from now on comes after the transfers into these slots, which have been submitted
-  // and not been cancelled. Blocks until all of them have started, which demands do at once. Transfers that
-  // are over already, or were polled, count as done. Throws std::runtime_error when the link has failed.
-  virtual void fills_first(void* stream, const std::uint32_t* slots, std::int64_t count) = 0;
+  // and not been cancelled; transfers that are over already, well or not, count as done. False, and nothing
+  // is ordered: within the limit not all of them have started, which demands do at once where no thread has
+  // to read them first. Throws std::runtime_error when the link has failed or was stopped.
+  virtual bool fills_first(void* stream, const std::uint32_t* slots, std::int64_t count,
+                           std::chrono::microseconds limit) = 0;
   // Transfers into these slots that are submitted from now on come after all that `stream` has been given.
   // Throws std::runtime_error as above.
   virtual void reads_first(void* stream, const std::uint32_t* slots, std::int64_t count) = 0;

@@ -294,7 +294,7 @@ void ExpertRunner::settle() {
     }
     const bool held = arrival.owned && arrival.error == 0 && cache_.pins(flight.layer, flight.expert) > 0;
     if (!held) freed_ = true;
-    if (arrival.error != 0) starved_ = true;
+    if (arrival.error != 0) starved_ = lost_ = true;
   }
 }
 
@@ -409,17 +409,28 @@ void ExpertRunner::add(std::int32_t row, std::int32_t block, PageId page, bool l
 }
 
 // Puts the stream behind the copies of what was collected. False: look again, one of them has failed.
-bool ExpertRunner::follow_fills() {
+bool ExpertRunner::follow_fills(const Interrupted& interrupted) {
   if (flying_.empty()) return true;
-  try {
-    order_->fills_first(stream_, flying_.data(), static_cast<std::int64_t>(flying_.size()));
-  } catch (const std::exception& error) {
-    if (failure_.empty()) failure_ = error.what();
+  lost_ = false;
+  for (bool ordered = false; !ordered && failure_.empty();) {
+    const Clock::time_point begun = Clock::now();
+    try {
+      ordered =
+          order_->fills_first(stream_, flying_.data(), static_cast<std::int64_t>(flying_.size()), kSlice);
+    } catch (const std::exception& error) {
+      failure_ = error.what();
+    }
+    const Clock::time_point now = Clock::now();
+    own_.stall_seconds += seconds(now - begun);
+    ask(interrupted, now);
+    if (!ordered && failure_.empty() && stalled(now - begun)) failure_ = not_arrived();
   }
-  // A copy that failed before it was given to the card has been reported by now.
+  // A copy that failed before it was given to the card has been reported by now, also one that was asked for
+  // by a prefetch: its page holds nothing, and the cache has forgotten the block.
   settle();
-  if (failure_.empty()) return true;
+  if (failure_.empty() && !lost_) return true;
   sink_->drop();
+  steps_.clear();
   return false;
 }
 
@@ -525,7 +536,7 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
     collect(false);
     if (steps_.empty() && order_ != nullptr) {
       collect(true);
-      if (!follow_fills()) continue;
+      if (!follow_fills(interrupted)) continue;
     }
     if (!steps_.empty()) {
       compute();
@@ -594,9 +605,12 @@ void ExpertRunner::wait(const Interrupted& interrupted) {
   const Clock::time_point now = Clock::now();
   own_.stall_seconds += seconds(now - begun);
   if (arrived || !stalled(now - begun)) return;
-  throw LinkError(missing_block() + " has not arrived, and nothing else has, for " +
-                  decimal(seconds(waited_)) + " seconds (the limit is " + decimal(options_.stall_seconds) +
-                  "); check the disk that holds the store, then try again");
+  throw LinkError(not_arrived() + "; check the disk that holds the store, then try again");
+}
+
+std::string ExpertRunner::not_arrived() const {
+  return missing_block() + " has not arrived, and nothing else has, for " + decimal(seconds(waited_)) +
+         " seconds (the limit is " + decimal(options_.stall_seconds) + ")";
 }
 
 // After a slice of waiting in vain. A process that is stopped and continued, or a machine that slept, has not
@@ -710,6 +724,8 @@ std::int64_t ExpertRunner::fetch_ahead(Ahead* ahead) {
 }
 
 // ---- figures
+
+void ExpertRunner::rest() const { const Turn turn(this); }
 
 std::int64_t ExpertRunner::begun_tokens() const {
   const Turn turn(this);

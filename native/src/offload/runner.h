@@ -133,6 +133,8 @@ class ExpertRunner {
   // The rows of the begun layer, a copy. Throws std::logic_error when no layer has begun.
   Grouped rows() const;
   void abort();
+  // Returns when no call is under way in another thread.
+  void rest() const;
   std::int64_t begun_tokens() const;  // -1: no layer has begun
 
   void set_targets(const std::vector<LayerTarget>& targets);
@@ -204,7 +206,7 @@ class ExpertRunner {
   void collect(bool flying);
   std::int32_t add_ready(std::int32_t index, bool flying);
   void add(std::int32_t row, std::int32_t block, PageId page, bool landed);
-  bool follow_fills();
+  bool follow_fills(const Interrupted& interrupted);
   void mark_reads();
   [[noreturn]] void give_up() const;
   void compute();
@@ -220,6 +222,7 @@ class ExpertRunner {
   bool wait_for_link(const Interrupted& interrupted);
   void ask(const Interrupted& interrupted, Clock::time_point now);
   std::string missing_block() const;
+  std::string not_arrived() const;
 
   const RunnerOptions options_;
   const int process_;
@@ -251,6 +254,7 @@ class ExpertRunner {
   std::int32_t let_go_ = 0;  // rows that are neither done nor pinned
   bool starved_ = false;     // some row, pinned or let go and in the group, waits for pages
   bool freed_ = false;       // there may be more pages than at the last acquire
+  bool lost_ = false;        // some transfer has failed since this was last set to false
   std::string failure_;      // of a demand
   Clock::time_point idle_since_{};
   Clock::duration waited_{};  // in vain, since something arrived or was computed
