@@ -112,7 +112,7 @@ def _auto(
     layers, experts = curves.layers, curves.experts
     starts = [same_for_all(layers, experts, blocks, pages, 1.0 if split is None else split)]
     if split is None:
-        starts.append(same_for_all(layers, experts, blocks, pages, 0.5))
+        starts += [same_for_all(layers, experts, blocks, pages, share) for share in (0.5, 0.25)]
     starts.append(fewest_loads(curves, blocks, pages, 1.0 if split is None else split))
     starts.append(moepic_targets(curves, model.costs, blocks, pages, split)[0])
     search = Search(curves, model, blocks, pages, split)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from configurator_support import any_costs, any_settings, drawn, realistic, statistics
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moechat.configurator.allocate import allocate, moepic_targets
@@ -65,6 +65,12 @@ def test_targets_fit_and_numbers_are_numbers(shape, costs, wanted, share, method
 
 @settings(max_examples=60, deadline=None)
 @given(small, any_costs, any_settings, st.floats(0, 1))
+@example(  # only a smaller part of more experts hides everything, in both layers at once
+    (1, 2, 2, 3, False),
+    Costs(attention=1.5763e-05, moe=1e-05, head=1e-05, load=1.5763e-05, latency=0.0, compute_far=0.001953125),
+    CacheSettings(policy="lcp", split=None, allocation="auto", prefetch="perfect", miss="compute"),
+    0.5,
+)
 def test_ours_against_brute_force(shape, costs, wanted, share):
     seed, layers, experts, blocks, concave = shape
     top_k = 1 + seed % experts
