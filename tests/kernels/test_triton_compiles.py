@@ -42,7 +42,7 @@ def test_other_types_compile(dtype, capability):
 
 
 @pytest.mark.slow
-def test_every_generation_compiles_every_number_of_tokens():
-    results = compiled("75,80,89,90,100,120", "4", "1,2,4,8,16,32,64", "bfloat16")
-    assert len(results) == 6 * 7 * 3
+def test_old_and_new_generations_compile_any_number_of_tokens():
+    results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")
+    assert len(results) == 3 * 4 * 3
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}

@@ -96,7 +96,7 @@ def test_on_a_terminal_lines_are_not_cut(cli: Cli, config: str) -> None:
     terminal = cli.terminal("plan", config, "--vram", "700M", *CARD)
     terminal.expect("tokens a second")
     terminal.expect("this plan")
-    terminal.expect("comes with a later one")
+    terminal.expect("has been measured yet")
     terminal.wait()
     assert terminal.exitstatus == 0
 
