@@ -203,7 +203,8 @@ def _run(
         str | None,
         typer.Option(
             metavar="DEVICE",
-            help="Where to compute: cpu, or cuda for a graphics card; the card if a budget for it is given.",
+            help="Where to compute: cpu, or cuda (cuda:1) for a graphics card; the card if a budget for it "
+            "is given.",
         ),
     ] = None,
     vram: Annotated[

@@ -54,7 +54,10 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _one_of("--bits", self.bits, BITS)
-        _one_of("--device", self.device, DEVICES)
+        kind, colon, number = ("" if self.device is None else self.device).partition(":")
+        right = kind in DEVICES and (not colon or (kind == "cuda" and number.isdecimal()))
+        if self.device is not None and not right:
+            raise UsageError(f"--device is {self.device}; this version knows cpu, cuda and cuda:N")
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--dense-bits", self.dense_bits, DENSE_BITS)
         _one_of("--activation-bits", self.activation_bits, ACTIVATION_BITS)

@@ -94,6 +94,7 @@ def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
         (["run", "demo", "hi", "--bits", "many"], "--bits"),
         (["run", "demo", "hi", "--bits", "5"], "--bits is 5; this version knows 2, 3, 4, 8, 16"),
         (["run", "demo", "hi", "--device", "gpu"], "--device is gpu; this version knows cpu, cuda"),
+        (["run", "demo", "hi", "--device", "cuda:x"], "--device is cuda:x; this version knows"),
         (["run", "demo", "hi", "--device", "cpu", "--vram", "2G"], "--vram needs a graphics card"),
         (["run", "demo", "hi", "--vram", "0"], "--vram is 0"),
         (["run", "demo", "hi", "--dtype", "int8"], "--dtype is int8"),
