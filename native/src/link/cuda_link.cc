@@ -379,12 +379,16 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
     pump();
     return failed() || stopping_ || std::none_of(slots, slots + count, pending);
   };
+  const auto all_ready = [&] {
+    while (!ready()) {
+      if (Clock::now() >= until) return false;
+      issued_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    return true;
+  };
   // Wait 13: for transfers that have not been given to the stream.
   bool all = true;
-  MOECHAT_WAIT(
-      13, while (!(all = ready()) && Clock::now() < until) {
-        issued_.wait_for(lock, std::chrono::milliseconds(1));
-      });
+  MOECHAT_WAIT(13, all = all_ready());
   if (failed()) throw std::runtime_error(why());
   if (stopping_) throw std::runtime_error("the link was stopped");
   if (!all) return false;
