@@ -72,6 +72,10 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
     )
 
 
+# Names of places to compute, for a full match; the group is a card's number.
+DEVICE = r"cpu|cuda(?::([0-9]+))?"
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as ``12G``, ``1.5GiB``, ``800 MB`` or ``4096``; the letters are powers of 1024.
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from moechat import _native
-from moechat.config import active_isa
+from moechat.config import DEVICE, active_isa
 from moechat.configurator.systems import settings_of
 from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, PromptTooLongError, UsageError
 from moechat.geometry import SUPPORTED_BITS
@@ -204,10 +205,10 @@ def _card(device: str | None, offload: OffloadOptions, vram: str | int | None) -
     """The card that a device names; ``None``: the CPU."""
     if device is None:
         device = "cpu" if vram is None else "cuda"
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
+    named = re.fullmatch(DEVICE, device)
+    if named is None:
         raise UsageError(f"device {device!r} is unknown", hint="choose 'cpu', 'cuda', or 'cuda:1'")
-    if kind == "cpu":
+    if device == "cpu":
         if vram is not None:
             raise UsageError(
                 "a budget of graphics memory (vram=) needs a graphics card",
@@ -215,7 +216,7 @@ def _card(device: str | None, offload: OffloadOptions, vram: str | int | None) -
             )
         return None
     parse_budget(vram, "vram")
-    card: Accelerator = offload.accelerator or Accelerator(int(number or 0))
+    card: Accelerator = offload.accelerator or Accelerator(int(named[1] or 0))
     return card
 
 
@@ -300,7 +301,8 @@ class Engine:
         if near is not None:
             near.close()
         if self._loaded.accelerator is not None:
-            self._loaded.accelerator.release()
+            with suppress(RuntimeError):  # a card that has failed refuses this too, and has said so
+                self._loaded.accelerator.release()
 
     @property
     def has_chat_template(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moechat.config import parse_size
+from moechat.config import DEVICE, parse_size
 from moechat.configurator.systems import settings_of
 from moechat.errors import UsageError
 
@@ -14,7 +15,6 @@ BITS = (2, 3, 4, 8, 16)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DENSE_BITS = (4, 8, 16)
 ACTIVATION_BITS = (8, 16, 32)
-DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _one_of("--bits", self.bits, BITS)
-        kind, colon, number = ("" if self.device is None else self.device).partition(":")
-        right = kind in DEVICES and (not colon or (kind == "cuda" and number.isdecimal()))
-        if self.device is not None and not right:
+        if self.device is not None and not re.fullmatch(DEVICE, self.device):
             raise UsageError(f"--device is {self.device}; this version knows cpu, cuda and cuda:N")
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--dense-bits", self.dense_bits, DENSE_BITS)

@@ -154,12 +154,13 @@ def load_on_device(
     near = tier_of(loaded, far, pages, settings, link=offload.link, replay=offload.replay)
     loaded.near = near
     near.warm(dtype)
+    assert near.knowledge is not None  # it was made with it
     loaded.upkeep = Upkeep(
         near,
         _model_shape(loaded),
         model_type=store.manifest.model_type,
         fingerprint=store.manifest.source.fingerprint,
-        knowledge=near.knowledge or _knowledge(loaded, settings),
+        knowledge=near.knowledge,
         every=replan_tokens,
     )
     loaded.page_experts()

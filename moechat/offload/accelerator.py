@@ -108,12 +108,8 @@ class Accelerator:
         """Free and all bytes of the card's memory."""
         return _native.cuda_memory(self.ordinal)
 
-    def held_bytes(self) -> int:
-        """Bytes that torch has taken of the card's memory."""
-        return torch.cuda.memory_reserved(self.device)
-
     def peak_bytes(self) -> int:
-        """The most of them so far."""
+        """Most bytes that torch has taken of the card's memory at a time."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def limit(self, nbytes: int) -> None:

@@ -230,6 +230,32 @@ class NearTier:
     def _perfect(self) -> Predictor | None:
         return None if self.replay is None else PerfectPredictor(self.replay, self.geometry.num_experts)
 
+    def prefetch_whole(self, ordinal: int, tokens: int) -> bool:
+        """Fetch all of the next layer ahead, where a pass of so many tokens, or the system, wants that.
+
+        Returns:
+            Whether it does; then nothing else is to be fetched ahead.
+        """
+        settings = self.settings
+        last = ordinal == self.layers - 1
+        if settings.prefetch != "whole-layer" and (tokens < self.stream_tokens or last):
+            return False
+        for _, layer in self.ahead[ordinal][:1]:
+            self.runner.prefetch(layer, None, self.geometry.num_experts, settings.prefetch_bytes)
+        return True
+
+    def prefetch_ranked(self, ahead: int, layer: int, scores: npt.NDArray[np.float32]) -> None:
+        """Fetch the experts of a layer ahead that a predictor ranks highest.
+
+        Args:
+            ahead: How many layers from the one at work.
+            layer: Which.
+            scores: ``[experts]``.
+        """
+        self.runner.prefetch(
+            layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, far=ahead > 1
+        )
+
     def drain(self) -> None:
         """Wait until nothing is queued or in flight."""
         self.runner.drain()
@@ -278,22 +304,14 @@ class CachedExpertLayer:
 
     def _prefetch(self, x: torch.Tensor) -> None:
         near = self.near
-        settings = near.settings
-        last = self.ordinal == near.layers - 1
-        if settings.prefetch == "whole-layer" or (len(x) >= near.stream_tokens and not last):
-            if near.ahead[self.ordinal]:
-                near.runner.prefetch(
-                    near.ahead[self.ordinal][0][1], None, near.geometry.num_experts, settings.prefetch_bytes
-                )
+        if near.prefetch_whole(self.ordinal, len(x)) or near.predictor is None:
             return
-        if near.predictor is None or (len(x) > 1 and not last):
+        if len(x) > 1 and self.ordinal < near.layers - 1:
             return
         for ahead, layer in near.ahead[self.ordinal]:
             scores = near.predictor.scores(self.ordinal, ahead, x[-1:])
             if scores is not None:
-                near.runner.prefetch(
-                    layer, scores, near.prefetch_experts, settings.prefetch_bytes, far=ahead > 1
-                )
+                near.prefetch_ranked(ahead, layer, scores)
 
 
 def _family(store: Store, top_k: int, settings: CacheSettings) -> Knowledge | None:

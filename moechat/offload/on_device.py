@@ -233,7 +233,7 @@ class DeviceExpertLayer:
         if near.replay is not None:
             picks = near.replay.route(self.ordinal, tokens)
         near.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1))
-        self._prefetch(tokens, [(ahead, layer) for ahead, layer, _ in ranked], scores)
+        self._prefetch(x, [(ahead, layer) for ahead, layer, _ in ranked], scores)
         return self._compute(x, picks.size)
 
     def _compute(self, x: torch.Tensor, activations: int) -> torch.Tensor:
@@ -257,26 +257,20 @@ class DeviceExpertLayer:
         return out
 
     def _prefetch(
-        self, tokens: int, places: list[tuple[int, int]], scores: list[npt.NDArray[np.int32]]
+        self, x: torch.Tensor, places: list[tuple[int, int]], scores: list[npt.NDArray[np.int32]]
     ) -> None:
         near = self.near
-        settings = near.settings
-        last = self.ordinal == near.layers - 1
-        if settings.prefetch == "none":
-            return
-        if settings.prefetch == "whole-layer" or (tokens >= near.stream_tokens and not last):
-            if near.ahead[self.ordinal]:
-                layer = near.ahead[self.ordinal][0][1]
-                near.runner.prefetch(layer, None, near.geometry.num_experts, settings.prefetch_bytes)
+        if near.settings.prefetch == "none" or near.prefetch_whole(self.ordinal, len(x)):
             return
         for (ahead, layer), score in zip(places, scores, strict=True):
-            near.runner.prefetch(
-                layer,
-                score.view(np.float32),
-                near.prefetch_experts,
-                settings.prefetch_bytes,
-                far=ahead > 1,
-            )
+            near.prefetch_ranked(ahead, layer, score.view(np.float32))
+        if near.predictor is None or (len(x) > 1 and self.ordinal < near.layers - 1):
+            return
+        # A perfect one reads a trace, and nothing on the card.
+        for ahead, layer in near.ahead[self.ordinal]:
+            known = near.predictor.scores(self.ordinal, ahead, x[-1:])
+            if known is not None:
+                near.prefetch_ranked(ahead, layer, known)
 
 
 def routers_on(routers: Sequence[Any], device: torch.device) -> list[Ranks | None]:

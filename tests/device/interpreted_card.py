@@ -39,10 +39,8 @@ class InterpretedCard(Accelerator):
     def memory(self) -> tuple[int, int]:
         return _native.cuda_memory(0)
 
-    def held_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         return sum(pages.nbytes for pages in self._pages)
-
-    peak_bytes = held_bytes
 
     def limit(self, nbytes: int) -> None:
         self.limited_to = nbytes
@@ -60,9 +58,11 @@ class InterpretedCard(Accelerator):
         return self._stream.synchronize() == 0
 
     def release(self) -> None:
-        pass
+        if not self.alive():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    reset_peak = release
+    def reset_peak(self) -> None:
+        """Pages are all it has."""
 
     def warm(self, launch) -> None:
         """The interpreter builds nothing."""

@@ -8,6 +8,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,20 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
         # Bit by bit: what is added up does not depend on what is resident.
         assert torch.equal(logits, results[0][0])
         assert answer == results[0][1]
+
+
+def test_the_oracle_prefetches_what_a_trace_will_choose(model: Path, card) -> None:
+    from moechat.configurator.systems import settings_of
+    from moechat.routing import Replay, Trace
+
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((40, 2, 8)), axis=2)[:, :, :2].astype(np.int32)
+    replay = Replay(Trace(experts, np.array([0, 40]), 8))
+    offload = OffloadOptions(accelerator=card, pages=14, cache=settings_of("oracle"), replay=replay)
+    with moechat.load(model, device="cuda", ctx=64, offload=offload) as engine:
+        list(engine.generate(PROMPT, max_new_tokens=8, temperature=0.0))
+        assert engine.stats.hits_prefetched > 0
+        assert engine.stats.prefetch_bytes > 0
 
 
 def test_a_decoded_token_takes_one_copy_to_the_host_a_layer(model: Path, card) -> None:

@@ -1,9 +1,12 @@
 """What ``scripts/gpu_check`` measures, on a card that is not there: that it measures, not how fast it is."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -15,6 +18,7 @@ from tiny import tiny_config, write_tiny_checkpoint  # noqa: E402
 import moechat  # noqa: E402
 from moechat import _native  # noqa: E402
 from moechat.offload.settings import OffloadOptions  # noqa: E402
+from moechat.routing import Trace  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,10 @@ def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
     ) as engine:
         rates = {"link": 1e9, "vram": 1e10}
         said = []
-        found = measure(engine, ["auto", "on-demand"], rounds, rates=rates, trace=None, say=said.append)
+        # Of another shape than the model: it is fitted to it.
+        drawn = np.argsort(np.random.default_rng(0).random((30, 3, 16)), axis=2)[:, :, :4]
+        trace = Trace(drawn.astype(np.int32), np.array([0, 30]), 16)
+        found = measure(engine, ["auto", "on-demand"], rounds, rates=rates, trace=trace, say=said.append)
     assert said == ["round 1, auto", "round 1, on-demand", "round 2, on-demand", "round 2, auto"]
     assert set(found["systems"]) == {"auto", "on-demand"}
     for one in found["systems"].values():
@@ -61,3 +68,17 @@ def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
         assert one["link_bytes_a_token"] > 0
     assert found["pages"] == 10
     assert card.cuda.get("pinned") == 0
+
+
+def test_without_a_card_gpu_check_says_so(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--work", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no CUDA card can be used")
