@@ -552,9 +552,6 @@ def cuda_driver_version() -> int:
         CudaUnavailableError: There is no usable driver.
     """
 
-def cuda_sticky(code: int) -> bool:
-    """Whether this process can compute nothing on a card any more after an error with this number."""
-
 def cuda_memory(device: int = 0) -> tuple[int, int]:
     """Free and all bytes of a card's memory.
 

@@ -210,7 +210,6 @@ Result cuDevicePrimaryCtxRetain(void** context, int) {
   *context = &world().context;
   return kSuccess;
 }
-Result cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
 Result cuCtxPushCurrent_v2(void* context) {
   if (context != &world().context) return kInvalidContext;
   ++current_depth;
@@ -389,13 +388,6 @@ Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t
     if (!within(all.device, target, bytes) || !within(all.pinned, from, bytes)) return kInvalidValue;
   }
   give(static_cast<Stream*>(stream), [target, from, bytes] { copy(target, from, bytes); });
-  return kSuccess;
-}
-Result cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, std::size_t bytes, void* stream) {
-  const Result state = usable();
-  if (state != kSuccess) return state;
-  const void* const source = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(from));
-  give(static_cast<Stream*>(stream), [to, source, bytes] { copy(to, source, bytes); });
   return kSuccess;
 }
 }

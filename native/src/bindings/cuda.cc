@@ -3,11 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -55,9 +53,7 @@ std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int de
     const ReleaseGil released;
     link = make_cuda_link(memory, options);
   } catch (const FileError& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path().c_str());
-    throw py::error_already_set();
+    raise_os_error(error.code().value(), error.path());
   }
   return std::make_unique<LinkHolder>(std::move(link), std::move(alive));
 }
@@ -113,7 +109,6 @@ void bind_cuda(py::module_& m) {
     }
   });
   m.def("cuda_driver_version", &driver_version);
-  m.def("cuda_sticky", &cuda::is_sticky, py::arg("code"));
   m.def("cuda_memory", &memory, py::arg("device") = 0);
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_unpin", &unpin, py::arg("memory"), py::arg("device") = 0);

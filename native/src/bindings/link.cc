@@ -6,7 +6,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -42,12 +41,6 @@ Priority priority_of(int value) {
     refuse("priority is " + std::to_string(value) + "; it must be 0 (demand), 1 (near) or 2 (far)");
   }
   return static_cast<Priority>(value);
-}
-
-[[noreturn]] void raise_os_error(int error, const std::string& path) {
-  errno = error;
-  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
-  throw py::error_already_set();
 }
 
 std::unique_ptr<LinkHolder> file_link(

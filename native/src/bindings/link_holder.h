@@ -3,9 +3,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +15,13 @@
 #include "link/link.h"
 
 namespace moechat {
+
+// As OSError, with the file's name.
+[[noreturn]] inline void raise_os_error(int error, const std::string& path) {
+  errno = error;
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+  throw pybind11::error_already_set();
+}
 
 class LinkHolder {
  public:

@@ -32,7 +32,6 @@ Driver load(void* library) {
   find(library, "cuDeviceGetCount", &found.device_count);
   find(library, "cuDeviceGet", &found.device_get);
   find(library, "cuDevicePrimaryCtxRetain", &found.primary_retain);
-  find(library, "cuDevicePrimaryCtxRelease_v2", &found.primary_release);
   find(library, "cuCtxPushCurrent_v2", &found.push_context);
   find(library, "cuCtxPopCurrent_v2", &found.pop_context);
   find(library, "cuMemGetInfo_v2", &found.memory_info);
@@ -51,7 +50,6 @@ Driver load(void* library) {
   find(library, "cuEventQuery", &found.event_query);
   find(library, "cuEventSynchronize", &found.event_synchronize);
   find(library, "cuMemcpyHtoDAsync_v2", &found.copy_to_device);
-  find(library, "cuMemcpyDtoHAsync_v2", &found.copy_to_host);
   return found;
 }
 
@@ -97,8 +95,8 @@ const Driver& driver() {
   return opened;
 }
 
-bool is_sticky(Result result) {
-  switch (result) {
+bool Error::sticky() const {
+  switch (code_) {
     case 214:  // CUDA_ERROR_ECC_UNCORRECTABLE
     case 220:  // CUDA_ERROR_NVLINK_UNCORRECTABLE
     case 226:  // CUDA_ERROR_CONTAINED
@@ -119,8 +117,6 @@ bool is_sticky(Result result) {
       return false;
   }
 }
-
-bool Error::sticky() const { return is_sticky(code_); }
 
 std::string explain(Result result, const char* call) {
   return std::string(call) + ": " + text_of(driver(), result);

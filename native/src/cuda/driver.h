@@ -21,7 +21,6 @@ using Event = void*;
 using Pointer = unsigned long long;  // CUdeviceptr
 
 constexpr Result kSuccess = 0;
-constexpr Result kOutOfMemory = 2;
 constexpr Result kNotReady = 600;
 
 constexpr unsigned kStreamNonBlocking = 1;
@@ -37,7 +36,6 @@ struct Driver {
   Result (*device_count)(int* count);
   Result (*device_get)(Device* device, int ordinal);
   Result (*primary_retain)(Context* context, Device device);
-  Result (*primary_release)(Device device);
   Result (*push_context)(Context context);
   Result (*pop_context)(Context* context);
   Result (*memory_info)(std::size_t* free, std::size_t* total);
@@ -56,7 +54,6 @@ struct Driver {
   Result (*event_query)(Event event);
   Result (*event_synchronize)(Event event);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
-  Result (*copy_to_host)(void* to, Pointer from, std::size_t bytes, Stream stream);
 };
 
 // There is no driver, no card, or the driver cannot be used; what() says which.
@@ -82,7 +79,6 @@ class Error : public std::runtime_error {
 const Driver& driver();
 // Throws Error with the name of the call, and the driver's name and explanation of the error.
 void check(Result result, const char* call);
-bool is_sticky(Result result);
 // "cuMemcpyHtoDAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access was encountered"
 std::string explain(Result result, const char* call);
 

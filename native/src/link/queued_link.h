@@ -8,10 +8,9 @@
 // - A slot is idle, queued (in exactly one of the lists), started, or done (its completion has not been
 // handed
 //   out). Only `begin` makes a transfer started, only `finish` ends it; in_flight_ and started_ follow.
-// - While something is started, at most in_flight_limit bytes are (demand_limit, of a demand), except for one
-// transfer that is larger. A
-//   prefetch starts only below a third of that, or where two of them fit: a demand that comes then waits for
-//   little, and demands by themselves still fill the link.
+// - While something is started, at most in_flight_limit bytes are (demand_limit where a demand starts), or
+//   one transfer that is larger. A prefetch starts only below a third of that, or where two of them fit: a
+//   demand that comes then waits for little, and demands by themselves still fill the link.
 // - After open() nothing is allocated on the way of a transfer.
 // - stopping_ and failure_ are never taken back; both mean that nothing more is begun.
 #pragma once

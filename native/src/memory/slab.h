@@ -63,8 +63,8 @@ class Slab {
   std::int64_t pages_;
   std::int64_t page_bytes_;
   unsigned char* base_ = nullptr;  // page 0
-  unsigned char* mapping_ =
-      nullptr;  // base_ with what cannot be touched around it; null: the caller's memory
+  // base_ with what cannot be touched around it; null: the caller's memory
+  unsigned char* mapping_ = nullptr;
   std::int64_t mapped_bytes_ = 0;
   int process_ = 0;  // a child after fork() does not have the pages
   bool leaked_ = false;
