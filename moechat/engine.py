@@ -298,8 +298,9 @@ class Engine:
         self._meter.close()
         self._prompt_cache.drop()
         self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None)
-        if near is not None:
-            near.close()
+        if near is None:
+            return
+        near.close()
         if self._loaded.accelerator is not None:
             with suppress(RuntimeError):  # a card that has failed refuses this too, and has said so
                 self._loaded.accelerator.release()

@@ -3,8 +3,8 @@
 // does one thing after another, with delays and faults that a test asks for.
 //
 // Stricter than the driver where a mistake would go unseen: a copy whose source is not pinned, or whose
-// target is not device memory, is refused. Device memory is what cuMemAlloc gave, or what a test has named by
-// fake_cuda_adopt.
+// target is not device memory, is refused, and so is a stream that has been destroyed. Device memory is what
+// cuMemAlloc gave, or what a test has named by fake_cuda_adopt.
 //
 //   fake_cuda_set(name, value)   bandwidth (bytes/s, 0: none), latency, jitter (s), seed, vram (bytes),
 //   pin_limit
@@ -24,6 +24,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -31,7 +32,7 @@ namespace {
 
 using Result = int;
 constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
-                 kInvalidContext = 201, kAlreadyRegistered = 712, kNotRegistered = 713, kNotReady = 600,
+                 kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713, kNotReady = 600,
                  kIllegalAddress = 700;
 
 struct Event {
@@ -47,7 +48,7 @@ struct World {
   std::map<std::string, double> counts;
   std::map<std::uintptr_t, std::size_t> device;  // ranges
   std::map<std::uintptr_t, std::size_t> pinned;
-  std::map<std::uintptr_t, void*> allocations;
+  std::set<const void*> streams;                 // not destroyed
   std::mt19937_64 random{1};
   Result dead = kSuccess;
   int context = 0;
@@ -127,11 +128,13 @@ void copy(void* to, const void* from, std::size_t bytes) {
   all.changed.notify_all();
 }
 
-void give(Stream* stream, std::function<void()> work) {
+Result give(void* stream, std::function<void()> work) {
   World& all = world();
   const Lock lock(all.mutex);
-  stream->work.push_back(std::move(work));
+  if (all.streams.count(stream) == 0) return kInvalidHandle;
+  static_cast<Stream*>(stream)->work.push_back(std::move(work));
   all.changed.notify_all();
+  return kSuccess;
 }
 
 Result usable() {
@@ -284,6 +287,7 @@ Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
   *stream = made;
   World& all = world();
   const Lock lock(all.mutex);
+  all.streams.insert(made);
   ++all.counts["streams"];
   return kSuccess;
 }
@@ -293,6 +297,7 @@ Result cuStreamDestroy_v2(void* stream) {
   auto* const one = static_cast<Stream*>(stream);
   {
     const Lock lock(all.mutex);
+    if (all.streams.erase(stream) == 0) return kInvalidHandle;
     one->ending = true;
     --all.counts["streams"];
     all.changed.notify_all();
@@ -312,23 +317,22 @@ Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
     number = awaited->recorded;
     ++all.counts["waits"];
   }
-  give(static_cast<Stream*>(stream), [awaited, number, &all] {
+  return give(stream, [awaited, number, &all] {
     Lock lock(all.mutex);
     all.changed.wait(lock, [&] { return awaited->completed >= number || all.dead != kSuccess; });
   });
-  return kSuccess;
 }
 Result cuStreamSynchronize(void* stream) {
   World& all = world();
-  auto* const one = static_cast<Stream*>(stream);
+  const auto* const one = static_cast<const Stream*>(stream);
   Lock lock(all.mutex);
+  if (all.streams.count(stream) == 0) return kInvalidHandle;
   all.changed.wait(lock, [&] { return one->work.empty() && !one->busy; });
   return all.dead;
 }
 Result cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   const Result state = usable();
-  if (state == kSuccess) give(static_cast<Stream*>(stream), [function, data] { function(data); });
-  return state;
+  return state == kSuccess ? give(stream, [function, data] { function(data); }) : state;
 }
 Result cuEventCreate(void** event, unsigned) {
   const Result state = usable();
@@ -356,12 +360,11 @@ Result cuEventRecord(void* event, void* stream) {
     const Lock lock(all.mutex);
     number = ++recorded->recorded;
   }
-  give(static_cast<Stream*>(stream), [recorded, number, &all] {
+  return give(stream, [recorded, number, &all] {
     const Lock lock(all.mutex);
     recorded->completed = std::max(recorded->completed, number);
     all.changed.notify_all();
   });
-  return kSuccess;
 }
 Result cuEventQuery(void* event) {
   World& all = world();
@@ -387,7 +390,6 @@ Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t
     const Lock lock(all.mutex);
     if (!within(all.device, target, bytes) || !within(all.pinned, from, bytes)) return kInvalidValue;
   }
-  give(static_cast<Stream*>(stream), [target, from, bytes] { copy(target, from, bytes); });
-  return kSuccess;
+  return give(stream, [target, from, bytes] { copy(target, from, bytes); });
 }
 }

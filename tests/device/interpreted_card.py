@@ -20,6 +20,7 @@ from moechat.offload.accelerator import Accelerator
 class InterpretedCard(Accelerator):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
+        self.closed = False
         self.device = torch.device("cpu")
         self.ordinal = 0
         self.context_bytes = 64 << 20
@@ -58,6 +59,7 @@ class InterpretedCard(Accelerator):
         return self._stream.synchronize() == 0
 
     def release(self) -> None:
+        assert not self.closed, "an engine over it was still open"
         if not self.alive():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -84,6 +86,7 @@ class InterpretedCard(Accelerator):
         return np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
 
     def close(self) -> None:
+        self.closed = True
         self._stream.synchronize()
         self._stream.close()
         for pages in self._pages:

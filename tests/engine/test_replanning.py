@@ -104,6 +104,7 @@ def test_a_forked_child_is_told_and_writes_nothing(own_home: Path) -> None:
         answer(engine, 10)
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             told = 0
             for use in (engine.idle, engine.replan):
