@@ -1013,6 +1013,8 @@ class ExpertRunner:
         activation_bits: As in :func:`moe_forward`.
         near_memory: Address of ``pages`` pages, in memory of a device, which the caller keeps until after
             :meth:`close`; 0: host memory of the runner's own.
+        far_records: uint8 ``[experts * blocks * record_bytes]`` of each layer, in memory of the host, from
+            which the CPU can compute what is missing on the device; empty: it computes nothing.
 
     Raises:
         ValueError: Sizes do not fit together or are out of range, or ``policy`` or ``link`` was taken
@@ -1040,6 +1042,7 @@ class ExpertRunner:
         top_k: int = 1,
         activation_bits: int = 16,
         near_memory: int = 0,
+        far_records: Sequence[_U8] = (),
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -1051,7 +1054,7 @@ class ExpertRunner:
     @property
     def huge_bytes(self) -> int:
         """Of these, in huge pages."""
-    def begin(self, layer: int, top_k_index: _I64, top_k_weights: _F32) -> None:
+    def begin(self, layer: int, top_k_index: _I64, top_k_weights: _F32, miss: str = "fetch") -> None:
         """The router of ``layer`` has spoken: what is missing is queued, stale prefetches are cancelled.
 
         A layer that had begun and was not finished is dropped.
@@ -1060,6 +1063,10 @@ class ExpertRunner:
             layer: Expert layer.
             top_k_index: int64 [tokens, k], C order; an index outside the layer selects no expert.
             top_k_weights: [tokens, k], C order.
+            miss: Of a layer for :meth:`finish_on_device`: ``fetch`` brings what is missing over the link,
+                ``compute`` leaves it to the CPU but for what the targets keep, ``both`` shares it by the
+                rates that link and CPU have lately had together. Experts of more than 8 tokens are always
+                fetched; so is everything without ``far_records``.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
@@ -1113,7 +1120,13 @@ class ExpertRunner:
             RuntimeError: No layer has begun.
         """
     def finish_on_device(
-        self, stream: int, tokens: int, work: int, launch: Callable[[_I32, _I32, _I32], None]
+        self,
+        stream: int,
+        tokens: int,
+        work: int,
+        launch: Callable[[_I32, _I32, _I32], None],
+        x: _F32 | None = None,
+        out: _F32 | None = None,
     ) -> int:
         """Have the begun layer computed by a device, and release its experts.
 
@@ -1124,7 +1137,11 @@ class ExpertRunner:
             work: Most (token, block) pairs of a call; one block of a row is given even if it has more.
             launch: Called with the page of each block ``[entries]``, the first of each row's ``[rows + 1]``,
                 and the number of each row's first block ``[rows]``; over all calls every block once, those
-                of a row in ascending order.
+                of a row in ascending order, but for those that the CPU computes.
+            x: ``[tokens, hidden]``, C order: what the CPU computes from, after a :meth:`begin` with another
+                ``miss`` than ``fetch``.
+            out: ``[tokens, hidden]``, C order, the CPU's part of the sum; touched only if there is one (see
+                :meth:`far_blocks`).
 
         Returns:
             Bytes of block records that were handed out.
@@ -1134,6 +1151,8 @@ class ExpertRunner:
             LinkError, KeyboardInterrupt, RuntimeError, ValueError: As :meth:`finish`.
             Exception: What ``launch`` raises; the layer was dropped.
         """
+    def far_blocks(self) -> int:
+        """Blocks of the last layer that the CPU computed where they lie."""
     def abort(self) -> None:
         """Drop the begun layer, if there is one; what it had queued is cancelled."""
     def set_targets(self, targets: _I32) -> None:
@@ -1148,7 +1167,8 @@ class ExpertRunner:
         ``hits_*`` and ``prefill_hits_*`` for ``full``, ``prefetch``, ``top``, ``miss``: (expert, pass)
         pairs of passes with one token, and with more. In blocks: ``blocks_wanted``, ``blocks_resident``,
         ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
-        ``blocks_staged``; ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
+        ``blocks_staged``, ``blocks_far`` (computed by the CPU where they lie, in ``far_seconds``);
+        ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
         ``link_transfers_*`` by ``demand``, ``near``, ``far``, and the other fields of :meth:`Link.stats` with
         ``link_`` before them. ``compute_seconds``; ``stall_seconds`` waiting for the link with nothing to
         compute; ``begin_seconds`` of bookkeeping. ``layers_run``, ``kernel_calls``, ``activations``

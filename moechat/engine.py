@@ -87,6 +87,7 @@ def load(
     system: str = "auto",
     threads: int | None = None,
     ctx: int | None = None,
+    deterministic: bool = False,
     tune: bool = False,
     replan_tokens: int = REPLAN_TOKENS,
     offload: OffloadOptions | None = None,
@@ -115,6 +116,8 @@ def load(
             ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all.
         threads: CPU threads; ``None`` takes the physical cores this process may use.
         ctx: Context length in tokens; ``None`` takes the model's own, or what the memory allows.
+        deterministic: Bit by bit the same logits at every run and budget on a graphics card too: the CPU
+            then computes none of the experts that are missing there. Without a card they are anyway.
         tune: Time a few plans and keep the fastest, as :meth:`Engine.tune` does, or take what was remembered.
         replan_tokens: Decoded tokens after which :meth:`Engine.idle` makes a new plan; 0: never.
         offload: For tests and measurements.
@@ -129,6 +132,8 @@ def load(
     offload = offload or OffloadOptions()
     card = _card(device, offload, vram)
     settings = offload.cache or settings_of(system)
+    if deterministic:
+        settings = replace(settings, miss="fetch")
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
     check_dense_bits(dense_bits)
@@ -187,6 +192,7 @@ def load(
             offload=offload,
             report=report,
             replan_tokens=replan_tokens,
+            activation_bits=activation_bits,
         )
     engine = Engine(
         loaded,

@@ -284,6 +284,14 @@ def _run(
             help="How inputs meet quantised weights: integers of 16 or 8 bits, or 32: float32.",
         ),
     ] = 16,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            metavar="",
+            help="On a graphics card: the same bits at every run; the CPU then computes no experts.",
+        ),
+    ] = False,
     tune: Annotated[
         bool | None,
         typer.Option(
@@ -334,6 +342,7 @@ def _run(
         dtype=dtype,
         dense_bits=dense_bits,
         activation_bits=activation_bits,
+        deterministic=deterministic,
         tune=tune,
         json=json,
         stats=stats,

@@ -46,6 +46,7 @@ class RunOptions:
     dtype: str = "auto"
     dense_bits: int = 16
     activation_bits: int = 16
+    deterministic: bool = False
     tune: bool | None = None
     json: bool = False
     stats: bool = False

@@ -82,6 +82,7 @@ def _load(options: RunOptions) -> Engine:
             dtype=options.dtype,
             dense_bits=options.dense_bits,
             activation_bits=options.activation_bits,
+            deterministic=options.deterministic,
             threads=options.threads,
             ctx=options.ctx,
             progress=progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from moechat.offload.budget import Needs, Words, plan_memory
 from moechat.offload.cached import MIN_PAGES, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
 from moechat.offload.far_memory import FarMemory
-from moechat.offload.on_device import PAIR_BYTES, WORK_PAIRS, DeviceTier, routers_on
+from moechat.offload.on_device import PAIR_BYTES, SHARED_TOKENS, WORK_PAIRS, DeviceTier, routers_on
 from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.planner import Knowledge, gather
 from moechat.offload.settings import LinkSettings, OffloadOptions
@@ -71,6 +71,7 @@ def load_on_device(
     offload: OffloadOptions,
     report: Report,
     replan_tokens: int = REPLAN_TOKENS,
+    activation_bits: int = 16,
 ) -> LoadedModel:
     """Plan the card's memory and load.
 
@@ -83,6 +84,7 @@ def load_on_device(
         offload: Link, pages and replay for tests and measurements.
         report: Progress.
         replan_tokens: Decoded tokens after which a new plan is due; 0: never.
+        activation_bits: How inputs meet quantised weights where the CPU computes a part: 8, 16 or 32.
 
     Raises:
         DoesNotFitError: The budget is too small; the message says what is the least.
@@ -102,7 +104,7 @@ def load_on_device(
         attach(entry.module, trial)
     shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
     top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
-    form = _dense_form(skeleton)
+    form = replace(_dense_form(skeleton), activation_bits=activation_bits)
     own_context = context_length(config, None)
     needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, accelerator.context_bytes)
     free, _ = accelerator.memory()
@@ -212,7 +214,8 @@ def tier_of(
         routers=loaded.routers,
         replay=replay,
         counters=loaded.counters,
-        knowledge=_knowledge(loaded, settings),
+        knowledge=_knowledge(loaded, settings, far_computes=far is not None and bool(far.records())),
+        activation_bits=loaded.form.activation_bits,
     )
 
 
@@ -227,7 +230,7 @@ def _model_shape(loaded: LoadedModel) -> ModelShape:
     )
 
 
-def _knowledge(loaded: LoadedModel, settings: CacheSettings) -> Knowledge:
+def _knowledge(loaded: LoadedModel, settings: CacheSettings, *, far_computes: bool) -> Knowledge:
     manifest = loaded.store.manifest
     ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
     return gather(
@@ -238,6 +241,7 @@ def _knowledge(loaded: LoadedModel, settings: CacheSettings) -> Knowledge:
         dtype=str(loaded.dtype).removeprefix("torch."),
         threads=1,
         near="gpu",
+        far_computes=far_computes,
     )
 
 
@@ -278,7 +282,8 @@ def _needs(
         tokens = pass_tokens(config, shape, context)
         items = tokens * top_k
         pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
-        experts = pairs * PAIR_BYTES + items * layout.hidden_padded * 4
+        # Activations, outputs of every item, and the CPU's part of the sum.
+        experts = pairs * PAIR_BYTES + (items + min(tokens, SHARED_TOKENS)) * layout.hidden_padded * 4
         if shape.appendable:
             return experts + workspace_bytes(config, dtype, tokens, context)
         return experts + one_pass_bytes(config, dtype, context)

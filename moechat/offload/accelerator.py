@@ -174,6 +174,14 @@ class Accelerator:
         """
         return torch.empty((count, page_bytes), dtype=torch.uint8, device=self.device)
 
+    def host_memory(self, rows: int, columns: int) -> torch.Tensor:
+        """Host memory that :meth:`to_device` copies from without staging it, float32 ``[rows, columns]``."""
+        return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the card. It is made in the stream's turn: until then ``host`` must stay as it is."""
+        return host.to(self.device, non_blocking=True)
+
     def to_host(self, parts: Sequence[torch.Tensor]) -> list[npt.NDArray[np.int32]]:
         """Values of tensors of four-byte elements, as int32, in one copy; waits for it and nothing else."""
         flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts])

@@ -6,6 +6,7 @@ said in ``native/src/cache/split_cache.h`` and ``native/src/offload/runner.h``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class NearTier:
         activation_bits: How inputs meet quantised weights: 8 or 16, integers; 32, float32.
         near_memory: Address of memory of a device for the pages; 0: the host's.
         source: The link, in place of one that ``link`` describes.
+        far_records: Records of each layer in memory, from which the CPU can compute what is missing on a
+            device; empty: it cannot.
 
     Attributes:
         settings: How it is run now; ``first_settings``: how it was at first.
@@ -77,6 +80,7 @@ class NearTier:
         activation_bits: int = 16,
         near_memory: int = 0,
         source: _native.Link | None = None,
+        far_records: Sequence[npt.NDArray[np.uint8]] = (),
     ) -> None:
         refuse_without_replay(settings, replay)
         link = LinkSettings() if link is None else link
@@ -122,6 +126,7 @@ class NearTier:
                 top_k=min(top_k, geometry.num_experts),
                 activation_bits=activation_bits,
                 near_memory=near_memory,
+                far_records=far_records,
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error

@@ -92,6 +92,10 @@ class FarMemory:
         """Bytes of experts that the card reads by itself."""
         return sum(layer.nbytes for layer in self._pinned)
 
+    def records(self) -> list[npt.NDArray[np.uint8]]:
+        """Of each layer, from which the CPU can compute; none where experts are read from their files."""
+        return [layer for layer, *_ in self._regions if layer is not None]
+
     def link(self) -> _native.Link:
         """A link from here into the card's memory; this object outlives it."""
         return _native.cuda_link(

@@ -3,6 +3,10 @@
 A layer of a decoded token: one small copy brings the router's choice (and the scores of the next layer's
 router) to the host; the native runner decides; kernels over the resident blocks are launched, then those over
 the blocks on their way, which the card holds back until their copies are done. Nothing else is waited for.
+
+Hybrid execution: where the experts lie in memory, the CPU computes a part of what is missing while the link
+brings the rest (``native/src/offload/far_share.h``). Its inputs come with the router's choice, and its part
+of the sum goes to the card in one copy.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from moechat.store.store import Store
 # (token, block) pairs of one launch: their activations take at most 64 MiB.
 WORK_PAIRS = 1 << 18
 PAIR_BYTES = 64 * 4
+# Passes of more tokens leave the CPU nothing to compute: nearly all experts have too many of them.
+SHARED_TOKENS = 256
 
 
 class Ranks(Protocol):
@@ -58,6 +64,7 @@ class DeviceTier(NearTier):
         replay: Chooses the experts in place of the routers.
         counters: Of the engine.
         knowledge: As :class:`NearTier`.
+        activation_bits: As :class:`NearTier`, for what the CPU computes.
 
     Raises:
         UsageError, DoesNotFitError, MoechatError: As :class:`NearTier`.
@@ -78,6 +85,7 @@ class DeviceTier(NearTier):
         replay: Replay | None = None,
         counters: ExpertCounters | None = None,
         knowledge: Knowledge | None = None,
+        activation_bits: int = 16,
     ) -> None:
         self.accelerator = accelerator
         self.far = far
@@ -91,6 +99,7 @@ class DeviceTier(NearTier):
             "replay": replay,
             "counters": counters,
             "knowledge": knowledge,
+            "activation_bits": activation_bits,
         }
         try:
             self._make(pages, settings)
@@ -104,14 +113,35 @@ class DeviceTier(NearTier):
         try:
             self.memory = self.accelerator.pages(pages, store.geometry.record_bytes)
             source = None if self.far is None else self.far.link()
+            self._far_records = [] if self.far is None else self.far.records()
+            self._far_out: torch.Tensor | None = None
         except (torch.OutOfMemoryError, _native.CudaError) as error:
             raise DoesNotFitError(
                 f"{pages} pages of experts cannot be made on the graphics card: {error}",
                 hint="give a smaller --vram (vram=), or end other programs that use the card",
             ) from error
         super().__init__(
-            pages=pages, settings=settings, near_memory=self.memory.data_ptr(), source=source, **self._rest
+            pages=pages,
+            settings=settings,
+            near_memory=self.memory.data_ptr(),
+            source=source,
+            far_records=self._far_records,
+            **self._rest,
         )
+
+    def miss(self, tokens: int) -> str:
+        """What becomes of blocks that a pass of so many tokens misses: ``fetch``, ``compute`` or ``both``."""
+        return self.settings.miss if self._far_records and tokens <= SHARED_TOKENS else "fetch"
+
+    def far_out(self, tokens: int) -> torch.Tensor:
+        """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.
+
+        The same for every layer: what a layer left here has been copied to the card when the next one's
+        router has spoken, since that comes after it in the stream.
+        """
+        if self._far_out is None or len(self._far_out) < tokens:
+            self._far_out = self.accelerator.host_memory(tokens, self.geometry.hidden_size)
+        return self._far_out[:tokens]
 
     def warm(self, dtype: torch.dtype) -> None:
         """Build the kernels of a decoded token and of a prompt; what they compute means nothing.
@@ -211,7 +241,8 @@ class DeviceExpertLayer:
         """Weighted sum of each token's experts; as :meth:`moechat.offload.experts.ExpertLayer.forward`.
 
         The sum of a token is one of float32, its experts in ascending order, each a few chains of blocks in
-        ascending order: it does not depend on the budget, or on what is resident.
+        ascending order: it does not depend on the budget, or on what is resident. Where the CPU computes a
+        part, that is added last, and the last bits depend on who had time for which blocks.
 
         Raises:
             LinkError: A block cannot be read, or nothing has arrived for the link's stall limit.
@@ -222,38 +253,56 @@ class DeviceExpertLayer:
         tokens = len(x)
         alone = tokens == 1 or self.ordinal == near.layers - 1
         ranked = near.ranked(self.ordinal, x) if alone else []
-        index, weight, *scores = near.accelerator.to_host(
+        miss = near.miss(tokens)
+        index, weight, *others = near.accelerator.to_host(
             [
                 top_k_index.to(torch.int32),
                 top_k_weights.detach().to(torch.float32),
                 *(score for _, _, score in ranked),
+                *([] if miss == "fetch" else [x.to(torch.float32)]),
             ]
         )
+        scores = others[: len(ranked)]
+        inputs = None if miss == "fetch" else others[-1].view(np.float32).reshape(tokens, -1)
         picks = index.reshape(tokens, -1).astype(np.int64)
         if near.replay is not None:
             picks = near.replay.route(self.ordinal, tokens)
-        near.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1))
+        near.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
         self._prefetch(x, [(ahead, layer) for ahead, layer, _ in ranked], scores)
-        return self._compute(x, picks.size)
+        return self._compute(x, picks.size, inputs)
 
-    def _compute(self, x: torch.Tensor, activations: int) -> torch.Tensor:
+    def _compute(
+        self, x: torch.Tensor, activations: int, inputs: npt.NDArray[np.float32] | None
+    ) -> torch.Tensor:
         near = self.near
         # Once: another thread may close the tier, and kernels read these pages until the pass is over.
         kernels, accelerator, memory = near.kernels, near.accelerator, near.memory
         _, row_item, item_token, item_weight = near.runner.rows()
         items = Items.build(row_item, item_token, item_weight, len(x), accelerator.device)
         partial = kernels.partials(items, x.dtype)
+        far_out = None
+        if inputs is not None:
+            far_out = near.far_out(len(x))
+            partial.zero_()  # an expert may have no block here
 
         def launch(page: IntArray, row_entry: IntArray, row_block: IntArray) -> None:
             accelerator.before_kernels()
             kernels.add(memory, BlockList.build(page, row_entry, row_block, items), items, x, partial)
 
         near.counters.bytes_read += near.runner.finish_on_device(
-            accelerator.stream(), len(x), WORK_PAIRS, launch
+            accelerator.stream(),
+            len(x),
+            WORK_PAIRS,
+            launch,
+            x=inputs,
+            out=None if far_out is None else far_out.numpy(),
         )
         near.counters.activations += activations
         out = torch.empty_like(x)
-        kernels.combine(partial, items, out)
+        others = None
+        if far_out is not None and near.runner.far_blocks():
+            others = accelerator.to_device(far_out)
+        kernels.combine(partial, items, out, others)
         return out
 
     def _prefetch(

@@ -157,6 +157,7 @@ def gather(
     dense_bits: int = 16,
     activation_bits: int = 16,
     near: Near = "ram",
+    far_computes: bool = False,
 ) -> Knowledge:
     """Read what is known before a model has run; quick, and it never fails.
 
@@ -170,11 +171,15 @@ def gather(
         dense_bits: Of a dense weight.
         activation_bits: How inputs meet quantised weights.
         near: Tier that experts are kept in: ``ram``, or ``gpu``, of whose times nothing is measured.
+        far_computes: With ``gpu``: experts that are missing there lie in memory, where the CPU can compute
+            them.
     """
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
     if near == "gpu":
         costs, costs_from = _costs_on_card(shape, notes)
+        if not far_computes:
+            costs = replace(costs, compute_far=math.inf, compute_together=None)
         return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
     costs, costs_from = _costs(
         shape,
@@ -281,9 +286,7 @@ def _costs_on_card(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
         profile = load_measured(notes.append)
         if profile is None or profile.gpu is None or "gpu" not in profile.links:
             return None
-        costs = costs_of(profile, shape, times=None, near="gpu")
-        # Missing experts are copied to the card; the CPU computes none.
-        return replace(costs, compute_far=math.inf, compute_together=None), "the machine's profile"
+        return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
 
     return _tried("the machine's profile", measured, notes) or (assumed_on_card(shape), "assumed")
 
@@ -296,6 +299,7 @@ def assumed_on_card(shape: ModelShape) -> Costs:
         head=shape.head_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
         load=shape.expert_bytes / _ASSUMED_PCIE,
         latency=15e-6,
+        compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
     )
 
 

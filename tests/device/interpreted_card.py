@@ -80,6 +80,12 @@ class InterpretedCard(Accelerator):
         self._pages.append(pages)
         return pages
 
+    def host_memory(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.full((rows, columns), float("nan"))
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
+
     def to_host(self, parts):
         self.copies_to_host += 1
         flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts]).numpy().copy()

@@ -46,7 +46,9 @@ def expected(model: Path) -> torch.Tensor:
 
 def load(model: Path, card, *, link: LinkSettings | None = None, pages: int | None = None, **arguments):
     offload = OffloadOptions(accelerator=card, pages=pages, link=link or LinkSettings())
-    return moechat.load(model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", **arguments})
+    return moechat.load(
+        model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", "activation_bits": 32, **arguments}
+    )
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -80,18 +82,39 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
     link = LinkSettings(kind="sim", jitter=1e-4, seed=2) if kind == "sim" else None
     results = []
     for pages in (2, 9, None):
-        with load(model, card, link=link, pages=pages, system=system) as engine:
+        with load(model, card, link=link, pages=pages, system=system, deterministic=True) as engine:
             logits = engine.logits(PROMPT)
             answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=2, temperature=0.0)]
             results.append((logits, answer))
             if pages is not None:
                 assert engine.stats.pages == pages
             assert engine._near.runner.check() == ""
+            assert engine._near.stats()["blocks_far"] == 0
     assert error_of(results[0][0], expected) < TOLERANCE
     for logits, answer in results[1:]:
         # Bit by bit: what is added up does not depend on what is resident.
         assert torch.equal(logits, results[0][0])
         assert answer == results[0][1]
+
+
+@pytest.mark.parametrize("system", ["auto", "fiddler", "static"])
+def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(
+    model: Path, card, expected: torch.Tensor, system: str
+) -> None:
+    card.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
+    for pages in (2, 9):
+        with load(model, card, pages=pages, system=system) as engine:
+            assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+            list(engine.generate(PROMPT, max_new_tokens=4, temperature=0.0))
+            assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+            assert engine._near.stats()["blocks_far"] > 0
+            assert engine._near.runner.check() == ""
+
+
+def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, card, expected: torch.Tensor) -> None:
+    with load(model, card, ram="64K", pages=6) as engine:
+        assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
+        assert engine._near.stats()["blocks_far"] == 0
 
 
 def test_the_oracle_prefetches_what_a_trace_will_choose(model: Path, card) -> None:

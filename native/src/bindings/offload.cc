@@ -167,7 +167,7 @@ class RunnerObject {
                std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
                std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
                bool whole_experts, bool populate, std::int32_t top_k, int activation_bits,
-               std::uintptr_t near_memory) {
+               std::uintptr_t near_memory, const std::vector<py::array>& far_records) {
     RunnerOptions options;
     options.layout = layout;
     options.activation = activation_spec(activation, alpha, limit);
@@ -182,9 +182,14 @@ class RunnerObject {
     options.whole_experts = whole_experts;
     options.populate = populate;
     options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
+    for (const py::array& records : far_records) {
+      options.far_records.push_back(
+          checked<std::uint8_t>("far_records", records, {experts * layout.blocks * layout.record_bytes}));
+    }
     policy.get();  // both are there, before either is taken
     link.get();
     parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
+    parts_->alive.insert(parts_->alive.end(), far_records.begin(), far_records.end());
   }
 
   std::shared_ptr<RunnerParts> parts() const {
@@ -216,11 +221,19 @@ class RunnerObject {
   std::shared_ptr<RunnerParts> parts_;
 };
 
-void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index,
-              const py::array& weights) {
+Miss miss_of(const std::string& name) {
+  if (name == "fetch") return Miss::kFetch;
+  if (name == "compute") return Miss::kCompute;
+  if (name == "both") return Miss::kBoth;
+  refuse("miss is '" + name + "'; it must be 'fetch', 'compute' or 'both'");
+}
+
+void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index, const py::array& weights,
+              const std::string& miss) {
+  const Miss kind = miss_of(miss);
   const Choice choice = copied_choice(index, weights);
   self.call([&](ExpertRunner& runner) {
-    runner.begin(layer, choice.index, choice.weight, choice.tokens, choice.k);
+    runner.begin(layer, choice.index, choice.weight, choice.tokens, choice.k, kind);
   });
 }
 
@@ -271,7 +284,16 @@ py::tuple rows_py(const RunnerObject& self) {
 }
 
 std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream, std::int64_t tokens,
-                                 std::int64_t work, const py::function& launch) {
+                                 std::int64_t work, const py::function& launch,
+                                 const std::optional<py::array>& x, std::optional<py::array> out) {
+  FarPart far;
+  if (x && out) {
+    const Matrices matrices = checked_matrices(self.parts()->runner->options().layout, *x, *out);
+    if (matrices.tokens != tokens) {
+      refuse("x has " + std::to_string(matrices.tokens) + " rows for " + std::to_string(tokens) + " tokens");
+    }
+    far = {matrices.x, matrices.out};
+  }
   const auto call = [&launch](const DeviceLaunch& blocks) {
     const py::gil_scoped_acquire held;
     // Pages are below 2^31: checked where they are made.
@@ -279,7 +301,7 @@ std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream
            array_of(blocks.row_entry, blocks.rows + 1), array_of(blocks.row_block, blocks.rows));
   };
   return self.call([&](ExpertRunner& runner) {
-    return runner.finish_on_device(reinterpret_cast<void*>(stream), tokens, work, call, check_signals);
+    return runner.finish_on_device(reinterpret_cast<void*>(stream), tokens, work, call, check_signals, far);
   });
 }
 
@@ -325,6 +347,8 @@ py::dict stats_py(const RunnerObject& self) {
   flat["bytes_computed"] = stats.bytes_computed;
   flat["kernel_calls"] = stats.kernel_calls;
   flat["blocks_staged"] = stats.blocks_staged;
+  flat["blocks_far"] = stats.blocks_far;
+  flat["far_seconds"] = stats.far_seconds;
   flat["pages"] = stats.pages;
   flat["pages_peak"] = stats.pages_peak;
   flat["page_bytes"] = stats.page_bytes;
@@ -368,19 +392,25 @@ void bind_offload(py::module_& m) {
   py::class_<Self>(m, "ExpertRunner")
       .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
                     std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool, std::int32_t, int, std::uintptr_t>(),
+                    bool, std::int32_t, int, std::uintptr_t, const std::vector<py::array>&>(),
            py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
            py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
            py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
            py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1,
-           py::arg("activation_bits") = kDefaultActivationBits, py::arg("near_memory") = 0)
-      .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"))
+           py::arg("activation_bits") = kDefaultActivationBits, py::arg("near_memory") = 0,
+           py::arg("far_records") = std::vector<py::array>())
+      .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
+           py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("far") = false)
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
       .def("rows", &rows_py)
       .def("finish_on_device", &finish_on_device_py, py::arg("stream"), py::arg("tokens"), py::arg("work"),
-           py::arg("launch"))
+           py::arg("launch"), py::arg("x") = py::none(), py::arg("out") = py::none())
+      .def("far_blocks",
+           [](const Self& self) {
+             return self.call([](const ExpertRunner& runner) { return runner.far_blocks(); });
+           })
       .def("abort", [](const Self& self) { self.call([](ExpertRunner& runner) { runner.abort(); }); })
       .def(
           "set_targets",

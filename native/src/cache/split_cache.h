@@ -65,9 +65,10 @@ struct Want {
   std::int32_t at;     // the layer at work, from which "farthest" is counted
   const std::int32_t* experts;
   std::int64_t count;
-  bool prefetch;            // false: demand; the experts must be pinned
-  std::int64_t max_blocks;  // stop after that many fetches
-  bool whole = true;        // an expert of which not all missing blocks get a page gets none
+  bool prefetch;                       // false: demand; the experts must be pinned
+  std::int64_t max_blocks;             // stop after that many fetches
+  bool whole = true;                   // an expert of which not all missing blocks get a page gets none
+  const std::int32_t* ends = nullptr;  // [count] blocks [0, end) are wanted; null: all
 };
 
 struct Plan {

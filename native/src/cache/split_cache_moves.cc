@@ -34,6 +34,10 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
   plan->victims.clear();
   plan->fetches.clear();
   plan->satisfied = 0;
+  const auto lack = [&](std::int64_t i) {
+    const std::int32_t end = want.ends == nullptr ? blocks_ : std::min(want.ends[i], blocks_);
+    return std::max(0, end - at(want.layer, want.experts[i]).assigned);
+  };
   std::int64_t missing = 0;
   for (std::int64_t i = 0; i < want.count; ++i) {
     const Expert& expert = at(want.layer, want.experts[i]);
@@ -41,7 +45,7 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
       throw std::invalid_argument(name_of(want.layer, want.experts[i]) +
                                   " is demanded but not pinned; access it first");
     }
-    missing += blocks_ - expert.assigned;
+    missing += lack(i);
   }
   if (missing == 0) {
     plan->satisfied = want.count;
@@ -55,7 +59,7 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
   for (std::int64_t i = 0; i < want.count; ++i) {
     const std::int32_t expert = want.experts[i];
     const std::int32_t assigned = at(want.layer, expert).assigned;
-    const std::int32_t lacks = blocks_ - assigned;
+    const std::int32_t lacks = lack(i);
     std::int32_t taken = static_cast<std::int32_t>(std::min<std::int64_t>(lacks, left));
     if (want.whole && taken < lacks) taken = 0;
     for (std::int32_t block = assigned; block < assigned + taken; ++block) {

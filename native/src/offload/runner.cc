@@ -80,6 +80,10 @@ RunnerOptions checked(RunnerOptions options, const EvictionPolicy* policy, const
     refuse("the link has " + std::to_string(link->regions()) + " regions for " +
            std::to_string(options.layers) + " layers");
   }
+  if (!options.far_records.empty() && options.far_records.size() != at(options.layers)) {
+    refuse("far_records has " + std::to_string(options.far_records.size()) + " layers of " +
+           std::to_string(options.layers));
+  }
   const std::int64_t bytes = options.experts * options.layout.blocks * options.layout.record_bytes;
   for (std::int32_t layer = 0; layer < options.layers; ++layer) {
     if (link->region_bytes(layer) == bytes) continue;
@@ -122,7 +126,8 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       transfers_(&cache_, &slab_, link_.get()),
       routing_(options_.layers, options_.experts, options_.top_k),
       layer_(options_.layers - 1),
-      host_(&slab_) {
+      host_(&slab_),
+      far_(options_.layout, options_.activation, options_.activation_bits, options_.far_records) {
   if (options_.populate) slab_.populate();
 }
 
@@ -137,7 +142,7 @@ ExpertRunner::~ExpertRunner() {
 // ---- a layer
 
 void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const float* weight,
-                         std::int64_t tokens, std::int64_t k) {
+                         std::int64_t tokens, std::int64_t k, Miss miss) {
   const Turn turn(this);
   const Clock::time_point begun = Clock::now();
   if (layer < 0 || layer >= options_.layers) {
@@ -169,6 +174,7 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
     rows_[at(i)].next = 0;
     rows_[at(i)].pinned = true;
+    rows_[at(i)].link_end = rows_[at(i)].far_begin = static_cast<std::int32_t>(blocks());
     const std::int32_t expert = grouped_.experts[at(i)];
     complete = complete && cache_.assigned(layer, expert) == blocks();
   }
@@ -177,6 +183,9 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
     if (cache_.in_flight() > 0) {
       for (const std::int32_t expert : grouped_.experts) transfers_.promote(layer, expert, Priority::kDemand);
     }
+    miss_ = miss;
+    sharing_ = !complete && miss != Miss::kFetch && far_.possible();
+    if (sharing_) divide();
     if (!complete) {
       acquire();
     } else {
@@ -193,6 +202,7 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
                                   const Interrupted& interrupted) {
   const Turn turn(this);
   check_finish(tokens);
+  if (sharing_) throw std::logic_error("the CPU's part of a layer is for finish_on_device");
   if (options_.near_memory != nullptr) throw std::logic_error("the pages lie in memory of a device");
   host_.sum().start(options_.layout, options_.activation, grouped_, x, tokens, out,
                     options_.accumulator_bytes, options_.activation_bits);
@@ -200,15 +210,25 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
 }
 
 std::int64_t ExpertRunner::finish_on_device(void* stream, std::int64_t tokens, std::int64_t work,
-                                            const DeviceSink::Launch& launch,
-                                            const Interrupted& interrupted) {
+                                            const DeviceSink::Launch& launch, const Interrupted& interrupted,
+                                            const FarPart& far) {
   const Turn turn(this);
   check_finish(tokens);
+  if (sharing_ && (far.x == nullptr || far.out == nullptr)) {
+    throw std::invalid_argument("the CPU computes a part of this layer and was given no x and out");
+  }
+  far_part_ = far;
+  launched_ = false;
   if (work < 1) throw std::invalid_argument("work is " + std::to_string(work) + "; it must be at least 1");
   order_ = link_->stream_order();
   stream_ = stream;
   device_.start(&grouped_, work, launch);
   return finish_with(&device_, interrupted);
+}
+
+std::int64_t ExpertRunner::far_blocks() const {
+  const Turn turn(this);
+  return sharing_ ? far_.computed() : 0;
 }
 
 Grouped ExpertRunner::rows() const {
@@ -314,17 +334,22 @@ std::int64_t ExpertRunner::acquire() {
   for (std::int32_t i = first_; let_go_ > 0 && i < end_; ++i) count += stage(i);
   std::int64_t missing = 0;
   wanted_.clear();
-  for (std::int32_t i = first_; i < grouped_.rows(); ++i) {
+  wanted_ends_.clear();
+  const std::int32_t rows = grouped_.rows();
+  for (std::int32_t place = first_; place < rows; ++place) {
+    // All rows are one group on a device.
+    const std::int32_t i = sharing_ ? far_.order()[at(rows - 1 - place)] : place;
     if (!rows_[at(i)].pinned) continue;
     const std::int32_t expert = grouped_.experts[at(i)];
-    const std::int64_t lacks = blocks() - cache_.assigned(layer_, expert);
-    if (lacks == 0) continue;
+    const std::int64_t lacks = rows_[at(i)].link_end - cache_.assigned(layer_, expert);
+    if (lacks <= 0) continue;
     missing += lacks;
     wanted_.push_back(expert);
+    wanted_ends_.push_back(rows_[at(i)].link_end);
   }
   if (missing > 0) {
     const Want want{layer_, layer_,  wanted_.data(), static_cast<std::int64_t>(wanted_.size()),
-                    false,  missing, false};
+                    false,  missing, false,          wanted_ends_.data()};
     cache_.plan(want, &plan_);
     const std::int64_t fetched = transfers_.fetch(&plan_, Priority::kDemand, pass_);
     if (fetched < missing) starved_ = true;
@@ -347,7 +372,7 @@ std::int64_t ExpertRunner::stage(std::int32_t index) {
   std::int64_t count = 0;
   for (;;) {
     const std::int32_t block = row.next + static_cast<std::int32_t>(row.staged.size());
-    if (block == blocks()) return count;
+    if (block == row.far_begin) return count;
     row.staged.reserve(row.staged.size() + 1);
     const PageId page = transfers_.stage(layer_, expert, block, pass_);
     if (page == kNoPage) break;
@@ -395,8 +420,8 @@ std::int32_t ExpertRunner::add_ready(std::int32_t index, bool flying) {
   MOECHAT_WAIT(24, landed = cache_.resident(layer_, expert));
   std::int32_t end = flying ? cache_.assigned(layer_, expert) : landed;
   // A row that was let go may never be whole.
-  if (options_.whole_experts && row.pinned && end < blocks()) return 0;
-  end = static_cast<std::int32_t>(std::min<std::int64_t>(end, block + most));
+  if (options_.whole_experts && row.pinned && end < row.far_begin) return 0;
+  end = static_cast<std::int32_t>(std::min<std::int64_t>({end, row.far_begin, block + most}));
   for (; block < end; ++block) add(index, block, cache_.page(layer_, expert, block), block < landed);
   return block - row.next;
 }
@@ -472,15 +497,118 @@ void ExpertRunner::compute() {
       own_.blocks_staged += step.blocks;
       freed_ = true;
     }
-    if (!done(row)) continue;
-    if (row.pinned) {
-      row.pinned = false;
-      cache_.release(layer_, grouped_.experts[at(step.row)]);
-    } else {
-      --let_go_;
-    }
-    freed_ = true;
+    if (done(row)) end_row(step.row);
   }
+}
+
+// Nothing of a row is left to be launched.
+void ExpertRunner::end_row(std::int32_t index) {
+  Row& row = rows_[at(index)];
+  if (row.pinned) {
+    row.pinned = false;
+    cache_.release(layer_, grouped_.experts[at(index)]);
+  } else {
+    --let_go_;
+  }
+  freed_ = true;
+}
+
+// ---- what the CPU computes where it lies
+
+// Leaves open what the CPU may compute of a layer that begins.
+void ExpertRunner::divide() {
+  const double* const keys = policy_->keys(layer_);
+  far_.begin(layer_, &grouped_, keys, tokens_);
+  const LayerTarget target = cache_.targets()[at(layer_)];
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    if (!far_.eligible(i)) continue;
+    Row& row = rows_[at(i)];
+    const std::int32_t expert = grouped_.experts[at(i)];
+    std::int32_t brought = 0;
+    if (miss_ == Miss::kCompute) {
+      // What a target keeps comes in once; nothing else would bring it.
+      const double* const end = keys + options_.experts;
+      const auto above = std::count_if(keys, end, [&](double key) { return key > keys[expert]; });
+      if (above < target.experts) brought = target.blocks;
+    }
+    row.link_end = std::max(brought, cache_.assigned(layer_, expert));
+  }
+  if (miss_ == Miss::kBoth) give_link(far_.of_link(open(), link_->stats().bandwidth));
+}
+
+std::int64_t ExpertRunner::open() const {
+  std::int64_t count = 0;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    count += rows_[at(i)].far_begin - rows_[at(i)].link_end;
+  }
+  return count;
+}
+
+// Blocks of the layer that the link was given and that have not landed.
+std::int64_t ExpertRunner::on_the_way() const {
+  std::int64_t count = 0;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    const std::int32_t expert = grouped_.experts[at(i)];
+    if (!done(rows_[at(i)])) count += std::max(0, rows_[at(i)].link_end - cache_.resident(layer_, expert));
+  }
+  return count;
+}
+
+// Makes so many open blocks the link's; acquire() asks for them.
+void ExpertRunner::give_link(std::int64_t count) {
+  for (auto place = far_.order().rbegin(); place != far_.order().rend() && count > 0; ++place) {
+    Row& row = rows_[at(*place)];
+    const std::int64_t given = std::min<std::int64_t>(count, row.far_begin - row.link_end);
+    row.link_end += static_cast<std::int32_t>(given);
+    count -= given;
+  }
+}
+
+// What has no page yet of the rows that the CPU may compute is open again.
+void ExpertRunner::take_back() {
+  for (const std::int32_t index : far_.order()) {
+    if (!far_.eligible(index)) continue;
+    Row& row = rows_[at(index)];
+    if (row.pinned) {
+      row.link_end = std::min(row.far_begin, cache_.assigned(layer_, grouped_.experts[at(index)]));
+    }
+  }
+}
+
+// One round: the link gets its part of what is left, the CPU computes a piece of its own. There is an open
+// block, and after finitely many rounds there is none: each takes at least one.
+void ExpertRunner::share(const Interrupted& interrupted) {
+  const std::int64_t left = open();
+  if (miss_ == Miss::kBoth && !starved_) {
+    const std::int64_t coming = on_the_way();
+    const std::int64_t part = far_.of_link(left + coming, link_->stats().bandwidth) - coming;
+    if (part > 0) {
+      give_link(std::min(part, left - 1));
+      acquire();
+      if (!failure_.empty()) return;
+    }
+  }
+  std::int64_t piece = far_.piece(open());
+  for (const std::int32_t index : far_.order()) {
+    if (piece == 0) break;
+    Row& row = rows_[at(index)];
+    const auto taken = static_cast<std::int32_t>(std::min<std::int64_t>(piece, row.far_begin - row.link_end));
+    if (taken == 0) continue;
+    far_.take(index, row.far_begin - taken, row.far_begin);
+    row.far_begin -= taken;
+    piece -= taken;
+  }
+  const Clock::time_point begun = Clock::now();
+  own_.blocks_far += far_.compute(far_part_.x, far_part_.out);
+  const Clock::time_point now = Clock::now();
+  own_.far_seconds += seconds(now - begun);
+  for (const std::int32_t index : far_.order()) {
+    const Row& row = rows_[at(index)];
+    if (row.pinned && done(row)) end_row(index);
+  }
+  idle_since_ = now;
+  waited_ = Clock::duration::zero();
+  ask(interrupted, now);
 }
 
 bool ExpertRunner::group_done() const {
@@ -533,7 +661,17 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
     if (!failure_.empty()) {
       give_up();
     }
+    if (sharing_ && launched_) {
+      // No page is left for what the link was given: the CPU computes that too.
+      if (starved_) take_back();
+      if (open() > 0) {
+        share(interrupted);
+        continue;
+      }
+    }
+    launched_ = true;
     collect(false);
+    if (sharing_ && steps_.empty() && open() > 0) continue;
     if (steps_.empty() && order_ != nullptr) {
       collect(true);
       if (!follow_fills(interrupted)) continue;

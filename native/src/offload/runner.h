@@ -17,6 +17,10 @@
 // the kernels. With any other link a block is launched once it has landed, and `launch` returns when its
 // kernels are done.
 //
+// Where far_records are given, begin can say that the CPU computes a part of what is missing (far_share.h):
+// finish_on_device then launches what is there, computes that part while the link brings the rest, and
+// launches that. Without pages for the rest the CPU computes it too.
+//
 // Calls from several threads are safe: they take turns, a `finish` being one turn. A call from within the
 // `interrupted` of another (a signal handler) throws std::logic_error, any call in a forked child
 // std::runtime_error; only the destructor is allowed there.
@@ -42,6 +46,7 @@
 #include "memory/slab.h"
 #include "offload/block_sink.h"
 #include "offload/expert_sum.h"
+#include "offload/far_share.h"
 #include "offload/transfers.h"
 
 namespace moechat {
@@ -78,6 +83,9 @@ struct RunnerOptions {
   // Pages lie there, [pages, record_bytes]; it outlives the runner and everything that the link has in
   // flight. Null: host memory of the runner's own. Only finish_on_device can compute from memory of a device.
   unsigned char* near_memory = nullptr;
+  // [layers] records [experts, blocks] of each layer in memory of the host, which outlive the runner; none:
+  // the CPU does not compute what is missing on a device.
+  std::vector<const unsigned char*> far_records;
 };
 
 struct RunnerStats {
@@ -91,6 +99,8 @@ struct RunnerStats {
   std::int64_t bytes_computed = 0;  // of block records walked
   std::int64_t kernel_calls = 0;
   std::int64_t blocks_staged = 0;  // computed from pages that belong to no expert
+  std::int64_t blocks_far = 0;     // computed by the CPU where they lie
+  double far_seconds = 0;          // that took
   std::int64_t pages = 0;
   std::int64_t pages_peak = 0;  // most pages not free at a time
   std::int64_t page_bytes = 0;
@@ -108,9 +118,10 @@ class ExpertRunner {
   ExpertRunner(const ExpertRunner&) = delete;
   ExpertRunner& operator=(const ExpertRunner&) = delete;
 
-  // index, weight [tokens, k]; copied. Throws std::invalid_argument, and nothing has changed.
+  // index, weight [tokens, k]; copied. miss: of a layer that finish_on_device finishes; kFetch without
+  // far_records. Throws std::invalid_argument, and nothing has changed.
   void begin(std::int32_t layer, const std::int64_t* index, const float* weight, std::int64_t tokens,
-             std::int64_t k);
+             std::int64_t k, Miss miss = Miss::kFetch);
   // Queues missing blocks of experts of `layer` in descending score (of equal ones, and those that are not a
   // number last, the lower index first): of the best `experts`, and at most `max_blocks` blocks. scores null:
   // ascending order, the whole layer. An expert that is resident in part gets what is missing of it. Only
@@ -127,9 +138,12 @@ class ExpertRunner {
   std::int64_t finish(const float* x, std::int64_t tokens, float* out, const Interrupted& interrupted);
   // The same on a device. `launch` is called with blocks of the begun layer, each once, those of an expert in
   // ascending order; `work` is the most (token, block) pairs of a call. stream: CUstream, for links that
-  // order.
+  // order. Blocks that the CPU computes are not launched: far_blocks() says afterwards how many.
   std::int64_t finish_on_device(void* stream, std::int64_t tokens, std::int64_t work,
-                                const DeviceSink::Launch& launch, const Interrupted& interrupted);
+                                const DeviceSink::Launch& launch, const Interrupted& interrupted,
+                                const FarPart& far = {});
+  // Of the last layer: blocks that the CPU computed where they lie. 0: FarPart::out was not touched.
+  std::int64_t far_blocks() const;
   // The rows of the begun layer, a copy. Throws std::logic_error when no layer has begun.
   Grouped rows() const;
   void abort();
@@ -181,7 +195,9 @@ class ExpertRunner {
   // may be taken by others, and those that are not there any more when their turn comes pass through staging
   // pages.
   struct Row {
-    std::int32_t next = 0;       // blocks [0, next) have been computed
+    std::int32_t next = 0;       // blocks [0, next) have been computed, or handed to the device
+    std::int32_t link_end = 0;   // blocks [0, link_end) are there, or the link brings them
+    std::int32_t far_begin = 0;  // blocks [far_begin, B) are the CPU's; those between the two nobody's yet
     bool pinned = false;         // else done, or let go
     std::vector<Staged> staged;  // of blocks next, next + 1, ...; empty while pinned
   };
@@ -198,8 +214,15 @@ class ExpertRunner {
   std::int64_t fetch_ahead(Ahead* ahead);
   bool stalled(Clock::duration slice);
   std::int64_t blocks() const { return options_.layout.blocks; }
-  bool done(const Row& row) const { return row.next == blocks(); }
+  static bool done(const Row& row) { return row.next == row.far_begin; }
 
+  void divide();
+  std::int64_t open() const;
+  std::int64_t on_the_way() const;
+  void give_link(std::int64_t count);
+  void take_back();
+  void share(const Interrupted& interrupted);
+  void end_row(std::int32_t index);
   std::int64_t acquire();
   std::int64_t stage(std::int32_t index);
   void note_refusal();
@@ -246,6 +269,11 @@ class ExpertRunner {
   std::vector<Row> rows_;
   HostSink host_;
   DeviceSink device_;
+  FarShare far_;
+  Miss miss_ = Miss::kFetch;
+  bool sharing_ = false;   // the CPU computes a part of the begun layer
+  bool launched_ = false;  // while sharing: what was there at first
+  FarPart far_part_;
   BlockSink* sink_ = nullptr;     // of the layer that is being finished
   StreamOrder* order_ = nullptr;  // of the link, while a layer is finished on a device
   void* stream_ = nullptr;
@@ -266,6 +294,7 @@ class ExpertRunner {
   std::vector<PageId> flying_;  // of these, those that have not landed
   Plan plan_;                   // scratch
   std::vector<std::int32_t> wanted_;
+  std::vector<std::int32_t> wanted_ends_;
   std::vector<std::uint64_t> sortable_;
   Ahead ahead_[kPriorities];  // by priority; demands have none
 
