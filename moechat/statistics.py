@@ -30,6 +30,7 @@ class Stats:
         misses: The same, fetched on demand as a whole.
         demand_bytes: Moved by the link because a router had asked.
         prefetch_bytes: Moved ahead of that.
+        shared_bytes: Of blocks that were missing on a card and that the CPU computed where they lie.
         stall_s: Seconds in which the link was waited for with nothing to compute.
         link_busy_s: Seconds with at least one transfer under way.
         busy_s: Seconds from the call of ``generate`` to the last token drawn.
@@ -60,6 +61,7 @@ class Stats:
     misses: int = 0
     demand_bytes: int = 0
     prefetch_bytes: int = 0
+    shared_bytes: int = 0
     stall_s: float = 0.0
     link_busy_s: float = 0.0
     busy_s: float = 0.0
@@ -177,5 +179,6 @@ class Meter:
         if self._near is not None:
             native = self._near.stats()
             self._pages_peak = int(native["pages_peak"])
+            counts["shared_bytes"] = int(native["blocks_far"] * native["page_bytes"])
             counts |= {key: sum(native[name] for name in names) for key, names in self._SAME.items()}
         return counts

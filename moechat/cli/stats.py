@@ -24,8 +24,9 @@ _TITLES = {
     "hit_rate_miss": "missed",
     "demand_bytes": "fetched on demand",
     "prefetch_bytes": "fetched ahead",
-    "stall_s": "waiting for the disk",
-    "link_busy_share": "disk busy",
+    "shared_bytes": "computed by the CPU for the card",
+    "stall_s": "waiting for experts",
+    "link_busy_share": "time with transfers",
     "pages_peak_bytes": "memory for experts, peak",
     "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
@@ -36,6 +37,8 @@ _TITLES = {
 }
 # Only what is read from disk has these; zeros would say nothing where all experts are in memory.
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
+# Shown where there is something to show.
+_IF_ANY = {"shared_bytes", "plan", "tuned"}
 # For programs; the table has them in another form.
 _HIDDEN = {
     "hits_full",
@@ -111,7 +114,7 @@ def print_replanned(replanned: Mapping[str, Any]) -> None:
     expected = ""
     if replanned["before_ms"] is not None and replanned["after_ms"] is not None:
         before, after = replanned["before_ms"], replanned["after_ms"]
-        expected = f"; expected wait for the disk: {before:.2f} ms a token before, {after:.2f} ms now"
+        expected = f"; expected wait for experts: {before:.2f} ms a token before, {after:.2f} ms now"
     print_notice(
         f"(new plan after {replanned['tokens']:,} tokens, in {replanned['took_ms']:.0f} ms: "
         f"{replanned['layers_changed']} layers changed{expected}; from {replanned['statistics_from']})"
@@ -128,7 +131,7 @@ def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     shown = [
         (key, value)
         for key, value in known.items()
-        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES)) and value != ""
+        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES)) and (value or key not in _IF_ANY)
     ]
     return sorted(shown, key=lambda row: order.get(row[0], len(order)))
 

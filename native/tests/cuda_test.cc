@@ -216,7 +216,7 @@ void pages_change_hands_in_order(Random& random) {
 }
 
 // Layers over a cache that is too small for them: every block is launched once, rows and blocks ascending,
-// and lies in its page while the card reads it.
+// and lies in its page while the card reads it; or the CPU computes it, the last blocks of a row.
 void layers_are_computed_from_what_was_fetched(Random& random) {
   draw_delays(random);
   const auto layers = static_cast<std::int32_t>(between(random, 1, 3));
@@ -237,6 +237,10 @@ void layers_are_computed_from_what_was_fetched(Random& random) {
   options.whole_experts = chance(random, 0.2);
   Card card(options.pages * page);
   options.near_memory = card.memory();
+  const bool shares = chance(random, 0.6);
+  for (std::int32_t layer = 0; shares && layer < layers; ++layer) {
+    options.far_records.push_back(far.record(layer, 0));
+  }
   CudaLinkOptions link;
   link.buffer_bytes = page;
   link.buffers = 2;
@@ -249,7 +253,8 @@ void layers_are_computed_from_what_was_fetched(Random& random) {
       std::vector<std::int64_t> index;
       for (std::int64_t i = 0; i < tokens * 2; ++i) index.push_back(between(random, 0, experts - 1));
       const std::vector<float> weight(index.size(), 1.0f);
-      runner.begin(layer, index.data(), weight.data(), tokens, 2);
+      const Miss miss = static_cast<Miss>(between(random, 0, 2));
+      runner.begin(layer, index.data(), weight.data(), tokens, 2, miss);
       if (chance(random, 0.7)) {
         std::vector<float> scores(static_cast<std::size_t>(experts));
         for (float& score : scores) score = static_cast<float>(between(random, 0, 100));
@@ -280,8 +285,15 @@ void layers_are_computed_from_what_was_fetched(Random& random) {
           }
         });
       };
-      runner.finish_on_device(card.stream(), tokens, between(random, 1, 40), launch, {});
-      for (const std::int32_t count : next) EXPECT(count == blocks);
+      const std::vector<float> x(static_cast<std::size_t>(tokens * layout.hidden_size), 0.5f);
+      std::vector<float> out(x.size());
+      runner.finish_on_device(card.stream(), tokens, between(random, 1, 40), launch, {},
+                              {x.data(), out.data()});
+      std::int64_t launched_blocks = 0;
+      for (const std::int32_t count : next) launched_blocks += count;
+      const std::int64_t of_cpu = runner.far_blocks();
+      EXPECT(of_cpu == 0 || (shares && miss != Miss::kFetch));
+      EXPECT(launched_blocks + of_cpu == rows.rows() * blocks);
     }
   }
   card.wait();

@@ -22,6 +22,7 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -32,8 +33,8 @@ namespace {
 
 using Result = int;
 constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
-                 kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713, kNotReady = 600,
-                 kIllegalAddress = 700;
+                 kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713,
+                 kNotReady = 600, kIllegalAddress = 700;
 
 struct Event {
   std::uint64_t recorded = 0;
@@ -48,7 +49,8 @@ struct World {
   std::map<std::string, double> counts;
   std::map<std::uintptr_t, std::size_t> device;  // ranges
   std::map<std::uintptr_t, std::size_t> pinned;
-  std::set<const void*> streams;                 // not destroyed
+  std::set<const void*> streams;  // not destroyed
+  std::map<const void*, std::shared_ptr<Event>> events;
   std::mt19937_64 random{1};
   Result dead = kSuccess;
   int context = 0;
@@ -126,6 +128,14 @@ void copy(void* to, const void* from, std::size_t bytes) {
   const Lock lock(all.mutex);
   all.dead = kIllegalAddress;
   all.changed.notify_all();
+}
+
+// As there, an event may be destroyed while streams still wait for it. Null: there is none.
+std::shared_ptr<Event> event_at(const void* event) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  const auto found = all.events.find(event);
+  return found == all.events.end() ? nullptr : found->second;
 }
 
 Result give(void* stream, std::function<void()> work) {
@@ -310,7 +320,8 @@ Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
   const Result state = usable();
   if (state != kSuccess) return state;
   World& all = world();
-  auto* const awaited = static_cast<Event*>(event);
+  const std::shared_ptr<Event> awaited = event_at(event);
+  if (!awaited) return kInvalidHandle;
   std::uint64_t number = 0;
   {
     const Lock lock(all.mutex);
@@ -337,24 +348,27 @@ Result cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 Result cuEventCreate(void** event, unsigned) {
   const Result state = usable();
   if (state != kSuccess) return state;
-  *event = new Event;
+  const auto made = std::make_shared<Event>();
+  *event = made.get();
   World& all = world();
   const Lock lock(all.mutex);
+  all.events[made.get()] = made;
   ++all.counts["events"];
   return kSuccess;
 }
 Result cuEventDestroy_v2(void* event) {
   World& all = world();
   const Lock lock(all.mutex);
+  if (all.events.erase(event) == 0) return kInvalidHandle;
   --all.counts["events"];
-  delete static_cast<Event*>(event);
   return kSuccess;
 }
 Result cuEventRecord(void* event, void* stream) {
   const Result state = usable();
   if (state != kSuccess) return state;
   World& all = world();
-  auto* const recorded = static_cast<Event*>(event);
+  const std::shared_ptr<Event> recorded = event_at(event);
+  if (!recorded) return kInvalidHandle;
   std::uint64_t number = 0;
   {
     const Lock lock(all.mutex);
@@ -367,15 +381,17 @@ Result cuEventRecord(void* event, void* stream) {
   });
 }
 Result cuEventQuery(void* event) {
+  const std::shared_ptr<Event> asked = event_at(event);
+  if (!asked) return kInvalidHandle;
   World& all = world();
   const Lock lock(all.mutex);
   if (all.dead != kSuccess) return all.dead;
-  const auto* const asked = static_cast<Event*>(event);
   return asked->completed >= asked->recorded ? kSuccess : kNotReady;
 }
 Result cuEventSynchronize(void* event) {
+  const std::shared_ptr<Event> awaited = event_at(event);
+  if (!awaited) return kInvalidHandle;
   World& all = world();
-  const auto* const awaited = static_cast<Event*>(event);
   Lock lock(all.mutex);
   const std::uint64_t number = awaited->recorded;
   all.changed.wait(lock, [&] { return awaited->completed >= number || all.dead != kSuccess; });

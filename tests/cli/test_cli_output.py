@@ -238,7 +238,7 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
     print_stats(Stats(output_tokens=3).to_json())
     mapped = capsys.readouterr().err
     assert "missed" not in mapped
-    assert "disk" not in mapped
+    assert "transfers" not in mapped
     print_stats(
         Stats(
             hits_full=6,
@@ -246,6 +246,7 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
             hits_top=1,
             misses=2,
             demand_bytes=GIB,
+            shared_bytes=GIB // 2,
             stall_s=0.5,
             link_busy_s=1.0,
             busy_s=4.0,
@@ -263,8 +264,9 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
         "found in part": "10.0 %",
         "missed": "20.0 %",
         "fetched on demand": "1.0 GiB",
-        "waiting for the disk": "500 ms",
-        "disk busy": "25.0 %",
+        "computed by the CPU for the card": "512 MiB",
+        "waiting for experts": "500 ms",
+        "time with transfers": "25.0 %",
         "memory for experts, peak": "512 MiB",
         "memory budget": "2.0 GiB",
     }

@@ -103,6 +103,8 @@ class Tier:
         self.runner.begin(layer, index, weights, miss)
         if layer + 1 < LAYERS and len(index) == 1:
             self.runner.prefetch(layer + 1, np.arange(EXPERTS, dtype=np.float32), 2, None)
+        if rng.random() < 0.2:  # nothing forbids it
+            self.runner.prefetch(layer, None, EXPERTS, 3 * PAGE)
         experts, *_ = self.runner.rows()
         launched = []
 
@@ -241,15 +243,16 @@ def test_a_layer_that_was_dropped_in_the_middle_leaves_nothing(cuda, records):
     rng = np.random.default_rng(5)
     tier = Tier(cuda, records, 20)
     try:
-        x = np.zeros((1, HIDDEN), np.float32)
+        x = np.zeros((9, HIDDEN), np.float32)
+        index = np.array([[0, 1]] + [[0, 2]] * 8)  # 0 has too many tokens for the CPU
 
         def fail(*_):
             raise ValueError("the launch failed")
 
         for _ in range(3):
-            tier.runner.begin(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), "both")
+            tier.runner.begin(0, index, np.ones(index.shape, np.float32), "both")
             with pytest.raises(ValueError, match="the launch failed"):
-                tier.runner.finish_on_device(tier.stream.handle, 1, 100, fail, x=x, out=np.zeros_like(x))
+                tier.runner.finish_on_device(tier.stream.handle, 9, 100, fail, x=x, out=np.zeros_like(x))
             for layer in range(LAYERS):
                 tier.layer(layer, [[4, 5]], rng, "both")
         tier.runner.begin(1, np.array([[0, 1]]), np.ones((1, 2), np.float32), "both")

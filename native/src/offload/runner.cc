@@ -421,7 +421,7 @@ std::int32_t ExpertRunner::add_ready(std::int32_t index, bool flying) {
   std::int32_t end = flying ? cache_.assigned(layer_, expert) : landed;
   // A row that was let go may never be whole.
   if (options_.whole_experts && row.pinned && end < row.far_begin) return 0;
-  end = static_cast<std::int32_t>(std::min<std::int64_t>({end, row.far_begin, block + most}));
+  end = static_cast<std::int32_t>(std::min<std::int64_t>({end, row.link_end, block + most}));
   for (; block < end; ++block) add(index, block, cache_.page(layer_, expert, block), block < landed);
   return block - row.next;
 }
@@ -564,6 +564,16 @@ void ExpertRunner::give_link(std::int64_t count) {
   }
 }
 
+// A prefetch of this very layer may have brought what was open.
+void ExpertRunner::take_in() {
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    Row& row = rows_[at(i)];
+    if (!row.pinned) continue;
+    const std::int32_t held = cache_.assigned(layer_, grouped_.experts[at(i)]);
+    row.link_end = std::max(row.link_end, std::min(held, row.far_begin));
+  }
+}
+
 // What has no page yet of the rows that the CPU may compute is open again.
 void ExpertRunner::take_back() {
   for (const std::int32_t index : far_.order()) {
@@ -661,6 +671,7 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
     if (!failure_.empty()) {
       give_up();
     }
+    if (sharing_) take_in();
     if (sharing_ && launched_) {
       // No page is left for what the link was given: the CPU computes that too.
       if (starved_) take_back();

@@ -220,6 +220,7 @@ class ExpertRunner {
   std::int64_t open() const;
   std::int64_t on_the_way() const;
   void give_link(std::int64_t count);
+  void take_in();
   void take_back();
   void share(const Interrupted& interrupted);
   void end_row(std::int32_t index);
