@@ -213,6 +213,7 @@ def test_what_targets_keep_is_brought_once_where_the_cpu_computes_misses(cuda, r
     try:
         seen = [tier.layer(0, [[4, 5]], rng, "compute")[1] for _ in range(3)]
         assert seen[1:] == [0, 0], "two experts are kept, and these are the two"
+        tier.runner.drain()
         before = tier.runner.stats()["fetched_demand"]
         for _ in range(3):
             tier.layer(0, [[4, 5]], rng, "compute")
