@@ -136,6 +136,7 @@ void draw_delays(Random& random) {
   fake_cuda_set("seed", static_cast<double>(between(random, 1, 1 << 20)));
   fake_cuda_set("jitter", 1e-6 * static_cast<double>(between(random, 0, 200)));
   fake_cuda_set("latency", 1e-6 * static_cast<double>(between(random, 0, 50)));
+  fake_cuda_set("no_batches", chance(random, 0.2) ? 1 : 0);
   fake_cuda_set("piece", chance(random, 0.5) ? 512 : 0);
 }
 

@@ -6,12 +6,11 @@
 // target is not device memory, is refused, and so is a stream that has been destroyed. Device memory is what
 // cuMemAlloc gave, or what a test has named by fake_cuda_adopt.
 //
-//   fake_cuda_set(name, value)   bandwidth (bytes/s, 0: none), latency, jitter (s), seed, vram (bytes),
-//   pin_limit
-//                                (bytes), fail_after (copies; the context is dead from then on), piece (bytes
-//                                copied at a time, with a pause between), version
-//   fake_cuda_get(name)          copies, bytes, waits, pinned, streams, events, allocated: how many (or
-//   bytes) now
+//   fake_cuda_set(name, value): bandwidth (bytes/s, 0: none), latency and jitter (s), seed, vram and
+//   pin_limit (bytes), fail_after (copies; the context is dead from then on), piece (bytes copied at a time,
+//   with a pause between), version, no_batches (1: they are refused)
+//
+//   fake_cuda_get(name): copies, batches, bytes, waits, pinned, streams, events, allocated: how many, or bytes
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -28,13 +27,15 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace {
 
 using Result = int;
 constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101,
                  kInvalidContext = 201, kInvalidHandle = 400, kAlreadyRegistered = 712, kNotRegistered = 713,
-                 kNotReady = 600, kIllegalAddress = 700;
+                 kNotReady = 600, kNotSupported = 801, kIllegalAddress = 700;
 
 struct Event {
   std::uint64_t recorded = 0;
@@ -154,6 +155,59 @@ Result usable() {
   return current_depth > 0 ? kSuccess : kInvalidContext;
 }
 
+Result copyable(unsigned long long to, const void* from, std::size_t bytes) {
+  const Result state = usable();
+  if (state != kSuccess) return state;
+  World& all = world();
+  const Lock lock(all.mutex);
+  const void* const target = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(to));
+  return within(all.device, target, bytes) && within(all.pinned, from, bytes) ? kSuccess : kInvalidValue;
+}
+
+// CUmemcpyAttributes.
+struct CopyAttributes {
+  int source_order;
+  int source_hint[2];
+  int target_hint[2];
+  unsigned flags;
+};
+
+// The copies of a batch are made in a drawn order; the batch as a whole has its turn in the stream.
+Result copy_batch(const unsigned long long* to, const unsigned long long* from, const std::size_t* bytes,
+                  std::size_t count, const CopyAttributes* attributes, const std::size_t* attributes_from,
+                  std::size_t attributes_count, std::size_t* failed, void* stream) {
+  World& all = world();
+  struct One {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+  };
+  std::vector<One> copies;
+  {
+    const Lock lock(all.mutex);
+    ++all.counts["batches"];
+    if (all.settings["no_batches"] > 0) return kNotSupported;
+  }
+  if (stream == nullptr || count == 0 || attributes_count != 1 || attributes_from[0] != 0 ||
+      attributes[0].source_order < 1 || attributes[0].source_order > 3 || attributes[0].flags > 1) {
+    return kInvalidValue;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const void* const source = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(from[i]));
+    const Result state = copyable(to[i], source, bytes[i]);
+    if (failed != nullptr) *failed = i;
+    if (state != kSuccess) return state;
+    copies.push_back({reinterpret_cast<void*>(static_cast<std::uintptr_t>(to[i])), source, bytes[i]});
+  }
+  {
+    const Lock lock(all.mutex);
+    std::shuffle(copies.begin(), copies.end(), all.random);
+  }
+  return give(stream, [copies = std::move(copies)] {
+    for (const One& one : copies) copy(one.to, one.from, one.bytes);
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -191,7 +245,7 @@ void fake_cuda_reset() {
   const Lock lock(all.mutex);
   all.dead = kSuccess;
   all.settings = {{"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1}, {"version", 12080}};
-  for (const char* const name : {"copies", "bytes", "waits"}) all.counts[name] = 0;
+  for (const char* const name : {"copies", "batches", "bytes", "waits"}) all.counts[name] = 0;
 }
 
 Result cuInit(unsigned) { return kSuccess; }
@@ -398,14 +452,19 @@ Result cuEventSynchronize(void* event) {
   return all.dead;
 }
 Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t bytes, void* stream) {
-  const Result state = usable();
+  const Result state = copyable(to, from, bytes);
   if (state != kSuccess) return state;
-  World& all = world();
   void* const target = reinterpret_cast<void*>(static_cast<std::uintptr_t>(to));
-  {
-    const Lock lock(all.mutex);
-    if (!within(all.device, target, bytes) || !within(all.pinned, from, bytes)) return kInvalidValue;
-  }
   return give(stream, [target, from, bytes] { copy(target, from, bytes); });
+}
+Result cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, std::size_t* bytes,
+                          std::size_t count, CopyAttributes* attributes, std::size_t* attributes_from,
+                          std::size_t attributes_count, std::size_t* failed, void* stream) {
+  return copy_batch(to, from, bytes, count, attributes, attributes_from, attributes_count, failed, stream);
+}
+Result cuMemcpyBatchAsync_v2(const unsigned long long* to, const unsigned long long* from,
+                             const std::size_t* bytes, std::size_t count, const CopyAttributes* attributes,
+                             const std::size_t* attributes_from, std::size_t attributes_count, void* stream) {
+  return copy_batch(to, from, bytes, count, attributes, attributes_from, attributes_count, nullptr, stream);
 }
 }

@@ -4,10 +4,12 @@ What only a card can show (that the driver behaves as documented, bandwidth) is 
 """
 
 import errno
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +92,58 @@ def test_blocks_arrive_exactly_in_one_copy_where_they_are_neighbours(cuda):
     assert (near[untouched] == 0xA5).all()
     assert (stats["operations"], stats["bytes_demand"], cuda.get("copies")) == (3, 6 * PAGE, 3)
     assert stats["bandwidth"] > 0
+
+
+def test_copies_that_are_no_neighbours_are_one_call_where_the_driver_has_batches(cuda):
+    for refused in (0, 1):
+        cuda.reset()
+        cuda.set(no_batches=refused)
+        far, near = far_memory(1, 8), cuda.pages(8, PAGE)
+        with Pinned(far) as regions:
+            link = _native.cuda_link(regions)
+            link.open(8)
+            for _ in range(2):
+                near[:] = 0
+                # Neighbours there and not here.
+                link.submit([(page, 0, (7 - page) * PAGE, PAGE, DEMAND) for page in range(8)], near)
+                assert collect(link, 8) == dict.fromkeys(range(8), 0)
+                assert np.array_equal(near, far[::-1])
+            assert link.stats()["operations"] == 16
+            assert link.stop(5)
+        # A driver that refuses them is asked once.
+        assert (cuda.get("batches"), cuda.get("copies")) == (1 if refused else 2, 16)
+        cuda.disown(near.ctypes.data)
+
+
+def test_batches_of_drivers_since_13_are_called_as_they_are_there(driver):
+    code = """
+import numpy as np
+from fake_cuda import FakeCuda
+from moechat import _native
+cuda = FakeCuda()
+cuda.set(version=13000)
+assert _native.cuda_driver_version() == 13000
+far, near = np.arange(4 * 4096, dtype=np.uint8).reshape(4, 4096), cuda.pages(4, 4096)
+_native.cuda_pin(far)
+link = _native.cuda_link([(far, far.nbytes, True, "", 0)])
+link.open(4)
+link.submit([(page, 0, (3 - page) * 4096, 4096, 0) for page in range(4)], near)
+done = []
+while len(done) < 4:
+    link.wait(0.1)
+    done += link.poll()
+assert np.array_equal(near, far[::-1]) and not any(error for _, error in done)
+assert link.stop(5)
+print(int(cuda.get("batches")), int(cuda.get("copies")))
+"""
+    environment = os.environ | {
+        VARIABLE: str(driver.path),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "1 4"), done.stderr
 
 
 def test_a_stream_reads_a_page_after_its_copy_and_a_copy_waits_for_the_reader(cuda):

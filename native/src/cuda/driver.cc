@@ -12,6 +12,8 @@ namespace {
 constexpr const char* kLibrary = "libcuda.so.1";
 constexpr const char* kOverride = "MOECHAT_CUDA_DRIVER";
 constexpr int kLeastVersion = 12000;
+constexpr int kFirstWithBatches = 12080;
+constexpr int kBatchesOf13 = 13000;
 
 template <class Function>
 void find(void* library, const char* symbol, Function* function) {
@@ -53,6 +55,11 @@ Driver load(void* library) {
   return found;
 }
 
+template <class Function>
+void find_if_any(void* library, const char* symbol, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, symbol));
+}
+
 std::string text_of(const Driver& from, Result result) {
   const char* name = nullptr;
   const char* text = nullptr;
@@ -81,6 +88,11 @@ Driver open() {
       throw Unavailable("the NVIDIA driver is for CUDA " + std::to_string(version / 1000) + "." +
                         std::to_string(version % 1000 / 10) + "; moechat needs one for 12.0 or newer");
     }
+    if (version >= kBatchesOf13) {
+      find_if_any(library, "cuMemcpyBatchAsync_v2", &found.copy_batch_13);
+    } else if (version >= kFirstWithBatches) {
+      find_if_any(library, "cuMemcpyBatchAsync", &found.copy_batch_12);
+    }
   } catch (...) {
     dlclose(library);
     throw;
@@ -93,6 +105,18 @@ Driver open() {
 const Driver& driver() {
   static const Driver opened = open();  // tried again by the next call if it throws
   return opened;
+}
+
+Result Driver::copy_batch(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count,
+                          Stream stream) const {
+  CopyAttributes attributes{};
+  attributes.source_order = kSourceInStreamOrder;
+  std::size_t first = 0;
+  if (copy_batch_13 != nullptr) {
+    return copy_batch_13(to, from, bytes, count, &attributes, &first, 1, stream);
+  }
+  std::size_t failed = 0;
+  return copy_batch_12(to, from, bytes, count, &attributes, &first, 1, &failed, stream);
 }
 
 bool Error::sticky() const {

@@ -28,6 +28,15 @@ constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 
+// CUmemcpyAttributes: how the sources of a batch are read.
+struct CopyAttributes {
+  int source_order;    // CUmemcpySrcAccessOrder
+  int source_hint[2];  // CUmemLocation; zeros: none
+  int target_hint[2];
+  unsigned flags;
+};
+constexpr int kSourceInStreamOrder = 1;
+
 struct Driver {
   Result (*init)(unsigned flags);
   Result (*driver_version)(int* version);
@@ -54,6 +63,16 @@ struct Driver {
   Result (*event_query)(Event event);
   Result (*event_synchronize)(Event event);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
+  // Null where the driver has none: from CUDA 12.8, and since 13.0 without the place of a failure.
+  Result (*copy_batch_12)(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count,
+                          CopyAttributes* attributes, std::size_t* attributes_from,
+                          std::size_t attributes_count, std::size_t* failed, Stream stream);
+  Result (*copy_batch_13)(const Pointer* to, const Pointer* from, const std::size_t* bytes, std::size_t count,
+                          const CopyAttributes* attributes, const std::size_t* attributes_from,
+                          std::size_t attributes_count, Stream stream);
+  bool copies_batches() const { return copy_batch_12 != nullptr || copy_batch_13 != nullptr; }
+  // Copies from pinned memory, in any order, in the stream's turn.
+  Result copy_batch(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count, Stream stream) const;
 };
 
 // There is no driver, no card, or the driver cannot be used; what() says which.

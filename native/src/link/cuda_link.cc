@@ -67,7 +67,8 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
                  : options.threads > 0 ? options.threads
                                        : kDefaultThreads),
         ring_(context, at(buffers) * at(buffer_bytes_)),
-        stream_(context) {
+        stream_(context),
+        batches_(cuda_.copies_batches()) {
     for (std::size_t i = 0; i < kBatches; ++i) events_.emplace_back(context_);
     for (std::size_t i = 0; i < kReads; ++i) readers_.emplace_back(context_);
     for (int i = 0; i < buffers; ++i) idle_.push_back(i);
@@ -115,6 +116,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   void begin_batch();
   void issue(std::vector<std::uint32_t> slots, int buffer);
   cuda::Result copy_all(const std::vector<std::uint32_t>& slots, int buffer, const char** call);
+  void gather_copies(const std::vector<std::uint32_t>& slots, int buffer);
   void end_batch(int error);
   void broken(cuda::Result result, const char* call);
   int fill(const Transfer& transfer, unsigned char* to) const;
@@ -130,6 +132,10 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   std::vector<cuda::OwnEvent> events_;   // [kBatches], by number
   std::vector<cuda::OwnEvent> readers_;  // [kReads], by number
   const cuda::OwnStream stream_;
+
+  bool batches_;  // the driver takes many copies in one call
+  std::vector<cuda::Pointer> to_, from_;
+  std::vector<std::size_t> sizes_;
 
   std::condition_variable work_;    // something is under way, or the threads shall end
   std::condition_variable stage_;   // a transfer to stage, a buffer to stage it in
@@ -228,12 +234,37 @@ cuda::Result CudaEngine::copy_all(const std::vector<std::uint32_t>& slots, int b
     if (result != cuda::kSuccess) return result;
     waited_ = reader;
   }
+  gather_copies(slots, buffer);
+  if (batches_ && to_.size() > 1) {
+    const cuda::Result result =
+        cuda_.copy_batch(to_.data(), from_.data(), sizes_.data(), to_.size(), stream_.get());
+    if (result == cuda::kSuccess) {
+      for (std::size_t i = 0; i < to_.size(); ++i) operation_begun();
+      return result;
+    }
+    // What a driver does not do with these sources it does one by one; a lost card says so again below. To
+    // copy a block twice in the stream's turn is harmless.
+    batches_ = false;
+  }
   *call = "cuMemcpyHtoDAsync";
+  for (std::size_t i = 0; i < to_.size(); ++i) {
+    const void* const from = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(from_[i]));
+    const cuda::Result result = cuda_.copy_to_device(to_[i], from, sizes_[i], stream_.get());
+    if (result != cuda::kSuccess) return result;
+    operation_begun();
+  }
+  return cuda::kSuccess;
+}
+
+// The copies of a batch in to_, from_ and sizes_; neighbours here and there are one.
+void CudaEngine::gather_copies(const std::vector<std::uint32_t>& slots, int buffer) {
+  to_.clear();
+  from_.clear();
+  sizes_.clear();
   for (std::size_t i = 0; i < slots.size();) {
     const Transfer& first = nodes_[slots[i]].transfer;
     std::int64_t bytes = first.bytes;
     std::size_t end = i + 1;
-    // Neighbours here and there are one copy.
     for (; end < slots.size(); ++end) {
       const Transfer& next = nodes_[slots[end]].transfer;
       if (next.region != first.region || next.offset != first.offset + bytes || next.to != first.to + bytes)
@@ -242,13 +273,11 @@ cuda::Result CudaEngine::copy_all(const std::vector<std::uint32_t>& slots, int b
     }
     const unsigned char* from =
         buffer >= 0 ? buffer_at(buffer) : sources_[at(first.region)].region.data + first.offset;
-    const auto to = static_cast<cuda::Pointer>(reinterpret_cast<std::uintptr_t>(first.to));
-    const cuda::Result result = cuda_.copy_to_device(to, from, at(bytes), stream_.get());
-    if (result != cuda::kSuccess) return result;
-    operation_begun();
+    to_.push_back(static_cast<cuda::Pointer>(reinterpret_cast<std::uintptr_t>(first.to)));
+    from_.push_back(static_cast<cuda::Pointer>(reinterpret_cast<std::uintptr_t>(from)));
+    sizes_.push_back(at(bytes));
     i = end;
   }
-  return cuda::kSuccess;
 }
 
 // ---- ending; the mutex is held
