@@ -10,7 +10,8 @@
 //   pin_limit (bytes), fail_after (copies; the context is dead from then on), piece (bytes copied at a time,
 //   with a pause between), version, no_batches (1: they are refused)
 //
-//   fake_cuda_get(name): copies, batches, bytes, waits, pinned, streams, events, allocated: how many, or bytes
+//   fake_cuda_get(name): copies, batches, bytes, waits, pinned, streams, events, allocated: how many, or
+//   bytes
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
