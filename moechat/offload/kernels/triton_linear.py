@@ -15,16 +15,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes(packed, BITS: tl.constexpr):
-    """Codes float32 ``[steps, columns of a word, rows]`` of words int32 ``[steps, rows]``.
+def _codes(packed, column, BITS: tl.constexpr):
+    """Codes in float32 of the given columns of words int32.
 
     Set into the mantissa of 2²³, a code becomes a float by an OR and a subtraction, both exact. The
     conversion of integers has a quarter or less of their rate on most cards, which would be what a product
     waits for.
     """
-    COLUMNS: tl.constexpr = 32 // BITS
-    shifts = tl.arange(0, COLUMNS) * BITS
-    codes = (packed[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
+    codes = (packed >> (column * BITS)) & ((1 << BITS) - 1)
     return (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
@@ -46,8 +44,8 @@ def few(
 ):
     """``ROWS`` outputs of one token, products and sums in float32.
 
-    Program (token, part of the rows). The sums of the steps of ``GROUPS`` groups stay apart until the end:
-    threads hold steps of their own, and need not meet before.
+    Program (token, part of the rows). Axes are (column of a word, group, step, row): the first two are added
+    within a thread. The sums of the steps stay apart until the end, so that threads need not meet before.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -55,22 +53,25 @@ def few(
     lane = row % 16
     STEPS: tl.constexpr = 2 * BITS
     COLUMNS: tl.constexpr = 32 // BITS
-    step = tl.arange(0, GROUPS * STEPS)
     words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
     scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
-    total = tl.zeros([GROUPS * STEPS, ROWS], dtype=tl.float32)
+    present = tile < tiles
+    step = tl.arange(0, STEPS)
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros([STEPS, ROWS], dtype=tl.float32)
     for first in range(0, groups, GROUPS):
-        here = first * STEPS + step
-        there = (here < groups * STEPS)[:, None] & (tile < tiles)[None, :]
-        packed = tl.load(words[None, :] + here[:, None] * 16, mask=there, other=0)
-        group = (here // STEPS)[:, None]
-        scale = tl.load(scales[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
-        zero = tl.load(scales[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
-        column = here[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        group = first + tl.arange(0, GROUPS)
+        here = group[:, None] * STEPS + step[None, :]
+        there = (group < groups)[:, None] & present[None, :]
+        packed = tl.load(words[None, None, :] + here[:, :, None] * 16, mask=there[:, None, :], other=0)
+        scale = tl.load(scales[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
+        zero = tl.load(scales[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(tl.float32)
+        column = here[None, :, :] * COLUMNS + columns[:, None, None]
         values = tl.load(x + token * cols + column, mask=column < cols, other=0.0).to(tl.float32)
-        products = tl.sum(values[:, :, None] * _codes(packed, BITS), axis=1)
-        sums = tl.sum(values, axis=1)
-        total += (products - sums[:, None] * zero) * scale
+        codes = _codes(packed[None, :, :, :], columns[:, None, None, None], BITS)
+        products = tl.sum(values[:, :, :, None] * codes, axis=0)
+        sums = tl.sum(values, axis=0)
+        total += tl.sum((products - sums[:, :, None] * zero[:, None, :]) * scale[:, None, :], axis=0)
     result = tl.sum(total, axis=0)
     inside = row < rows
     if HAS_BIAS:
@@ -108,7 +109,8 @@ def unpack(
     group = (here // STEPS)[:, None]
     scale = tl.load(scales[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
     zero = tl.load(scales[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
-    values = (_codes(packed, BITS) - zero[:, None, :]) * scale[:, None, :]
+    codes = _codes(packed[:, None, :], tl.arange(0, 32 // BITS)[None, :, None], BITS)
+    values = (codes - zero[:, None, :]) * scale[:, None, :]
     values = tl.reshape(values, [GROUPS * 64, ROWS])
     column = first * 64 + tl.arange(0, GROUPS * 64)
     inside = (column < cols)[:, None] & (row < rows)[None, :]
