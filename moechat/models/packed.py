@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ _MAGIC = b"MOEDENSE"
 _FORMAT = 1
 _ALIGNMENT = 4096
 _PIECE = 32 << 20
+# Threads that read and hash pieces, at most.
+_WORKERS = 8
 _MOST_HEADER = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -91,35 +93,48 @@ class PackedFile:
 
         What ``into`` holds then is undefined.
         """
+
+        def piece(file: int, at: int, offset: int) -> str:
+            return _read_piece(file, offset, into[at : at + _PIECE])
+
+        return self._read(piece, _WORKERS)
+
+    def read_in_pieces(self, take: Callable[[int, Bytes], None]) -> bool:
+        """As :meth:`read`, for what lies elsewhere: ``take`` gets each piece in turn, with the place of its
+        first byte, and does not keep it.
+        """
+        buffer = np.empty(min(_PIECE, self.nbytes), np.uint8)
+
+        def piece(file: int, at: int, offset: int) -> str:
+            part = buffer[: min(_PIECE, self.nbytes - at)]
+            digest = _read_piece(file, offset, part)
+            take(at, part)
+            return digest
+
+        return self._read(piece, 1)
+
+    def _read(self, read: Callable[[int, int, int], str], workers: int) -> bool:
+        """``read`` takes a file, the place of a piece and its offset in the file, and gives its SHA-256."""
         try:
             with open(self.path, "rb", buffering=0) as file:
-                return self._read(file.fileno(), into)
+                number = file.fileno()
+                start = os.pread(number, 16, 0)
+                length = int.from_bytes(start[8:], "little")
+                if start[:8] != _MAGIC or len(start) < 16 or length > _MOST_HEADER:
+                    return False
+                header = json.loads(os.pread(number, length, 16))
+                if not isinstance(header, dict) or {**header, "sha256": None} != {
+                    **self.content,
+                    "sha256": None,
+                }:
+                    return False
+                begin = _data_start(length)
+                if os.fstat(number).st_size != begin + self.nbytes:
+                    return False
+                digests = _each_piece(self.nbytes, lambda at: read(number, at, begin + at), workers)
+                return bool(digests == header.get("sha256"))
         except (OSError, ValueError):
             return False
-
-    def _read(self, file: int, into: Bytes) -> bool:
-        start = os.pread(file, 16, 0)
-        length = int.from_bytes(start[8:], "little")
-        if start[:8] != _MAGIC or len(start) < 16 or length > _MOST_HEADER:
-            return False
-        header = json.loads(os.pread(file, length, 16))
-        if not isinstance(header, dict) or {**header, "sha256": None} != {**self.content, "sha256": None}:
-            return False
-        begin = _data_start(length)
-        if os.fstat(file).st_size != begin + self.nbytes:
-            return False
-
-        def fill(at: int) -> str:
-            piece = into[at : at + _PIECE]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(file, [piece[done:].data], begin + at + done)
-                if count <= 0:
-                    raise OSError("the file ends early")
-                done += count
-            return hashlib.sha256(piece.data).hexdigest()
-
-        return bool(_each_piece(self.nbytes, fill) == header.get("sha256"))
 
     def write(self, data: Bytes) -> None:
         """Put the packed layers in the file's place, whole or not at all.
@@ -127,14 +142,38 @@ class PackedFile:
         Raises:
             OSError: It cannot be written.
         """
-        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE].data).hexdigest())
+        self._write(lambda at: data[at : at + _PIECE], _WORKERS)
+
+    def write_in_pieces(self, give: Callable[[int, int], Bytes]) -> None:
+        """As :meth:`write`, of what lies elsewhere: ``give`` gets the first byte of a piece and the one after
+        its last, every piece twice.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(lambda at: give(at, min(at + _PIECE, self.nbytes)), 1)
+
+    def _write(self, piece: Callable[[int], Bytes], workers: int) -> None:
+        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(piece(at).data).hexdigest(), workers)
         header = json.dumps({**self.content, "sha256": digests}).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(self.path.parent)
         with replacing(self.path) as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             file.write(bytes(_data_start(len(header)) - 16 - len(header)))
-            file.write(data.data)
+            for at in range(0, self.nbytes, _PIECE):
+                file.write(piece(at).data)
+
+
+def _read_piece(file: int, offset: int, into: Bytes) -> str:
+    """Fill ``into`` from an offset of a file; its SHA-256."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:].data], offset + done)
+        if count <= 0:
+            raise OSError("the file ends early")
+        done += count
+    return hashlib.sha256(into.data).hexdigest()
 
 
 def _remove_abandoned(directory: Path) -> None:
@@ -152,9 +191,66 @@ def _data_start(header: int) -> int:
     return -(-(16 + header) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _each_piece(nbytes: int, work: Callable[[int], str]) -> list[str]:
-    with ThreadPoolExecutor(min(8, _native.num_threads())) as pool:
-        return list(pool.map(work, range(0, nbytes, _PIECE)))
+def _each_piece(nbytes: int, work: Callable[[int], str], workers: int) -> list[str]:
+    places = range(0, nbytes, _PIECE)
+    if workers == 1:
+        return [work(at) for at in places]
+    with ThreadPoolExecutor(min(workers, _native.num_threads())) as pool:
+        return list(pool.map(work, places))
+
+
+class PackedMemory(Protocol):
+    """Where packed layers are kept while a model runs: in the process's memory, or in a card's."""
+
+    def read(self, file: PackedFile) -> bool:
+        """Take all layers from their file; ``False`` where it is not there as it should be."""
+        ...
+
+    def write(self, file: PackedFile) -> None:
+        """Put all layers in their file's place.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        ...
+
+    def put(self, at: int, packed: Bytes) -> None:
+        """Take one layer; ``at`` is the place of its first byte."""
+        ...
+
+    def layer(
+        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> nn.Module:
+        """The layer that reads its weights at a place.
+
+        Args:
+            layout: Of its weights.
+            at: Place of its first byte.
+            bias: ``[rows]``, or ``None``.
+            dtype: Of the model.
+        """
+        ...
+
+
+class _HostMemory:
+    def __init__(self, nbytes: int, activation_bits: int) -> None:
+        self._data = _native.huge_empty(nbytes)
+        self._activation_bits = activation_bits
+
+    def read(self, file: PackedFile) -> bool:
+        return file.read(self._data)
+
+    def write(self, file: PackedFile) -> None:
+        file.write(self._data)
+
+    def put(self, at: int, packed: Bytes) -> None:
+        self._data[at : at + len(packed)] = packed
+
+    def layer(
+        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> nn.Module:
+        part = self._data[at : at + layout.nbytes]
+        return PackedLinear(layout, part, bias, self._activation_bits, dtype)
 
 
 def pack_layers(
@@ -163,6 +259,7 @@ def pack_layers(
     form: DenseForm,
     file: PackedFile,
     progress: PackCallback | None = None,
+    memory: PackedMemory | None = None,
 ) -> bool:
     """Put packed layers in the place of those that ``form`` names; from the file, or packed now and kept.
 
@@ -172,6 +269,7 @@ def pack_layers(
         form: With 8 or 4 bits.
         file: Where the packed layers are kept. If it cannot be written, the next start packs again.
         progress: Called with bytes packed and bytes in all.
+        memory: Where the layers go; ``None``: into the process's memory.
 
     Returns:
         Whether the file served.
@@ -180,19 +278,17 @@ def pack_layers(
         UnsupportedModelError: A weight is not finite or too large to be packed.
     """
     model = skeleton.model
-    data = _native.huge_empty(file.nbytes)
-    found = file.read(data)
+    memory = _HostMemory(file.nbytes, form.activation_bits) if memory is None else memory
+    found = memory.read(file)
     targets, _ = map_keys(skeleton, source.keys())
     changed: dict[str, nn.Module] = {}
     at = 0
     for name in sorted(form.linears):
         layout = _native.LinearLayout(*form.linears[name], form.bits)
-        part = data[at : at + layout.nbytes]
-        at += layout.nbytes
         module: Any = model.get_submodule(name)
         if not found:
             try:
-                part[:] = _native.pack_linear(layout, _matrix(module.weight.detach()))
+                memory.put(at, _native.pack_linear(layout, _matrix(module.weight.detach())))
             except ValueError as error:
                 raise UnsupportedModelError(
                     f"{name} cannot be packed in {form.bits} bits: {error}",
@@ -202,14 +298,15 @@ def pack_layers(
             if target is not None:
                 source.release(key for keys in target.sources.values() for key in keys)
             if progress is not None:
-                progress(at, file.nbytes)
+                progress(at + layout.nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")
-        changed[name] = PackedLinear(layout, part, module.bias, form.activation_bits, dtype)
+        changed[name] = memory.layer(layout, at, module.bias, dtype)
+        at += layout.nbytes
     replace_modules(model, changed)
     source.release(source.keys())
     if not found:
         with suppress(OSError):
-            file.write(data)
+            memory.write(file)
     return found
 
 
