@@ -7,7 +7,8 @@ import torch
 from moechat.config import user_paths
 from moechat.loading.model import Progress, Report
 from moechat.models.dense_form import DenseForm
-from moechat.models.packed import PackCallback, PackedFile
+from moechat.models.packed import PackCallback
+from moechat.models.packed_file import PackedFile
 from moechat.store.store import DENSE_PREFIX, Store
 
 

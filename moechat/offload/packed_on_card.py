@@ -12,7 +12,7 @@ from torch import nn
 
 from moechat import _native
 from moechat.models.dense_form import DenseForm, unpacked_bytes
-from moechat.models.packed import Bytes, PackedFile
+from moechat.models.packed_file import Bytes, PackedFile
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips, launch_all
 

@@ -15,7 +15,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat import _native
 from moechat.errors import DoesNotFitError, UnsupportedModelError
-from moechat.models import packed
+from moechat.models import packed, packed_file
 from moechat.models.linear import PackedLinear
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips
 from moechat.offload.settings import OffloadOptions
@@ -88,6 +88,15 @@ def test_a_head_that_is_the_embedding_is_packed_beside_it(
         assert error_of(engine.logits(FEW), wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_sixteen_bit_types_stay_close_to_float32(model: Path, card: Any, dtype: str, bound: float) -> None:
+    with on_cpu(model, 4) as engine:
+        wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]
+    with load(model, card, dense_bits=4, dtype=dtype) as engine:
+        for tokens, expected in zip((FEW, PROMPT), wanted, strict=True):
+            assert error_of(engine.logits(tokens), expected) < bound
+
+
 def test_the_answer_is_the_same_for_every_budget(model: Path, card: Any) -> None:
     results = []
     for pages in (2, None):
@@ -135,7 +144,7 @@ def test_cpu_and_card_share_the_file_of_packed_layers(
     model: Path, card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(packed, "_PIECE", 1000)  # of which the file has many
+    monkeypatch.setattr(packed_file, "_PIECE", 1000)  # of which the file has many
     with load(model, card, dense_bits=4) as engine:
         wanted = engine.logits(FEW)
     (path,) = (tmp_path / "cache" / "dense").iterdir()
@@ -173,7 +182,7 @@ def test_weights_that_cannot_be_packed_are_refused_by_name(
         raise ValueError("weight (0, 0) is inf")
 
     monkeypatch.setattr(_native, "pack_linear", refuse)
-    monkeypatch.setattr(packed.PackedFile, "read_in_pieces", lambda *_: False)
+    monkeypatch.setattr(packed_file.PackedFile, "read_in_pieces", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match="lm_head cannot be packed in 4 bits"):
         load(model, card, dense_bits=4)
 
