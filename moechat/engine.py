@@ -109,7 +109,8 @@ def load(
         dtype: Type that the dense part computes in: ``float32``, ``bfloat16``, ``float16`` or ``auto``
             (bfloat16 where the device multiplies it natively, else float32, on a card float16).
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
-            checkpoint as they are, whatever ``dtype`` is; 8 and 4 pack them like the experts.
+            checkpoint as they are, whatever ``dtype`` is (on a card in ``dtype``); 8 and 4 pack them like the
+            experts, but for embeddings and routers.
         activation_bits: How inputs meet quantised weights: as integers of 16 or 8 bits with a scale for every
             64 columns, or 32: as float32.
         system: How experts are kept and fetched ahead: a name in
@@ -138,10 +139,6 @@ def load(
         raise UsageError(f"dtype {dtype!r} is unknown", hint=f"choose one of auto, {', '.join(DTYPES)}")
     check_dense_bits(dense_bits)
     check_activation_bits(activation_bits)
-    if card is not None and dense_bits != 16:
-        raise UsageError(
-            f"dense_bits is {dense_bits} on a graphics card", hint="this version keeps 16 bits there"
-        )
     if bits is not None and (not isinstance(bits, int) or bits not in SUPPORTED_BITS):
         raise UsageError(f"bits is {bits!r}", hint=f"choose one of {', '.join(map(str, SUPPORTED_BITS))}")
     if threads is not None:
@@ -193,6 +190,7 @@ def load(
             report=report,
             replan_tokens=replan_tokens,
             activation_bits=activation_bits,
+            dense_bits=dense_bits,
         )
     engine = Engine(
         loaded,

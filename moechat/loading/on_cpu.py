@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from moechat import _native
-from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
+from moechat.loading.packing import packed_file, packing_progress
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
 from moechat.models.decode import quicken
@@ -21,7 +21,7 @@ from moechat.models.footprint import (
     scratch_bytes,
     workspace_bytes,
 )
-from moechat.models.packed import PackedFile, pack_layers
+from moechat.models.packed import pack_layers
 from moechat.models.shape import configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
 from moechat.models.threads import steady_modules
@@ -32,7 +32,7 @@ from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.planner import gather
 from moechat.offload.settings import OffloadOptions
 from moechat.offload.upkeep import REPLAN_TOKENS, Upkeep
-from moechat.store.store import DENSE_PREFIX, Store
+from moechat.store.store import Store
 
 
 def load_model(
@@ -93,7 +93,8 @@ def load_model(
 
     load_dense(skeleton, store.dense, form)
     if form.packs:
-        _pack_dense(store, skeleton, form, dtype, report)
+        file = packed_file(store, form, dtype)
+        pack_layers(skeleton, store.dense, form, file, packing_progress(form, report))
     # What conversions left in the heap, so that it does not stay beside the pages.
     give_back_unused()
     steady_modules(skeleton.model)
@@ -125,19 +126,6 @@ def load_model(
     else:
         loaded.page_experts()
     return loaded
-
-
-def _pack_dense(
-    store: Store, skeleton: Skeleton, form: DenseForm, dtype: torch.dtype, report: Report
-) -> None:
-    hashes = {
-        name: record.sha256 for name, record in store.manifest.files.items() if name.startswith(DENSE_PREFIX)
-    }
-    file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
-    detail = f"dense weights in {form.bits} bits"
-    pack_layers(
-        skeleton, store.dense, form, file, lambda done, total: report(Progress("load", done, total, detail))
-    )
 
 
 def _near_tier(

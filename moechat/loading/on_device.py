@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.errors import DoesNotFitError
 from moechat.hardware.memory import available_bytes, give_back_unused
 from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
+from moechat.loading.packing import packed_file, packing_progress
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
 from moechat.models.decode import Quickened
-from moechat.models.dense import load_dense
-from moechat.models.dense_form import DenseForm
+from moechat.models.dense import load_dense, stored_types
+from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.footprint import one_pass_bytes, pass_tokens, prefill_chunk, workspace_bytes
+from moechat.models.packed import pack_layers
 from moechat.models.routers import find_routers
 from moechat.models.shape import configured_top_k
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
@@ -27,6 +29,7 @@ from moechat.offload.cached import MIN_PAGES, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.on_device import PAIR_BYTES, SHARED_TOKENS, WORK_PAIRS, DeviceTier, routers_on
+from moechat.offload.packed_on_card import CardMemory, warm_packed_layers
 from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.planner import Knowledge, gather
 from moechat.offload.settings import LinkSettings, OffloadOptions
@@ -72,19 +75,21 @@ def load_on_device(
     report: Report,
     replan_tokens: int = REPLAN_TOKENS,
     activation_bits: int = 16,
+    dense_bits: int = 16,
 ) -> LoadedModel:
     """Plan the card's memory and load.
 
     Args:
         store: Verified.
         options: The card and the budgets.
-        dtype: That the dense part is kept and computed in.
+        dtype: That the dense part is computed in, and kept in where it is not packed.
         ctx: Context length wanted; ``None`` leaves it to the model and the memory.
         settings: Of the near tier.
         offload: Link, pages and replay for tests and measurements.
         report: Progress.
         replan_tokens: Decoded tokens after which a new plan is due; 0: never.
         activation_bits: How inputs meet quantised weights where the CPU computes a part: 8, 16 or 32.
+        dense_bits: 16: dense weights in ``dtype``; 8 or 4: packed, but for embeddings and routers.
 
     Raises:
         DoesNotFitError: The budget is too small; the message says what is the least.
@@ -102,9 +107,17 @@ def load_on_device(
     trial = Trial()
     for entry in skeleton.experts:
         attach(entry.module, trial)
-    shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
+    with watched_weights(skeleton.model) as reads:
+        shape = cache_shape(skeleton.model, skeleton.model.config, dtype)
     top_k = min(max(trial.top_k, default=configured_top_k(config)), store.geometry.num_experts)
-    form = replace(_dense_form(skeleton), activation_bits=activation_bits)
+    form = choose_form(
+        skeleton,
+        stored_types(skeleton, store.dense),
+        bits=dense_bits,
+        activation_bits=activation_bits,
+        reads=reads,
+        stored_rows=False,
+    )
     own_context = context_length(config, None)
     needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, accelerator.context_bytes)
     free, _ = accelerator.memory()
@@ -116,12 +129,17 @@ def load_on_device(
     # The libraries take their part by themselves.
     accelerator.limit(plan.budget - plan.base - _LIBRARY_BYTES)
 
-    load_dense(skeleton, store.dense)
-    # Buffers too: rotary frequencies and masks are made by the model on its own device.
+    load_dense(skeleton, store.dense, form)
     routers: list[Any] = []
     if settings.prefetch == "next-router":
         routers = find_routers(skeleton.model, skeleton.experts)
     try:
+        if form.packs:
+            file = packed_file(store, form, dtype)
+            memory = CardMemory(file.nbytes, form, dtype, accelerator.device)
+            told = packing_progress(form, report)
+            pack_layers(skeleton, store.dense, form, file, told, memory)
+        # Buffers too: rotary frequencies and masks are made by the model on its own device.
         skeleton.model.to(accelerator.device)  # type: ignore[arg-type]
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
@@ -156,6 +174,7 @@ def load_on_device(
     near = tier_of(loaded, far, pages, settings, link=offload.link, replay=offload.replay)
     loaded.near = near
     near.warm(dtype)
+    warm_packed_layers(accelerator, loaded.model, dtype)
     assert near.knowledge is not None  # it was made with it
     loaded.upkeep = Upkeep(
         near,
@@ -240,27 +259,9 @@ def _knowledge(loaded: LoadedModel, settings: CacheSettings, *, far_computes: bo
         ranked_by,
         dtype=str(loaded.dtype).removeprefix("torch."),
         threads=1,
+        dense_bits=loaded.form.bits,
         near="gpu",
         far_computes=far_computes,
-    )
-
-
-def _dense_form(skeleton: Skeleton) -> DenseForm:
-    """Dense weights as torch has them, in the model's type."""
-    model = skeleton.model
-    unique = {id(parameter): parameter for parameter in model.parameters()}
-    nbytes = sum(parameter.nbytes for parameter in unique.values())
-    embedding: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    head_module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    head: torch.Tensor = embedding if head_module is None else head_module.weight
-    outside = embedding.nbytes + (0 if head is embedding else head.nbytes)
-    return DenseForm(
-        bits=16,
-        activation_bits=16,
-        nbytes=nbytes + sum(buffer.nbytes for buffer in model.buffers()),
-        head_bytes=head.nbytes,
-        in_layers=max(0, nbytes - outside),
-        itemsize=float(embedding.itemsize),
     )
 
 
@@ -294,7 +295,7 @@ def _needs(
         loading=0,
         kv=shape.nbytes,
         workspace=workspace,
-        scratch=_LIBRARY_BYTES + _ROUNDING_BYTES,
+        scratch=_LIBRARY_BYTES + _ROUNDING_BYTES + unpacked_bytes(form, dtype.itemsize),
         page_bytes=geometry.record_bytes,
         blocks=len(store.layers) * geometry.num_experts * geometry.blocks_per_expert,
         min_pages=MIN_PAGES,

@@ -25,6 +25,8 @@ from moechat.models.skeleton import Skeleton
 HALVES = (torch.bfloat16, torch.float16)
 # Below, a product costs less than the call.
 _LEAST_SIDE = 16
+# Of a matrix that a card unpacks at a time: one of 4096 x 4096 weights of 16 bits.
+_UNPACKED_BYTES = 32 << 20
 
 
 def check_dense_bits(bits: Any) -> int:
@@ -55,6 +57,22 @@ def packed_bytes(rows: int, cols: int, bits: int) -> int:
     """
     padded_rows, groups = -(-rows // 16) * 16, -(-cols // 64)
     return padded_rows * groups * (64 * bits // 8 + 4)
+
+
+def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
+    """Bytes in which a card unpacks rows of packed matrices for products of many tokens; 0 where nothing is
+    packed. As many as the largest matrix takes, within limits; 16 rows of the longest as float32 at least.
+
+    Args:
+        form: Of the dense weights.
+        itemsize: Bytes of a number in the model's type.
+    """
+    if not form.packs:
+        return 0
+    shapes = form.linears.values()
+    largest = max((-(-rows // 16) * 16 * cols * itemsize for rows, cols in shapes), default=0)
+    least = max((16 * cols * 4 for _, cols in shapes), default=0)
+    return max(min(largest, _UNPACKED_BYTES), least)
 
 
 class WatchedReads:
@@ -141,6 +159,7 @@ def choose_form(
     bits: int,
     activation_bits: int,
     reads: WatchedReads | None = None,
+    stored_rows: bool = True,
 ) -> DenseForm:
     """Decide for every weight of a skeleton.
 
@@ -151,6 +170,8 @@ def choose_form(
         bits: 16, 8 or 4.
         activation_bits: 8, 16 or 32.
         reads: From a trial pass.
+        stored_rows: Layers that are not packed read 16-bit rows as they are stored, where they can; else, as
+            on a card, they stay torch's and take the model's type.
     """
     model = skeleton.model
     avoided = latent_projections(model) | (set() if reads is None else reads.modules)
@@ -184,7 +205,7 @@ def choose_form(
         if len(types) != 1:
             continue
         (kind,) = types
-        whole = fit and kind in HALVES
+        whole = stored_rows and fit and kind in HALVES
         if whole:
             kept.update(names)
             sizes[key] = {"stored": parameter.numel() * kind.itemsize}

@@ -1,26 +1,12 @@
-"""Pack dense layers in 8 or 4 bits while loading, and keep what came of it in the cache directory.
-
-Packing reads every dense weight and takes seconds for a large model, so the result is kept in one file a
-model and number of bits. The file names what it was made from: the dense files of the store by their
-SHA-256, the layers, the bits, the format of the packed groups. It holds a SHA-256 of every piece of its data.
-Whatever does not fit, is damaged or missing is packed again; no store depends on it, and it may be deleted at
-any time.
-
-Layout: magic (8 bytes), length of the header (8, little-endian), header (JSON), zeros up to 4096 bytes or a
-multiple, then the packed layers one after the other.
+"""Pack dense layers in 8 or 4 bits while loading, for the CPU or a card; the result is kept in a file, see
+:mod:`moechat.models.packed_file`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,128 +19,64 @@ from moechat.models.dense import TensorSource, model_type, replace_modules
 from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear
 from moechat.models.mapping import map_keys
+from moechat.models.packed_file import Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
-from moechat.routing.atomic import TEMPORARY, replacing
 
-_MAGIC = b"MOEDENSE"
-# Of this file; the groups have the version of the blocks.
-_FORMAT = 1
-_ALIGNMENT = 4096
-_PIECE = 32 << 20
-_MOST_HEADER = 16 << 20
-
-Bytes = npt.NDArray[np.uint8]
 PackCallback = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class PackedFile:
-    """The file of a model's packed layers.
+class PackedMemory(Protocol):
+    """Where packed layers are kept while a model runs: in the process's memory, or in a card's."""
 
-    Attributes:
-        path: Where it is, or would be.
-        content: What it is made from and holds; a file that says anything else is another one.
-        nbytes: Of all packed layers.
-    """
+    def read(self, file: PackedFile) -> bool:
+        """Take all layers from their file; ``False`` where it is not there as it should be."""
+        ...
 
-    path: Path
-    content: Mapping[str, Any]
-    nbytes: int
-
-    @classmethod
-    def of(
-        cls, directory: Path, dense_files: Mapping[str, str], form: DenseForm, dtype: torch.dtype
-    ) -> PackedFile:
-        """The file for a store.
-
-        Args:
-            directory: For such files; made when one is written.
-            dense_files: SHA-256 of the store's dense files by their names.
-            form: Which layers are packed, and in how many bits.
-            dtype: Of the model: weights that are not kept as they are stored are packed from it.
-        """
-        layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
-        content = {
-            "format": _FORMAT,
-            "group_format": _native.BLOCK_FORMAT_VERSION,
-            "bits": form.bits,
-            "dense_files": dict(sorted(dense_files.items())),
-            "layers": [list(layer) for layer in layers],
-            "from": str(dtype) if any(f"{name}.weight" not in form.kept for name, *_ in layers) else "stored",
-        }
-        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)
-        return cls(directory / f"{key[:32]}.packed", content, nbytes)
-
-    def read(self, into: Bytes) -> bool:
-        """Fill ``into`` (uint8 ``[nbytes]``) from the file; ``False`` where it is not there as it should be.
-
-        What ``into`` holds then is undefined.
-        """
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                return self._read(file.fileno(), into)
-        except (OSError, ValueError):
-            return False
-
-    def _read(self, file: int, into: Bytes) -> bool:
-        start = os.pread(file, 16, 0)
-        length = int.from_bytes(start[8:], "little")
-        if start[:8] != _MAGIC or len(start) < 16 or length > _MOST_HEADER:
-            return False
-        header = json.loads(os.pread(file, length, 16))
-        if not isinstance(header, dict) or {**header, "sha256": None} != {**self.content, "sha256": None}:
-            return False
-        begin = _data_start(length)
-        if os.fstat(file).st_size != begin + self.nbytes:
-            return False
-
-        def fill(at: int) -> str:
-            piece = into[at : at + _PIECE]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(file, [piece[done:].data], begin + at + done)
-                if count <= 0:
-                    raise OSError("the file ends early")
-                done += count
-            return hashlib.sha256(piece.data).hexdigest()
-
-        return bool(_each_piece(self.nbytes, fill) == header.get("sha256"))
-
-    def write(self, data: Bytes) -> None:
-        """Put the packed layers in the file's place, whole or not at all.
+    def write(self, file: PackedFile) -> None:
+        """Put all layers in their file's place.
 
         Raises:
             OSError: It cannot be written.
         """
-        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(data[at : at + _PIECE].data).hexdigest())
-        header = json.dumps({**self.content, "sha256": digests}).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(self.path.parent)
-        with replacing(self.path) as file:
-            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
-            file.write(bytes(_data_start(len(header)) - 16 - len(header)))
-            file.write(data.data)
+        ...
+
+    def put(self, at: int, packed: Bytes) -> None:
+        """Take one layer; ``at`` is the place of its first byte."""
+        ...
+
+    def layer(
+        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> nn.Module:
+        """The layer that reads its weights at a place.
+
+        Args:
+            layout: Of its weights.
+            at: Place of its first byte.
+            bias: ``[rows]``, or ``None``.
+            dtype: Of the model.
+        """
+        ...
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """Delete what killed processes were writing: as large as what they did not finish."""
-    for path in directory.glob(f".*{TEMPORARY}"):
-        with suppress(OSError, ValueError):
-            writer = int(path.name.split(".")[-2])
-            try:
-                os.kill(writer, 0)
-            except ProcessLookupError:
-                path.unlink()
+class _HostMemory:
+    def __init__(self, nbytes: int, activation_bits: int) -> None:
+        self._data = _native.huge_empty(nbytes)
+        self._activation_bits = activation_bits
 
+    def read(self, file: PackedFile) -> bool:
+        return file.read(self._data)
 
-def _data_start(header: int) -> int:
-    return -(-(16 + header) // _ALIGNMENT) * _ALIGNMENT
+    def write(self, file: PackedFile) -> None:
+        file.write(self._data)
 
+    def put(self, at: int, packed: Bytes) -> None:
+        self._data[at : at + len(packed)] = packed
 
-def _each_piece(nbytes: int, work: Callable[[int], str]) -> list[str]:
-    with ThreadPoolExecutor(min(8, _native.num_threads())) as pool:
-        return list(pool.map(work, range(0, nbytes, _PIECE)))
+    def layer(
+        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> nn.Module:
+        part = self._data[at : at + layout.nbytes]
+        return PackedLinear(layout, part, bias, self._activation_bits, dtype)
 
 
 def pack_layers(
@@ -163,6 +85,7 @@ def pack_layers(
     form: DenseForm,
     file: PackedFile,
     progress: PackCallback | None = None,
+    memory: PackedMemory | None = None,
 ) -> bool:
     """Put packed layers in the place of those that ``form`` names; from the file, or packed now and kept.
 
@@ -172,6 +95,7 @@ def pack_layers(
         form: With 8 or 4 bits.
         file: Where the packed layers are kept. If it cannot be written, the next start packs again.
         progress: Called with bytes packed and bytes in all.
+        memory: Where the layers go; ``None``: into the process's memory.
 
     Returns:
         Whether the file served.
@@ -180,19 +104,17 @@ def pack_layers(
         UnsupportedModelError: A weight is not finite or too large to be packed.
     """
     model = skeleton.model
-    data = _native.huge_empty(file.nbytes)
-    found = file.read(data)
+    memory = _HostMemory(file.nbytes, form.activation_bits) if memory is None else memory
+    found = memory.read(file)
     targets, _ = map_keys(skeleton, source.keys())
     changed: dict[str, nn.Module] = {}
     at = 0
     for name in sorted(form.linears):
         layout = _native.LinearLayout(*form.linears[name], form.bits)
-        part = data[at : at + layout.nbytes]
-        at += layout.nbytes
         module: Any = model.get_submodule(name)
         if not found:
             try:
-                part[:] = _native.pack_linear(layout, _matrix(module.weight.detach()))
+                memory.put(at, _native.pack_linear(layout, _matrix(module.weight.detach())))
             except ValueError as error:
                 raise UnsupportedModelError(
                     f"{name} cannot be packed in {form.bits} bits: {error}",
@@ -202,14 +124,15 @@ def pack_layers(
             if target is not None:
                 source.release(key for keys in target.sources.values() for key in keys)
             if progress is not None:
-                progress(at, file.nbytes)
+                progress(at + layout.nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")
-        changed[name] = PackedLinear(layout, part, module.bias, form.activation_bits, dtype)
+        changed[name] = memory.layer(layout, at, module.bias, dtype)
+        at += layout.nbytes
     replace_modules(model, changed)
     source.release(source.keys())
     if not found:
         with suppress(OSError):
-            file.write(data)
+            memory.write(file)
     return found
 
 

@@ -24,7 +24,7 @@ from moechat.geometry import ExpertGeometry, WeightType
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
-from moechat.models.dense_form import DenseForm, choose_form, watched_weights
+from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
@@ -174,6 +174,11 @@ class ModelOutline:
         longest = self.pass_tokens(self.own_context)
         blocks = self.geometry(16).blocks_per_expert  # the same for all bits
         return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, longest)
+
+    @property
+    def unpacked(self) -> int:
+        """What a card takes beside packed dense weights, to unpack them for products of many tokens."""
+        return unpacked_bytes(self.form, self.dtype.itemsize)
 
 
 def read_config(source: Path) -> Any:

@@ -75,7 +75,7 @@ class Cases:
         machine: The machine.
         settings: How the near tier is run.
         ctx: Context wanted, or ``None``.
-        dense_bits: Of a dense weight on a CPU.
+        dense_bits: Of a dense weight.
 
     Attributes:
         outline: The model's sizes.
@@ -105,7 +105,7 @@ class Cases:
         from moechat.models.shape import automatic_type, outline_model
 
         if machine.near == "gpu":
-            dtype, dense_bits = torch.bfloat16, 16
+            dtype = torch.bfloat16
         else:
             dtype = automatic_type() if machine.here else torch.float32
         self.machine, self.settings = machine, settings
@@ -138,7 +138,7 @@ class Cases:
             loading=0 if on_gpu else outline.loading,
             kv=outline.cache.nbytes,
             workspace=outline.workspace,
-            scratch=outline.scratch,
+            scratch=outline.scratch + (outline.unpacked if on_gpu else 0),
             page_bytes=geometry.record_bytes,
             blocks=self.shape.layers * geometry.num_experts * geometry.blocks_per_expert,
             min_pages=_MIN_PAGES,

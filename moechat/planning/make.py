@@ -50,7 +50,7 @@ def plan(
         ctx: Tokens of context; ``None``: as ``moechat run`` chooses.
         bits: Of an expert weight; ``None``: the store's, else 4.
         system: As for ``moechat run``.
-        dense_bits: Of a dense weight where the CPU computes: 16, 8 or 4.
+        dense_bits: Of a dense weight: 16, 8 or 4.
 
     Raises:
         UsageError: A value is wrong, or the machine lacks what is asked for.

@@ -29,10 +29,11 @@ def driver() -> Iterator[object]:
 @pytest.fixture(autouse=True)
 def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes a millisecond a program, whatever its size."""
-    from moechat.offload.kernels import launch
+    from moechat.offload.kernels import launch, packed_linear
 
     if launch.INTERPRETED:
         monkeypatch.setattr(launch, "FEW_ROWS", 64)
+        monkeypatch.setattr(packed_linear, "ROWS", 64)
 
 
 @pytest.fixture

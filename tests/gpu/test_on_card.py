@@ -59,18 +59,77 @@ def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
         assert engine.describe()["device"] == "cuda:0"
 
 
+@pytest.mark.parametrize("dense_bits", [8, 4])
+def test_logits_are_those_of_the_cpu_with_the_same_dense_bits(model: Path, dense_bits: int) -> None:
+    # More than a few tokens, and a few.
+    prompts = (PROMPT, PROMPT[:5])
+    with moechat.load(model, dtype="float32", dense_bits=dense_bits, activation_bits=32, ctx=64) as engine:
+        expected = [engine.logits(prompt) for prompt in prompts]
+    with moechat.load(model, device="cuda", dtype="float32", dense_bits=dense_bits, ctx=64) as engine:
+        for prompt, wanted in zip(prompts, expected, strict=True):
+            assert error_of(engine.logits(prompt), wanted) < 1e-4
+
+
+def test_packed_dense_weights_take_less_of_a_budget_that_holds(model: Path) -> None:
+    taken = {}
+    for bits in (16, 4):
+        with moechat.load(model, vram="2G", ctx=64, dense_bits=bits) as engine:
+            list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
+            card = engine._loaded.accelerator
+            assert card.context_bytes + card.peak_bytes() <= 2 << 30
+            taken[bits] = engine.describe()["memory_dense_bytes"]
+    assert taken[4] < taken[16]
+
+
+@pytest.mark.parametrize("dense_bits", [8, 4])
+def test_packed_dense_weights_give_the_same_answer_at_every_budget(model: Path, dense_bits: int) -> None:
+    results = []
+    for pages in (2, None):
+        options = OffloadOptions(pages=pages)
+        with moechat.load(
+            model,
+            device="cuda",
+            vram="4G",
+            ctx=64,
+            dense_bits=dense_bits,
+            deterministic=True,
+            offload=options,
+        ) as engine:
+            answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=24, temperature=0.0)]
+            results.append((engine.logits(PROMPT), answer))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
 @pytest.mark.parametrize("system", ["auto", "moepic", "mixtral-offloading", "deepspeed", "on-demand"])
 def test_the_answer_is_the_same_at_every_budget(model: Path, system: str) -> None:
     results = []
     for pages in (2, 9, None):
         options = OffloadOptions(pages=pages)
-        with moechat.load(model, device="cuda", vram="4G", ctx=64, system=system, offload=options) as engine:
+        with moechat.load(
+            model, device="cuda", vram="4G", ctx=64, system=system, deterministic=True, offload=options
+        ) as engine:
             answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=24, temperature=0.0)]
             results.append((engine.logits(PROMPT), answer))
             assert engine._near.runner.check() == ""
     for logits, answer in results[1:]:
         assert torch.equal(logits, results[0][0])
         assert answer == results[0][1]
+
+
+@pytest.mark.parametrize("system", ["auto", "fiddler"])
+def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(model: Path, system: str) -> None:
+    with moechat.load(model, dtype="float32", activation_bits=32, ctx=64) as engine:
+        expected = engine.logits(PROMPT)
+    for pages in (2, 9):
+        options = OffloadOptions(pages=pages)
+        with moechat.load(
+            model, device="cuda", dtype="float32", activation_bits=32, ctx=64, system=system, offload=options
+        ) as engine:
+            for _ in range(3):
+                assert error_of(engine.logits(PROMPT), expected) < 1e-4
+                list(engine.generate(PROMPT, max_new_tokens=8, temperature=0.0))
+            assert engine.stats.shared_bytes > 0
 
 
 def test_the_budget_holds(model: Path) -> None:

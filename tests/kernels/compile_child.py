@@ -1,5 +1,6 @@
 """Compiles the GPU kernels for cards that need not be there; prints what became of each as JSON."""
 
+import itertools
 import json
 import sys
 
@@ -8,10 +9,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
-from moechat.offload.kernels import launch, triton_blocks
+from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_linear
 
-SCALARS = {"alpha": "fp32", "limit": "fp32", "hidden": "i32", "items_padded": "i32"}
-POINTERS = {"pages": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
+SCALARS = {
+    "alpha": "fp32", "limit": "fp32",
+    **dict.fromkeys(
+        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz"), "i32"
+    ),
+}  # fmt: skip
+POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
+# Sizes that are multiples of 16 in the models that there are, which the compiler is told.
+EVEN = ("hidden", "rows", "cols", "sz")
 
 
 def compile_one(kernel, constants, types, warps, capability):
@@ -22,7 +30,7 @@ def compile_one(kernel, constants, types, warps, capability):
         for name in kernel.arg_names
     }
     places = {name: place for place, name in enumerate(kernel.arg_names)}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "hidden"]
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in EVEN]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -33,11 +41,26 @@ def compile_one(kernel, constants, types, warps, capability):
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
+def sizes_of(built):
+    return {"shared": built.metadata.shared, "bytes": len(built.asm["cubin"])}
+
+
 def main() -> None:
-    """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type."""
+    """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
+
+    No numbers of items: the kernels of packed dense layers, without and with a bias.
+    """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
     results = {}
+    if items == [""]:
+        for bits, bias in itertools.product(map(int, encodings), (False, True)):
+            for plan in packed_linear.launches(bits, dtype, has_bias=bias):
+                for capability in map(int, capabilities):
+                    kernel = getattr(triton_linear, plan.kernel)
+                    built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                    results[f"{plan.kernel} sm_{capability} {bits} bits, bias {bias}"] = sizes_of(built)
+        encodings = []
     for encoding in encodings:
         geometry = ExpertGeometry(
             2880, 2880, 32, int(encoding.rstrip("h")),
@@ -50,7 +73,7 @@ def main() -> None:
                     name = f"{plan.kernel} sm_{capability} {encoding} bits, {count} items"
                     kernel = getattr(triton_blocks, plan.kernel)
                     built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
-                    results[name] = {"shared": built.metadata.shared, "bytes": len(built.asm["cubin"])}
+                    results[name] = sizes_of(built)
     print(json.dumps(results))
 
 

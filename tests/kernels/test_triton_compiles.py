@@ -41,6 +41,15 @@ def test_other_types_compile(dtype, capability):
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capabilities"), [("bfloat16", "86,120"), ("float16", "75"), ("float32", "90")]
+)
+def test_packed_dense_layers_compile(dtype, capabilities):
+    results = compiled(capabilities, "4,8", "", dtype)
+    assert len(results) == 2 * 2 * 2 * len(capabilities.split(","))
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
 @pytest.mark.slow
 def test_old_and_new_generations_compile_any_number_of_tokens():
     results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")

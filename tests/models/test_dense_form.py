@@ -85,6 +85,25 @@ def test_float32_weights_stay_torchs_unless_they_are_packed() -> None:
     assert packed.nbytes < plain.nbytes
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_where_rows_are_not_read_as_stored_all_but_packed_layers_stay_torchs(bits: int, tied: bool) -> None:
+    register()
+    config = tiny_config("qwen3_moe", 0, tie_word_embeddings=tied)
+    skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)
+    stored = dict.fromkeys(skeleton.state, torch.bfloat16)
+    rows = choose_form(skeleton, stored, bits=bits, activation_bits=16)
+    form = choose_form(skeleton, stored, bits=bits, activation_bits=16, stored_rows=False)
+    assert form.embeddings == frozenset()
+    assert form.linears == (rows.linears if bits < 16 else {})
+    assert "model.embed_tokens.weight" not in form.kept
+    if bits == 16:
+        model: Any = skeleton.model
+        tensors = [*model.parameters(), *model.buffers()]
+        assert form.nbytes == sum(tensor.nbytes for tensor in tensors)
+        assert (form.head_bytes, form.itemsize) == (model.lm_head.weight.nbytes, 4.0)
+
+
 def test_a_weight_of_which_nothing_is_known_stays_torchs() -> None:
     register()
     skeleton = build_skeleton(tiny_config("mixtral", 0), torch.float32, IMPLEMENTATION)

@@ -15,7 +15,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
 from moechat import _native
-from moechat.models import packed
+from moechat.models import packed, packed_file
 
 TOKENS = [5, 9, 2, 77, 31]
 
@@ -104,7 +104,7 @@ def test_another_version_has_a_file_of_its_own(
 ) -> None:
     first = logits(checkpoint)
     packings.clear()
-    monkeypatch.setattr(packed, "_FORMAT", packed._FORMAT + 1)
+    monkeypatch.setattr(packed_file, "_FORMAT", packed_file._FORMAT + 1)
     assert torch.equal(logits(checkpoint), first)
     assert packings
     assert len(files(moechat_home)) == 2
@@ -133,15 +133,15 @@ _KILLED = """
 import os, signal, sys
 from contextlib import contextmanager
 import moechat
-from moechat.models import packed
-whole = packed.replacing
+from moechat.models import packed_file
+whole = packed_file.replacing
 @contextmanager
 def killed(path):
     with whole(path) as file:
         yield file
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-packed.replacing = killed
+packed_file.replacing = killed
 moechat.load(sys.argv[1], dense_bits=4, dtype="float32")
 """
 

@@ -77,6 +77,18 @@ def test_json_is_read_by_other_programs(cli: Cli, config: str) -> None:
     assert plan["speed"]["basis"] == "estimate"
 
 
+def test_dense_bits_count_on_a_card(cli: Cli, config: str) -> None:
+    taken = {}
+    for bits in (16, 8, 4):
+        result = cli.call("plan", config, "--vram", "900M", "--dense-bits", str(bits), "--json", *CARD)
+        assert result.status == 0, result.err
+        plan = json.loads(result.out)
+        assert plan["model"]["dense_bits"] == bits
+        parts = {part["name"]: part["bytes"] for part in plan["memory"]["tiers"][0]["parts"]}
+        taken[bits] = parts["dense weights"]
+    assert taken[4] < taken[8] < taken[16]
+
+
 def test_a_reader_may_stop_early(cli: Cli) -> None:
     result = cli.shell("$M plan --list-gpus | head -c 40")
     assert (result.status, result.err) == (0, "")

@@ -282,6 +282,31 @@ def test_a_plan_is_what_loading_does(dense_bits: int) -> None:
     assert made.blocks_per_expert == facts["blocks_per_expert"]
 
 
+@pytest.mark.parametrize("vram", [12 * GIB, 8 * GIB])
+def test_mixtral_fits_cards_of_pcs_and_fewer_dense_bits_leave_more_for_experts(vram: int) -> None:
+    plans = {
+        bits: moechat.plan("mixtral", vram=vram, profile=desktop(vram=vram), ctx=4096, dense_bits=bits)
+        for bits in (16, 8, 4)
+    }
+    # Weights that are packed: four projections of 32 layers, and the head; 4.5 bits each.
+    packed = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096) + 32000 * 4096
+    for bits, made in plans.items():
+        assert (made.dense_bits, made.dtype, made.context) == (bits, "bfloat16", 4096)
+        assert made.far is not None
+        assert (made.far.kind, made.far.share) == ("ram", 1.0)
+        assert made.tiers[0].used <= vram
+        expected = 0 if bits == 16 else packed * 2 - packed * (64 * bits // 8 + 4) // 64
+        assert part(plans[16], "dense weights") - part(made, "dense weights") == expected
+        # What they are unpacked in.
+        unpacked = part(made, "workspace") - part(plans[16], "workspace")
+        assert unpacked == (0 if bits == 16 else 32 << 20)
+        saved = expected - unpacked
+        assert part(made, "experts") - part(plans[16], "experts") == pytest.approx(saved, rel=0.03)
+    speeds = [made.speed.tokens_per_s for made in plans.values() if made.speed is not None]
+    assert speeds == sorted(speeds)
+    assert speeds[2] > 1.1 * speeds[0]
+
+
 @pytest.mark.parametrize("system", sorted(SYSTEMS.keys() - {"oracle"}))  # which the engine refuses here
 @pytest.mark.parametrize("known", [False, True])
 def test_pages_are_divided_as_the_engine_does(kept: Path, system: str, known: bool) -> None:

@@ -64,10 +64,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel as it is built for a kind of expert: what the compiler has to know.
+    """One kernel as it is built for a kind of expert, or of dense layer: what the compiler has to know.
 
     Attributes:
-        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`.
+        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, or ``triton_linear``.
         constants: Values of its compile-time parameters.
         types: Triton's types of those of its pointers that differ between builds.
         warps: Of a program.

@@ -1,0 +1,192 @@
+"""The file in the cache directory that keeps the packed dense layers of a model.
+
+Packing reads every dense weight and takes seconds for a large model, so the result is kept in one file a
+model and number of bits. The file names what it was made from: the dense files of the store by their
+SHA-256, the layers, the bits, the format of the packed groups. It holds a SHA-256 of every piece of its data.
+Whatever does not fit, is damaged or missing is packed again; no store depends on it, and it may be deleted at
+any time.
+
+Layout: magic (8 bytes), length of the header (8, little-endian), header (JSON), zeros up to 4096 bytes or a
+multiple, then the packed layers one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat import _native
+from moechat.models.dense_form import DenseForm
+from moechat.routing.atomic import TEMPORARY, replacing
+
+_MAGIC = b"MOEDENSE"
+# Of this file; the groups have the version of the blocks.
+_FORMAT = 1
+_ALIGNMENT = 4096
+_PIECE = 32 << 20
+# Threads that read and hash pieces, at most.
+_WORKERS = 8
+_MOST_HEADER = 16 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """The file of a model's packed layers.
+
+    Attributes:
+        path: Where it is, or would be.
+        content: What it is made from and holds; a file that says anything else is another one.
+        nbytes: Of all packed layers.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls, directory: Path, dense_files: Mapping[str, str], form: DenseForm, dtype: torch.dtype
+    ) -> PackedFile:
+        """The file for a store.
+
+        Args:
+            directory: For such files; made when one is written.
+            dense_files: SHA-256 of the store's dense files by their names.
+            form: Which layers are packed, and in how many bits.
+            dtype: Of the model: weights that are not kept as they are stored are packed from it.
+        """
+        layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
+        content = {
+            "format": _FORMAT,
+            "group_format": _native.BLOCK_FORMAT_VERSION,
+            "bits": form.bits,
+            "dense_files": dict(sorted(dense_files.items())),
+            "layers": [list(layer) for layer in layers],
+            "from": str(dtype) if any(f"{name}.weight" not in form.kept for name, *_ in layers) else "stored",
+        }
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)
+        return cls(directory / f"{key[:32]}.packed", content, nbytes)
+
+    def read(self, into: Bytes) -> bool:
+        """Fill ``into`` (uint8 ``[nbytes]``) from the file; ``False`` where it is not there as it should be.
+
+        What ``into`` holds then is undefined.
+        """
+
+        def piece(file: int, at: int, offset: int) -> str:
+            return _read_piece(file, offset, into[at : at + _PIECE])
+
+        return self._read(piece, _WORKERS)
+
+    def read_in_pieces(self, take: Callable[[int, Bytes], None]) -> bool:
+        """As :meth:`read`, for what lies elsewhere: ``take`` gets each piece in turn, with the place of its
+        first byte, and does not keep it.
+        """
+        buffer = np.empty(min(_PIECE, self.nbytes), np.uint8)
+
+        def piece(file: int, at: int, offset: int) -> str:
+            part = buffer[: min(_PIECE, self.nbytes - at)]
+            digest = _read_piece(file, offset, part)
+            take(at, part)
+            return digest
+
+        return self._read(piece, 1)
+
+    def _read(self, read: Callable[[int, int, int], str], workers: int) -> bool:
+        """``read`` takes a file, the place of a piece and its offset in the file, and gives its SHA-256."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                number = file.fileno()
+                start = os.pread(number, 16, 0)
+                length = int.from_bytes(start[8:], "little")
+                if start[:8] != _MAGIC or len(start) < 16 or length > _MOST_HEADER:
+                    return False
+                header = json.loads(os.pread(number, length, 16))
+                if not isinstance(header, dict) or {**header, "sha256": None} != {
+                    **self.content,
+                    "sha256": None,
+                }:
+                    return False
+                begin = _data_start(length)
+                if os.fstat(number).st_size != begin + self.nbytes:
+                    return False
+                digests = _each_piece(self.nbytes, lambda at: read(number, at, begin + at), workers)
+                return bool(digests == header.get("sha256"))
+        except (OSError, ValueError):
+            return False
+
+    def write(self, data: Bytes) -> None:
+        """Put the packed layers in the file's place, whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(lambda at: data[at : at + _PIECE], _WORKERS)
+
+    def write_in_pieces(self, give: Callable[[int, int], Bytes]) -> None:
+        """As :meth:`write`, of what lies elsewhere: ``give`` gets the first byte of a piece and the one after
+        its last, every piece twice.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._write(lambda at: give(at, min(at + _PIECE, self.nbytes)), 1)
+
+    def _write(self, piece: Callable[[int], Bytes], workers: int) -> None:
+        digests = _each_piece(self.nbytes, lambda at: hashlib.sha256(piece(at).data).hexdigest(), workers)
+        header = json.dumps({**self.content, "sha256": digests}).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(self.path.parent)
+        with replacing(self.path) as file:
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            file.write(bytes(_data_start(len(header)) - 16 - len(header)))
+            for at in range(0, self.nbytes, _PIECE):
+                file.write(piece(at).data)
+
+
+def _read_piece(file: int, offset: int, into: Bytes) -> str:
+    """Fill ``into`` from an offset of a file; its SHA-256."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:].data], offset + done)
+        if count <= 0:
+            raise OSError("the file ends early")
+        done += count
+    return hashlib.sha256(into.data).hexdigest()
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Delete what killed processes were writing: as large as what they did not finish."""
+    for path in directory.glob(f".*{TEMPORARY}"):
+        with suppress(OSError, ValueError):
+            writer = int(path.name.split(".")[-2])
+            try:
+                os.kill(writer, 0)
+            except ProcessLookupError:
+                path.unlink()
+
+
+def _data_start(header: int) -> int:
+    return -(-(16 + header) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _each_piece(nbytes: int, work: Callable[[int], str], workers: int) -> list[str]:
+    places = range(0, nbytes, _PIECE)
+    if workers == 1:
+        return [work(at) for at in places]
+    with ThreadPoolExecutor(min(workers, _native.num_threads())) as pool:
+        return list(pool.map(work, places))

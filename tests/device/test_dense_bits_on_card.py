@@ -1,0 +1,210 @@
+"""Dense weights packed on a card, as far as that can be without one (see ``interpreted_card.py``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tiny import tiny_config, write_tiny_checkpoint
+
+import moechat
+from moechat import _native
+from moechat.errors import DoesNotFitError, UnsupportedModelError
+from moechat.models import packed, packed_file
+from moechat.models.linear import PackedLinear
+from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips
+from moechat.offload.settings import OffloadOptions
+
+# More than a few tokens, and a few.
+PROMPT = [5, 17, 9, 33, 21, 2, 60, 44, 13, 71, 8]
+FEW = PROMPT[:5]
+# float32 both, products in another order; router choices are the same.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0))
+    return directory
+
+
+def load(model: Path, card: Any, *, pages: int | None = None, **arguments: Any) -> moechat.Engine:
+    offload = OffloadOptions(accelerator=card, pages=pages)
+    return moechat.load(
+        model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", "activation_bits": 32, **arguments}
+    )
+
+
+def on_cpu(model: Path, dense_bits: int) -> moechat.Engine:
+    return moechat.load(model, dtype="float32", dense_bits=dense_bits, activation_bits=32, ctx=64)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def names_of(engine: moechat.Engine, kind: type) -> list[str]:
+    return [name for name, module in engine._model.named_modules() if isinstance(module, kind)]
+
+
+@pytest.mark.parametrize("dense_bits", [8, 4])
+def test_logits_are_those_of_the_cpu_with_the_same_bits(model: Path, card: Any, dense_bits: int) -> None:
+    with on_cpu(model, dense_bits) as engine:
+        wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]
+        layers = names_of(engine, PackedLinear)
+    with load(model, card, dense_bits=dense_bits) as engine:
+        assert engine.describe()["dense_bits"] == dense_bits
+        assert names_of(engine, DevicePackedLinear) == layers
+        assert "lm_head" in layers
+        assert type(engine._model.get_input_embeddings()) is torch.nn.Embedding
+        for tokens, expected in zip((FEW, PROMPT), wanted, strict=True):
+            assert error_of(engine.logits(tokens), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "shape"), [("mixtral", 0), ("gpt_oss", 0), ("deepseek_v2", 1)])
+def test_other_families_give_what_the_cpu_gives(
+    family: str, shape: int, card: Any, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, shape))
+    with on_cpu(tmp_path / family, 4) as engine:
+        wanted = engine.logits(FEW)
+    with load(tmp_path / family, card, pages=12, dense_bits=4) as engine:
+        assert names_of(engine, DevicePackedLinear)
+        assert error_of(engine.logits(FEW), wanted) < TOLERANCE
+
+
+def test_a_head_that_is_the_embedding_is_packed_beside_it(
+    card: Any, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / "tied", tiny_config("qwen3_moe", 0, tie_word_embeddings=True))
+    with on_cpu(tmp_path / "tied", 4) as engine:
+        wanted = engine.logits(FEW)
+    with load(tmp_path / "tied", card, dense_bits=4) as engine:
+        assert "lm_head" in names_of(engine, DevicePackedLinear)
+        assert error_of(engine.logits(FEW), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_sixteen_bit_types_stay_close_to_float32(model: Path, card: Any, dtype: str, bound: float) -> None:
+    with on_cpu(model, 4) as engine:
+        wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]
+    with load(model, card, dense_bits=4, dtype=dtype) as engine:
+        for tokens, expected in zip((FEW, PROMPT), wanted, strict=True):
+            assert error_of(engine.logits(tokens), expected) < bound
+
+
+def test_the_answer_is_the_same_for_every_budget(model: Path, card: Any) -> None:
+    results = []
+    for pages in (2, None):
+        with load(model, card, pages=pages, dense_bits=4, deterministic=True) as engine:
+            answer = [step.token_id for step in engine.generate(FEW, max_new_tokens=3, temperature=0.0)]
+            results.append((engine.logits(PROMPT), answer))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_the_plan_counts_what_lies_on_the_card(model: Path, card: Any) -> None:
+    taken = {}
+    for bits in (16, 8, 4):
+        with load(model, card, dense_bits=bits) as engine:
+            facts = engine.describe()
+            dense = engine._loaded.form.nbytes
+            own = [*engine._model.parameters(), *engine._model.buffers()]
+            assert dense == sum(tensor.nbytes for tensor in own)
+            strips = {layer._strips for layer in engine._model.modules() if type(layer) is DevicePackedLinear}
+            unpacked = sum(strip._memory.nbytes for strip in strips)
+            taken[bits] = (facts["memory_dense_bytes"], facts["memory_scratch_bytes"] - unpacked)
+            assert card.limited_to == (1 << 30) - card.context_bytes - (96 << 20)
+    assert taken[4][0] < taken[8][0] < taken[16][0]
+    assert taken[4][1] == taken[8][1] == taken[16][1]
+
+
+def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(
+    card: Any, tmp_path: Path, moechat_home: Path
+) -> None:
+    # An attention of 50 MiB in float32, so that bits show in what is the least.
+    config = tiny_config("qwen3_moe", 0, hidden_size=256, num_attention_heads=48, head_dim=256)
+    write_tiny_checkpoint(tmp_path / "wide", config)
+    least = {}
+    for bits in (16, 4):
+        with pytest.raises(DoesNotFitError, match="the least that works is") as caught:
+            load(tmp_path / "wide", card, vram="100M", dense_bits=bits)
+        assert caught.value.least_bytes is not None
+        least[bits] = caught.value.least_bytes
+    assert least[4] <= least[16] - (16 << 20)
+    with load(tmp_path / "wide", card, vram=least[4], dense_bits=4):
+        pass
+
+
+def test_cpu_and_card_share_the_file_of_packed_layers(
+    model: Path, card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(packed_file, "_PIECE", 1000)  # of which the file has many
+    with load(model, card, dense_bits=4) as engine:
+        wanted = engine.logits(FEW)
+    (path,) = (tmp_path / "cache" / "dense").iterdir()
+    whole = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed._native, "pack_linear", lambda *_: pytest.fail("it was packed again"))
+        with load(model, card, dense_bits=4) as engine:
+            assert torch.equal(engine.logits(FEW), wanted)
+        with on_cpu(model, 4) as engine:
+            assert error_of(engine.logits(FEW), wanted) < TOLERANCE
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with load(model, card, dense_bits=4) as engine:
+        assert torch.equal(engine.logits(FEW), wanted)
+    assert path.read_bytes() == whole
+
+
+def test_memory_that_runs_out_while_packing_is_told_as_before(
+    model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Strips, "__init__", never)
+    with pytest.raises(DoesNotFitError, match="dense weights do not fit on the graphics card") as caught:
+        load(model, card, dense_bits=4)
+    assert "end other programs" in str(caught.value.hint)
+
+
+def test_weights_that_cannot_be_packed_are_refused_by_name(
+    model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("weight (0, 0) is inf")
+
+    monkeypatch.setattr(_native, "pack_linear", refuse)
+    monkeypatch.setattr(packed_file.PackedFile, "read_in_pieces", lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match="lm_head cannot be packed in 4 bits"):
+        load(model, card, dense_bits=4)
+
+
+def test_kernels_of_packed_layers_are_built_before_the_first_answer(
+    model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    forward = DevicePackedLinear.forward
+
+    def counted(layer: DevicePackedLinear, x: torch.Tensor) -> torch.Tensor:
+        tokens.append(x.numel() // layer.in_features)
+        return forward(layer, x)
+
+    monkeypatch.setattr(DevicePackedLinear, "forward", counted)
+    monkeypatch.setattr(card, "warm", lambda launch: launch())
+    with load(model, card, dense_bits=4) as engine:
+        kinds = {
+            (layer.out_features, layer.in_features)
+            for layer in engine._model.modules()
+            if isinstance(layer, DevicePackedLinear)
+        }
+        assert sorted(tokens) == [1] * len(kinds) + [9] * len(kinds)
