@@ -1119,12 +1119,28 @@ class ExpertRunner:
         Raises:
             RuntimeError: No layer has begun.
         """
+    def item_lists(self, lists: _I32) -> tuple[int, int, int, int, int]:
+        """Write the items of the begun layer as kernels read them.
+
+        Args:
+            lists: int32 ``[n]``, overwritten from its beginning; the order is that of
+                ``native/src/offload/device_lists.h``.
+
+        Returns:
+            Elements written, rows, items, items of a token at most (at least 1), items of a row at most.
+
+        Raises:
+            RuntimeError: No layer has begun.
+            ValueError: They do not fit.
+        """
     def finish_on_device(
         self,
         stream: int,
         tokens: int,
         work: int,
-        launch: Callable[[_I32, _I32, _I32], None],
+        lists: _I32,
+        first: int,
+        launch: Callable[[int, int, int, int, int], int],
         x: _F32 | None = None,
         out: _F32 | None = None,
     ) -> int:
@@ -1135,9 +1151,12 @@ class ExpertRunner:
                 streams: with them ``launch`` returns when its kernels are done.
             tokens: Of :meth:`begin`.
             work: Most (token, block) pairs of a call; one block of a row is given even if it has more.
-            launch: Called with the page of each block ``[entries]``, the first of each row's ``[rows + 1]``,
-                and the number of each row's first block ``[rows]``; over all calls every block once, those
-                of a row in ascending order, but for those that the CPU computes.
+            lists: int32 ``[n]``: the lists of each launch are written there before it is called.
+            first: Where those of the first one begin.
+            launch: Called with the place at which its lists begin, the place behind them, and the numbers of
+                blocks, rows and (token, block) pairs; returns where those of the next one begin. Over all
+                calls every block comes once, those of a row in ascending order, but for those that the CPU
+                computes.
             x: ``[tokens, hidden]``, C order: what the CPU computes from, after a :meth:`begin` with another
                 ``miss`` than ``fetch``.
             out: ``[tokens, hidden]``, C order, the CPU's part of the sum; touched only if there is one (see

@@ -26,7 +26,7 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.cached import MIN_PAGES, NearTier
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.far_memory import FarMemory
-from moechat.offload.kernels.block_list import BlockList, IntArray, Items
+from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import FEW_TOKENS, BlockKernels
 from moechat.offload.planner import Knowledge
 from moechat.offload.settings import LinkSettings
@@ -91,6 +91,7 @@ class DeviceTier(NearTier):
         self.far = far
         self._owns_far = owns_far
         self.kernels = BlockKernels(store.geometry, accelerator.device)
+        self.lists = ListMemory(store.geometry, accelerator.device, accelerator.synchronize)
         self._routers = routers
         self._rest: dict[str, Any] = {
             "store": store,
@@ -163,7 +164,7 @@ class DeviceTier(NearTier):
             items = Items.build(ends, token, np.ones(tokens, np.float32), tokens, device)
             x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
             partial = self.kernels.partials(items, dtype)
-            blocks = BlockList.build(one, np.array([0, 1], np.int32), one, items)
+            blocks = BlockList.build(one, np.array([0, 1], np.int32), one, ends, device)
             self.kernels.add(self.memory, blocks, items, x, partial)
             self.kernels.combine(partial, items, torch.empty_like(x))
 
@@ -274,29 +275,32 @@ class DeviceExpertLayer:
     def _compute(
         self, x: torch.Tensor, activations: int, inputs: npt.NDArray[np.float32] | None
     ) -> torch.Tensor:
-        near = self.near
+        near, tokens = self.near, len(x)
         # Once: another thread may close the tier, and kernels read these pages until the pass is over.
-        kernels, accelerator, memory = near.kernels, near.accelerator, near.memory
-        _, row_item, item_token, item_weight = near.runner.rows()
-        items = Items.build(row_item, item_token, item_weight, len(x), accelerator.device)
+        kernels, accelerator, memory, lists = near.kernels, near.accelerator, near.memory, near.lists
+        items = lists.begin(near.runner, tokens, activations // max(1, tokens))
         partial = kernels.partials(items, x.dtype)
         far_out = None
         if inputs is not None:
-            far_out = near.far_out(len(x))
+            far_out = near.far_out(tokens)
             partial.zero_()  # an expert may have no block here
 
-        def launch(page: IntArray, row_entry: IntArray, row_block: IntArray) -> None:
+        def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
             accelerator.before_kernels()
-            kernels.add(memory, BlockList.build(page, row_entry, row_block, items), items, x, partial)
+            kernels.add(memory, lists.blocks(begin, end, entries, rows, slots), items, x, partial)
+            return lists.next(end)
 
         near.counters.bytes_read += near.runner.finish_on_device(
             accelerator.stream(),
-            len(x),
+            tokens,
             WORK_PAIRS,
+            lists.host,
+            lists.first,
             launch,
             x=inputs,
             out=None if far_out is None else far_out.numpy(),
         )
+        lists.finish()
         near.counters.activations += activations
         out = torch.empty_like(x)
         others = None

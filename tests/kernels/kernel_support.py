@@ -74,7 +74,7 @@ class GpuCall(Call):
         for low, high in (([0] * self.experts, middle), (middle, [self.blocks] * self.experts)):
             page = [order[e * self.blocks + b] for e in range(self.experts) for b in range(low[e], high[e])]
             entries = int32(np.cumsum([0, *np.subtract(high, low)]))
-            blocks = BlockList.build(int32(page), entries, int32(low), items)
+            blocks = BlockList.build(int32(page), entries, int32(low), starts, DEVICE)
             kernels.add(on_device, blocks, items, x, partial)
         out = torch.full_like(x, float("nan"))
         kernels.combine(partial, items, out, None if others is None else others.to(DEVICE))

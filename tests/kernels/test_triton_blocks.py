@@ -85,11 +85,10 @@ def test_items_of_a_token_are_in_the_order_of_experts():
 
 
 def test_lists_begin_at_aligned_addresses():
-    items = Items.build(
-        np.array([0, 1, 3], np.int32), np.zeros(3, np.int32), np.ones(3, np.float32), 1, torch.device("cpu")
-    )
+    ends, cpu = np.array([0, 1, 3], np.int32), torch.device("cpu")
+    items = Items.build(ends, np.zeros(3, np.int32), np.ones(3, np.float32), 1, cpu)
     blocks = BlockList.build(
-        np.array([7, 8, 9], np.int32), np.array([0, 1, 3], np.int32), np.array([4, 0], np.int32), items
+        np.array([7, 8, 9], np.int32), np.array([0, 1, 3], np.int32), np.array([4, 0], np.int32), ends, cpu
     )
     assert blocks.entry_row.tolist() == [0, 1, 1]
     assert blocks.entry_slot.tolist() == [0, 1, 3]

@@ -7,6 +7,7 @@ import pytest
 from fake_cuda import VARIABLE, FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_lists import read_items, read_launch
 
 from moechat import _native
 
@@ -73,11 +74,26 @@ class Tier:
         self.runner.begin(layer, np.ascontiguousarray(index, np.int64), np.ones(index.shape, np.float32))
         if layer + 1 < LAYERS and tokens == 1:
             self.runner.prefetch(layer + 1, np.arange(EXPERTS, dtype=np.float32), 2, None)
-        experts, start, _, _ = self.runner.rows()
+        experts, start, token, weight = self.runner.rows()
+        lists = np.zeros(4096, np.int32)
+        written = self.runner.item_lists(lists)
+        row_item, item_token, item_weight, table = read_items(lists, written, tokens)
+        assert np.array_equal(row_item, start)
+        assert np.array_equal(item_token, token)
+        assert np.array_equal(item_weight, weight)
+        for number, items in enumerate(table):
+            own = np.flatnonzero(token == number)
+            assert items.tolist() == [*own, *[-1] * (table.shape[1] - len(own))]
         launched = []
 
-        def launch(page, row_entry, row_block):
-            assert len(row_entry) == len(experts) + 1
+        def launch(begin, end, entries, rows, slots):
+            assert rows == len(experts)
+            found = read_launch(lists, begin, end, entries, rows)
+            page, row_entry, row_block = found.page, found.row_entry, found.row_block
+            assert np.array_equal(found.row, np.repeat(np.arange(rows), np.diff(row_entry)))
+            of_entry = np.diff(start)[found.row]
+            assert np.array_equal(found.slot, np.cumsum(of_entry) - of_entry)
+            assert slots == of_entry.sum()
             expected = []
             for row, expert in enumerate(experts):
                 for place, entry in enumerate(range(row_entry[row], row_entry[row + 1])):
@@ -104,9 +120,10 @@ class Tier:
                 kernel()
             if fail:
                 raise ValueError("the launch failed")
+            return end if end < 2048 else written[0]
 
         self.pairs = []
-        walked = self.runner.finish_on_device(self.stream.handle, tokens, work, launch)
+        walked = self.runner.finish_on_device(self.stream.handle, tokens, work, lists, written[0], launch)
         assert walked == len(launched) * PAGE
         return launched
 
@@ -228,11 +245,19 @@ def test_pages_of_a_device_are_not_computed_by_the_cpu(cuda, far):
         x = np.zeros((1, 64), np.float32)
         with pytest.raises(RuntimeError, match="memory of a device"):
             tier.runner.finish(x, np.zeros_like(x))
+        lists = np.zeros(64, np.int32)
         with pytest.raises(ValueError, match="work is 0"):
-            tier.runner.finish_on_device(0, 1, 0, print)
-        tier.runner.abort()
-        with pytest.raises(RuntimeError, match="no layer has begun"):
-            tier.runner.rows()
+            tier.runner.finish_on_device(0, 1, 0, lists, 0, print)
+        with pytest.raises(ValueError, match="do not fit into 3"):
+            tier.runner.item_lists(lists[:3])
+        with pytest.raises(ValueError, match="cannot begin at 65"):
+            tier.runner.finish_on_device(tier.stream.handle, 1, 10, lists, 65, print)
+        tier.runner.begin(0, np.array([[0, 1]]), np.ones((1, 2), np.float32))
+        with pytest.raises(ValueError, match="lists of 44 elements do not fit into 4"):
+            tier.runner.finish_on_device(tier.stream.handle, 1, 10, lists, 60, print)
+        for call in (tier.runner.rows, lambda: tier.runner.item_lists(lists)):
+            with pytest.raises(RuntimeError, match="no layer has begun"):
+                call()
         assert (tier.runner.huge_bytes, tier.runner.resident_bytes) == (0, 0)
     finally:
         tier.close()

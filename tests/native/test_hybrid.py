@@ -7,6 +7,7 @@ import pytest
 from fake_cuda import VARIABLE, FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_lists import read_launch
 from native_support import random_expert
 
 from moechat import _native
@@ -107,8 +108,11 @@ class Tier:
             self.runner.prefetch(layer, None, EXPERTS, 3 * PAGE)
         experts, *_ = self.runner.rows()
         launched = []
+        lists = np.zeros(4096, np.int32)
 
-        def launch(page, row_entry, row_block):
+        def launch(begin, end, entries, rows, slots):
+            found = read_launch(lists, begin, end, entries, rows)
+            page, row_entry, row_block = found.page, found.row_entry, found.row_block
             expected = []
             for row, expert in enumerate(experts):
                 for place, entry in enumerate(range(row_entry[row], row_entry[row + 1])):
@@ -120,9 +124,12 @@ class Tier:
                 self.right.append(right)
 
             self.stream.run(kernel) if self.kind.startswith("cuda") else kernel()
+            return 0
 
         out = np.full_like(x, np.nan)
-        walked = self.runner.finish_on_device(self.stream.handle, len(index), work, launch, x=x, out=out)
+        walked = self.runner.finish_on_device(
+            self.stream.handle, len(index), work, lists, 0, launch, x=x, out=out
+        )
         assert walked == len(launched) * PAGE
         assert len(set(launched)) == len(launched)
         everything = {(int(e), block) for e in np.unique(index) for block in range(BLOCKS)}
@@ -245,6 +252,7 @@ def test_a_layer_that_was_dropped_in_the_middle_leaves_nothing(cuda, records):
     tier = Tier(cuda, records, 20)
     try:
         x = np.zeros((9, HIDDEN), np.float32)
+        lists = np.zeros(4096, np.int32)
         index = np.array([[0, 1]] + [[0, 2]] * 8)  # 0 has too many tokens for the CPU
 
         def fail(*_):
@@ -253,7 +261,9 @@ def test_a_layer_that_was_dropped_in_the_middle_leaves_nothing(cuda, records):
         for _ in range(3):
             tier.runner.begin(0, index, np.ones(index.shape, np.float32), "both")
             with pytest.raises(ValueError, match="the launch failed"):
-                tier.runner.finish_on_device(tier.stream.handle, 9, 100, fail, x=x, out=np.zeros_like(x))
+                tier.runner.finish_on_device(
+                    tier.stream.handle, 9, 100, lists, 0, fail, x=x, out=np.zeros_like(x)
+                )
             for layer in range(LAYERS):
                 tier.layer(layer, [[4, 5]], rng, "both")
         tier.runner.begin(1, np.array([[0, 1]]), np.ones((1, 2), np.float32), "both")
@@ -269,16 +279,19 @@ def test_what_is_missing_for_it_is_refused(cuda, records):
     tier = Tier(cuda, records, 20)
     try:
         index, weights = np.array([[0, 1]]), np.ones((1, 2), np.float32)
+        lists = np.zeros(4096, np.int32)
         with pytest.raises(ValueError, match="miss is 'some'"):
             tier.runner.begin(0, index, weights, "some")
         tier.runner.begin(0, index, weights, "both")
         with pytest.raises(ValueError, match="was given no x and out"):
-            tier.runner.finish_on_device(tier.stream.handle, 1, 100, print)
+            tier.runner.finish_on_device(tier.stream.handle, 1, 100, lists, 0, print)
         with pytest.raises(RuntimeError, match="is for finish_on_device"):
             tier.runner.finish(np.zeros((1, HIDDEN), np.float32), np.zeros((1, HIDDEN), np.float32))
         two = np.zeros((2, HIDDEN), np.float32)
         with pytest.raises(ValueError, match="x has 2 rows for 1 tokens"):
-            tier.runner.finish_on_device(tier.stream.handle, 1, 100, print, x=two, out=np.zeros_like(two))
+            tier.runner.finish_on_device(
+                tier.stream.handle, 1, 100, lists, 0, print, x=two, out=np.zeros_like(two)
+            )
         tier.runner.abort()
         with pytest.raises(ValueError, match="far_records has 1 layers of 3"):
             _native.ExpertRunner(

@@ -2,17 +2,21 @@
 
 One contiguous int32 buffer a launch, so that it reaches the GPU in one copy. Rows are experts, ascending;
 items are (token, expert) pairs, grouped by row; entries are blocks, grouped by row, each row's blocks
-neighbours and ascending; a slot is one entry for one item.
+neighbours and ascending; a slot is one entry for one item. While a model runs the native runner writes them
+(``native/src/offload/device_lists.h``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from moechat import _native
+from moechat.geometry import ExpertGeometry
 
 # Every list begins at a multiple of 16 bytes: Triton makes another build of a kernel for what does not.
 _ALIGNMENT = 4
@@ -31,7 +35,6 @@ class Items:
         item_token: int32 ``[items]``.
         item_weight: float32 ``[items]`` router weights.
         token_item: int32 ``[tokens, picks]`` the items of each token, experts ascending; -1: none.
-        row_items: ``row_item`` on the host.
         most: Of a row. The kernels are chosen by it, not by what a launch has: another choice rounds
             differently.
     """
@@ -42,7 +45,6 @@ class Items:
     item_token: torch.Tensor
     item_weight: torch.Tensor
     token_item: torch.Tensor
-    row_items: IntArray
     most: int
 
     @classmethod
@@ -72,7 +74,6 @@ class Items:
             item_token=parts[1],
             item_weight=parts[2].view(torch.float32),
             token_item=parts[3].view(token_item.shape),
-            row_items=row_item,
             most=int(np.diff(row_item).max(initial=0)),
         )
 
@@ -100,26 +101,149 @@ class BlockList:
     row_block: torch.Tensor
 
     @classmethod
-    def build(cls, entry_page: IntArray, row_entry: IntArray, row_block: IntArray, items: Items) -> BlockList:
-        """Copy the blocks of a launch to the device of its items, in one piece.
+    def build(
+        cls,
+        entry_page: IntArray,
+        row_entry: IntArray,
+        row_block: IntArray,
+        row_item: IntArray,
+        device: torch.device,
+    ) -> BlockList:
+        """Copy the blocks of a launch to a device, in one piece.
 
         Args:
             entry_page: ``[entries]``.
             row_entry: ``[rows + 1]``, ascending from 0 to the number of entries.
             row_block: ``[rows]``.
-            items: Of the pass.
+            row_item: ``[rows + 1]``, of the pass.
+            device: Where they go.
         """
         per_row = np.diff(row_entry)
         rows = np.arange(len(per_row), dtype=np.int32)
         entry_row = np.repeat(rows, per_row)
-        of_entry = np.diff(items.row_items)[entry_row]
+        of_entry = np.diff(row_item)[entry_row]
         ends = np.cumsum(of_entry, dtype=np.int64)
         slots = int(ends[-1]) if len(ends) else 0
         if slots > np.iinfo(np.int32).max:
             raise ValueError(f"{slots} pairs of a block and a token are too many for one launch")
         entry_slot = (ends - of_entry).astype(np.int32)
-        parts = _upload((entry_page, entry_row, entry_slot, row_entry, row_block), items.row_item.device)
+        parts = _upload((entry_page, entry_row, entry_slot, row_entry, row_block), device)
         return cls(len(entry_page), slots, *parts)
+
+
+class ListMemory:
+    """Where the native runner writes lists, and their copies on a device.
+
+    Invariant: what lies in the host's part from the beginning of a pass over a layer on stays as it is until
+    it has been copied, which is at the latest when the next layer's router has spoken: that comes after it in
+    the stream.
+
+    Args:
+        geometry: Of the experts.
+        device: Where the lists go.
+        synchronize: Waits until everything has been copied.
+    """
+
+    def __init__(
+        self, geometry: ExpertGeometry, device: torch.device, synchronize: Callable[[], None]
+    ) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._synchronize = synchronize
+        self._host = torch.empty(0, dtype=torch.int32)
+        self._view: IntArray = self._host.numpy()
+        self._there = self._host
+        self._copied = 0
+        self._items_end = 0
+        self._launch = 0  # elements that a launch of this pass takes at most
+
+    def begin(self, runner: _native.ExpertRunner, tokens: int, picks: int) -> Items:
+        """The items of the layer that has begun.
+
+        Args:
+            runner: That it has begun in.
+            tokens: Of the pass.
+            picks: Experts of a token, at most.
+        """
+        geometry = self._geometry
+        chosen = tokens * picks
+        rows = min(geometry.num_experts, chosen)
+        self._launch = 3 * (rows * geometry.blocks_per_expert) + 2 * rows + 1 + 5 * _ALIGNMENT
+        # As a rule there are two launches.
+        self._grow(rows + 3 * chosen + 1 + 4 * _ALIGNMENT + 2 * self._launch)
+        end, rows, items, most_picks, most = runner.item_lists(self._view)
+        self._copied, self._items_end = 0, end
+        first, second, third = _rounded(rows + 1), _rounded(items), _rounded(items)
+        there = self._there
+        return Items(
+            tokens=tokens,
+            count=items,
+            row_item=there[: rows + 1],
+            item_token=there[first : first + items],
+            item_weight=there[first + second : first + second + items].view(torch.float32),
+            token_item=there[first + second + third : first + second + third + tokens * most_picks].view(
+                tokens, most_picks
+            ),
+            most=most,
+        )
+
+    @property
+    def host(self) -> IntArray:
+        """What the runner writes to; the lists of launches go from :attr:`first` on."""
+        return self._view
+
+    @property
+    def first(self) -> int:
+        """Place of the first launch's lists."""
+        return self._items_end
+
+    def blocks(self, begin: int, end: int, entries: int, rows: int, slots: int) -> BlockList:
+        """The blocks of a launch, whose lists the runner has written from ``begin`` to ``end``."""
+        self._copy(end)
+        second = begin + _rounded(entries)
+        third = second + _rounded(entries)
+        fourth = third + _rounded(entries)
+        fifth = fourth + _rounded(rows + 1)
+        there = self._there
+        return BlockList(
+            entries,
+            slots,
+            there[begin : begin + entries],
+            there[second : second + entries],
+            there[third : third + entries],
+            there[fourth : fourth + rows + 1],
+            there[fifth : fifth + rows],
+        )
+
+    def next(self, end: int) -> int:
+        """Where the next launch's lists go, after one that has been given and whose lists end there."""
+        if end + self._launch <= len(self._view):
+            return end
+        self._synchronize()
+        self._copied = self._items_end
+        return self._items_end
+
+    def finish(self) -> None:
+        """Copy what no launch has: without any the items are still to come."""
+        self._copy(self._items_end)
+
+    def _copy(self, end: int) -> None:
+        if end > self._copied:
+            part = slice(self._copied, end)
+            self._there[part].copy_(self._host[part], non_blocking=True)
+            self._copied = end
+
+    def _grow(self, size: int) -> None:
+        if size <= len(self._view):
+            return
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._view = self._host.numpy()
+        self._there = torch.empty(size, dtype=torch.int32, device=self._device)
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def items_of_tokens(item_token: IntArray, tokens: int) -> IntArray:
@@ -146,7 +270,7 @@ def _upload(parts: Sequence[IntArray], device: torch.device) -> list[torch.Tenso
     starts, total = [], 0
     for part in parts:
         starts.append(total)
-        total += -(-len(part) // _ALIGNMENT) * _ALIGNMENT
+        total += _rounded(len(part))
     host = torch.zeros(max(total, _ALIGNMENT), dtype=torch.int32, pin_memory=device.type == "cuda")
     view = host.numpy()
     for part, start in zip(parts, starts, strict=True):

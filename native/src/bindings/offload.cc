@@ -18,6 +18,7 @@
 #include "bindings/link_holder.h"
 #include "bindings/policy_holder.h"
 #include "bindings/routing_counts.h"
+#include "offload/device_lists.h"
 #include "offload/expert_sum.h"
 #include "offload/runner.h"
 
@@ -283,9 +284,32 @@ py::tuple rows_py(const RunnerObject& self) {
                         array_of(rows.weight));
 }
 
+struct ListMemory {
+  std::int32_t* data;
+  std::int64_t size;
+};
+
+ListMemory checked_lists(py::array& lists) {
+  if (lists.ndim() != 1) refuse("lists has " + std::to_string(lists.ndim()) + " dimensions; it must be [n]");
+  const std::int64_t size = lists.shape(0);
+  return {checked_writable<std::int32_t>("lists", lists, {size}), size};
+}
+
+py::tuple item_lists_py(const RunnerObject& self, py::array lists) {
+  const ListMemory memory = checked_lists(lists);
+  ItemLists written{};
+  self.call([&](ExpertRunner& runner) {
+    runner.with_rows([&](const Grouped& rows, std::int64_t tokens) {
+      written = write_items(rows, tokens, memory.data, memory.size);
+    });
+  });
+  return py::make_tuple(written.used, written.rows, written.items, written.picks, written.most);
+}
+
 std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream, std::int64_t tokens,
-                                 std::int64_t work, const py::function& launch,
-                                 const std::optional<py::array>& x, std::optional<py::array> out) {
+                                 std::int64_t work, py::array lists, std::int64_t first,
+                                 const py::function& launch, const std::optional<py::array>& x,
+                                 std::optional<py::array> out) {
   FarPart far;
   if (x && out) {
     const Matrices matrices = checked_matrices(self.parts()->runner->options().layout, *x, *out);
@@ -294,11 +318,14 @@ std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream
     }
     far = {matrices.x, matrices.out};
   }
-  const auto call = [&launch](const DeviceLaunch& blocks) {
+  const ListMemory memory = checked_lists(lists);
+  std::int64_t begin = first;
+  const auto call = [&](const DeviceLaunch& blocks) {
+    if (begin < 0 || begin > memory.size) refuse("lists cannot begin at " + std::to_string(begin));
+    const BlockLists written = write_blocks(blocks, *blocks.items, memory.data + begin, memory.size - begin);
     const py::gil_scoped_acquire held;
-    // Pages are below 2^31: checked where they are made.
-    launch(array_of(reinterpret_cast<const std::int32_t*>(blocks.page), blocks.entries),
-           array_of(blocks.row_entry, blocks.rows + 1), array_of(blocks.row_block, blocks.rows));
+    begin = py::cast<std::int64_t>(
+        launch(begin, begin + written.used, blocks.entries, blocks.rows, written.slots));
   };
   return self.call([&](ExpertRunner& runner) {
     return runner.finish_on_device(reinterpret_cast<void*>(stream), tokens, work, call, check_signals, far);
@@ -405,8 +432,10 @@ void bind_offload(py::module_& m) {
            py::arg("max_bytes"), py::arg("far") = false)
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
       .def("rows", &rows_py)
+      .def("item_lists", &item_lists_py, py::arg("lists"))
       .def("finish_on_device", &finish_on_device_py, py::arg("stream"), py::arg("tokens"), py::arg("work"),
-           py::arg("launch"), py::arg("x") = py::none(), py::arg("out") = py::none())
+           py::arg("lists"), py::arg("first"), py::arg("launch"), py::arg("x") = py::none(),
+           py::arg("out") = py::none())
       .def("far_blocks",
            [](const Self& self) {
              return self.call([](const ExpertRunner& runner) { return runner.far_blocks(); });

@@ -34,7 +34,7 @@ std::int64_t DeviceSink::compute() {
   if (count == 0) return 0;
   row_entry_.assign(1, 0);
   for (const std::int32_t blocks : row_blocks_) row_entry_.push_back(row_entry_.back() + blocks);
-  launch_({page_.data(), row_entry_.data(), row_block_.data(), count, rows_->rows()});
+  launch_({page_.data(), row_entry_.data(), row_block_.data(), count, rows_->rows(), rows_});
   drop();
   return count;
 }

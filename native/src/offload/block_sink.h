@@ -69,6 +69,7 @@ struct DeviceLaunch {
   const std::int32_t* row_block;  // [rows] number of the first block of each row here
   std::int64_t entries;
   std::int64_t rows;
+  const Grouped* items;  // of the rows
 };
 
 // Hands the blocks over. All rows are one group: what is added up lies on the GPU.

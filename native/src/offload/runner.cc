@@ -237,6 +237,12 @@ Grouped ExpertRunner::rows() const {
   return grouped_;
 }
 
+void ExpertRunner::with_rows(const std::function<void(const Grouped&, std::int64_t)>& body) const {
+  const Turn turn(this);
+  if (!active_) throw std::logic_error("no layer has begun");
+  body(grouped_, tokens_);
+}
+
 void ExpertRunner::check_finish(std::int64_t tokens) const {
   if (!active_) throw std::logic_error("finish without begin");
   if (begun_by_ != std::this_thread::get_id()) {

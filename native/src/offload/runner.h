@@ -146,6 +146,8 @@ class ExpertRunner {
   std::int64_t far_blocks() const;
   // The rows of the begun layer, a copy. Throws std::logic_error when no layer has begun.
   Grouped rows() const;
+  // Calls body(rows, tokens) with the rows of the begun layer; throws as above.
+  void with_rows(const std::function<void(const Grouped&, std::int64_t)>& body) const;
   void abort();
   // Returns when no call is under way in another thread.
   void rest() const;
