@@ -42,9 +42,9 @@ _WORDS = Words("--vram (vram=)", "the budget of graphics memory", "the graphics 
 _LIBRARY_BYTES = 96 << 20
 # torch's allocator rounds what it takes from the card up to pieces of 2 to 20 MiB.
 _ROUNDING_BYTES = 64 << 20
-# Besides what their tensors take, graphs take: 32 MiB for the libraries' workspace of the stream that they are
-# recorded in, pieces of 20 MiB that their memory is rounded up to, and the driver's own record of their kernels,
-# 1 to 2 KiB each: some 2,000 a token of 48 layers, for each of six buckets.
+# What graphs take besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
+# recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
+# 1 to 2 KiB each, some 2,000 a token of 48 layers, for each of six buckets.
 _GRAPH_BYTES = 96 << 20
 # Of free graphics memory, where no budget is given: the desktop's share may grow.
 _FREE_SHARE = 0.95

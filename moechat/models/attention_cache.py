@@ -101,7 +101,8 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def advance(self) -> None:
         """Hold one token more, which somebody has written to :meth:`next_place`."""
-        assert self._reserved is not None and self.keys is not None
+        assert self._reserved is not None
+        assert self.keys is not None
         keys, values = self._reserved
         length = self.keys.shape[-2] + 1
         self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)

@@ -7,6 +7,7 @@ transformers makes the masks from the same tensors, as it does for its own ``Sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = place.keys, place.values
-        self.keys, self.values = (tensor.narrow(-2, 0, bucket) for tensor in self._whole)
+        self._seen = place.keys.narrow(-2, 0, bucket), place.values.narrow(-2, 0, bucket)
+        self.keys, self.values = self._seen
         self.position, self.slot = position, slot
         self.bucket = bucket
         self.is_sliding = sliding
@@ -51,8 +53,7 @@ class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Write one token; returns the keys ``[1, heads, bucket, dim]`` and the values."""
         for tensor, states in zip(self._whole, (key_states, value_states), strict=True):
             tensor.index_copy_(2, self.slot.view(1), states)
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots, and which is the first."""
@@ -67,13 +68,13 @@ class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.bucket
 
 
-class BucketCache(Cache):  # type: ignore[no-untyped-call]
+class BucketCache(Cache):
     """All layers."""
 
-    def __init__(self, layers: list[BucketLayer]) -> None:
-        super().__init__(layers=layers)  # type: ignore[no-untyped-call]
+    def __init__(self, layers: Sequence[BucketLayer]) -> None:
+        super().__init__(layers=list(layers))
+        self._slots = [layer.slot for layer in layers]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         """The slot of the token, which is what the mask of the layer counts from."""
-        slot: torch.Tensor = self.layers[layer_idx].slot
-        return slot
+        return self._slots[layer_idx]

@@ -189,5 +189,5 @@ class Accelerator:
     def graphs(self) -> Graphs:
         """What makes graphs of this card, with memory of their own."""
         if self._aside is None:
-            self._aside = torch.cuda.Stream(self.device)
+            self._aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return CudaGraphs(self.device, self._aside)

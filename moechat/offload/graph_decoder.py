@@ -2,8 +2,8 @@
 
 Between two expert layers a card is given some forty kernels (norms, attention, router), each by a call of
 Python and torch that takes longer than most of the kernels. Here one pass is recorded by letting the model's
-own forward run: every expert layer, where the host has to decide, ends a graph and begins the next. A token is
-then graph 0, experts 0, graph 1, experts 1, ..., the last graph, and the logits. Nothing is known of the
+own forward run: every expert layer, where the host has to decide, ends a graph and begins the next. A token
+is then graph 0, experts 0, graph 1, experts 1, ..., the last graph, and the logits. Nothing is known of the
 model's family.
 
 The recorded attention sees a bucket of the cache, a power of two of slots, with a mask made on the card from
@@ -76,9 +76,9 @@ class _Recording:
 
     def begin(self) -> None:
         if self.new is not None:
-            graph = self.new()
-            graph.begin()
-            self._open = graph
+            # Known before it begins, so that it is abandoned whenever Ctrl-C comes.
+            self._open = self.new()
+            self._open.begin()
 
     def end(self) -> None:
         graph = self._open
@@ -97,8 +97,8 @@ class GraphDecoder:
     """Calls a model, by replaying graphs where that gives the same.
 
     A call is replayed that gives one token to a cache whose memory is lent by this; every other one goes to
-    the model. When a recording fails, or its first replay differs from the model's pass by more than rounding,
-    the graphs are dropped for good, and that is told.
+    the model. When a recording fails, or its first replay differs from the model's pass by more than
+    rounding, the graphs are dropped for good, and that is told.
 
     Args:
         model: The whole model, on the card.
@@ -152,7 +152,7 @@ class GraphDecoder:
         return self._model(input_ids=input_ids, **arguments)
 
     def _replayed(self, input_ids: torch.Tensor, cache: Any, arguments: dict[str, Any]) -> Any:
-        """What a replay, or a pass that was compared with one, returns; ``None``: this is not for a replay."""
+        """What a replay, or the pass it was compared with, returns; ``None``: this is not for a replay."""
         if (
             input_ids.shape != (1, 1)
             or not arguments.get("use_cache")
@@ -211,7 +211,7 @@ class GraphDecoder:
         """Forget recordings of other memory, or of what other expert layers ask."""
         addresses = tuple(tensor.data_ptr() for place in places for tensor in (place.keys, place.values))
         near: DeviceTier = experts[0].near
-        if addresses == self._addresses and self._asks[0] is near and self._asks[1] is near.settings:
+        if addresses == self._addresses and self._asks == (near, near.settings):
             return
         self._forget()
         self._addresses, self._asks = addresses, (near, near.settings)
@@ -263,8 +263,8 @@ class GraphDecoder:
             return logits
 
         with graphs.aside():
-            # Libraries set themselves up at first use, which cannot be recorded. Experts are left out, so that
-            # what this writes for the token means nothing; the pass after it writes it again.
+            # Libraries set themselves up at first use, which cannot be recorded. Experts are left out, so
+            # what this writes for the token means nothing; the replay or pass after it writes it again.
             run(_Recording(None))
             recording = _Recording(graphs.new)
             run(recording)

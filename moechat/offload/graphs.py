@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,7 +29,7 @@ class Graph(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Stop after an error, and forget what was recorded; raises nothing."""
+        """Stop, if it has begun and not ended, and forget what was recorded; raises nothing."""
         ...
 
     def replay(self) -> None:
@@ -60,7 +60,7 @@ class CudaGraph:
         pool: Of the memory that the recorded tensors take.
     """
 
-    def __init__(self, device: torch.device, pool: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, pool: Any) -> None:
         self._device = device
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()

@@ -65,12 +65,14 @@ class InterpretedGraph:
         self.operations: list[Operation] = []
 
     def begin(self) -> None:
-        assert self.recorder is None and self.graphs.recording is None, "recordings do not nest"
+        assert self.recorder is None
+        assert self.graphs.recording is None, "recordings do not nest"
         self.recorder = self.graphs.recording = Recorder()
         self.recorder.__enter__()
 
     def _stop(self) -> None:
-        assert self.recorder is not None and self.graphs.recording is self.recorder
+        assert self.recorder is not None
+        assert self.graphs.recording is self.recorder
         self.recorder.__exit__(None, None, None)
         self.graphs.recording = None
 
@@ -83,7 +85,8 @@ class InterpretedGraph:
                     tensor.fill_(torch.nan)
 
     def abandon(self) -> None:
-        self._stop()
+        if self.graphs.recording is not None:
+            self._stop()
         self.graphs.abandoned += 1
 
     def replay(self) -> None:
