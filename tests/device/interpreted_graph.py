@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# They bring values or sizes to the host, and so wait for the card.
+# They bring values or sizes to the host, and so wait for the card; so does the last, which is what
+# `torch.tensor` of Python's numbers is seen as: they go to the card from memory that is not pinned.
 REFUSED = (
     "_local_scalar_dense",
     "item",
@@ -24,6 +25,7 @@ REFUSED = (
     "masked_select",
     "equal",
     "_unique2",
+    "lift_fresh",
 )
 
 
