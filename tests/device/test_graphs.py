@@ -228,6 +228,32 @@ def test_a_replay_that_is_wrong_is_told_and_not_used(
     assert replayed(card) == 3  # one token
 
 
+def test_what_python_counts_is_found_to_stand_still(model: Path, card, without) -> None:
+    def run(engine):
+        passes = 0
+
+        def counted(*_):
+            nonlocal passes
+            if not card.graphs_made or card.graphs_made[-1].recording is None:
+                passes = layers[0].get_seq_length()
+
+        def shifted(_, __, out):
+            return out + 0.1 * passes
+
+        engine._model.model.embed_tokens.register_forward_hook(counted)
+        engine._model.model.layers[1].self_attn.o_proj.register_forward_hook(shifted)
+        cache = engine._new_cache()
+        layers = cache.layers
+        return feed(engine, [PROMPT, *each(TOKENS[:4])], cache)[0]
+
+    with without(model, card) as engine:
+        expected = run(engine)
+    with load(model, card) as engine:
+        assert error_of(run(engine), expected) < TOLERANCE
+        assert len(engine.notices()) == 1
+    assert replayed(card) == 2 * 3
+
+
 def test_ctrl_c_in_a_replayed_token_leaves_the_cache_as_it_was(
     model: Path, card, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
