@@ -39,7 +39,7 @@ LEAST_BUCKET = 256
 MOST_BUCKET = 8192
 # How far logits and experts' inputs of a replay may be from those of a pass, as a share of their length. They
 # are products of the same numbers, but attention adds up in another order, which is a rounding a layer: with
-# two layers at most 1e-6 was measured in float32, 8e-4 in float16, 6e-3 in bfloat16. A position or a mask that
+# two layers at most 1e-6 was measured in float32, 8e-4 in float16, 6e-3 in bfloat16. A position or mask that
 # stands still is off by far more.
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_16 = 5e-2
@@ -128,7 +128,8 @@ class GraphDecoder:
         tell: Takes a sentence for people.
     """
 
-    # Invariant: recordings are of tensors at _addresses, of experts of _asks, and of _token and _numbers.
+    # Invariant: recordings are of tensors at _addresses (with their slots), of experts of _asks, and of _token
+    # and _numbers.
     def __init__(
         self,
         model: nn.Module,
@@ -238,7 +239,11 @@ class GraphDecoder:
 
     def _keep_only(self, places: Sequence[Place], experts: Sequence[DeviceExpertLayer]) -> None:
         """Forget recordings of other memory, or of what other expert layers ask."""
-        addresses = tuple(tensor.data_ptr() for place in places for tensor in (place.keys, place.values))
+        addresses = tuple(
+            number
+            for keys, values, _ in places
+            for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
+        )
         near: DeviceTier = experts[0].near
         if addresses == self._addresses and self._asks == (near, near.settings):
             return
