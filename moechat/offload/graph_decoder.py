@@ -128,8 +128,8 @@ class GraphDecoder:
         tell: Takes a sentence for people.
     """
 
-    # Invariant: recordings are of tensors at _addresses (with their slots), of experts of _asks, and of _token
-    # and _numbers.
+    # Invariant: recordings are of tensors at _addresses (with their slots), of experts of _asks, and of
+    # _token and _numbers.
     def __init__(
         self,
         model: nn.Module,
