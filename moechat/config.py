@@ -15,6 +15,7 @@ from pathlib import Path
 from moechat.errors import UsageError
 
 HOME_VARIABLE = "MOECHAT_HOME"
+GRAPHS_VARIABLE = "MOECHAT_CUDA_GRAPHS"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE | re.ASCII)
 _EXPONENT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 # Offsets in files are signed 64-bit numbers; nothing larger can be a memory budget.
@@ -74,6 +75,15 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
 
 # Names of places to compute, for a full match; the group is a card's number.
 DEVICE = r"cpu|cuda(?::([0-9]+))?"
+
+
+def cuda_graphs_wanted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a card may replay what it was given once; ``MOECHAT_CUDA_GRAPHS=0`` says no.
+
+    Args:
+        environment: Variables to look into; ``None`` takes the process's own.
+    """
+    return (os.environ if environment is None else environment).get(GRAPHS_VARIABLE, "") != "0"
 
 
 def parse_size(text: str) -> int:

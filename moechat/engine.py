@@ -301,7 +301,7 @@ class Engine:
         near, self._near, self._model = self._near, None, None
         self._meter.close()
         self._prompt_cache.drop()
-        self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None)
+        self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
         if near is None:
             return
         near.close()
@@ -781,6 +781,7 @@ class Engine:
     def _pass(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
         """What the model returns; ``None`` if a card's memory ran out."""
         model = self._usable_model()
+        call = self._loaded.decoder or model
         card = self._loaded.accelerator
         try:
             with (
@@ -789,7 +790,7 @@ class Engine:
                 torch.inference_mode(),
                 steady_pass(ids.shape[1]),
             ):
-                return model(input_ids=ids.to(self._device), **arguments)
+                return call(input_ids=ids.to(self._device), **arguments)
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:

@@ -66,6 +66,7 @@ class LoadedModel:
         quickened: What of the model is computed natively in decoding steps.
         accelerator: The card that it runs on; ``None``: the CPU.
         routers: Of the expert layers, on the card, for prediction.
+        decoder: Calls the model with fewer calls of the card; ``None``: the model is called.
     """
 
     store: Store
@@ -84,6 +85,7 @@ class LoadedModel:
     quickened: Quickened
     accelerator: Accelerator | None = None
     routers: tuple[Any, ...] = ()
+    decoder: Callable[..., Any] | None = None
 
     @property
     def device(self) -> torch.device:

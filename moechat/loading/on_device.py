@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.errors import DoesNotFitError
@@ -28,6 +29,7 @@ from moechat.offload.budget import Needs, Words, plan_memory
 from moechat.offload.cached import MIN_PAGES, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
 from moechat.offload.far_memory import FarMemory
+from moechat.offload.graph_decoder import MOST_BUCKET, GraphDecoder
 from moechat.offload.on_device import PAIR_BYTES, SHARED_TOKENS, WORK_PAIRS, DeviceTier, routers_on
 from moechat.offload.packed_on_card import CardMemory, warm_packed_layers
 from moechat.offload.perfect import refuse_without_replay
@@ -43,6 +45,10 @@ _WORDS = Words("--vram (vram=)", "the budget of graphics memory", "the graphics 
 _LIBRARY_BYTES = 96 << 20
 # torch's allocator rounds what it takes from the card up to pieces of 2 to 20 MiB.
 _ROUNDING_BYTES = 64 << 20
+# What graphs take besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
+# recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
+# 1 to 2 KiB each, some 2,000 a token of 48 layers, for each of six buckets.
+_GRAPH_BYTES = 96 << 20
 # Of free graphics memory, where no budget is given: the desktop's share may grow.
 _FREE_SHARE = 0.95
 # Of available host memory that experts may take.
@@ -185,7 +191,16 @@ def load_on_device(
         every=replan_tokens,
     )
     loaded.page_experts()
+    if _replays(shape):
+        loaded.decoder = GraphDecoder(
+            skeleton.model, loaded.parts, accelerator.graphs, dtype=dtype, tell=loaded.upkeep.tell
+        )
     return loaded
+
+
+def _replays(shape: CacheShape) -> bool:
+    """Whether decoded tokens are to be replayed: masks and frequencies do not depend on what comes later."""
+    return cuda_graphs_wanted() and shape.reserved and shape.appendable > 0
 
 
 def _far_memory(store: Store, accelerator: Accelerator, ram: int | None, report: Report) -> FarMemory:
@@ -285,6 +300,9 @@ def _needs(
         pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
         # Activations, outputs of every item, and the CPU's part of the sum.
         experts = pairs * PAIR_BYTES + (items + min(tokens, SHARED_TOKENS)) * layout.hidden_padded * 4
+        if _replays(shape):
+            # A pass of one token, in memory of its own beside that of a prompt's passes.
+            experts += _GRAPH_BYTES + workspace_bytes(config, dtype, 1, min(context, MOST_BUCKET))
         if shape.appendable:
             return experts + workspace_bytes(config, dtype, tokens, context)
         return experts + one_pass_bytes(config, dtype, context)

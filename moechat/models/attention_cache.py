@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from moechat.models.cache_memory import LayerMemory, Place
+
 # Tokens of a prompt that are computed in one pass. A constant: with other parts a prompt's logits round
 # differently, and they may not depend on a budget.
 PREFILL_CHUNK = 1024
@@ -33,7 +35,12 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Args:
         capacity: Tokens to reserve; more can be appended at the price of a copy.
+
+    Attributes:
+        memory: Where the memory comes from; ``None``: it is its own.
     """
+
+    memory: LayerMemory | None = None
 
     def __init__(self, capacity: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,15 +92,29 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         head = capacity * dim
         return keys.data_ptr(), head, values.data_ptr(), head, held
 
+    def next_place(self) -> Place | None:
+        """Where the next token goes; ``None`` where no memory is reserved or it is full."""
+        if self._reserved is None or self.keys is None:
+            return None
+        held = self.keys.shape[-2]
+        return Place(*self._reserved, held) if held < self._reserved[0].shape[-2] else None
+
+    def advance(self) -> None:
+        """Hold one token more, which somebody has written to :meth:`next_place`."""
+        assert self._reserved is not None
+        assert self.keys is not None
+        keys, values = self._reserved
+        length = self.keys.shape[-2] + 1
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
+
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
-        fresh = tuple(
-            states.new_empty((*states.shape[:-2], capacity, states.shape[-1])) for states in (keys, values)
-        )
+        fresh = _fresh(keys, values, capacity, self.memory)
         if held:
+            # Never the same memory: there was less of it.
             for new, old in zip(fresh, (self.keys, self.values), strict=True):
                 assert old is not None
                 new[..., :held, :] = old
-        self._reserved = (fresh[0], fresh[1])
+        self._reserved = fresh
 
 
 class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
@@ -108,7 +129,12 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     Args:
         sliding_window: Tokens that a token sees, itself included.
         most: Tokens of the largest pass that the reserved memory is for; larger ones are copied.
+
+    Attributes:
+        memory: As of :class:`ReservedLayer`.
     """
+
+    memory: LayerMemory | None = None
 
     def __init__(self, sliding_window: int, most: int) -> None:
         super().__init__(sliding_window)
@@ -155,15 +181,32 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     def _records_past(self) -> bool:
         return bool(getattr(self, "record_past", False))  # not every version of transformers can
 
+    def next_place(self) -> Place | None:
+        """As :meth:`ReservedLayer.next_place`; the window moves to the beginning where it has to."""
+        if self._reserved is None or self._records_past():
+            return None
+        self._make_room(1)
+        return Place(*self._reserved, self._start + self._held)
+
+    def advance(self) -> None:
+        """As :meth:`ReservedLayer.advance`."""
+        self._append(1)
+
+    def _make_room(self, count: int) -> None:
+        """Move the window to the beginning of the memory if ``count`` tokens do not fit behind it."""
+        held = self._held
+        if self._start + held + count <= self._capacity:
+            return
+        for tensor in self._tensors():
+            # By way of a copy, since the two places may overlap.
+            tensor.narrow(-2, 0, held).copy_(tensor.narrow(-2, self._start, held).clone())
+        self._start = 0
+        self._show()
+
     def _append(self, count: int) -> tuple[int, int]:
         """Take ``count`` tokens more; returns where the first of them lies, and how many it sees before."""
-        keys, values = self._tensors()
         held = self._held
-        if self._start + held + count > self._capacity:
-            for tensor in (keys, values):
-                # By way of a copy, since the two places may overlap.
-                tensor.narrow(-2, 0, held).copy_(tensor.narrow(-2, self._start, held).clone())
-            self._start = 0
+        self._make_room(count)
         first = self._start + held
         self.cumulative_length += count
         self._held = min(held + count, self.sliding_window - 1)
@@ -181,17 +224,16 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return self._reserved
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        old = self.keys, self.values
-        fresh = [
-            states.new_empty((*states.shape[:-2], self._capacity, states.shape[-1]))
-            for states in (keys, values)
-        ]
-        self._reserved = fresh[0], fresh[1]
-        self._start, self._held = 0, min(self.cumulative_length, self.sliding_window - 1)
-        if self._held:
-            for new, states in zip(fresh, old, strict=True):
-                assert states is not None
-                new.narrow(-2, 0, self._held).copy_(states.narrow(-2, -self._held, self._held))
+        held = min(self.cumulative_length, self.sliding_window - 1)
+        old = []
+        for states in (self.keys, self.values) if held else ():
+            assert states is not None
+            # A copy, since it may lie in the memory that is taken again.
+            old.append(states.narrow(-2, -held, held).clone())
+        self._reserved = _fresh(keys, values, self._capacity, self.memory)
+        self._start, self._held = 0, held
+        for new, states in zip(self._reserved, old, strict=False):
+            new.narrow(-2, 0, held).copy_(states)
         self._show()
 
     def reset(self) -> None:
@@ -203,6 +245,15 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         """As transformers' own layer does."""
         self._reserved = None
         super().crop(tokens_to_remove)
+
+
+def _fresh(
+    keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if memory is not None:
+        return memory.take(keys, values, capacity)
+    shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]
+    return keys.new_empty(shapes[0]), values.new_empty(shapes[1])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Everything that a test replaces to run the same path without a card is a method 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from moechat import _native
 from moechat.errors import DeviceUnavailableError
 from moechat.hardware.gpu import find_gpus
+from moechat.offload.graphs import CudaGraphs, Graphs
 
 _LEAST_CAPABILITY = (7, 5)
 # Of a CUDA context with torch's libraries, where it cannot be measured.
@@ -45,6 +46,7 @@ class Accelerator:
     device: torch.device
     ordinal: int
     context_bytes: int
+    _aside: torch.cuda.Stream | None = None
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
@@ -182,17 +184,18 @@ class Accelerator:
         """A copy on the card. It is made in the stream's turn: until then ``host`` must stay as it is."""
         return host.to(self.device, non_blocking=True)
 
-    def to_host(self, parts: Sequence[torch.Tensor]) -> list[npt.NDArray[np.int32]]:
-        """Values of tensors of four-byte elements, as int32, in one copy; waits for it and nothing else."""
-        flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
-        host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
-        host.copy_(flat, non_blocking=True)
+    def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:
+        """Values of an int32 tensor ``[n]``; one copy, waits for it and nothing else."""
+        host = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
-        return _split(host.numpy(), parts)
+        values: npt.NDArray[np.int32] = host.numpy()
+        return values
 
-
-def _split(flat: npt.NDArray[np.int32], parts: Sequence[torch.Tensor]) -> list[npt.NDArray[np.int32]]:
-    ends = np.cumsum([part.numel() for part in parts])
-    return np.split(flat, ends[:-1])
+    def graphs(self) -> Graphs:
+        """What makes graphs of this card, with memory of their own."""
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return CudaGraphs(self.device, self._aside)

@@ -224,6 +224,32 @@ class DeviceTier(NearTier):
         self.memory = torch.empty(0)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the experts of a layer are asked, on the card.
+
+    Attributes:
+        x: ``[tokens, hidden]``.
+        packed: int32: the experts that each token chose, their weights' bits, the bits of the scores of every
+            place, and where the CPU may compute a part the bits of ``x`` in float32.
+        chosen: How many (token, expert) pairs there are.
+        places: Layers to come that scores are for: how far ahead, and which.
+    """
+
+    x: torch.Tensor
+    packed: torch.Tensor
+    chosen: int
+    places: tuple[tuple[int, int], ...]
+
+
+class Capture(Protocol):
+    """Records a pass and not its experts; see :mod:`moechat.offload.graph_decoder`."""
+
+    def cut(self, ordinal: int, asked: Asked) -> torch.Tensor:
+        """Where the experts of layer ``ordinal`` will have put their sum, ``[tokens, hidden]``."""
+        ...
+
+
 @dataclass
 class DeviceExpertLayer:
     """The routed experts of one decoder layer, over pages in a card's memory.
@@ -231,10 +257,12 @@ class DeviceExpertLayer:
     Attributes:
         near: Shared by all layers of an engine.
         ordinal: Number among the expert layers.
+        capture: Records the pass that is under way; ``None``: none does.
     """
 
     near: DeviceTier
     ordinal: int
+    capture: Capture | None = None
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -249,31 +277,55 @@ class DeviceExpertLayer:
             LinkError: A block cannot be read, or nothing has arrived for the link's stall limit.
             DeviceLostError: The card has failed.
         """
+        asked = self._ask(hidden, top_k_index, top_k_weights)
+        return self.answer(asked) if self.capture is None else self.capture.cut(self.ordinal, asked)
+
+    def _ask(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Asked:
         near = self.near
         x = hidden.detach().contiguous()
-        tokens = len(x)
-        alone = tokens == 1 or self.ordinal == near.layers - 1
+        alone = len(x) == 1 or self.ordinal == near.layers - 1
         ranked = near.ranked(self.ordinal, x) if alone else []
-        miss = near.miss(tokens)
-        index, weight, *others = near.accelerator.to_host(
-            [
-                top_k_index.to(torch.int32),
-                top_k_weights.detach().to(torch.float32),
-                *(score for _, _, score in ranked),
-                *([] if miss == "fetch" else [x.to(torch.float32)]),
-            ]
+        parts = [
+            top_k_index.to(torch.int32),
+            top_k_weights.detach().to(torch.float32),
+            *(score for _, _, score in ranked),
+            *([x.to(torch.float32)] if near.miss(len(x)) != "fetch" else []),
+        ]
+        return Asked(
+            x,
+            torch.cat([part.reshape(-1).view(torch.int32) for part in parts]),
+            top_k_index.numel(),
+            tuple((ahead, layer) for ahead, layer, _ in ranked),
         )
-        scores = others[: len(ranked)]
-        inputs = None if miss == "fetch" else others[-1].view(np.float32).reshape(tokens, -1)
+
+    def answer(self, asked: Asked, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of the experts that were asked for, ``[tokens, hidden]``; raises as :meth:`forward`.
+
+        Args:
+            asked: What they are asked.
+            into: Where it goes; ``None``: into memory of its own.
+        """
+        near, tokens, chosen = self.near, len(asked.x), asked.chosen
+        packed = near.accelerator.to_host(asked.packed)
+        index, weight = packed[:chosen], packed[chosen : 2 * chosen]
+        experts = near.geometry.num_experts
+        rest = 2 * chosen + experts * len(asked.places)
+        scores = list(packed[2 * chosen : rest].reshape(-1, experts))
+        miss = near.miss(tokens)
+        inputs = None if miss == "fetch" else packed[rest:].view(np.float32).reshape(tokens, -1)
         picks = index.reshape(tokens, -1).astype(np.int64)
         if near.replay is not None:
             picks = near.replay.route(self.ordinal, tokens)
         near.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
-        self._prefetch(x, [(ahead, layer) for ahead, layer, _ in ranked], scores)
-        return self._compute(x, picks.size, inputs)
+        self._prefetch(asked.x, asked.places, scores)
+        return self._compute(asked.x, picks.size, inputs, into)
 
     def _compute(
-        self, x: torch.Tensor, activations: int, inputs: npt.NDArray[np.float32] | None
+        self,
+        x: torch.Tensor,
+        activations: int,
+        inputs: npt.NDArray[np.float32] | None,
+        into: torch.Tensor | None,
     ) -> torch.Tensor:
         near, tokens = self.near, len(x)
         # Once: another thread may close the tier, and kernels read these pages until the pass is over.
@@ -302,7 +354,7 @@ class DeviceExpertLayer:
         )
         lists.finish()
         near.counters.activations += activations
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if into is None else into
         others = None
         if far_out is not None and near.runner.far_blocks():
             others = accelerator.to_device(far_out)
@@ -310,7 +362,7 @@ class DeviceExpertLayer:
         return out
 
     def _prefetch(
-        self, x: torch.Tensor, places: list[tuple[int, int]], scores: list[npt.NDArray[np.int32]]
+        self, x: torch.Tensor, places: Sequence[tuple[int, int]], scores: Sequence[npt.NDArray[np.int32]]
     ) -> None:
         near = self.near
         if near.settings.prefetch == "none" or near.prefetch_whole(self.ordinal, len(x)):

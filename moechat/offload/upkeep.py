@@ -217,6 +217,10 @@ class Upkeep:
         """Keep what was counted, as far as that is possible; to be called before the near tier is closed."""
         self.save()
 
+    def tell(self, note: str) -> None:
+        """Keep a sentence for :meth:`take_notes`."""
+        self._notes.append(note)
+
     def take_notes(self) -> list[str]:
         """What could not be used or kept since the last call, for people who ask."""
         notes = list(dict.fromkeys(self._notes))

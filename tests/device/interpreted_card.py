@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from fake_cuda import FakeCuda
+from interpreted_graph import InterpretedGraphs
 
 from moechat import _native
 from moechat.offload.accelerator import Accelerator
@@ -27,6 +27,7 @@ class InterpretedCard(Accelerator):
         self.limited_to: int | None = None
         self.copies_to_host = 0
         self._stream = cuda.stream()
+        self.graphs_made: list[InterpretedGraphs] = []
         self._pages: list[torch.Tensor] = []
 
     @property
@@ -86,10 +87,14 @@ class InterpretedCard(Accelerator):
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
-    def to_host(self, parts):
+    def to_host(self, packed):
+        assert all(graphs.recording is None for graphs in self.graphs_made)
         self.copies_to_host += 1
-        flat = torch.cat([part.reshape(-1).view(torch.int32) for part in parts]).numpy().copy()
-        return np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
+        return packed.numpy().copy()
+
+    def graphs(self):
+        self.graphs_made.append(InterpretedGraphs())
+        return self.graphs_made[-1]
 
     def close(self) -> None:
         self.closed = True

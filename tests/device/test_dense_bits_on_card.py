@@ -36,9 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
 
 def load(model: Path, card: Any, *, pages: int | None = None, **arguments: Any) -> moechat.Engine:
     offload = OffloadOptions(accelerator=card, pages=pages)
-    return moechat.load(
-        model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", "activation_bits": 32, **arguments}
-    )
+    usual = {"ctx": 64, "vram": "1G", "deterministic": True}
+    return moechat.load(model, device="cuda", offload=offload, **{**usual, **arguments})
 
 
 def on_cpu(model: Path, dense_bits: int) -> moechat.Engine:
@@ -102,7 +101,7 @@ def test_sixteen_bit_types_stay_close_to_float32(model: Path, card: Any, dtype: 
 def test_the_answer_is_the_same_for_every_budget(model: Path, card: Any) -> None:
     results = []
     for pages in (2, None):
-        with load(model, card, pages=pages, dense_bits=4, deterministic=True) as engine:
+        with load(model, card, pages=pages, dense_bits=4) as engine:
             answer = [step.token_id for step in engine.generate(FEW, max_new_tokens=3, temperature=0.0)]
             results.append((engine.logits(PROMPT), answer))
     assert torch.equal(results[0][0], results[1][0])

@@ -177,8 +177,10 @@ def test_experts_that_do_not_fit_into_memory_are_read_from_their_files(
             assert engine._near.far.pinned_bytes == 0
 
 
+# The second layer of a prompt's pass, whose first has appended to the cache; the first of a replay.
+@pytest.mark.parametrize("moment", [2, 7])
 def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
-    model: Path, card, monkeypatch: pytest.MonkeyPatch
+    model: Path, card, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     from moechat.offload.kernels.launch import BlockKernels
 
@@ -193,7 +195,7 @@ def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
     def partials(kernels, items, dtype):
         nonlocal calls
         calls += 1
-        if calls == 6:  # the second layer of the third pass: the first has appended to the cache
+        if calls == moment:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(kernels, items, dtype)
 

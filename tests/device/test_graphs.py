@@ -1,0 +1,351 @@
+"""Decoded tokens replayed from graphs, against the same passes without (see ``interpreted_graph.py``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
+
+import moechat
+from moechat.offload import graph_decoder
+from moechat.offload.kernels.launch import BlockKernels
+from moechat.offload.on_device import DeviceExpertLayer
+from moechat.offload.settings import OffloadOptions
+
+PROMPT = [5, 17, 9, 33, 21]
+TOKENS = [3, 10, 17, 24, 31, 38, 45]
+# float32: attention over a bucket with a mask adds up in another order.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_decoder, "LEAST_BUCKET", 8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0, moe_intermediate_size=64))
+    return directory
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Loads with graphs switched off."""
+
+    def load_without(model: Path, card, **arguments):
+        with monkeypatch.context() as patch:
+            patch.setenv("MOECHAT_CUDA_GRAPHS", "0")
+            return load(model, card, **arguments)
+
+    return load_without
+
+
+def load(model: Path, card, **arguments):
+    offload = OffloadOptions(accelerator=card)
+    return moechat.load(model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", **arguments})
+
+
+def feed(engine, passes, cache=None):
+    """Last logits of passes of given tokens, and the cache after them; a negative number is cut off it."""
+    found = []
+    cache = engine._new_cache() if cache is None else cache
+    for tokens in passes:
+        if isinstance(tokens, int):
+            for layer in cache.layers:
+                layer.crop(tokens)
+            continue
+        output = engine._forward(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits[0, -1])
+    return torch.stack(found), cache
+
+
+def each(tokens):
+    return [[token] for token in tokens]
+
+
+def answer(engine, prompt, count=5):
+    return [step.token_id for step in engine.generate(prompt, max_new_tokens=count, temperature=0.0)]
+
+
+def replayed(card) -> int:
+    return sum(graphs.replayed for graphs in card.graphs_made)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_replayed_logits_are_those_of_passes_over_a_bucket_boundary(
+    family: str, card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    # gpt_oss has windows of 8 tokens, so that one moves on, and sinks.
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    with without(tmp_path / family, card) as engine:
+        expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
+    assert not card.graphs_made
+    with load(tmp_path / family, card) as engine:
+        found, _ = feed(engine, [PROMPT, *each(TOKENS)])
+        graphs = engine.describe()["expert_layers"] + 1
+        assert engine.notices() == []
+    assert error_of(found, expected) < TOLERANCE
+    assert len(card.graphs_made) == 1
+    assert len(card.graphs_made[0].made) == 2 * graphs  # two buckets
+    assert replayed(card) == len(TOKENS) * graphs
+
+
+def test_a_family_without_reserved_memory_is_decoded_by_passes(
+    card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / "lfm2_moe", tiny_config("lfm2_moe", 0))
+    with without(tmp_path / "lfm2_moe", card) as engine:
+        expected = answer(engine, PROMPT)
+    with load(tmp_path / "lfm2_moe", card) as engine:
+        assert answer(engine, PROMPT) == expected
+        assert engine.notices() == []
+    assert replayed(card) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_replays_passes_and_cuts_alternate(
+    family: str, card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0, sliding_window=12))
+    cut = [-2] if family == "qwen3_moe" else []
+    passes = [PROMPT, *each(TOKENS[:2]), [8, 8, 7], *each(TOKENS[2:4]), *cut, *each(TOKENS[4:6]), [2, 4]]
+    passes += each(TOKENS[6:])
+    with without(tmp_path / family, card) as engine:
+        expected, _ = feed(engine, passes)
+    with load(tmp_path / family, card) as engine:
+        found, cache = feed(engine, passes)
+        held = sum(item if isinstance(item, int) else len(item) for item in passes)
+        assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
+        assert engine.notices() == []
+    assert error_of(found, expected) < TOLERANCE
+    assert replayed(card) == 3 * len(TOKENS)
+
+
+def test_a_window_that_reaches_the_end_of_its_memory_moves_before_a_replay(
+    card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    # Memory of 7 tokens before and 16 of a pass.
+    write_tiny_checkpoint(tmp_path / "gpt_oss", tiny_config("gpt_oss", 0))
+    passes = [PROMPT, [1, 2, 3, 4, 5, 6], *each(TOKENS[:3]), [1, 2, 3, 4, 5, 6], *each([9, *TOKENS[:4]])]
+    with without(tmp_path / "gpt_oss", card, ctx=26) as engine:
+        expected, _ = feed(engine, passes)
+    with load(tmp_path / "gpt_oss", card, ctx=26) as engine:
+        cache = engine._new_cache()
+        cache.layers[0]._capacity = 7 + 12
+        found, _ = feed(engine, passes, cache)
+        assert cache.layers[0]._reserved[0].shape[-2] == 19
+    assert error_of(found, expected) < TOLERANCE
+
+
+def test_a_chat_and_later_answers_use_the_same_graphs(
+    card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_chat_model(tmp_path / "chat")
+
+    def talk(engine):
+        messages = [{"role": "user", "content": "hello there"}]
+        first = list(engine.generate(messages, max_new_tokens=4, temperature=0.0))
+        messages += [
+            {"role": "assistant", "content": "".join(step.text for step in first)},
+            {"role": "user", "content": "and now"},
+        ]
+        second = answer(engine, messages, 4)
+        return [step.token_id for step in first], second, answer(engine, "something else", 4)
+
+    with without(tmp_path / "chat", card) as engine:
+        expected = talk(engine)
+    with load(tmp_path / "chat", card) as engine:
+        assert talk(engine) == expected
+        recorded = len(card.graphs_made[0].made)
+        assert talk(engine) == expected
+        assert engine.notices() == []
+    assert len(card.graphs_made) == 1
+    assert len(card.graphs_made[0].made) == recorded
+
+
+def test_two_answers_at_a_time_do_not_share_memory(model: Path, card, without) -> None:
+    with without(model, card) as engine:
+        expected, other = answer(engine, PROMPT, 6), answer(engine, TOKENS, 4)
+    with load(model, card) as engine:
+        steps = engine.generate(PROMPT, max_new_tokens=6, temperature=0.0)
+        found = [next(steps).token_id for _ in range(3)]
+        assert answer(engine, TOKENS, 4) == other
+        found += [step.token_id for step in steps]
+        assert found == expected
+        assert answer(engine, TOKENS, 4) == other
+        assert engine.notices() == []
+    assert len(card.graphs_made) == 1
+
+
+def test_a_pass_that_cannot_be_recorded_is_told_once_and_changes_no_token(model: Path, card, without) -> None:
+    with without(model, card) as engine:
+        expected = answer(engine, PROMPT)
+    with load(model, card) as engine:
+        # Waits for the card, as a family may.
+        engine._model.model.norm.register_forward_hook(lambda _, __, out: out if out.sum() > 0 else +out)
+        assert answer(engine, PROMPT) == expected
+        (note,) = engine.notices()
+        assert note.startswith("tokens are decoded without CUDA graphs, which would be faster")
+        assert "not permitted when stream is capturing" in note
+        assert answer(engine, TOKENS)
+        assert engine.notices() == []
+    assert replayed(card) == 0
+    assert [graphs.abandoned for graphs in card.graphs_made] == [1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_replay_that_is_wrong_is_told_and_not_used(
+    family: str, card, without, tmp_path: Path, moechat_home: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    passes = [PROMPT, TOKENS[:5], *each(TOKENS[:3])]
+    with without(tmp_path / family, card) as engine:
+        expected, _ = feed(engine, passes)
+    with load(tmp_path / family, card) as engine:
+
+        def frozen(_, __, out):
+            recording = bool(card.graphs_made) and card.graphs_made[-1].recording is not None
+            return out + (0.5 if recording else 0.0)
+
+        engine._model.model.layers[0].self_attn.o_proj.register_forward_hook(frozen)
+        found, _ = feed(engine, passes)
+        assert error_of(found, expected) < TOLERANCE
+        (note,) = engine.notices()
+        assert "a replay differed from the model's own pass by" in note
+    assert replayed(card) == 3  # one token
+
+
+def test_what_python_counts_is_found_to_stand_still(model: Path, card, without) -> None:
+    def run(engine):
+        passes = 0
+
+        def counted(*_):
+            nonlocal passes
+            if not card.graphs_made or card.graphs_made[-1].recording is None:
+                passes = layers[0].get_seq_length()
+
+        def shifted(_, __, out):
+            return out + 0.1 * passes
+
+        engine._model.model.embed_tokens.register_forward_hook(counted)
+        engine._model.model.layers[1].self_attn.o_proj.register_forward_hook(shifted)
+        cache = engine._new_cache()
+        layers = cache.layers
+        return feed(engine, [PROMPT, *each(TOKENS[:4])], cache)[0]
+
+    with without(model, card) as engine:
+        expected = run(engine)
+    with load(model, card) as engine:
+        assert error_of(run(engine), expected) < TOLERANCE
+        assert len(engine.notices()) == 1
+    assert replayed(card) == 2 * 3
+
+
+def test_ctrl_c_in_a_replayed_token_leaves_the_cache_as_it_was(
+    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without(model, card) as engine:
+        expected, _ = feed(engine, [PROMPT, *each(TOKENS[:4])])
+    whole = BlockKernels.combine
+    with load(model, card) as engine:
+        _, cache = feed(engine, [PROMPT, *each(TOKENS[:2])])
+        calls = []
+
+        def combine(*arguments):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            whole(*arguments)
+
+        monkeypatch.setattr(BlockKernels, "combine", combine)
+        with pytest.raises(KeyboardInterrupt):
+            feed(engine, each(TOKENS[2:3]), cache)
+        monkeypatch.undo()
+        assert [layer.get_seq_length() for layer in cache.layers] == [7, 7]
+        found, _ = feed(engine, each(TOKENS[2:4]), cache)
+        assert engine.notices() == []
+    assert error_of(found, expected[3:]) < TOLERANCE
+
+
+def test_ctrl_c_while_recording_records_later(
+    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from interpreted_graph import InterpretedGraph
+
+    with without(model, card) as engine:
+        expected = answer(engine, PROMPT)
+    whole = InterpretedGraph.begin
+
+    def begin(graph):
+        whole(graph)
+        if len(graph.graphs.made) == 2:
+            raise KeyboardInterrupt
+
+    with load(model, card) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(InterpretedGraph, "begin", begin)
+            with pytest.raises(KeyboardInterrupt):
+                answer(engine, PROMPT)
+        assert answer(engine, PROMPT) == expected
+        assert engine.notices() == []
+    assert replayed(card) > 0
+
+
+def test_infinite_keys_of_one_answer_do_not_reach_the_next(model: Path, card, without) -> None:
+    """Masked slots are multiplied by zero, which infinity survives."""
+    with without(model, card) as engine:
+        expected = answer(engine, PROMPT)
+    with load(model, card) as engine:
+        _, cache = feed(engine, [PROMPT, *each(TOKENS)])
+        with torch.inference_mode():
+            for layer in cache.layers:
+                for tensor in layer._reserved:
+                    tensor.fill_(torch.inf)
+        del cache, layer, tensor
+        assert answer(engine, PROMPT) == expected
+        assert engine.notices() == []
+    assert len(card.graphs_made) == 1
+
+
+class _Count(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replayed_token_is_a_fraction_of_the_calls_of_torch(
+    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the experts take is the same with graphs and without.
+    def nothing(_, asked, into=None):
+        return (torch.empty_like(asked.x) if into is None else into).zero_()
+
+    monkeypatch.setattr(DeviceExpertLayer, "answer", nothing)
+
+    def calls(engine) -> int:
+        # Two replays of a bucket are compared; the third token is in the same one.
+        _, cache = feed(engine, [PROMPT, *each([4, 6])])
+        with _Count() as count:
+            feed(engine, each([8]), cache)
+        return count.calls
+
+    with without(model, card) as engine:
+        before = calls(engine)
+    with load(model, card) as engine:
+        after = calls(engine)
+    assert after < before / 8
