@@ -9,6 +9,10 @@ numbers; ``error.hint`` the next step.
 from __future__ import annotations
 
 
+class MoechatWarning(RuntimeWarning):
+    """Something is slower or smaller than was asked for; the message is one sentence without a period."""
+
+
 class MoechatError(Exception):
     """Base of all errors that moechat raises on purpose.
 

@@ -11,9 +11,10 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
         _prepare_standard_streams()
+        warnings.showwarning = _show_warning
         # Imported here so that an interrupt or a broken installation ends as every other error does.
         from moechat.cli.app import parse
 
@@ -43,6 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except BaseException as error:
         return _end(error)
+
+
+_show_any = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Say ours as every other message is said; those of libraries as Python does."""
+    from moechat.errors import MoechatWarning
+
+    if not issubclass(category, MoechatWarning):
+        _show_any(message, category, *where, **more)
+        return
+    from moechat.cli.terminal import print_warning
+
+    print_warning(str(message))
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:

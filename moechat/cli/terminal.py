@@ -58,6 +58,11 @@ def print_notice(message: str) -> None:
     console().print(Text(neutralise(message), style="dim"))
 
 
+def print_warning(message: str) -> None:
+    """Say on stderr that something is not as it was asked for."""
+    _print_labelled("warning:", "bold yellow", message)
+
+
 def _print_labelled(label: str, style: str, message: str) -> None:
     from rich.text import Text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import SYSTEMS, CacheSettings
-from moechat.errors import DoesNotFitError
+from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.hardware.memory import available_bytes, give_back_unused
 from moechat.loading.model import LoadedModel, Progress, Report, Trial, check_same_experts
 from moechat.loading.packing import packed_file, packing_progress
@@ -131,6 +132,13 @@ def load_on_device(
     # A budget above what is free cannot be had: then it is the free memory that is too small, or not.
     given = options.vram is not None and options.vram <= most
     limit = most if options.vram is None else min(options.vram, most)
+    if options.vram is not None and not given:
+        warnings.warn(
+            f"{format_bytes(options.vram)} of graphics memory are asked for, {format_bytes(most)} can be had:"
+            " other programs have the rest",
+            MoechatWarning,
+            stacklevel=2,
+        )
     plan = plan_memory(needs, limit, given=given, ctx=wanted, pages=offload.pages, words=_WORDS)
     # The libraries take their part by themselves.
     accelerator.limit(plan.budget - plan.base - _LIBRARY_BYTES)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.errors import MoechatError
+from moechat.errors import MoechatError, MoechatWarning
 from moechat.store.store import ExpertExtent, Store
 
 _PIECE = 16 << 20
@@ -83,7 +83,7 @@ class FarMemory:
             warnings.warn(
                 f"the system pins no more than {self.pinned_bytes >> 20} MiB of {total >> 20} MiB of experts "
                 f"({refused}); the rest is copied through pinned buffers, which is slower",
-                RuntimeWarning,
+                MoechatWarning,
                 stacklevel=2,
             )
 

@@ -6,18 +6,19 @@ import io
 import re
 import time
 import unicodedata
+import warnings
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moechat.cli import main, terminal
 from moechat.cli import progress as progress_module
-from moechat.cli import terminal
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.stats import print_stats
 from moechat.cli.terminal import Answer, neutralise
 from moechat.engine import Progress, Stats
-from moechat.errors import MoechatError
+from moechat.errors import MoechatError, MoechatWarning
 
 
 class Screen(io.StringIO):
@@ -271,3 +272,17 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
         "memory budget": "2.0 GiB",
     }
     assert {title: shown[title] for title in expected} == expected
+
+
+def test_warnings_of_ours_are_said_as_every_message_is_and_others_as_python_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[str] = []
+    monkeypatch.setattr(main, "_show_any", lambda message, *_, **__: others.append(str(message)))
+    monkeypatch.setattr(warnings, "showwarning", main._show_warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("the card is small\x1b[2J", MoechatWarning, stacklevel=1)
+        assert capsys.readouterr().err.startswith("warning: the card is small")
+        warnings.warn("of a library", UserWarning, stacklevel=1)
+        assert (others, capsys.readouterr().err) == (["of a library"], "")

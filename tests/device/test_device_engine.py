@@ -22,6 +22,7 @@ from moechat.errors import (
     DeviceUnavailableError,
     DoesNotFitError,
     MoechatError,
+    MoechatWarning,
     UsageError,
 )
 from moechat.offload.settings import LinkSettings, OffloadOptions
@@ -295,6 +296,11 @@ def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(model: Pa
 
 def test_without_a_budget_free_memory_is_taken_and_not_all_of_it(model: Path, card) -> None:
     card.cuda.set(vram=3e9)
+    with (
+        pytest.warns(MoechatWarning, match=r"4 GiB of graphics memory are asked for, 2\.\d+ GiB can be had"),
+        load(model, card, vram="4G") as engine,
+    ):
+        assert engine.describe()["memory_budget_bytes"] < 3e9
     with load(model, card, vram=None) as engine:
         budget = engine.describe()["memory_budget_bytes"]
         assert 0.9 * 3e9 < budget < 3e9 + card.context_bytes

@@ -5,6 +5,7 @@ What only a card can show (that the driver behaves as documented, bandwidth) is 
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -329,6 +330,25 @@ def test_impossible_regions_and_options_are_refused(cuda, tmp_path):
         _native.cuda_link([(far, far.nbytes, True, "", 0)], device=3)
     # Nothing of it is kept.
     assert (cuda.get("pinned"), cuda.get("events")) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_pinned_memory_is_not_copied_for_children(cuda):
+    far = _native.huge_empty(8 << 20)
+    far[:] = 7
+
+    def in_child():
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os._exit(0 if int(far[4 << 20]) == 7 else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert in_child() == 0
+    _native.cuda_pin(far)
+    assert in_child() == -signal.SIGSEGV, "it is not there"
+    _native.cuda_unpin(far)
+    assert in_child() == 0
 
 
 def test_memory_of_the_card_is_told(cuda):

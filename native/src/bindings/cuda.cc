@@ -2,6 +2,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -63,17 +65,31 @@ std::pair<void*, std::size_t> bytes_of(py::array& array) {
   return {data, static_cast<std::size_t>(array.nbytes())};
 }
 
+// A child of fork() cannot use pinned memory, and copying gigabytes of it for the child could end both.
+void keep_from_children([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes,
+                        [[maybe_unused]] bool keep) {
+#if defined(MADV_DONTFORK)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
+  // A wish: without it everything works, but for such children.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, keep ? MADV_DONTFORK : MADV_DOFORK);
+#endif
+}
+
 void pin(py::array array, int device) {
   const auto [data, bytes] = bytes_of(array);
   const ReleaseGil released;
   const cuda::Current current(cuda::primary_context(device));
   cuda::check(cuda::driver().host_register(data, bytes, cuda::kHostRegisterPortable), "cuMemHostRegister");
+  keep_from_children(data, bytes, true);
 }
 
 void unpin(py::array array, int device) {
   const auto [data, bytes] = bytes_of(array);
   const ReleaseGil released;
   const cuda::Current current(cuda::primary_context(device));
+  keep_from_children(data, bytes, false);
   cuda::check(cuda::driver().host_unregister(data), "cuMemHostUnregister");
 }
 
