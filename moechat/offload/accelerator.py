@@ -47,6 +47,9 @@ class Accelerator:
     ordinal: int
     context_bytes: int
     _aside: torch.cuda.Stream | None = None
+    # What came to the host last, and when.
+    _landing: torch.Tensor | None = None
+    _landed: torch.cuda.Event
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
@@ -185,12 +188,15 @@ class Accelerator:
         return host.to(self.device, non_blocking=True)
 
     def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:
-        """Values of an int32 tensor ``[n]``; one copy, waits for it and nothing else."""
-        host = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
+        """Values of an int32 tensor ``[n]``, until the next call; one copy, waits for it and nothing else."""
+        count = packed.numel()
+        if self._landing is None or len(self._landing) < count:
+            self._landing = torch.empty(count, dtype=torch.int32, pin_memory=True)
+            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host = self._landing[:count]
         host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self.device))
-        done.synchronize()
+        self._landed.record(torch.cuda.current_stream(self.device))
+        self._landed.synchronize()
         values: npt.NDArray[np.int32] = host.numpy()
         return values
 

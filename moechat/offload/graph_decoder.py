@@ -206,7 +206,7 @@ class GraphDecoder:
                 raise
             self._recordings[bucket] = recording
         if recording.unchecked:
-            return self._compared(recording, experts, input_ids, cache, arguments)
+            return self._compared(recording, experts, places, input_ids, cache, arguments)
         logits = self._replay(recording, experts)
         for layer in layers:
             layer.advance()
@@ -216,14 +216,20 @@ class GraphDecoder:
         self,
         recording: _Recording,
         experts: Sequence[DeviceExpertLayer],
+        places: Sequence[Place],
         input_ids: torch.Tensor,
         cache: Any,
         arguments: dict[str, Any],
     ) -> Any:
-        """What a pass returns that gives nearly the same as a replay; ``None``: it does not."""
+        """What a replay returns that gives nearly the same as a pass; ``None``: it does not."""
         # The replay does not advance the cache: the pass writes the same token to the same place.
         comparison = _Comparison()
         logits = self._replay(recording, experts, comparison)
+        written = [
+            (slot, slot.clone())
+            for place in places
+            for slot in (tensor.narrow(-2, place.slot, 1) for tensor in (place.keys, place.values))
+        ]
         before = [dict(vars(layer)) for layer in cache.layers]
         with _handing(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
@@ -231,7 +237,11 @@ class GraphDecoder:
         off = max(torch.stack(comparison.off).tolist(), key=lambda off: off if off == off else torch.inf)
         if off <= self._tolerance:
             recording.unchecked -= 1
-            return output
+            # The replay's keys and values, and its logits, as of every token after these: what an answer is
+            # does not depend on what was recorded before it.
+            for slot, value in written:
+                slot.copy_(value)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
         self._drop(f"a replay differed from the model's own pass by {off:.1g} of its size")
