@@ -155,7 +155,7 @@ def test_a_new_plan_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> Non
     print_replanned(replanned)
     said = " ".join(capsys.readouterr().err.split())
     assert said == (
-        "(new plan after 5,123 tokens, in 21 ms: 3 layers changed; expected wait for the disk: 12.34 ms a "
+        "(new plan after 5,123 tokens, in 21 ms: 3 layers changed; expected wait for experts: 12.34 ms a "
         "token before, 11.00 ms now; from defaults and 5,123 tokens of this model)"
     )
     print_replanned({**replanned, "before_ms": None, "after_ms": None})
