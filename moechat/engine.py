@@ -114,11 +114,13 @@ def load(
         activation_bits: How inputs meet quantised weights: as integers of 16 or 8 bits with a scale for every
             64 columns, or 32: as float32.
         system: How experts are kept and fetched ahead: a name in
-            ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all.
+            ``moechat.configurator.systems.SYSTEMS``. The answer is the same for all, on a card within
+            rounding (see ``deterministic``).
         threads: CPU threads; ``None`` takes the physical cores this process may use.
         ctx: Context length in tokens; ``None`` takes the model's own, or what the memory allows.
         deterministic: Bit by bit the same logits at every run and budget on a graphics card too: the CPU
-            then computes none of the experts that are missing there. Without a card they are anyway.
+            then computes none of the experts that are missing there, and no graphs are replayed. Without a
+            card they are anyway.
         tune: Time a few plans and keep the fastest, as :meth:`Engine.tune` does, or take what was remembered.
         replan_tokens: Decoded tokens after which :meth:`Engine.idle` makes a new plan; 0: never.
         offload: For tests and measurements.
@@ -191,6 +193,7 @@ def load(
             replan_tokens=replan_tokens,
             activation_bits=activation_bits,
             dense_bits=dense_bits,
+            deterministic=deterministic,
         )
     engine = Engine(
         loaded,

@@ -35,7 +35,8 @@ def within(name: str, value: float, low: float, high: float, *, above: bool = Fa
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Decisions of the split-expert cache; every combination gives the same tokens.
+    """Decisions of the split-expert cache; every combination gives the same tokens, but for
+    the last bits where the CPU computes a part for a card.
 
     Attributes:
         policy: Which experts of a layer are kept: ``forecast`` (ours: those that will be wanted soonest, by

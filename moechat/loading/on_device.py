@@ -31,6 +31,7 @@ from moechat.offload.cached import MIN_PAGES, shape_of
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, attach, register
 from moechat.offload.far_memory import FarMemory
 from moechat.offload.graph_decoder import MOST_BUCKET, GraphDecoder
+from moechat.offload.kernels.launch import FEW_TOKENS, SPLITS
 from moechat.offload.on_device import PAIR_BYTES, SHARED_TOKENS, WORK_PAIRS, DeviceTier, routers_on
 from moechat.offload.packed_on_card import CardMemory, warm_packed_layers
 from moechat.offload.perfect import refuse_without_replay
@@ -83,6 +84,7 @@ def load_on_device(
     replan_tokens: int = REPLAN_TOKENS,
     activation_bits: int = 16,
     dense_bits: int = 16,
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Plan the card's memory and load.
 
@@ -97,6 +99,8 @@ def load_on_device(
         replan_tokens: Decoded tokens after which a new plan is due; 0: never.
         activation_bits: How inputs meet quantised weights where the CPU computes a part: 8, 16 or 32.
         dense_bits: 16: dense weights in ``dtype``; 8 or 4: packed, but for embeddings and routers.
+        deterministic: Decode by the model's own passes alone: which tokens graphs replay depends on more than
+            the answer.
 
     Raises:
         DoesNotFitError: The budget is too small; the message says what is the least.
@@ -126,7 +130,10 @@ def load_on_device(
         stored_rows=False,
     )
     own_context = context_length(config, None)
-    needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, accelerator.context_bytes)
+    # Masks and frequencies depend on nothing but the position.
+    replays = cuda_graphs_wanted() and shape.reserved and shape.unlimited and not deterministic
+    context_bytes = accelerator.context_bytes
+    needs = _needs(store, skeleton, dtype, form, shape, top_k, own_context, context_bytes, replays)
     free, _ = accelerator.memory()
     most = accelerator.context_bytes + int(free * _FREE_SHARE)
     # A budget above what is free cannot be had: then it is the free memory that is too small, or not.
@@ -199,16 +206,11 @@ def load_on_device(
         every=replan_tokens,
     )
     loaded.page_experts()
-    if _replays(shape):
+    if replays:
         loaded.decoder = GraphDecoder(
             skeleton.model, loaded.parts, accelerator.graphs, dtype=dtype, tell=loaded.upkeep.tell
         )
     return loaded
-
-
-def _replays(shape: CacheShape) -> bool:
-    """Whether decoded tokens are to be replayed: masks and frequencies do not depend on what comes later."""
-    return cuda_graphs_wanted() and shape.reserved and shape.appendable > 0
 
 
 def _far_memory(store: Store, accelerator: Accelerator, ram: int | None, report: Report) -> FarMemory:
@@ -297,6 +299,7 @@ def _needs(
     top_k: int,
     own_context: int,
     context_bytes: int,
+    replays: bool,
 ) -> Needs:
     config, geometry = skeleton.model.config, store.geometry
     routers = len(skeleton.experts) * geometry.num_experts * geometry.hidden_size * 4
@@ -306,9 +309,12 @@ def _needs(
         tokens = pass_tokens(config, shape, context)
         items = tokens * top_k
         pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
-        # Activations, outputs of every item, and the CPU's part of the sum.
-        experts = pairs * PAIR_BYTES + (items + min(tokens, SHARED_TOKENS)) * layout.hidden_padded * 4
-        if _replays(shape):
+        # Where experts have few tokens their outputs are kept in several chains.
+        few = min(items, FEW_TOKENS * geometry.num_experts)
+        # Activations, outputs of every item; what the CPU is given twice, and its part of the sum.
+        outputs = max(items, SPLITS * few) + 3 * min(tokens, SHARED_TOKENS)
+        experts = pairs * PAIR_BYTES + outputs * layout.hidden_padded * 4
+        if replays:
             # A pass of one token, in memory of its own beside that of a prompt's passes.
             experts += _GRAPH_BYTES + workspace_bytes(config, dtype, 1, min(context, MOST_BUCKET))
         if shape.appendable:

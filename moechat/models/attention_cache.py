@@ -278,6 +278,11 @@ class CacheShape:
     growing: tuple[tuple[int, int | None], ...]
     copied: tuple[tuple[int, int | None], ...] = ()
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether prompts of any length may be computed in parts."""
+        return self.appendable >= _UNLIMITED
+
     def nbytes(self, tokens: int) -> int:
         """Bytes of the cache when it holds ``tokens`` tokens, the copy of a growing layer included."""
 

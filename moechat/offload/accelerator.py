@@ -29,7 +29,7 @@ _CONTEXTS: dict[int, int] = {}
 
 
 class Accelerator:
-    """One CUDA card.
+    """One CUDA card, for one engine at a time.
 
     Args:
         ordinal: Its number among those that ``CUDA_VISIBLE_DEVICES`` leaves.
@@ -130,6 +130,12 @@ class Accelerator:
         """Wait for all that the card was given."""
         torch.cuda.synchronize(self.device)
 
+    def finish_stream(self) -> None:
+        """Wait for what the current stream was given, and for nothing else that the card does."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self.device))
+        done.synchronize()
+
     def active(self) -> AbstractContextManager[Any]:
         """Makes the card the current one of this thread, for torch's and Triton's launches."""
         return torch.cuda.device(self.device)
@@ -137,7 +143,7 @@ class Accelerator:
     def alive(self) -> bool:
         """Whether the card still computes for this process."""
         try:
-            self.synchronize()
+            self.finish_stream()
         except RuntimeError:
             return False
         return True
@@ -159,7 +165,7 @@ class Accelerator:
         """
         try:
             launch()
-            self.synchronize()
+            self.finish_stream()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler that is missing, or refuses, shows in many ways
@@ -181,7 +187,8 @@ class Accelerator:
 
     def host_memory(self, rows: int, columns: int) -> torch.Tensor:
         """Host memory that :meth:`to_device` copies from without staging it, float32 ``[rows, columns]``."""
-        return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
+        with torch.inference_mode(False):
+            return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the card. It is made in the stream's turn: until then ``host`` must stay as it is."""
@@ -191,7 +198,8 @@ class Accelerator:
         """Values of an int32 tensor ``[n]``, until the next call; one copy, waits for it and nothing else."""
         count = packed.numel()
         if self._landing is None or len(self._landing) < count:
-            self._landing = torch.empty(count, dtype=torch.int32, pin_memory=True)
+            with torch.inference_mode(False):
+                self._landing = torch.empty(count, dtype=torch.int32, pin_memory=True)
             self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         host = self._landing[:count]
         host.copy_(packed, non_blocking=True)

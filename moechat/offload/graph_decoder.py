@@ -17,6 +17,7 @@ freely.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,12 +36,13 @@ from moechat.offload.on_device import Asked, Capture, DeviceExpertLayer, DeviceT
 
 LEAST_BUCKET = 256
 # Longer ones are left to passes of the model: torch's attention with a mask walks a head's keys from first to
-# last with one block of threads, while the one without a mask divides them.
-MOST_BUCKET = 8192
-# How far logits and experts' inputs of a replay may be from those of a pass, as a share of their length. They
-# are products of the same numbers, but attention adds up in another order, which is a rounding a layer: with
-# two layers at most 1e-6 was measured in float32, 8e-4 in float16, 6e-3 in bfloat16. A position or mask that
-# stands still is off by far more.
+# last with one block of threads, while the one without a mask divides them. An estimate.
+MOST_BUCKET = 2048
+# How far experts' inputs and logits of a replay may be from those of a pass, as a share of their length,
+# after two layers; it grows with the root of the layers. They are products of the same numbers, but attention
+# adds up in another order, which is a rounding a layer. Measured for random weights: after two layers at most
+# 1e-6 in float32, 8e-4 in float16, 6e-3 in bfloat16; after 48 in bfloat16 at most 0.09. With a position or a
+# mask that stands still the first layers are off by 0.25 and more.
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_16 = 5e-2
 # Replays of a recording that are compared: the first is of the token that was recorded, so that what should
@@ -69,7 +71,8 @@ class _Recording:
 
     def cut(self, ordinal: int, asked: Asked) -> torch.Tensor:
         """End the graph at the experts of a layer, and begin the next."""
-        total = torch.empty_like(asked.x)
+        # Of the first run finite, since the next layers keep what they make of it until it is written again.
+        total = torch.zeros_like(asked.x) if self.new is None else torch.empty_like(asked.x)
         self.asked.append(asked)
         self.sums.append(total)
         self.ordinals.append(ordinal)
@@ -198,6 +201,10 @@ class GraphDecoder:
         if recording is None:
             try:
                 recording = self._record(bucket, layers, places, experts, arguments)
+            except torch.OutOfMemoryError:
+                # Experts may give pages back; later it is tried again.
+                self._forget()
+                raise
             except Exception as error:  # whatever a family does that cannot be recorded
                 self._drop(f"this model's passes cannot be recorded ({_in_short(error)})")
                 return None
@@ -234,8 +241,9 @@ class GraphDecoder:
         with _handing(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
         comparison.off.append(_distance(logits, output.logits[:, -1:]))
-        off = max(torch.stack(comparison.off).tolist(), key=lambda off: off if off == off else torch.inf)
-        if off <= self._tolerance:
+        distances = torch.stack(comparison.off).tolist()
+        # Written so that NaN is too far.
+        if all(off <= self._allowed(place) for place, off in enumerate(distances)):
             recording.unchecked -= 1
             # The replay's keys and values, and its logits, as of every token after these: what an answer is
             # does not depend on what was recorded before it.
@@ -244,8 +252,16 @@ class GraphDecoder:
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         for layer, state in zip(cache.layers, before, strict=True):
             vars(layer).update(state)
-        self._drop(f"a replay differed from the model's own pass by {off:.1g} of its size")
+        worst = max(range(len(distances)), key=lambda place: _or_far(distances[place]) / self._allowed(place))
+        self._drop(
+            f"a replay differed from the model's own pass by {distances[worst]:.2g} of its size, more than "
+            f"{self._allowed(worst):.2g}, after {worst + 1} of {len(distances)} parts"
+        )
         return None
+
+    def _allowed(self, place: int) -> float:
+        """How far what comes after ``place + 1`` layers may be off."""
+        return self._tolerance * math.sqrt(max(1.0, (place + 1) / 2))
 
     def _keep_only(self, places: Sequence[Place], experts: Sequence[DeviceExpertLayer]) -> None:
         """Forget recordings of other memory, or of what other expert layers ask."""
@@ -312,6 +328,7 @@ class GraphDecoder:
             # Libraries set themselves up at first use, which cannot be recorded. Experts are left out, so
             # what this writes for the token means nothing; the replay or pass after it writes it again.
             run(_Recording(None))
+            graphs.make_room()
             recording = _Recording(graphs.new)
             run(recording)
         if recording.ordinals != list(range(len(experts))):
@@ -349,13 +366,17 @@ class GraphDecoder:
 @contextmanager
 def _handing(experts: Sequence[DeviceExpertLayer], capture: Capture) -> Iterator[None]:
     """Lets expert layers hand what they are asked to somebody else."""
-    for layer in experts:
-        layer.capture = capture
     try:
+        for layer in experts:
+            layer.capture = capture
         yield
     finally:
         for layer in experts:
             layer.capture = None
+
+
+def _or_far(distance: float) -> float:
+    return distance if math.isfinite(distance) else math.inf
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,10 @@ class Graphs(Protocol):
         """
         ...
 
+    def make_room(self) -> None:
+        """Give memory back that is kept for later: while a graph is recorded nothing else can be."""
+        ...
+
     def new(self) -> Graph:
         """An empty graph."""
         ...
@@ -76,11 +80,14 @@ class CudaGraph:
 
     def abandon(self) -> None:
         """See :meth:`Graph.abandon`."""
-        with suppress(RuntimeError):
+        try:
             self._graph.capture_end()
-        # An end that fails leaves the allocator believing that the recording goes on.
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        except RuntimeError:
+            # An end that fails leaves the allocator believing that the recording goes on, and that this graph
+            # needs the memory; had it never begun, the first call says so.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+                torch._C._cuda_releasePool(self._device.index or 0, self._pool)
 
     def replay(self) -> None:
         """See :meth:`Graph.replay`."""
@@ -110,6 +117,10 @@ class CudaGraphs:
                 yield
         finally:
             current.wait_stream(self._stream)
+
+    def make_room(self) -> None:
+        """See :meth:`Graphs.make_room`."""
+        torch.cuda.empty_cache()
 
     def new(self) -> Graph:
         """See :meth:`Graphs.new`."""

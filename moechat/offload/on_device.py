@@ -91,7 +91,7 @@ class DeviceTier(NearTier):
         self.far = far
         self._owns_far = owns_far
         self.kernels = BlockKernels(store.geometry, accelerator.device)
-        self.lists = ListMemory(store.geometry, accelerator.device, accelerator.synchronize)
+        self.lists = ListMemory(store.geometry, accelerator.device, accelerator.finish_stream)
         self._routers = routers
         self._rest: dict[str, Any] = {
             "store": store,
@@ -157,16 +157,21 @@ class DeviceTier(NearTier):
 
     def _launch_all(self, dtype: torch.dtype) -> None:
         device = self.accelerator.device
-        one = np.zeros(1, np.int32)
+        rows = min(self.top_k, self.geometry.num_experts)
+        places = np.arange(rows + 1, dtype=np.int32)
         for tokens in (1, FEW_TOKENS + 1, 64):
-            token = np.arange(tokens, dtype=np.int32)
-            ends = np.array([0, tokens], np.int32)
-            items = Items.build(ends, token, np.ones(tokens, np.float32), tokens, device)
+            # Every token chooses the same experts, whose first blocks lie in the first page.
+            token = np.tile(np.arange(tokens, dtype=np.int32), rows)
+            ends = places * tokens
+            items = Items.build(ends, token, np.ones(rows * tokens, np.float32), tokens, device)
             x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
             partial = self.kernels.partials(items, dtype)
-            blocks = BlockList.build(one, np.array([0, 1], np.int32), one, ends, device)
-            self.kernels.add(self.memory, blocks, items, x, partial)
-            self.kernels.combine(partial, items, torch.empty_like(x))
+            none = np.zeros(rows, np.int32)
+            self.kernels.add(
+                self.memory, BlockList.build(none, places, none, ends, device), items, x, partial
+            )
+            for others in (None, torch.zeros_like(x, dtype=torch.float32)):
+                self.kernels.combine(partial, items, torch.empty_like(x), others)
 
     def shrink(self, share: float) -> int:
         """Give pages back to the card's memory; what they all held has to be fetched anew.
@@ -185,6 +190,7 @@ class DeviceTier(NearTier):
         self._rest["counters"] = self.counters
         self.runner.close()
         self.memory = torch.empty(0)
+        self.accelerator.release()  # libraries and the driver take memory past torch
         self._make(after, settings)
         return (before - after) * self.geometry.record_bytes
 

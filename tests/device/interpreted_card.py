@@ -53,6 +53,9 @@ class InterpretedCard(Accelerator):
     def synchronize(self) -> None:
         assert self._stream.synchronize() == 0
 
+    def finish_stream(self) -> None:
+        self._stream.synchronize()
+
     def active(self):
         return nullcontext()
 

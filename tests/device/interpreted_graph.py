@@ -147,6 +147,9 @@ class InterpretedGraphs:
     def aside(self):
         return nullcontext()
 
+    def make_room(self) -> None:
+        assert self.recording is None
+
     def new(self) -> InterpretedGraph:
         self.made.append(InterpretedGraph(self))
         return self.made[-1]

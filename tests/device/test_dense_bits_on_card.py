@@ -108,6 +108,20 @@ def test_the_answer_is_the_same_for_every_budget(model: Path, card: Any) -> None
     assert results[0][1] == results[1][1]
 
 
+def test_packed_layers_are_replayed_from_graphs(
+    model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for graphs in ("0", "1"):
+        monkeypatch.setenv("MOECHAT_CUDA_GRAPHS", graphs)
+        with load(model, card, dense_bits=4, deterministic=False, system="moepic") as engine:
+            steps = engine.generate(FEW, max_new_tokens=5, temperature=0.0)
+            answers.append([step.token_id for step in steps])
+            assert engine.notices() == []
+    assert answers[0] == answers[1]
+    assert sum(graphs.replayed for graphs in card.graphs_made) > 0
+
+
 def test_the_plan_counts_what_lies_on_the_card(model: Path, card: Any) -> None:
     taken = {}
     for bits in (16, 8, 4):

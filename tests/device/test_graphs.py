@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from interpreted_graph import InterpretedGraph
 from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
 
 import moechat
@@ -328,8 +329,42 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, card) -> None:
+def test_memory_that_runs_out_while_recording_is_found_and_the_graphs_are_made_later(
+    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, failures = InterpretedGraph.begin, [1]
+
+    def run_out(self) -> None:
+        begin(self)
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("as wanted")
+
+    with without(model, card) as engine:
+        expected = answer(engine, PROMPT)
+    monkeypatch.setattr(InterpretedGraph, "begin", run_out)
+    with load(model, card) as engine:
+        pages = engine._near.pages
+        assert answer(engine, PROMPT) == expected
+        assert engine._near.pages < pages, "experts have made room"
+        assert not engine._loaded.decoder.off
+    assert replayed(card) > 0
+
+
+def test_what_is_off_by_rounding_in_many_layers_is_no_mistake(model: Path, card) -> None:
+    with load(model, card) as engine:
+        decoder = engine._loaded.decoder
+        after = [decoder._allowed(place) for place in (0, 1, 47)]
+    assert after == pytest.approx([1e-4, 1e-4, 4.9e-4], rel=0.01)
+
+
+def test_a_deterministic_engine_replays_nothing(model: Path, card) -> None:
     with load(model, card, deterministic=True) as engine:
+        assert engine._loaded.decoder is None
+
+
+def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, card) -> None:
+    with load(model, card, system="moepic") as engine:  # the CPU computes none
         # Recorded, compared and replayed; then replayed alone. The first cache is gone by then.
         first = feed(engine, [PROMPT, *each(TOKENS)])[0]
         second = feed(engine, [PROMPT, *each(TOKENS)])[0]

@@ -141,15 +141,15 @@ class ListMemory:
     Args:
         geometry: Of the experts.
         device: Where the lists go.
-        synchronize: Waits until everything has been copied.
+        finish_stream: Waits until everything has been copied.
     """
 
     def __init__(
-        self, geometry: ExpertGeometry, device: torch.device, synchronize: Callable[[], None]
+        self, geometry: ExpertGeometry, device: torch.device, finish_stream: Callable[[], None]
     ) -> None:
         self._geometry = geometry
         self._device = device
-        self._synchronize = synchronize
+        self._finish_stream = finish_stream
         self._host = torch.empty(0, dtype=torch.int32)
         self._view: IntArray = self._host.numpy()
         self._there = self._host
@@ -219,7 +219,7 @@ class ListMemory:
         """Where the next launch's lists go, after one that has been given and whose lists end there."""
         if end + self._launch <= len(self._view):
             return end
-        self._synchronize()
+        self._finish_stream()
         self._copied = self._items_end
         return self._items_end
 
@@ -237,9 +237,10 @@ class ListMemory:
         if size <= len(self._view):
             return
         pinned = self._device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        with torch.inference_mode(False):
+            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+            self._there = torch.empty(size, dtype=torch.int32, device=self._device)
         self._view = self._host.numpy()
-        self._there = torch.empty(size, dtype=torch.int32, device=self._device)
 
 
 def _rounded(count: int) -> int:

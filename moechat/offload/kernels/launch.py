@@ -20,7 +20,7 @@ _ACTIVATIONS = {
 }
 # Chains that the blocks of an expert are added in, so that a decoded token has enough programs. A constant:
 # with another number sums round differently.
-_SPLITS = 4
+SPLITS = 4
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
 # Tokens of an expert up to which products are made without tensor cores.
 FEW_TOKENS = 8
@@ -53,7 +53,7 @@ class Shape:
         """For rows of up to so many items, and inputs and weights of these types."""
         if most_items <= FEW_TOKENS:
             tokens = 1 << max(0, most_items - 1).bit_length()
-            return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=_SPLITS)
+            return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=SPLITS)
         # The interpreter does not know the arithmetic of bfloat16.
         # Neither 16-bit type holds the other's values.
         if torch.float32 in dtypes or len(dtypes) > 1 or (INTERPRETED and torch.bfloat16 in dtypes):

@@ -264,7 +264,8 @@ def neurons(
         tl.store(activations + slot[:, None] * 64 + neuron[None, :], result, mask=there[:, None])
 
 
-@triton.jit
+# The number of items is another one in every pass: kernels built for one would be built in the middle of it.
+@triton.jit(do_not_specialize=["items_padded"])
 def outputs(
     pages,
     entry_page,
@@ -342,7 +343,7 @@ def outputs(
         tl.store(partial + spot, total, mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items_padded"])
 def combine(
     partial,
     token_item,

@@ -36,6 +36,10 @@ void FarShare::begin(std::int32_t layer, const Grouped* rows, const double* keys
   rows_ = rows;
   tokens_ = tokens;
   computed_ = 0;
+  records_of_.clear();
+  blocks_of_.clear();
+  row_of_.clear();
+  taken_.clear();
   order_.resize(at(rows->rows()));
   for (std::int32_t row = 0; row < rows->rows(); ++row) order_[at(row)] = row;
   // Rows of few tokens first, since the CPU pays for tokens and the link does not; of equal ones those that
@@ -83,7 +87,8 @@ std::int64_t FarShare::compute(const float* x, float* out) {
   weight_.clear();
   std::int64_t items = 0;
   for (const std::int32_t row : taken_) items += rows_->tokens_of[at(row)];
-  // A kernel call prepares every row of x that it is given.
+  // A kernel call prepares every row of x that it is given. Gathered, a token is several where it chose
+  // several experts, so that the order of its sum depends on how the call is cut.
   const bool gather = tokens_ > items;
   if (gather) inputs_.resize(at(items * hidden));
   for (const std::int32_t row : taken_) {
