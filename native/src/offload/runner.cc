@@ -683,7 +683,9 @@ void ExpertRunner::run_group(const Interrupted& interrupted) {
       if (starved_) take_back();
       if (open() > 0) {
         share(interrupted);
-        continue;
+        if (!starved_) continue;
+        // What has landed is launched now, so that its pages come back and the link goes on.
+        settle();
       }
     }
     launched_ = true;
