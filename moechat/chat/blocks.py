@@ -1,7 +1,7 @@
 """Cuts markdown into blocks that are finished, while it is being written.
 
-A block is finished when no text that may follow can change it. Whether it is gets decided once a line, from the
-lines so far alone, so that the blocks do not depend on the pieces in which the text came.
+A block is finished when no text that may follow can change it. Whether it is gets decided once a line, from
+the lines so far alone, so that the blocks do not depend on the pieces in which the text came.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
@@ -157,7 +157,7 @@ class BlockSplitter:
             return True
         return token.type in _ENDED_BY_BLANK and not self.pending[-1].strip()
 
-    def _items(self, tokens: list[Token], token: Token, *, keep_last: bool) -> Iterator[Unit]:
+    def _items(self, tokens: list[Token], token: Token, *, keep_last: bool) -> Generator[Unit, None, int]:
         """Blocks of a token, one for each item of a list; returns where those that were not given begin."""
         start, end = token.map or (0, 0)
         if token.type not in _LISTS:

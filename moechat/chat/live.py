@@ -1,9 +1,9 @@
 """An answer on a terminal as it streams: finished blocks rendered, the unfinished rest as plain text.
 
-The rest is only ever appended to. When its block is finished, its rows are taken off the screen and the rendered
-block is put there, in one write, so that nothing flickers. Rows are folded here and not by the terminal, so that
-their number is known; where it no longer is, because the window became narrower or the rest is taller than it,
-the block stays as plain text.
+The rest is only ever appended to. When its block is finished, its rows are taken off the screen and the
+rendered block is put there, in one write, so that nothing flickers. Rows are folded here and not by the
+terminal, so that their number is known; where it no longer is, because the window became narrower or the rest
+is taller than it, the block stays as plain text.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class _Markdown(Markdown):
 
 class _Harmless:
     """What another renderable gives, without control characters, blanks at ends of lines, and blank lines
-    around it."""
+    around it.
+    """
 
     def __init__(self, inner: Markdown | Text) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
 """Which part of a model's output is thinking, and which the answer.
 
 Two notations are known: ``<think>…</think>`` before the answer (Qwen3, DeepSeek-R1 and many more; some chat
-templates open it themselves), and gpt-oss's channels, ``<|channel|>analysis<|message|>…<|end|>``, of which only
-``final`` is the answer. Marks count only where they belong: an answer may speak about ``<think>``.
+templates open it themselves), and gpt-oss's channels, ``<|channel|>analysis<|message|>…<|end|>``, of which
+only ``final`` is the answer. Marks count only where they belong: an answer may speak about ``<think>``.
 """
 
 from __future__ import annotations
