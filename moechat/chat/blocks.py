@@ -83,13 +83,14 @@ class BlockSplitter:
 
     Attributes:
         pending: Lines of blocks that are not finished, without newlines.
+        joined: What is pending is an item right below another of its list.
     """
 
     # Invariant: pending begins with the first line of a block, or is empty.
     def __init__(self) -> None:
         self.pending: list[str] = []
         self._code: _Open | None = None
-        self._joined = False
+        self.joined = False
 
     @property
     def in_code(self) -> bool:
@@ -111,7 +112,7 @@ class BlockSplitter:
         if self.pending:
             units.extend(self._block(0, len(self.pending)))
             self.pending = []
-        self._code, self._joined = None, False
+        self._code, self.joined = None, False
         return units
 
     def _code_line(self, code: _Open, line: str) -> Unit:
@@ -142,7 +143,7 @@ class BlockSplitter:
             mark = opened[1]
             self._code = _Open(mark, opened.start(1), language, [])
             yield Fence(self.pending[start], opens=True)
-            self.pending, self._joined = [], False
+            self.pending, self.joined = [], False
         elif last.type in _LISTS:
             kept = yield from self._items(tokens, last, keep_last=True)
             self.pending = self.pending[kept:]
@@ -172,14 +173,14 @@ class BlockSplitter:
             if following == end and keep_last:
                 return place
             yield from self._block(place, following)
-            self._joined = following != end
+            self.joined = following != end
         return end
 
     def _block(self, start: int, end: int) -> Iterator[Unit]:
         lines = self.pending[start:end]
         while lines and not lines[-1].strip():
             lines.pop()
-        joined, self._joined = self._joined, False
+        joined, self.joined = self.joined, False
         if lines:
             yield Block("\n".join(lines), joined)
 

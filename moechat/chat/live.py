@@ -164,7 +164,9 @@ class MarkdownAnswer:
         if not text:
             return ""
         self._last = text[-1]
-        out = self._rows.add(text)
+        # The blank line before a block comes with its first character, and stays where it is.
+        gap = not self._rows.count and self._renderer.has_gap(joined=self._splitter.joined)
+        out = self._rows.add("\n" + text if gap and not self._as_it_is else text)
         if self._rows.count >= max(2, self._size()[1]):
             self._as_it_is = True  # the first rows are about to leave the screen
         return out

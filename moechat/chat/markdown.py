@@ -98,10 +98,9 @@ class Renderer:
             unit: The next one of the answer.
             width: Cells of a line; lines of code may be longer.
         """
-        gap = not self._first and not self._in_code
+        gap = self.has_gap(joined=isinstance(unit, Block) and unit.joined)
         if isinstance(unit, Block):
             text = self._block(unit, width)
-            gap = gap and not unit.joined
         elif isinstance(unit, CodeLine):
             text = self._printed(_last_line(unit), None)
         else:
@@ -109,6 +108,10 @@ class Renderer:
             text = self._printed(Text(neutralise(unit.line), style="dim"), None)
         self._first = False
         return "\n" + text if gap else text
+
+    def has_gap(self, *, joined: bool) -> bool:
+        """Whether a blank line belongs before the next unit, which may be joined to the one before."""
+        return not (self._first or self._in_code or joined)
 
     def begin_anew(self) -> None:
         """What comes next stands below text that was not rendered: no blank line, whatever is open."""

@@ -62,9 +62,7 @@ def test_the_oldest_turns_make_room_and_stay_in_the_conversation(home: Path) -> 
     ("context", "max_tokens", "reserve"),
     [(8192, None, 256), (8192, 40, 40), (400, None, 100), (400, 8000, 100), (400, 7, 7), (2, None, 1)],
 )
-def test_an_answer_has_room_before_old_turns_have(
-    context: int, max_tokens: int | None, reserve: int
-) -> None:
+def test_an_answer_has_room_before_old_turns_have(context: int, max_tokens: int | None, reserve: int) -> None:
     engine = ScriptedEngine([["a"], ["b"]], context_length=context)
     talk(engine, ["first", "second"], given={} if max_tokens is None else {"max_tokens": max_tokens})
     assert engine.reserves == [1, reserve]
@@ -177,7 +175,15 @@ def test_undo_takes_the_last_turn_back() -> None:
 
 def test_set_changes_what_answers_are_drawn_with_and_says_where_values_come_from() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
-    lines = ["one", "/set temperature 0.9", "/set seed=7", "two", "/set seed default", "/set top-k x", "three"]
+    lines = [
+        "one",
+        "/set temperature 0.9",
+        "/set seed=7",
+        "two",
+        "/set seed default",
+        "/set top-k x",
+        "three",
+    ]
     heard = talk(engine, [*lines, "/set", "/set heat 3"], given={"top_p": 0.5, "seed": 3})
     assert engine.given == [
         {"top_p": 0.5, "seed": 3},
@@ -210,7 +216,15 @@ def test_system_is_changed_shown_and_removed() -> None:
 def test_save_and_load_give_the_same_conversation(tmp_path: Path) -> None:
     file, page = tmp_path / "a talk.json", tmp_path / "talk.md"
     engine = ScriptedEngine([["one"], ["two"], ["three"]])
-    lines = ["first", f"/save {file}", f"/save {page}", "second", f"/save '{file}'", "/clear", f"/load {file}"]
+    lines = [
+        "first",
+        f"/save {file}",
+        f"/save {page}",
+        "second",
+        f"/save '{file}'",
+        "/clear",
+        f"/load {file}",
+    ]
     heard = talk(engine, [*lines, "third", f"/load {page}", "/load nowhere.json"], system="be brief")
     assert engine.asked[2][1:] == [
         user("first"),
