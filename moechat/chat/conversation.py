@@ -93,6 +93,12 @@ class Conversation:
         return Conversation(turns, self.system, title=self.title, model=self.model)
 
 
+def turns_of(conversation: Conversation) -> str:
+    """``1 turn``, ``2 turns``."""
+    count = len(conversation.turns)
+    return f"{count} turn{'s'[: count != 1]}"
+
+
 def title_of(question: str) -> str:
     """A line that tells a conversation from others: how its first message begins."""
     words = " ".join(one_line(" ".join(question.split())).split())

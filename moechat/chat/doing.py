@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.commands import help_text, unquoted
-from moechat.chat.conversation import Conversation, title_of
+from moechat.chat.conversation import Conversation, title_of, turns_of
 from moechat.chat.neutral import one_line
 from moechat.chat.settings import NAMES
 from moechat.chat.transcript import format_of, read_from, read_text, write_as, write_text
@@ -160,9 +160,7 @@ class Commands:
         conversation = read_from(read_text(path), str(path))
         self._chat.use_conversation(conversation)
         self._chat.record()
-        self._say(
-            f"{one_line(str(path))}: {len(conversation.turns)} turns; the conversation goes on from there"
-        )
+        self._say(f"{one_line(str(path))}: {turns_of(conversation)}; the conversation goes on from there")
 
     def _read(self, text: str) -> None:
         path = _path(text)

@@ -18,6 +18,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+from prompt_toolkit.output.color_depth import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
@@ -43,7 +44,9 @@ class PromptReader:
     def __init__(self, *, keep_history: bool, status: Callable[[], str], tell: Callable[[str], None]) -> None:
         self.typed = False
         stream = sys.stdout if sys.stdout.isatty() else sys.stderr
-        output = Vt100_Output.from_pty(stream, term=os.environ.get("TERM"))
+        output = Vt100_Output.from_pty(
+            stream, term=os.environ.get("TERM"), default_color_depth=ColorDepth.from_env()
+        )
         # The terminal is not asked where its cursor is: not every one answers, and keys would wait for it.
         output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(

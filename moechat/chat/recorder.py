@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moechat.chat.conversation import turns_of
 from moechat.chat.neutral import one_line
 from moechat.errors import MoechatError, SessionsUnavailableError
 
@@ -99,10 +100,8 @@ def resumed(
         return None
     if options.system is not None:
         conversation.system = options.system
-    count = len(conversation.turns)
-    turns = "1 turn" if count == 1 else f"{count} turns"
     of = "" if conversation.model == model else f", so far with {one_line(conversation.model)}"
     if not options.quiet:
         title = one_line(conversation.title)
-        tell(f"conversation {conversation.key} goes on: {title} ({turns}{of})", None)
+        tell(f"conversation {conversation.key} goes on: {title} ({turns_of(conversation)}{of})", None)
     return conversation
