@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,14 +82,13 @@ def understand(line: str) -> Said:
         return Said(None, line if stripped else "")
     if stripped.startswith("//"):
         return Said(None, stripped[1:])
-    name, _, rest = stripped[1:].partition(" ") if " " in stripped.split("\n")[0] else (stripped[1:], "", "")
-    name = name.strip()
+    name, rest = re.fullmatch(r"/(\S*)\s*(.*)", stripped, re.DOTALL).groups()  # type: ignore[union-attr]
     command = _BY_NAME.get(_OTHER_NAMES.get(name.lower(), name.lower()))
-    if command is None or (rest.strip() and not command.arguments):
+    if command is None or (rest and not command.arguments):
         raise _unknown(stripped, name, command)
-    if command.name not in ("set", "system", "show") and command.arguments and not rest.strip():
+    if command.name not in ("set", "system", "show") and command.arguments and not rest:
         raise UsageError(f"/{command.name} needs {command.arguments}")
-    return Said(command, rest.strip())
+    return Said(command, rest)
 
 
 def _unknown(line: str, name: str, command: Command | None) -> UsageError:
@@ -98,10 +98,9 @@ def _unknown(line: str, name: str, command: Command | None) -> UsageError:
         )
     near = difflib.get_close_matches(name.lower(), [*_BY_NAME, *_OTHER_NAMES], n=1, cutoff=0.5)
     near = near or [known for known in _BY_NAME if name and known.startswith(name.lower())][:1]
-    shown = name.split()[0][:40] if name.split() else ""
     meant = f"did you mean /{near[0]}? " if near else ""
     return UsageError(
-        f"there is no command /{shown}; it was not sent",
+        f"there is no command /{name[:40]}; it was not sent",
         hint=f"{meant}/help lists the commands; // sends a text that begins with a slash",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,9 @@ class Chat:
             StoreDamagedError: No answer can come any more; nor with :class:`DeviceLostError`.
         """
         with OneInterrupt().watching() as interrupts:
-            reply, mark, lost = Reply(), "", None
+            reply = Reply()
+            mark: Mark = ""
+            lost: BaseException | None = None
             asked_of = self.conversation
             if instead:
                 asked_of = Conversation(asked_of.turns[:-1], asked_of.system, told_from=asked_of.told_from)
@@ -150,13 +153,15 @@ class Chat:
                 mark, lost = "failed", error
             except MoechatError as error:  # the disk may have failed in the middle of the answer
                 mark = "failed"
-                answer.end()
+                _end(answer)
                 self.voice.error(str(error), error.hint)
             except KeyboardInterrupt:
                 mark = "stopped"
+            except BaseException as error:  # terminated, or nobody reads the answer any more: it is kept
+                mark, lost = "stopped", error
             interrupts.over()
-            answer.end()
-            self._keep(question, reply, mark, instead=instead, told_from=asked_of.told_from)  # type: ignore[arg-type]
+            _end(answer)
+            self._keep(question, reply, mark, instead=instead, told_from=asked_of.told_from)
             if lost is not None:
                 raise lost
             self._comment(reply, mark)
@@ -249,3 +254,9 @@ class Chat:
 
     def _tell(self, message: str, hint: str | None) -> None:
         self.voice.notice(message if hint is None else f"{message}\n{hint}")
+
+
+def _end(answer: Sink) -> None:
+    # What cannot be written has been told already, or nobody is there to be told.
+    with suppress(MoechatError, OSError):
+        answer.end()

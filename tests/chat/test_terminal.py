@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -309,3 +311,23 @@ def test_thinking_is_dimmed(terminal: Callable[..., Terminal]) -> None:
     chat.say("hi", "yes")
     assert "let me see\n\nyes" in chat.shown
     assert "\x1b[2m" in chat.written
+
+
+@pytest.mark.parametrize("during", ["the prompt", "an answer"])
+def test_a_chat_that_is_terminated_keeps_what_it_has_and_gives_the_terminal_back(
+    terminal: Callable[..., Terminal], during: str
+) -> None:
+    chat = terminal("word " * 100, pause_s=0.02, save=True)
+    before = termios.tcgetattr(chat.child.child_fd)[3] & (termios.ECHO | termios.ICANON)
+    assert before == 0
+    if during == "an answer":
+        chat.type("go\r", "word word")
+    chat.child.kill(signal.SIGTERM)
+    chat.until(lambda: not chat.child.isalive())
+    after = termios.tcgetattr(chat.child.child_fd)[3]
+    assert after & termios.ECHO
+    assert after & termios.ICANON
+    assert chat.child.exitstatus == 143
+    if during == "an answer":
+        with closing(Sessions(sessions_path())) as sessions:
+            assert sessions.get(1).turns[0].answer.startswith("word word")

@@ -19,6 +19,8 @@ from moechat.chat.conversation import Conversation
 from moechat.chat.recorder import Recorder
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _answer_once
+from moechat.cli.voice import LoadedModels
+from moechat.errors import ModelNotFoundError, MoechatError
 
 # The editor has given the terminal back, and the model has written something.
 ANSWER_BEGUN = re.escape("\x1b[?2004l") + ".{60}"
@@ -123,3 +125,25 @@ def test_an_interrupt_while_loading_ends_the_program(cli: Cli, model: str) -> No
     session.read()
     session.close()
     assert session.exitstatus == 130
+
+
+@pytest.mark.parametrize("failure", [MoechatError("no room"), KeyboardInterrupt()])
+def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseException, tmp_path: Path) -> None:
+    engines = [ScriptedEngine([], name="first"), failure, ScriptedEngine([], name="first again")]
+    loaded: list[str] = []
+
+    def load(name: str) -> ScriptedEngine:
+        loaded.append(name)
+        found = engines.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found  # type: ignore[return-value]
+
+    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+        with pytest.raises(type(failure)):
+            models.use("demo")
+        assert models.engine.name == "first again"
+        with pytest.raises(ModelNotFoundError):
+            models.use(str(tmp_path / "nowhere"))
+        assert models.engine.name == "first again"
+    assert loaded == ["mine", "demo", "mine"]
