@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Lines of code before the one that is shown which colour it too; all of them would make long code slow.
 _CONTEXT_LINES = 200
+# Of one block; it is looked at again with each line, which must not take longer and longer.
+_MOST_LINES = 400
 _ENDED_BY_BLANK = ("paragraph_open", "blockquote_open", "table_open", "heading_open")
 _LISTS = ("bullet_list_open", "ordered_list_open")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
@@ -104,6 +106,10 @@ class BlockSplitter:
         if not self.pending and not line.strip():
             return []
         self.pending.append(line)
+        if len(self.pending) >= _MOST_LINES:
+            units = list(self._block(0, len(self.pending)))
+            self.pending = []
+            return units
         return list(self._cut())
 
     def end(self, rest: str) -> list[Unit]:

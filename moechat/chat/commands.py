@@ -48,7 +48,8 @@ _OTHER_NAMES = {"?": "help", "exit": "bye", "quit": "bye"}
 _KEYS = """\
 Ctrl-C stops an answer; what was written stays in the conversation.
 Alt-Enter or Ctrl-J begins a new line; so does Enter between \"\"\" and \"\"\".
-Ctrl-R searches what you have typed before. // at the beginning sends a text that begins with /."""
+Ctrl-R searches what you have typed before.
+// at the beginning sends a text that begins with /."""
 
 
 class Said(NamedTuple):

@@ -115,7 +115,7 @@ class Commands:
             ("conversation", "not saved" if chat.conversation.key is None else str(chat.conversation.key)),
             ("system prompt", "none" if system is None else title_of(system)),
         ]
-        for key, title in (("memory_budget_bytes", "memory"), ("memory_experts_bytes", "memory, experts")):
+        for key, title in (("memory_experts_bytes", "memory, experts"), ("memory_budget_bytes", "memory")):
             if isinstance(size := facts.get(key), int):
                 rows.insert(2, (title, chat.voice.size(size)))
         chat.voice.table([*rows, *self._settings()])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moechat.chat.output import Sink
-from moechat.chat.thinking import MARKS, OPEN, Part, ThoughtSplitter
+from moechat.chat.thinking import OPEN, Part, ThoughtSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +76,11 @@ class Reply:
             with closing(steps) as open_steps:  # type: ignore[type-var]
                 for step in open_steps:
                     self.tokens.append(step.token_id)
-                    text = step.text
-                    if not text and (special := token_text(step.token_id)) in MARKS:
-                        text = special
-                    self._show(splitter.feed(text), answer, thoughts)
+                    if step.text:
+                        parts = splitter.feed(step.text)
+                    else:
+                        parts = splitter.special(token_text(step.token_id))
+                    self._show(parts, answer, thoughts)
                     self.finish_reason = step.finish_reason
         finally:
             # What was held back belongs to a stopped answer too.

@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 
 OPEN, CLOSE = "<think>", "</think>"
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
-# Tokenizers leave special tokens out of text; these are put back, for the splitter to see.
-MARKS = frozenset({OPEN, CLOSE, CHANNEL, MESSAGE, START, END})
 _ANSWER = "final"
+_CHANNELS = frozenset({CHANNEL, MESSAGE, START, END})
 
 _State = Literal["begin", "thought", "answer", "header", "channel thought", "channel answer", "between"]
 
@@ -41,6 +40,19 @@ class ThoughtSplitter:
         self._state: _State = "thought" if thinking else "begin"
         self._held = ""  # what may be the beginning of a mark
         self._fresh = False  # white space between a thought and its answer belongs to neither
+
+    def special(self, mark: str) -> list[Part]:
+        """Take a special token, which tokenizers leave out of text; it counts only where it has a meaning.
+
+        Others' ends of an answer are ``<|end|>`` too, say.
+        """
+        if self._state == "begin":
+            meant = mark in (OPEN, CHANNEL, START) and not self._held.strip()
+        elif self._state in ("answer", "thought"):
+            meant = mark == CLOSE and self._state == "thought"
+        else:
+            meant = mark in _CHANNELS
+        return self.feed(mark) if meant else []
 
     def feed(self, text: str) -> list[Part]:
         """Parts that are certain now."""

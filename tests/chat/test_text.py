@@ -207,6 +207,12 @@ def test_blocks_are_finished_as_soon_as_nothing_can_change_them() -> None:
     assert splitter.pending == []
 
 
+def test_a_table_without_end_is_cut_before_it_becomes_slow() -> None:
+    found = units("| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 1000)
+    assert 2 <= len(found) <= 4
+    assert sum(len(unit.source.split("\n")) for unit in found if isinstance(unit, Block)) == 1002
+
+
 @given(MARKUP)
 @settings(max_examples=60, deadline=None)
 def test_every_line_is_in_one_unit_and_in_order(text: str) -> None:

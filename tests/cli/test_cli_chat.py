@@ -147,3 +147,9 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseExcept
             models.use(str(tmp_path / "nowhere"))
         assert models.engine.name == "first again"
     assert loaded == ["mine", "demo", "mine"]
+
+
+def test_the_end_of_an_answer_of_the_demo_is_not_shown(cli: Cli) -> None:
+    result = cli.call("run", "demo", "Who are you?", "--temperature", "0")
+    assert result.status == 0, result.err
+    assert b"<|" not in result.out
