@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -14,11 +15,9 @@ def held_keys() -> Iterator[None]:
     For prompts of prompt_toolkit only: Enter stays a carriage return, which other readers do not know.
     """
     try:
-        import termios
-
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
-    except (ImportError, OSError, ValueError, termios.error):  # no terminal
+    except (OSError, ValueError, termios.error):  # no terminal
         yield
         return
     held = termios.tcgetattr(descriptor)
