@@ -559,6 +559,15 @@ class Engine:
             raise UsageError("the prompt is empty")
         return tokens
 
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones too, which steps leave out; empty without a tokenizer.
+
+        A token may be a part of a character; then it is a replacement character.
+        """
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits of one teacher-forced pass.
 

@@ -88,3 +88,11 @@ class StoreDamagedError(MoechatError):
     """A store is truncated, altered or incomplete; it is refused by name before its first use."""
 
     exit_code = 6
+
+
+class SessionsUnavailableError(MoechatError):
+    """The database of conversations is locked, damaged, of a newer version, or cannot be written."""
+
+
+class SessionNotFoundError(UsageError):
+    """No conversation of that number is kept."""

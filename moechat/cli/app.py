@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moechat.cli.sessions_app import Action, sessions_app
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
-
-Action = Callable[[], int]
 
 _EPILOG = (
     "Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, "
@@ -302,6 +300,30 @@ def _run(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--continue", "-c", metavar="", help="Go on with the last conversation: this model's, else any."
+        ),
+    ] = False,
+    session: Annotated[
+        int | None,
+        typer.Option(metavar="ID", help="Go on with a conversation that `moechat sessions` lists."),
+    ] = None,
+    no_save: Annotated[
+        bool,
+        typer.Option(
+            "--no-save",
+            metavar="",
+            help="Keep neither the conversation nor what is typed; so does MOECHAT_NO_SAVE=1.",
+        ),
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", metavar="", help="In a chat: answers as written, markdown not rendered.")
+    ] = False,
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", metavar="", help="Do not show what the model thinks first.")
+    ] = False,
     json: Annotated[
         bool,
         typer.Option(
@@ -344,6 +366,11 @@ def _run(
         activation_bits=activation_bits,
         deterministic=deterministic,
         tune=tune,
+        raw=raw,
+        hide_thinking=hide_thinking,
+        resume=resume,
+        session=session,
+        save=not no_save and os.environ.get("MOECHAT_NO_SAVE", "") in ("", "0"),
         json=json,
         stats=stats,
         quiet=quiet,
@@ -732,3 +759,6 @@ def _trace(
         quiet=quiet,
     )
     return lambda: trace(command)
+
+
+app.add_typer(sessions_app, name="sessions")

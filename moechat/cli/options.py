@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moechat.chat.settings import NAMES, ChatOptions, Generation
 from moechat.config import DEVICE, parse_size
 from moechat.configurator.systems import settings_of
 from moechat.errors import UsageError
@@ -48,6 +49,11 @@ class RunOptions:
     activation_bits: int = 16
     deterministic: bool = False
     tune: bool | None = None
+    raw: bool = False
+    hide_thinking: bool = False
+    resume: bool = False
+    session: int | None = None
+    save: bool = True
     json: bool = False
     stats: bool = False
     quiet: bool = False
@@ -86,6 +92,11 @@ class RunOptions:
         _between("--repetition-penalty", self.repetition_penalty, 0, 10, above=True)
         check_utf8("the prompt", self.prompt)
         check_utf8("the system prompt", self.system_prompt)
+        _between("--session", self.session, 1, (1 << 63) - 1)
+        if self.completion and self.resumes:
+            raise UsageError(
+                "--completion continues a text; --continue and --session go on with conversations"
+            )
         if self.completion and self.system_prompt is not None:
             raise UsageError(
                 "--completion uses no chat template, so --system-prompt has no place in it",
@@ -93,6 +104,28 @@ class RunOptions:
             )
         if self.quiet and self.verbose:
             raise UsageError("--quiet and --verbose exclude each other")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a conversation that was kept is to go on."""
+        return self.resume or self.session is not None
+
+    @property
+    def chat(self) -> ChatOptions:
+        """How a chat behaves."""
+        settings = {name: getattr(self, name) for name in NAMES}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return ChatOptions(
+            generation=Generation(given),
+            system=self.system_prompt,
+            raw=self.raw,
+            hide_thinking=self.hide_thinking,
+            save=self.save,
+            resume=self.resume if self.session is None else self.session,
+            stats=self.stats,
+            quiet=self.quiet,
+            verbose=self.verbose,
+        )
 
     @property
     def generation(self) -> dict[str, Any]:

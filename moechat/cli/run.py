@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moechat.chat.asking import ask
+from moechat.chat.conversation import Conversation, Mark, Turn
+from moechat.chat.output import Nowhere, Sink, Thoughts
+from moechat.chat.reply import Reply
 from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
-from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import Answer, ClosedStream, print_notice, write_output
+from moechat.cli.terminal import Answer, ClosedStream, is_animated, print_notice, write_output
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
+    from moechat.chat.recorder import Recorder
 
 _INTERRUPTED = 128 + signal.SIGINT
 # Seconds for timing plans: before a chat, before a single answer, and where it was asked for.
@@ -45,27 +51,72 @@ def run(options: RunOptions) -> int:
         raise UsageError("--completion needs a text to continue", hint="give it as an argument or on stdin")
     if isinstance(sys.stdout, ClosedStream):
         raise BrokenPipeError  # nobody would see what takes seconds to begin
-    engine = _load(options)
+    if prompt is None:
+        return _chat(options)
+    conversation, recorder = _conversation(options)
+    engine = _ready(options, chat=False)
     try:
-        return _talk(engine, prompt, options)
+        return _answer_once(engine, prompt, options, conversation, recorder)
     finally:
+        recorder.close()
         engine.close()
 
 
-def _talk(engine: Engine, prompt: str | None, options: RunOptions) -> int:
-    if not options.completion and not engine.has_chat_template:
-        raise UsageError(
-            f"{engine.name} has no chat template: it was not made for chats",
-            hint='continue a text instead: moechat run MODEL --completion "Once upon a time"',
-        )
-    _tune(engine, options, chat=prompt is None)
-    if options.verbose:
-        _describe(engine)
-    if prompt is None:
-        from moechat.cli.interactive import Chat
+def _chat(options: RunOptions) -> int:
+    from moechat.chat.keys import held_keys
+    from moechat.chat.reader import has_editor
+    from moechat.chat.repl import Chat
+    from moechat.chat.sessions import sessions_path
+    from moechat.cli.voice import ConsoleVoice, LoadedModels
 
-        return Chat(engine, options).run()
-    return _answer_once(engine, prompt, options)
+    conversation, _ = _conversation(options)
+    # What is typed while the model is loaded is the first message.
+    with (
+        held_keys() if has_editor() else nullcontext(),
+        LoadedModels(lambda name: _ready(replace(options, model=name), chat=True), options.model) as models,
+    ):
+        return Chat(
+            models,
+            options.chat,
+            ConsoleVoice(),
+            conversation=conversation if options.resumes else None,
+            sessions=sessions_path() if options.save else None,
+        ).run()
+
+
+def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
+    """The conversation that goes on, or a new one; and what keeps it. Single answers are kept only in one."""
+    from moechat.chat.recorder import Recorder, resumed
+
+    def tell(message: str, hint: str | None) -> None:
+        print_notice(message if hint is None else f"{message}\n{hint}")
+
+    if not options.resumes:
+        return Conversation(system=options.system_prompt), Recorder(None, tell)
+    from moechat.chat.sessions import sessions_path
+
+    path = sessions_path()
+    found = resumed(path, options.chat, resolve(options.model, bits=options.bits).name, tell)
+    recorder = Recorder(path if options.save else None, tell)
+    return found or Conversation(system=options.system_prompt), recorder
+
+
+def _ready(options: RunOptions, *, chat: bool) -> Engine:
+    """The model, loaded and with a plan."""
+    engine = _load(options)
+    try:
+        if not options.completion and not engine.has_chat_template:
+            raise UsageError(
+                f"{engine.name} has no chat template: it was not made for chats",
+                hint='continue a text instead: moechat run MODEL --completion "Once upon a time"',
+            )
+        _tune(engine, options, chat=chat)
+        if options.verbose:
+            _describe(engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _load(options: RunOptions) -> Engine:
@@ -132,26 +183,51 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
         print_tuning(engine.tuning.to_json())
 
 
-def _answer_once(engine: Engine, prompt: str, options: RunOptions) -> int:
-    question = prompt if options.completion else [*opening(options), {"role": "user", "content": prompt}]
-    answer = None if options.json else Answer(sys.stdout)
+def _answer_once(
+    engine: Engine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
+) -> int:
+    answer: Sink = Nowhere() if options.json else Answer(sys.stdout)
     reply = Reply()
     status = 0
+    mark: Mark = ""
     try:
-        reply.follow(engine.generate(question, **options.generation), answer)
+        if options.completion:
+            reply.follow(engine.generate(prompt, **options.generation), answer)
+        else:
+            asked = ask(engine, conversation, prompt, options.chat.generation)
+            if asked.told_from > conversation.told_from and not options.quiet:
+                print_notice(f"(the {2 * asked.told_from} oldest messages were left out)")
+            reply.follow_apart(
+                asked.steps,
+                answer,
+                _thoughts(options),
+                thinking=asked.thinking,
+                token_text=engine.token_text,
+            )
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
         reply.finish_reason = "interrupted"
         status = _INTERRUPTED
-    if answer is not None:
-        answer.end()
-    else:
+        mark = "stopped"
+    answer.end()
+    if options.json:
         _print_json(engine, reply)
-    if not options.quiet:
-        say_if_cut(reply)
+    if reply.finish_reason == "length":
+        mark = "cut"
+        if not options.quiet:
+            print_notice(f"(cut off after {len(reply.tokens)} tokens)")
     if options.stats:
         print_stats(engine.stats.to_json())
+    if reply.text and not options.completion:
+        conversation.add(Turn(prompt, reply.text, reply.thinking, mark, engine.name, time.time()))
+        recorder.keep(conversation)
     return status
+
+
+def _thoughts(options: RunOptions) -> Sink:
+    if options.hide_thinking or options.quiet or options.json:
+        return Nowhere()
+    return Thoughts(sys.stderr, dim=is_animated())
 
 
 def _print_json(engine: Engine, reply: Reply) -> None:
@@ -159,6 +235,7 @@ def _print_json(engine: Engine, reply: Reply) -> None:
         "model": engine.name,
         "text": reply.text,
         "tokens": reply.tokens,
+        **({"thinking": reply.thinking} if reply.thinking else {}),
         "finish_reason": reply.finish_reason,
         "statistics": engine.stats.to_json(),
     }

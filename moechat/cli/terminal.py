@@ -7,24 +7,24 @@ import io
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
-from moechat.errors import MoechatError
+from moechat.chat.neutral import neutralise
+from moechat.chat.output import Answer, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# C0 without tab and newline, DEL, and C1: what can move the cursor, change the title or the keyboard, or
-# start an escape sequence. C0 and DEL are shown as their Unicode pictures, C1 (which has none) as the
-# replacement character.
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
-_VISIBLE[0x7F] = 0x2421
-_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-def neutralise(text: str) -> str:
-    """The text with every control character but newline and tab replaced by a visible one."""
-    return text.translate(_VISIBLE)
+__all__ = [
+    "Answer",
+    "ClosedStream",
+    "console",
+    "is_animated",
+    "neutralise",
+    "print_error",
+    "print_notice",
+    "write_output",
+]
 
 
 @cache
@@ -69,22 +69,6 @@ def _print_labelled(label: str, style: str, message: str) -> None:
     console().print(Text.assemble((label, style), " ", neutralise(message)))
 
 
-def write_output(stream: TextIO, text: str) -> None:
-    """Write to stdout at once.
-
-    Raises:
-        BrokenPipeError: Nobody reads it any more.
-        MoechatError: It cannot be written, for example because a disk is full.
-    """
-    try:
-        stream.write(text)
-        stream.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise MoechatError(f"the output cannot be written: {error.strerror}") from error
-
-
 class ClosedStream(io.TextIOBase):
     """Stands in for a standard output that was closed before the start: it behaves like a broken pipe."""
 
@@ -96,31 +80,3 @@ class ClosedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-
-class Answer:
-    """The answer on its way to stdout: flushed piece by piece, ended by a newline if it has none.
-
-    On a terminal control characters are neutralised: what a model writes must not drive the user's
-    terminal. Through a pipe every byte is the model's own.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._neutral = stream.isatty()
-        self._last = ""
-
-    def write(self, text: str) -> None:
-        """Show a piece of text at once."""
-        if text:
-            self._last = text[-1]  # first, so that an interrupt while writing leaves it right
-            self._put(neutralise(text) if self._neutral else text)
-
-    def end(self) -> None:
-        """End the line if it is not ended; nothing if there was no text at all."""
-        if self._last and self._last != "\n":
-            self._put("\n")
-        self._last = ""
-
-    def _put(self, text: str) -> None:
-        write_output(self._stream, text)

@@ -62,9 +62,9 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "activation-bits bits completion ctx dense-bits deterministic device dtype help json max-tokens "
-        "min-p no-tune quiet ram repetition-penalty seed stats system system-prompt temperature threads "
-        "top-k top-p tune verbose vram"
+        "activation-bits bits completion continue ctx dense-bits deterministic device dtype help "
+        "hide-thinking json max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed session "
+        "stats system system-prompt temperature threads top-k top-p tune verbose vram"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 

@@ -1,0 +1,113 @@
+"""The commands of the chat: names, help, and what a line means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moechat.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the chat.
+
+    Attributes:
+        name: Without the slash.
+        arguments: As the help shows them.
+        help: One line.
+        files: It takes the name of a file.
+    """
+
+    name: str
+    arguments: str
+    help: str
+    files: bool = False
+
+
+COMMANDS = (
+    Command("help", "", "this list"),
+    Command("clear", "", "begin a new conversation"),
+    Command("system", "[TEXT]", 'what the model is told first; "" for nothing'),
+    Command("set", "[NAME VALUE]", "settings of answers; VALUE may be 'default'"),
+    Command("show", "", "model, device, memory, context, settings"),
+    Command("stats", "", "statistics of the last answer"),
+    Command("regen", "", "answer the last question again"),
+    Command("undo", "", "take the last question and its answer back"),
+    Command("save", "FILE", "write the conversation: .json, or .md for people", files=True),
+    Command("load", "FILE", "go on with a conversation from a .json file", files=True),
+    Command("read", "FILE", "send a text file along with the next message", files=True),
+    Command("model", "NAME", "go on with another model"),
+    Command("bye", "", "leave (also Ctrl-D, or Ctrl-C twice)"),
+)
+_BY_NAME = {command.name: command for command in COMMANDS}
+_OTHER_NAMES = {"?": "help", "exit": "bye", "quit": "bye"}
+
+_KEYS = """\
+Ctrl-C stops an answer; what was written stays in the conversation.
+Alt-Enter or Ctrl-J begins a new line; so does Enter between \"\"\" and \"\"\".
+Ctrl-R searches what you have typed before.
+// at the beginning sends a text that begins with /."""
+
+
+class Said(NamedTuple):
+    """What a line means.
+
+    Attributes:
+        command: Its command; ``None`` for a message.
+        text: The message, or the command's arguments.
+    """
+
+    command: Command | None
+    text: str
+
+
+def help_text() -> str:
+    """All commands and keys, for people."""
+    titles = {command: f"/{command.name} {command.arguments}".rstrip() for command in COMMANDS}
+    width = max(map(len, titles.values()))
+    lines = [f"{title:{width}}  {command.help}" for command, title in titles.items()]
+    return "\n".join([*lines, _KEYS])
+
+
+def understand(line: str) -> Said:
+    """What the user wants with a line or several.
+
+    Raises:
+        UsageError: It begins with a slash, and there is no such command.
+    """
+    stripped = line.strip()
+    if not stripped.startswith("/"):
+        return Said(None, line if stripped else "")
+    if stripped.startswith("//"):
+        return Said(None, stripped[1:])
+    name, rest = re.fullmatch(r"/(\S*)\s*(.*)", stripped, re.DOTALL).groups()  # type: ignore[union-attr]
+    command = _BY_NAME.get(_OTHER_NAMES.get(name.lower(), name.lower()))
+    if command is None or (rest and not command.arguments):
+        raise _unknown(stripped, name, command)
+    if command.name not in ("set", "system", "show") and command.arguments and not rest:
+        raise UsageError(f"/{command.name} needs {command.arguments}")
+    return Said(command, rest)
+
+
+def _unknown(line: str, name: str, command: Command | None) -> UsageError:
+    if command is not None:
+        return UsageError(
+            f"/{command.name} takes no arguments; it was not sent", hint=f"// sends it: /{line}"[:200]
+        )
+    near = difflib.get_close_matches(name.lower(), [*_BY_NAME, *_OTHER_NAMES], n=1, cutoff=0.5)
+    near = near or [known for known in _BY_NAME if name and known.startswith(name.lower())][:1]
+    meant = f"did you mean /{near[0]}? " if near else ""
+    return UsageError(
+        f"there is no command /{name[:40]}; it was not sent",
+        hint=f"{meant}/help lists the commands; // sends a text that begins with a slash",
+    )
+
+
+def unquoted(text: str) -> str:
+    """An argument without the quotes around all of it."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return text

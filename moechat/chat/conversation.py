@@ -1,0 +1,107 @@
+"""A conversation: its turns, and what of them the model is told."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from moechat.chat.neutral import one_line
+
+Mark = Literal["", "stopped", "cut", "failed"]
+MARKS: dict[str, str] = {
+    "stopped": "stopped by the user",
+    "cut": "cut off by a limit",
+    "failed": "ended by an error",
+}
+_TITLE_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        thinking: What the model thought before the answer; it is not told again.
+        mark: Why the answer is not whole; empty if it is.
+        model: Who answered.
+        created: Seconds since 1970.
+        key: Its number where conversations are kept; ``None`` before it is.
+    """
+
+    question: str
+    answer: str
+    thinking: str = ""
+    mark: Mark = ""
+    model: str = ""
+    created: float = 0.0
+    key: int | None = None
+
+
+@dataclass
+class Conversation:
+    """Turns under a system prompt.
+
+    Attributes:
+        turns: In their order.
+        system: What the model is told first.
+        told_from: The first turn that the model is still told; older ones no longer fit its context.
+        key: Its number where conversations are kept; ``None`` before its first turn is.
+        taken_back: Keys of turns that were taken back since they were kept.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    system: str | None = None
+    told_from: int = 0
+    key: int | None = None
+    title: str = ""
+    model: str = ""
+    created: float = field(default_factory=time.time)
+    taken_back: list[int] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        """What the model is told, in pairs of user and assistant after the system prompt."""
+        messages = self.opening()
+        for turn in self.turns[self.told_from :]:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer})
+        return messages
+
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before the first turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn; the first gives the title."""
+        self.turns.append(turn)
+        self.title = self.title or title_of(turn.question)
+        self.model = turn.model or self.model
+
+    def take_back(self) -> Turn | None:
+        """Remove the last turn; ``None`` if there is none."""
+        if not self.turns:
+            return None
+        turn = self.turns.pop()
+        self.told_from = min(self.told_from, len(self.turns))
+        if turn.key is not None:
+            self.taken_back.append(turn.key)
+        return turn
+
+    def unkept(self) -> Conversation:
+        """The same as one that was never kept, for a copy of its own."""
+        turns = [replace(turn, key=None) for turn in self.turns]
+        return Conversation(turns, self.system, title=self.title, model=self.model)
+
+
+def turns_of(conversation: Conversation) -> str:
+    """``1 turn``, ``2 turns``."""
+    count = len(conversation.turns)
+    return f"{count} turn{'s'[: count != 1]}"
+
+
+def title_of(question: str) -> str:
+    """A line that tells a conversation from others: how its first message begins."""
+    words = " ".join(one_line(" ".join(question.split())).split())
+    if len(words) <= _TITLE_CHARACTERS:
+        return words
+    return words[: _TITLE_CHARACTERS - 1].rsplit(" ", 1)[0].rstrip() + "…"

@@ -1,0 +1,113 @@
+"""What a chat was asked for, and the settings of its answers that ``/set`` changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from moechat.errors import UsageError
+
+Origin = Literal["here", "command line", "model"]
+_RESET = ("default", "auto", "none", "")
+# Limits as for the options of the command line; both ends count, but the least of those in _ABOVE.
+_FLOATS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+_WHOLE = {"top_k": (0, 1 << 24), "seed": (0, (1 << 63) - 1), "max_tokens": (1, 1 << 24)}
+_ABOVE = ("top_p", "repetition_penalty")
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Settings of answers; what is in neither table is the model's own.
+
+    Attributes:
+        given: What the command line said.
+        changed: What ``/set`` said since; ``None`` takes the model's own again.
+    """
+
+    given: dict[str, float] = field(default_factory=dict)
+    changed: dict[str, float | None] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """The value of a setting; ``None``: the model's own."""
+        return self.changed[name] if name in self.changed else self.given.get(name)
+
+    def origin(self, name: str) -> Origin:
+        """Who chose it."""
+        if name in self.changed:
+            return "model" if self.changed[name] is None else "here"
+        return "command line" if name in self.given else "model"
+
+    def with_text(self, name: str, text: str) -> Generation:
+        """These settings with one changed.
+
+        Args:
+            name: One of ``NAMES``, also with hyphens.
+            text: A number, or ``default`` for the model's own.
+
+        Raises:
+            UsageError: There is no such setting, or the value is out of range.
+        """
+        name = name.lower().replace("-", "_")
+        if name not in NAMES:
+            raise UsageError(f"there is no setting {name}", hint=f"choose one of {', '.join(NAMES)}")
+        value = None if text.strip().lower() in _RESET else _number(name, text)
+        return replace(self, changed={**self.changed, name: value})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the engine's ``generate``."""
+        return {
+            "max_new_tokens" if name == "max_tokens" else name: self.value(name)
+            for name in NAMES
+            if self.value(name) is not None
+        }
+
+
+def _number(name: str, text: str) -> float:
+    whole = name in _WHOLE
+    low, high = _WHOLE[name] if whole else _FLOATS[name]
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise UsageError(
+            f"{name} is {text}; it must be {kind}", hint=f"/set {name} default resets it"
+        ) from None
+    if not (math.isfinite(value) and low <= value <= high and not (name in _ABOVE and value == low)):
+        least = "above" if name in _ABOVE else "at least"
+        raise UsageError(f"{name} is {text}; it must be {least} {low:g} and at most {high:g}")
+    return value
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a chat behaves.
+
+    Attributes:
+        generation: Settings of answers at the start.
+        system: What the model is told before the conversation.
+        raw: Answers as the model writes them, without markdown rendered.
+        hide_thinking: Thinking is not shown.
+        save: Conversations and lines that were typed are kept.
+        resume: The conversation to go on with: its number, or ``True`` for the last one.
+        stats: Statistics after each answer.
+        quiet: Only answers and errors.
+        verbose: Say what happens meanwhile.
+    """
+
+    generation: Generation = field(default_factory=Generation)
+    system: str | None = None
+    raw: bool = False
+    hide_thinking: bool = False
+    save: bool = True
+    resume: int | bool = False
+    stats: bool = False
+    quiet: bool = False
+    verbose: bool = False

@@ -1,0 +1,167 @@
+"""``moechat sessions``: the conversations that chats have kept."""
+
+from __future__ import annotations
+
+import json as json_form
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from moechat.chat.conversation import MARKS, Turn
+from moechat.chat.neutral import one_line
+from moechat.chat.output import Thoughts
+from moechat.chat.sessions import Sessions, Summary, sessions_path
+from moechat.chat.transcript import format_of, write_as, write_text
+from moechat.cli.terminal import Answer, is_animated, print_notice, write_output
+from moechat.errors import SessionNotFoundError, UsageError
+
+
+def list_sessions(limit: int, *, json: bool) -> int:
+    """Print the conversations, the one used last first; returns the exit status.
+
+    Raises:
+        SessionsUnavailableError: The database cannot be read.
+    """
+    with _open() as sessions:
+        found = sessions.summaries(limit=limit or None)
+    if not found and not json:
+        print_notice("no conversation is kept yet")
+    _print(found, json=json)
+    return 0
+
+
+def search_sessions(text: str, limit: int, *, json: bool) -> int:
+    """Print the conversations in which the words occur; returns the exit status.
+
+    Raises:
+        SessionsUnavailableError: The database cannot be read.
+    """
+    with _open() as sessions:
+        found = sessions.search(text, limit=limit or None)
+    if not found and not json:
+        print_notice(f"no conversation holds {one_line(text)}")
+    _print(found, json=json)
+    return 0
+
+
+def show_session(key: int, *, everything: bool, raw: bool) -> int:
+    """Print a conversation; returns the exit status.
+
+    Raises:
+        SessionNotFoundError: There is none of this number.
+    """
+    with _open() as sessions:
+        conversation = sessions.get(key, all_turns=everything)
+        now = {turn.key for turn in sessions.get(key).turns}
+    if not (sys.stdout.isatty() and is_animated()):
+        write_output(sys.stdout, write_as(conversation, "md"))
+        return 0
+    print_notice(f"{key}: {one_line(conversation.title)} ({one_line(conversation.model)})")
+    if conversation.system is not None:
+        print_notice(f"system prompt: {conversation.system}")
+    for turn in conversation.turns:
+        _show_turn(turn, raw=raw, taken_back=turn.key not in now)
+    return 0
+
+
+def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
+    from moechat.chat.live import MarkdownAnswer
+
+    question = Answer(sys.stdout)
+    question.write("\n>>> " + turn.question.replace("\n", "\n... ") + "\n")
+    thoughts = Thoughts(sys.stderr, dim=True)
+    thoughts.write(turn.thinking)
+    thoughts.end()
+    answer = Answer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
+    answer.write(turn.answer)
+    answer.end()
+    notes = [MARKS[turn.mark]] if turn.mark else []
+    if notes or taken_back:
+        print_notice(f"({', '.join([*notes, *['taken back'] * taken_back])})")
+
+
+def export_session(key: int, form: str | None, out: Path | None) -> int:
+    """Write a conversation as Markdown or JSON; returns the exit status.
+
+    Raises:
+        SessionNotFoundError: There is none of this number.
+        UsageError: There is no such form, or the file exists already.
+    """
+    if form not in (None, "md", "json"):
+        raise UsageError(f"--format is {one_line(form or '')}; this version knows md and json")
+    wanted: Literal["md", "json"] = "json" if form == "json" else "md"
+    if form is None and out is not None:
+        wanted = format_of(out)
+    with _open() as sessions:
+        text = write_as(sessions.get(key), wanted)
+    if out is None:
+        if sys.stdout.isatty():
+            Answer(sys.stdout).write(text)
+        else:
+            write_output(sys.stdout, text)
+    else:
+        write_text(out, text, replace_it=False)
+        print_notice(f"conversation {key}: {one_line(str(out))}")
+    return 0
+
+
+def remove_sessions(keys: list[int]) -> int:
+    """Delete conversations for good; returns the exit status.
+
+    Raises:
+        SessionNotFoundError: There is none of one of these numbers; the others are deleted all the same.
+    """
+    missing = []
+    with _open() as sessions:
+        for key in dict.fromkeys(keys):
+            try:
+                title = sessions.get(key).title
+                sessions.delete(key)
+            except SessionNotFoundError:
+                missing.append(key)
+            else:
+                print_notice(f"deleted {key}: {one_line(title)}")
+    if missing:
+        raise SessionNotFoundError(
+            f"there is no conversation {', '.join(map(str, missing))}", hint="`moechat sessions` lists them"
+        )
+    return 0
+
+
+def _open() -> Sessions:
+    return Sessions(sessions_path(), existing=True)
+
+
+def _print(found: list[Summary], *, json: bool) -> None:
+    if json:
+        rows = [
+            {
+                "id": summary.key,
+                "title": summary.title,
+                "model": summary.model,
+                "created": summary.created,
+                "updated": summary.updated,
+                "turns": summary.turns,
+                **({"found": summary.found} if summary.found else {}),
+            }
+            for summary in found
+        ]
+        write_output(sys.stdout, json_form.dumps(rows, ensure_ascii=sys.stdout.isatty()) + "\n")
+        return
+    width = max((len(str(summary.key)) for summary in found), default=1)
+    for summary in found:
+        turns = f"{summary.turns:>3} turn{'s' if summary.turns != 1 else ' '}"
+        line = f"{summary.key:>{width}}  {_when(summary.updated):>12}  {turns}  {one_line(summary.model)}  "
+        write_output(sys.stdout, line + one_line(summary.title) + "\n")
+        if summary.found:
+            write_output(sys.stdout, f"{'':{width}}  {one_line(' '.join(summary.found.split()))}\n")
+
+
+def _when(moment: float) -> str:
+    """A time for people: of today, of this year, or before."""
+    then, now = datetime.fromtimestamp(moment), datetime.fromtimestamp(time.time())
+    if then.date() == now.date():
+        return then.strftime("%H:%M")
+    return then.strftime("%d %b %H:%M" if then.year == now.year else "%d %b %Y")

@@ -1,0 +1,213 @@
+"""Doubles for the tests of the chat: an engine that says what the test wrote down, and its voice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moechat.chat.repl import Chat
+from moechat.chat.settings import ChatOptions, Generation
+from moechat.errors import PromptTooLongError
+
+Messages = list[dict[str, str]]
+
+
+class Tokens(list[int]):
+    """One token a character of all messages, which it still knows."""
+
+    messages: Messages
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.5
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def override(self, **given: Any) -> Sampling:
+        return replace(self, **given)
+
+
+@dataclass
+class Numbers:
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+
+
+@dataclass(frozen=True)
+class Step:
+    text: str
+    token_id: int
+    finish_reason: str | None = None
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with what the test wrote down; a piece that is an exception is raised.
+
+    Attributes:
+        answers: The pieces of one answer after the other.
+        room: Most characters of all messages together, with what is reserved for the answer.
+        reserves: What every call reserved.
+        asked: The messages of every call that was not refused.
+        given: The settings of every such call.
+        pause_s: Before each piece.
+        template_end: What the chat template puts at the end of a prompt.
+    """
+
+    answers: list[list[str | BaseException]]
+    room: int = 10**9
+    asked: list[Messages] = field(default_factory=list)
+    given: list[dict[str, Any]] = field(default_factory=list)
+    name: str = "scripted"
+    context_length: int = 100
+    stats: Numbers = field(default_factory=Numbers)
+    reserves: list[int] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)
+    pause_s: float = 0.0
+    template_end: str = ""
+    has_chat_template: bool = True
+    finish_reason: str = "length"
+
+    def encode(self, messages: Messages) -> Tokens:
+        text = "".join(message["content"] for message in messages) + self.template_end
+        tokens = Tokens(map(ord, text))
+        tokens.messages = [dict(message) for message in messages]
+        return tokens
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
+
+    def generate(self, prompt: Tokens, *, reserve: int = 1, **settings: Any) -> Iterator[Step]:
+        self.reserves.append(reserve)
+        if len(prompt) + reserve > self.room:
+            raise PromptTooLongError(f"{len(prompt)} tokens; the context holds {self.room}")
+        self.asked.append(prompt.messages)
+        self.given.append(settings)
+        return self._steps(self.answers.pop(0), len(prompt))
+
+    def idle(self) -> None:
+        return None
+
+    def notices(self) -> list[str]:
+        return []
+
+    def describe(self) -> dict[str, Any]:
+        return {"model_type": "scripted", "bits": 4, "device": "cpu", "memory_budget_bytes": 1 << 30}
+
+    def close(self) -> None:
+        pass
+
+    def _steps(self, pieces: list[str | BaseException], prompt: int) -> Iterator[Step]:
+        for index, piece in enumerate(pieces):
+            if self.pause_s:
+                time.sleep(self.pause_s)
+            if isinstance(piece, BaseException):
+                raise piece
+            self.stats = Numbers(prompt, index + 1)
+            yield Step(piece, index + 10, self.finish_reason if index == len(pieces) - 1 else None)
+
+
+class OneModel:
+    """Holds one engine; another name is refused, or taken from ``others``."""
+
+    def __init__(self, engine: ScriptedEngine, **others: ScriptedEngine) -> None:
+        self.engine: Any = engine
+        self._others = others
+
+    def use(self, name: str) -> None:
+        self.engine = self._others[name]
+
+
+@dataclass
+class Heard:
+    """Everything that a chat said beside its answers."""
+
+    notices: list[str] = field(default_factory=list)
+    errors: list[tuple[str, str | None]] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def notice(self, message: str) -> None:
+        self.notices.append(message)
+
+    def error(self, message: str, hint: str | None = None) -> None:
+        self.errors.append((message, hint))
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.rows.extend(rows)
+
+    def size(self, count: float) -> str:
+        return f"{count:.0f} B"
+
+    def statistics(self, statistics: Mapping[str, Any]) -> None:
+        self.rows.extend((name, str(value)) for name, value in statistics.items())
+
+    def replanned(self, replanned: Mapping[str, Any]) -> None:
+        self.notices.append("replanned")
+
+
+class Typist:
+    """Types what the test wrote down, then Ctrl-D."""
+
+    def __init__(self, lines: Sequence[str | BaseException]) -> None:
+        self._lines = iter([*lines, EOFError()])
+        self.typed = False
+
+    def read(self) -> str:
+        line = next(self._lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    def working(self) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    @property
+    def all_read(self) -> bool:
+        return next(self._lines, None) is None
+
+
+def talk(
+    engine: ScriptedEngine,
+    lines: Sequence[str | BaseException],
+    *,
+    given: dict[str, float] | None = None,
+    sessions: Path | None = None,
+    chat: dict[str, Any] | None = None,
+    models: OneModel | None = None,
+    **options: Any,
+) -> Heard:
+    """Run a chat in which the user types these lines, then Ctrl-D."""
+    heard, typist = Heard(), Typist(lines)
+    made = Chat(
+        models or OneModel(engine),
+        ChatOptions(generation=Generation(given or {}), **options),
+        heard,
+        sessions=sessions,
+        reader=typist,
+        **(chat or {}),
+    )
+    assert made.run() == 0
+    if not typist.all_read:
+        pytest.fail("the chat was left before all lines were read")
+    return heard
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,288 @@
+"""The chat's rules, with a scripted engine."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from chat_support import OneModel, ScriptedEngine, assistant, talk, user
+
+from moechat.chat.conversation import Conversation, Turn
+from moechat.chat.sessions import Sessions, sessions_path
+from moechat.errors import MoechatError, StoreDamagedError, UsageError
+
+
+def test_every_turn_is_told_with_all_that_came_before(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine([["one ", "two"], ["three"]])
+    talk(engine, ["first", "", "   ", "second"], system="be brief")
+    system = {"role": "system", "content": "be brief"}
+    assert engine.asked == [
+        [system, user("first")],
+        [system, user("first"), assistant("one two"), user("second")],
+    ]
+    assert capsys.readouterr().out == "one two\nthree\n"
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine([["half ", KeyboardInterrupt()], ["more"]])
+    heard = talk(engine, ["first", "second"])
+    assert engine.asked[1] == [user("first"), assistant("half "), user("second")]
+    assert capsys.readouterr().out == "half \nmore\n"
+    assert "(stopped; what was written is kept)" in heard.notices
+
+
+def test_a_question_that_got_no_answer_is_forgotten() -> None:
+    engine = ScriptedEngine([[KeyboardInterrupt()], [UsageError("no such role")], ["answer"]])
+    heard = talk(engine, ["first", "second", "third"])
+    assert engine.asked[2] == [user("third")]
+    assert "(stopped; the question is not kept)" in heard.notices
+    assert heard.errors == [("no such role", None)]
+
+
+def test_the_oldest_turns_make_room_and_stay_in_the_conversation(home: Path) -> None:
+    engine = ScriptedEngine([["a" * 10], ["b" * 10], ["c" * 10], ["d"]], room=75)
+    heard = talk(engine, ["1" * 10, "2" * 10, "3" * 10, "4" * 10], sessions=sessions_path())
+    assert engine.asked[2][0] == user("1" * 10)
+    assert engine.asked[3] == [
+        user("2" * 10),
+        assistant("b" * 10),
+        user("3" * 10),
+        assistant("c" * 10),
+        user("4" * 10),
+    ]
+    left_out = "(the 2 oldest messages were left out: 100 tokens no longer hold them and an answer)"
+    assert left_out in heard.notices
+    assert engine.reserves == [1, 25, 25, 25, 25]
+    with Sessions(sessions_path()) as sessions:
+        assert len(sessions.get(1).turns) == 4
+
+
+@pytest.mark.parametrize(
+    ("context", "max_tokens", "reserve"),
+    [(8192, None, 256), (8192, 40, 40), (400, None, 100), (400, 8000, 100), (400, 7, 7), (2, None, 1)],
+)
+def test_an_answer_has_room_before_old_turns_have(context: int, max_tokens: int | None, reserve: int) -> None:
+    engine = ScriptedEngine([["a"], ["b"]], context_length=context)
+    talk(engine, ["first", "second"], given={} if max_tokens is None else {"max_tokens": max_tokens})
+    assert engine.reserves == [1, reserve]
+
+
+def test_the_last_message_alone_may_fill_the_context() -> None:
+    engine = ScriptedEngine([["a"], ["b"]], room=50)
+    talk(engine, ["first", "x" * 49])
+    assert engine.asked[1] == [user("x" * 49)]
+    assert engine.reserves == [1, 25, 1]
+
+
+def test_the_system_prompt_is_never_dropped() -> None:
+    engine = ScriptedEngine([["a" * 10], ["b"]], room=25)
+    talk(engine, ["1" * 10, "2" * 10], system="s" * 10)
+    assert engine.asked[1] == [{"role": "system", "content": "s" * 10}, user("2" * 10)]
+
+
+def test_a_message_that_is_too_long_by_itself_costs_no_history() -> None:
+    engine = ScriptedEngine([["answer"], ["again"]], room=50)
+    heard = talk(engine, ["first", "x" * 51, "second"])
+    assert engine.asked[1] == [user("first"), assistant("answer"), user("second")]
+    assert "51" in heard.errors[0][0]
+
+
+def test_commands_never_reach_the_model_and_two_slashes_do() -> None:
+    engine = ScriptedEngine([["a"], ["b"], ["c"]])
+    heard = talk(engine, ["first", "/help", " /sytem first", "/", "/clear now", "/clear", "second", "//etc"])
+    assert engine.asked == [
+        [user("first")],
+        [user("second")],
+        [user("second"), assistant("b"), user("/etc")],
+    ]
+    assert heard.errors[0][0] == "there is no command /sytem; it was not sent"
+    assert "did you mean /system?" in (heard.errors[0][1] or "")
+    assert "the conversation is forgotten" in heard.notices
+
+
+def test_bye_leaves() -> None:
+    with pytest.raises(pytest.fail.Exception, match="left before"):
+        talk(ScriptedEngine([]), ["/bye", "never read"])
+
+
+def test_two_interrupts_in_a_row_leave_and_one_does_not() -> None:
+    engine = ScriptedEngine([["a"]])
+    stop = KeyboardInterrupt()
+    with pytest.raises(pytest.fail.Exception, match="left before"):
+        talk(engine, [stop, "first", stop, "/help", stop, stop, "never read"])
+    assert engine.asked == [[user("first")]]
+
+
+def test_a_disk_that_fails_in_the_middle_of_an_answer_leaves_the_chat_usable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = ScriptedEngine([["half ", MoechatError("experts cannot be read", hint="try again")], ["more"]])
+    heard = talk(engine, ["first", "second"], sessions=sessions_path())
+    assert engine.asked[1] == [user("first"), assistant("half "), user("second")]
+    assert capsys.readouterr().out == "half \nmore\n"
+    assert heard.errors == [("experts cannot be read", "try again")]
+    with Sessions(sessions_path()) as sessions:
+        assert [turn.mark for turn in sessions.get(1).turns] == ["failed", "cut"]
+
+
+def test_a_damaged_store_ends_the_chat_and_what_was_written_is_kept() -> None:
+    engine = ScriptedEngine([["half", StoreDamagedError("gone")]])
+    with pytest.raises(StoreDamagedError):
+        talk(engine, ["first"], sessions=sessions_path())
+    with Sessions(sessions_path()) as sessions:
+        assert sessions.get(1).turns[0].answer == "half"
+
+
+def test_quiet_leaves_only_answers_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    heard = talk(ScriptedEngine([["answer"]]), ["first"], quiet=True)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, heard.notices) == ("answer\n", "\n", [])
+
+
+def test_thinking_is_shown_apart_and_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine([["<thi", "nk>hm", "</think>\n\nyes"], ["no"]])
+    talk(engine, ["first", "second"])
+    assert engine.asked[1] == [user("first"), assistant("yes"), user("second")]
+    captured = capsys.readouterr()
+    assert captured.out == "yes\nno\n"
+    assert "hm" in captured.err
+
+
+def test_a_template_that_opens_the_thought_itself_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine([["hm</think>yes"]], template_end="<think>\n")
+    talk(engine, ["first"], hide_thinking=True)
+    captured = capsys.readouterr()
+    assert (captured.out, "hm" in captured.err) == ("yes\n", False)
+
+
+def test_regen_answers_the_last_question_anew_and_keeps_the_old_answer_if_there_is_no_new_one() -> None:
+    engine = ScriptedEngine([["one"], ["two"], [KeyboardInterrupt()], ["end"]])
+    talk(engine, ["first", "/regen", "/regen", "second"], sessions=sessions_path())
+    assert engine.asked[1] == engine.asked[2] == [user("first")]
+    assert engine.asked[3] == [user("first"), assistant("two"), user("second")]
+    with Sessions(sessions_path()) as sessions:
+        assert [turn.answer for turn in sessions.get(1).turns] == ["two", "end"]
+        assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "two", "end"]
+
+
+def test_undo_takes_the_last_turn_back() -> None:
+    engine = ScriptedEngine([["a"], ["b"], ["c"]])
+    heard = talk(engine, ["/undo", "first", "second", "/undo", "third"])
+    assert engine.asked[2] == [user("first"), assistant("a"), user("third")]
+    assert heard.errors == [("there is nothing to take back", None)]
+
+
+def test_set_changes_what_answers_are_drawn_with_and_says_where_values_come_from() -> None:
+    engine = ScriptedEngine([["a"], ["b"], ["c"]])
+    lines = [
+        "one",
+        "/set temperature 0.9",
+        "/set seed=7",
+        "two",
+        "/set seed default",
+        "/set top-k x",
+        "three",
+    ]
+    heard = talk(engine, [*lines, "/set", "/set heat 3"], given={"top_p": 0.5, "seed": 3})
+    assert engine.given == [
+        {"top_p": 0.5, "seed": 3},
+        {"temperature": 0.9, "top_p": 0.5, "seed": 7},
+        {"temperature": 0.9, "top_p": 0.5},
+    ]
+    rows = dict(heard.rows)
+    assert rows["temperature"] == "0.9  (set here)"
+    assert rows["top_p"] == "0.5  (from the command line)"
+    assert rows["top_k"] == "0  (the model's own)"
+    assert [error[0].split(";")[0] for error in heard.errors] == ["top_k is x", "there is no setting heat"]
+
+
+def test_show_and_stats_tell_model_context_and_numbers() -> None:
+    heard = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"])
+    rows = dict(heard.rows)
+    assert rows["context"] == "6 of 100 tokens used"
+    assert rows["output_tokens"] == "1"
+    assert heard.errors == [("there was no answer yet", None)]
+
+
+def test_system_is_changed_shown_and_removed() -> None:
+    engine = ScriptedEngine([["a"], ["b"]])
+    heard = talk(engine, ["/system be brief", "one", "/system", '/system ""', "two"])
+    assert engine.asked[0][0] == {"role": "system", "content": "be brief"}
+    assert engine.asked[1][0] == user("one")
+    assert "the system prompt: be brief" in heard.notices
+
+
+def test_save_and_load_give_the_same_conversation(tmp_path: Path) -> None:
+    file, page = tmp_path / "a talk.json", tmp_path / "talk.md"
+    engine = ScriptedEngine([["one"], ["two"], ["three"]])
+    lines = [
+        "first",
+        f"/save {file}",
+        f"/save {page}",
+        "second",
+        f"/save '{file}'",
+        "/clear",
+        f"/load {file}",
+    ]
+    heard = talk(engine, [*lines, "third", f"/load {page}", "/load nowhere.json"], system="be brief")
+    assert engine.asked[2][1:] == [
+        user("first"),
+        assistant("one"),
+        user("second"),
+        assistant("two"),
+        user("third"),
+    ]
+    assert "## Assistant\n\none" in page.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert ["is not JSON" in heard.errors[0][0], "No such file" in heard.errors[1][0]] == [True, True]
+
+
+def test_save_replaces_no_file_of_anyone_else(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("precious")
+    heard = talk(ScriptedEngine([["one"]]), ["first", f"/save {file}"])
+    assert "exists already" in heard.errors[0][0]
+    assert file.read_text() == "precious"
+
+
+def test_a_file_goes_with_the_next_message_and_again_if_there_was_no_answer(tmp_path: Path) -> None:
+    file = tmp_path / "notes.md"
+    file.write_text("a ```` b")
+    engine = ScriptedEngine([[KeyboardInterrupt()], ["a"], ["b"]])
+    heard = talk(engine, [f"/read {file}", "what?", "what?", "next", "/read /dev/zero"])
+    expected = "notes.md:\n`````\na ```` b\n`````\n\nwhat?"
+    assert [asked[-1] for asked in engine.asked] == [user(expected), user(expected), user("next")]
+    assert heard.errors[0][0] == "/dev/zero is not a file"
+
+
+def test_another_model_goes_on_with_the_conversation() -> None:
+    other = ScriptedEngine([["b"]], name="other")
+    engine = ScriptedEngine([["a"]])
+    heard = talk(engine, ["first", "/model other", "second"], models=OneModel(engine, other=other))
+    assert other.asked == [[user("first"), assistant("a"), user("second")]]
+    assert "other goes on with this conversation" in heard.notices
+
+
+def test_a_conversation_goes_on_where_it_was() -> None:
+    engine = ScriptedEngine([["two"]])
+    before = Conversation([Turn("first", "one")])
+    talk(engine, ["second"], chat={"conversation": before})
+    assert engine.asked == [[user("first"), assistant("one"), user("second")]]
+
+
+def test_bytes_that_are_not_utf8_are_not_sent() -> None:
+    engine = ScriptedEngine([["a"]])
+    heard = talk(engine, [UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates"), "first"])
+    assert heard.errors == [("that line is not UTF-8; it was not sent", None)]
+    assert engine.asked == [[user("first")]]
+
+
+def test_plain_lines_are_read_with_their_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.chat.reader import PlainReader
+
+    monkeypatch.setattr("sys.stdin", io.StringIO('one\n"""two\nthree"""\nfour'))
+    reader = PlainReader()
+    assert [reader.read(), reader.read(), reader.read()] == ["one", "two\nthree", "four"]
+    with pytest.raises(EOFError):
+        reader.read()

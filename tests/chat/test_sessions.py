@@ -1,0 +1,288 @@
+"""Conversations that are kept: in the database, in files, and when the database fails."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chat_support import ScriptedEngine, talk
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moechat.chat import schema
+from moechat.chat.conversation import Conversation, Turn, title_of
+from moechat.chat.recorder import Recorder, resumed
+from moechat.chat.sessions import Sessions, sessions_path
+from moechat.chat.settings import ChatOptions
+from moechat.chat.transcript import read_from, write_as
+from moechat.errors import SessionNotFoundError, SessionsUnavailableError, UsageError
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+def conversation(*turns: tuple[str, str], model: str = "demo") -> Conversation:
+    made = Conversation()
+    for question, answer in turns:
+        made.add(Turn(question, answer, model=model, created=1.5))
+    return made
+
+
+@pytest.fixture
+def path() -> Path:
+    return sessions_path()
+
+
+def test_a_conversation_comes_back_as_it_was_and_only_its_owner_may_read_it(path: Path) -> None:
+    kept = conversation(("first", "one"), ("second", "two"))
+    kept.system = "be brief"
+    kept.turns[1] = replace(kept.turns[1], mark="stopped", thinking="hm")
+    old = os.umask(0)
+    try:
+        with Sessions(path) as sessions:
+            sessions.keep(kept)
+            modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    finally:
+        os.umask(old)
+    assert set(modes.values()) == {0o600}
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    with Sessions(path, existing=True) as sessions:
+        assert sessions.get(1) == kept
+        assert [(line.key, line.title, line.turns) for line in sessions.summaries()] == [(1, "first", 2)]
+
+
+def test_only_what_is_new_is_written_and_what_was_taken_back_stays_readable(path: Path) -> None:
+    kept = conversation(("first", "one"))
+    with Sessions(path) as sessions:
+        sessions.keep(kept)
+        kept.add(Turn("second", "two"))
+        kept.take_back()
+        kept.add(Turn("third", "three"))
+        sessions.keep(kept)
+        kept.take_back()
+        sessions.keep(kept)
+        assert [turn.answer for turn in sessions.get(1).turns] == ["one"]
+        assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "three"]
+
+
+def test_the_last_conversation_is_this_models_or_else_any(path: Path) -> None:
+    with Sessions(path) as sessions:
+        assert sessions.last("demo") is None
+        for model in ("demo", "other"):
+            sessions.keep(conversation(("hello", model), model=model))
+        last = {model: sessions.last(model) for model in ("demo", "other", "third")}
+    assert [found and found.key for found in last.values()] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_search_finds_words_with_and_without_an_index(
+    path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not indexed:
+        monkeypatch.setattr(Sessions, "_by_index", lambda self, words: {})
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("a fox", "in the garden"), ("100 %", "x")))
+        sessions.keep(conversation(("a fox", "elsewhere"), ("garden", 'a "quoted" word')))
+        taken = conversation(("kept", "y"), ("fox garden", "z"))
+        sessions.keep(taken)
+        taken.take_back()
+        sessions.keep(taken)
+        assert [line.key for line in sessions.search("garden fox")] == [1]
+        assert [line.key for line in sessions.search("FOX")] == [2, 1]
+        assert [line.key for line in sessions.search("100 %")] == [1]
+        assert [line.key for line in sessions.search('"quoted"')] == [2]
+        assert sessions.search("gar_en") == sessions.search("  ") == []
+        assert "garden" in sessions.search("garden")[0].found
+        sessions.keep(conversation(("北京的天气", "晴")))
+        assert [line.key for line in sessions.search("天气")] == [4]
+
+
+def test_what_is_deleted_is_gone_from_the_disk(path: Path) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("confidential", "unmentionable")))
+        sessions.keep(conversation(("other", "x")))
+        assert sessions.search("confidential")
+        sessions.delete(1)
+        with pytest.raises(SessionNotFoundError, match="no conversation 1"):
+            sessions.get(1)
+        with pytest.raises(SessionNotFoundError):
+            sessions.delete(1)
+        assert sessions.search("unmentionable") == []
+        sessions.keep(conversation(("third", "y")))
+        assert [line.key for line in sessions.summaries()] == [3, 2]
+    for file in path.parent.iterdir():
+        assert b"unmentionable" not in file.read_bytes()
+
+
+def test_an_older_form_becomes_the_newest_and_a_newer_one_is_left_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("first", "one")))
+    monkeypatch.setattr(
+        schema, "MIGRATIONS", [*schema.MIGRATIONS, "ALTER TABLE turns ADD COLUMN stars INTEGER; "]
+    )
+    with Sessions(path) as sessions:
+        assert sessions.get(1).turns[0].answer == "one"
+    monkeypatch.undo()
+    monkeypatch.setenv("MOECHAT_HOME", str(path.parents[1]))
+    before = path.read_bytes()
+    with pytest.raises(SessionsUnavailableError, match="newer moechat"):
+        Sessions(path)
+    assert path.read_bytes() == before
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("first", "one")))
+    broken = [*schema.MIGRATIONS, "CREATE TABLE more (x); SELECT nonsense;"]
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", broken)
+        with pytest.raises(SessionsUnavailableError):
+            Sessions(path)
+    with Sessions(path) as sessions:
+        assert sessions.get(1).turns[0].answer == "one"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from moechat.chat.conversation import Conversation, Turn
+from moechat.chat.sessions import Sessions
+with Sessions(Path(sys.argv[1])) as sessions:
+    talk = Conversation()
+    for n in range(40):
+        talk.add(Turn(f"{sys.argv[2]} {n}", "x"))
+        sessions.keep(talk)
+"""
+
+
+def test_two_processes_keep_all_turns_of_both(path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in ("a", "b")]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    with Sessions(path, existing=True) as sessions:
+        found = [[turn.question for turn in sessions.get(key).turns] for key in (1, 2)]
+    assert sorted(found) == [[f"{name} {n}" for n in range(40)] for name in ("a", "b")]
+
+
+def test_reading_makes_no_file(path: Path) -> None:
+    with Sessions(path, existing=True) as sessions:
+        assert sessions.summaries() == []
+    assert not path.exists()
+
+
+def _damage(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"this is no database " * 400)
+
+
+def test_a_damaged_database_never_stops_the_chat_and_is_left_as_it_is(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _damage(path)
+    before = path.read_bytes()
+    heard = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
+    assert capsys.readouterr().out == "one\ntwo\n"
+    told = [notice for notice in heard.notices if "not saved" in notice]
+    assert len(told) == 1
+    assert "not a database" in told[0]
+    assert path.read_bytes() == before
+    options = ChatOptions(resume=True)
+    assert resumed(path, options, "demo", lambda text, hint: heard.notice(text)) is None
+    assert "this is a new one" in heard.notices[-1]
+    with pytest.raises(SessionsUnavailableError):
+        resumed(path, replace(options, resume=3), "demo", lambda text, hint: None)
+
+
+def test_a_locked_database_is_tried_again_and_then_has_everything(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moechat.chat.sessions._PATIENCE_S", 0.01)
+    told: list[str] = []
+    recorder = Recorder(path, lambda text, hint: told.append(text))
+    kept = conversation(("first", "one"))
+    assert recorder.keep(kept)
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for number in range(3):
+            kept.add(Turn(f"more {number}", "x"))
+            assert not recorder.keep(kept)
+        other.execute("COMMIT")
+    other.close()
+    kept.add(Turn("last", "y"))
+    assert recorder.keep(kept)
+    recorder.close()
+    assert len(told) == 2
+    assert "locked" in told[0]
+    with Sessions(path) as sessions:
+        assert [turn.question for turn in sessions.get(1).turns] == [
+            "first", "more 0", "more 1", "more 2", "last",
+        ]  # fmt: skip
+
+
+def test_a_place_that_cannot_be_written_never_stops_the_chat(path: Path) -> None:
+    path.parent.parent.mkdir(parents=True)
+    path.parent.write_text("a file where the directory should be")
+    heard = talk(ScriptedEngine([["one"]]), ["first"], sessions=path)
+    assert sum("not saved" in notice for notice in heard.notices) == 1
+
+
+def test_a_full_disk_never_stops_the_chat(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Sessions, kept: Conversation) -> None:
+        with self._explained():
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Sessions, "keep", full)
+    heard = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
+    assert sum("disk is full" in notice for notice in heard.notices) == 1
+
+
+def test_the_conversation_that_goes_on_is_named(path: Path) -> None:
+    told: list[str] = []
+    options = ChatOptions(resume=True)
+    assert resumed(path, options, "demo", lambda text, hint: told.append(text)) is None
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("tell me of a fox", "one"), model="other"))
+    found = resumed(path, replace(options, system="new"), "demo", lambda text, hint: told.append(text))
+    assert found is not None
+    assert found.system == "new"
+    assert told == [
+        "(no conversation is kept yet; this is a new one)",
+        "conversation 1 goes on: tell me of a fox (1 turn, so far with other)",
+    ]
+
+
+def test_titles_are_one_short_line() -> None:
+    assert title_of("  tell\tme\n of a fox ") == "tell me of a fox"
+    assert title_of("\x1b[31mred") == "␛[31mred"
+    assert len(title_of("word " * 50)) <= 60
+
+
+@given(st.lists(st.tuples(TEXT, TEXT, TEXT)), st.none() | TEXT)
+def test_json_gives_the_conversation_back(turns: list[tuple[str, str, str]], system: str | None) -> None:
+    kept = Conversation(system=system)
+    for question, answer, thinking in turns:
+        kept.add(Turn(question, answer, thinking, "stopped", "demo"))
+    again = read_from(write_as(kept, "json"), "file")
+    assert (again.turns, again.system) == (kept.turns, system)
+    assert write_as(kept, "md").startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("3", "holds no list of messages"),
+        ('[{"role": "user"}]', "message 1 has no text"),
+        ('[{"role": "assistant", "content": ""}]', "message 1 is of assistant, expected user"),
+        ('[{"role": "user", "content": "a"}]', "the last question has no answer"),
+        ('{"version": 9, "messages": []}', "newer moechat"),
+    ],
+)
+def test_a_file_that_holds_no_conversation_is_refused_with_the_place(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_from(text, "a\x1bfile")

@@ -1,0 +1,333 @@
+"""The chat on a real pseudo-terminal, with a scripted engine: keys in, a screen out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+
+from moechat.chat.sessions import Sessions, sessions_path
+
+PATIENCE_S = 20
+ALT_ENTER, UP = "\x1b\r", "\x1b[A"
+
+
+class Terminal:
+    """A chat on a pseudo-terminal, and what its screen shows."""
+
+    def __init__(
+        self,
+        home: Path,
+        *answers: str,
+        columns: int = 70,
+        rows: int = 24,
+        term: str = "xterm-256color",
+        env: dict[str, str] | None = None,
+        **told: Any,
+    ) -> None:
+        pieces = [list(answer) for answer in answers]
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.Stream(self._screen)
+        dropped = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        environment.update(env or {})
+        self.child = pexpect.spawn(
+            sys.executable,
+            [str(Path(__file__).parent / "scripted_chat.py"), json.dumps({"answers": pieces, **told})],
+            env={**environment, "MOECHAT_HOME": str(home), "TERM": term, "LC_ALL": "C.UTF-8"},  # type: ignore[arg-type]
+            cwd=str(home.parent),
+            encoding="utf-8",
+            timeout=PATIENCE_S,
+            dimensions=(rows, columns),
+        )
+        self.child.delaybeforesend = None
+        self.written = ""
+        self.wait(">>>")
+
+    def close(self) -> None:
+        self.child.close(force=True)
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
+    @property
+    def last_line(self) -> str:
+        return self.shown.split("\n")[-1]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Read what the chat writes until the condition holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            try:
+                piece = self.child.read_nonblocking(4096, 0.05)
+            except pexpect.TIMEOUT:
+                piece = ""
+            except pexpect.EOF:
+                assert condition(), f"the chat has ended:\n{self.shown}"
+                return
+            self.written += piece
+            self._stream.feed(piece)
+            assert time.monotonic() < deadline, f"never came; the screen shows:\n{self.shown}"
+
+    def wait(self, text: str) -> None:
+        self.until(lambda: text in self.shown)
+
+    def wait_prompt(self) -> None:
+        self.until(lambda: self.last_line.startswith(">>>"))
+
+    def type(self, keys: str, shown: str | None = None) -> None:
+        self.child.send(keys)
+        if shown is not None:
+            self.wait(shown)
+
+    def say(self, line: str, answer: str) -> None:
+        """Send a line, and wait for the answer and the next prompt."""
+        self.type(line)
+        self.until(lambda: line.split("\n")[-1][-10:] in self.shown)
+        self.child.send("\r")
+        self.wait(answer)
+        self.wait_prompt()
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.child.setwinsize(rows, columns)
+        self._screen.resize(rows, columns)
+
+    def leave(self, keys: str = "\x04") -> int | None:
+        """Exit status after these keys."""
+        self.child.send(keys)
+        self.until(lambda: not self.child.isalive())
+        self.child.close()
+        return self.child.exitstatus
+
+
+@pytest.fixture
+def terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
+    home.mkdir()
+    started: list[Terminal] = []
+
+    def start(*answers: str, **told: Any) -> Terminal:
+        started.append(Terminal(home, *answers, **told))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def questions(key: int = 1) -> list[str]:
+    with closing(Sessions(sessions_path(), existing=True)) as sessions:
+        return [turn.question for turn in sessions.get(key).turns]
+
+
+def test_a_talk_is_rendered_shows_the_context_and_is_kept(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("Hello **you**\n\n- a\n- b", "bye", save=True)
+    assert "0 of 1,000 tokens" in chat.shown
+    chat.say("hi", " • b")
+    assert "Hello you\n\n • a\n • b" in chat.shown
+    assert "24 of 1,000 tokens, 2%" in chat.last_line
+    chat.say("/regen", "bye")
+    chat.say("/undo", "taken back: hi")
+    assert chat.leave() == 0
+    with closing(Sessions(sessions_path())) as sessions:
+        assert sessions.get(1).turns == []
+        assert len(sessions.get(1, all_turns=True).turns) == 2
+
+
+def test_several_lines_are_one_message_typed_or_pasted(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("one", "two", "three", "four", save=True)
+    chat.type(f"a{ALT_ENTER}b\nc", "... c")
+    chat.type("\r", "one")
+    chat.wait_prompt()
+    chat.type("\x1b[200~d\re\nf\x1b[201~", "... f")
+    chat.type("\r", "two")
+    chat.wait_prompt()
+    chat.type('"""g\r', "... ")
+    chat.type('h"""\r', "three")
+    chat.wait_prompt()
+    chat.leave()
+    assert questions() == ["a\nb\nc", "d\ne\nf", "g\nh"]
+
+
+def test_what_was_typed_is_found_again_in_the_next_chat(
+    terminal: Callable[..., Terminal], home: Path
+) -> None:
+    chat = terminal("one")
+    chat.say("first question", "one")
+    chat.leave()
+    history = home / "state" / "history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    with history.open("a") as file:
+        file.write("\n# 2020\n+\x1b]0;title\x07second\n")
+    chat = terminal("two")
+    chat.type(UP, "second")
+    assert "\x1b]0;" not in chat.written
+    chat.type(UP, ">>> first question")
+    chat.type("\r", "two")
+
+
+def test_nothing_is_remembered_where_nothing_is_to_be_saved(
+    terminal: Callable[..., Terminal], home: Path
+) -> None:
+    chat = terminal("one", options={"save": False})
+    chat.say("secret", "one")
+    chat.type(UP, ">>> secret")
+    chat.type("\x15")
+    assert chat.leave() == 0
+    assert list(home.rglob("*")) == []
+
+
+def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("word " * 200, "more", pause_s=0.02, save=True)
+    chat.type("go on\r", "word word")
+    chat.type("\x03", "(stopped; what was written is kept)")
+    chat.wait_prompt()
+    chat.type("half a li", ">>> half a li")
+    chat.type("\x03")
+    chat.wait_prompt()
+    chat.say("again", "more")
+    chat.type("\x03", "Ctrl-C again or Ctrl-D leaves")
+    chat.wait_prompt()
+    assert chat.leave("\x03") == 0
+    with closing(Sessions(sessions_path())) as sessions:
+        assert [turn.mark for turn in sessions.get(1).turns] == ["stopped", ""]
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("word " * 20, "second", pause_s=0.01)
+    chat.type("go on\r", "word word")
+    chat.type("meanwhile\r")
+    chat.wait("second")
+    chat.wait_prompt()
+    assert chat.shown.count("meanwhile") == 1
+    assert ">>> meanwhile" in chat.shown
+
+
+def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("one", save=True)
+    chat.type("/hlp\r", "there is no command /hlp; it was not sent")
+    chat.wait("did you mean /help?")
+    chat.wait_prompt()
+    chat.type("/und", "take the last question")
+    chat.type("\t", ">>> /undo")
+    chat.type("\x15//etc is a directory\r", "one")
+    chat.wait_prompt()
+    chat.leave()
+    assert questions() == ["/etc is a directory"]
+
+
+def test_names_of_files_are_completed_after_commands_that_take_one(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    (tmp_path / "notes of today.txt").write_text("milk")
+    (tmp_path / "no\x1b]0;tes").write_text("")
+    chat = terminal("one", save=True)
+    chat.type("/read no", " notes of today.txt")
+    chat.type("\t", ">>> /read notes of today.txt")
+    chat.type("\r", "goes with your next message")
+    chat.wait("+1 file")
+    chat.say("what?", "one")
+    assert "\x1b]0;" not in chat.written
+    chat.leave()
+    assert questions() == ["notes of today.txt:\n```\nmilk\n```\n\nwhat?"]
+
+
+def test_save_load_and_go_on(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("one", "two", "three", save=True)
+    chat.say("first", "one")
+    chat.say("/save talk.json", "saved as")
+    chat.say("/clear", "kept as number 1")
+    chat.say("/load talk.json", "1 turn;")
+    chat.say("second", "two")
+    chat.leave()
+    assert questions(2) == ["first", "second"]
+    chat = terminal("four", save=True, options={"resume": True})
+    assert "conversation 2 goes on: first (2 turns)" in chat.shown
+    chat.say("third", "four")
+    chat.leave()
+    assert questions(2) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("columns", [20, 40])
+def test_a_small_window_and_wide_characters(terminal: Callable[..., Terminal], columns: int) -> None:
+    chat = terminal("漢字 " * 8 + "**fett** 👍\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", columns=columns)
+    chat.say("漢字 👍 go", "1  2")
+    assert "fett 👍" in chat.shown.replace("\n", "")
+    assert all(len(line) <= columns for line in chat.shown.split("\n"))
+
+
+def test_a_window_that_changes_during_an_answer(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("a *first* one\n\n" + "word " * 30 + "\n\nthe *last* one", pause_s=0.01, rows=40)
+    chat.type("go\r", "word word word")
+    chat.resize(30, 40)
+    chat.wait("the last one")
+    chat.wait_prompt()
+    assert "a first one" in chat.shown
+    chat.resize(70, 40)
+    chat.type("/bye", "/bye")
+    assert chat.leave("\r") == 0
+
+
+def test_raw_answers_are_as_the_model_wrote_them(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("**you** \x1b[2J\x9b1m", options={"raw": True})
+    chat.say("hi", "**you** ␛[2J")
+    assert "\x1b[2J" not in chat.written
+
+
+def test_a_dumb_terminal_gets_plain_text(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("**you**", term="dumb")
+    chat.type("hi\r", "**you**")
+    chat.wait_prompt()
+    assert "\x1b" not in chat.written
+    assert chat.leave() == 0
+
+
+def test_no_color_leaves_no_colour(terminal: Callable[..., Terminal]) -> None:
+    answer = "# T\n\n- a `b`\n\n```python\nimport os\n```\n"
+    colour = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[\d;]*)?m")
+    found = {}
+    for value in ("", "1"):
+        chat = terminal(answer, env={"NO_COLOR": value})
+        chat.say("hi", "import os")
+        chat.leave()
+        found[value] = bool(colour.search(chat.written))
+    assert found == {"": True, "1": False}
+
+
+def test_thinking_is_dimmed(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("<think>let me see</think>\n\nyes")
+    chat.say("hi", "yes")
+    assert "let me see\n\nyes" in chat.shown
+    assert "\x1b[2m" in chat.written
+
+
+@pytest.mark.parametrize("during", ["the prompt", "an answer"])
+def test_a_chat_that_is_terminated_keeps_what_it_has_and_gives_the_terminal_back(
+    terminal: Callable[..., Terminal], during: str
+) -> None:
+    chat = terminal("word " * 100, pause_s=0.02, save=True)
+    before = termios.tcgetattr(chat.child.child_fd)[3] & (termios.ECHO | termios.ICANON)
+    assert before == 0
+    if during == "an answer":
+        chat.type("go\r", "word word")
+    chat.child.kill(signal.SIGTERM)
+    chat.until(lambda: not chat.child.isalive())
+    after = termios.tcgetattr(chat.child.child_fd)[3]
+    assert after & termios.ECHO
+    assert after & termios.ICANON
+    assert chat.child.exitstatus == 143
+    if during == "an answer":
+        with closing(Sessions(sessions_path())) as sessions:
+            assert sessions.get(1).turns[0].answer.startswith("word word")

@@ -1,0 +1,306 @@
+"""What a model writes: made harmless, parted from its thinking, rendered while it streams."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterator
+
+import pyte
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moechat.chat.blocks import Block, BlockSplitter, CodeLine, Unit
+from moechat.chat.live import MarkdownAnswer, Rows, cells
+from moechat.chat.neutral import encodable, neutralise, one_line
+from moechat.chat.thinking import Part, ThoughtSplitter
+
+ANSWER = """\
+# Fox & hound
+
+Hello **world**, a rather long paragraph with `code` in it, that is folded.
+A second line of it.
+
+1. one
+2. two with **bold**
+   - nested
+
+   ```sh
+   ls
+   ```
+3. three
+
+| name | n |
+|------|---|
+| fox  | 1 |
+
+```python
+def f(x):
+    '''doc'''
+
+    return x  # 漢字
+```
+> quoted &#27;[31m 漢字 👩 <b>html</b>
+
+[link](http://x.y) ***
+Setext
+======
+- - deep
+
+~~~
+open to the end"""
+MARKUP = st.lists(
+    st.sampled_from(
+        [*"ab *_`#>-+|1.)(][!<&;=~\n\n\n\t\\", "漢", "👍", "```\n", "- ", "1. ", "\n\n", "> ", "    "]
+    ),
+    max_size=60,
+).map("".join)
+
+
+class Screen(io.StringIO):
+    """A terminal that shows what was written to it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.columns, self.rows = columns, rows
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.Stream(self._screen)
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._stream.feed(text.replace("\n", "\r\n"))
+        return super().write(text)
+
+    def resize(self, columns: int) -> None:
+        self.columns = columns
+        self._screen.resize(self.rows, columns)
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
+    @property
+    def answer(self) -> MarkdownAnswer:
+        return MarkdownAnswer(self, size=lambda: (self.columns, self.rows))
+
+
+def shown(pieces: list[str], columns: int = 60, rows: int = 100) -> str:
+    screen = Screen(columns, rows)
+    answer = screen.answer
+    for piece in pieces:
+        answer.write(piece)
+    answer.end()
+    return screen.shown
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    marks = sorted({min(place, len(text)) for place in places} | {0, len(text)})
+    return [text[start:end] for start, end in itertools.pairwise(marks)]
+
+
+@given(st.text())
+def test_no_control_character_is_left_but_newline_and_tab(text: str) -> None:
+    for made, allowed in ((neutralise(text), "\n\t"), (one_line(text), "")):
+        assert len(made) == len(text)
+        for character in made:
+            code = ord(character)
+            assert character in allowed or not (code < 0x20 or 0x7F <= code < 0xA0)
+    assert one_line("a\u2028b\nc") == "a␊b␊c"
+
+
+@given(st.text(st.characters(codec=None)))
+def test_what_was_no_utf8_can_be_written_all_the_same(text: str) -> None:
+    encodable(text).encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    "sequence", ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x1bPq\x1b\\", "\x1b[31mred"]
+)
+@pytest.mark.parametrize(
+    "around", ["{}", "# {}", "- {}", "```{}\nx", "```\n{}\n```", "| {} |\n|-|\n", "`{}`"]
+)
+def test_sequences_in_an_answer_never_reach_the_terminal(sequence: str, around: str) -> None:
+    screen = Screen(60, 30)
+    answer = screen.answer
+    answer.write(around.format(sequence) + "\n\n&#27;[2J&#x9b;1m")
+    answer.end()
+    written = screen.getvalue()
+    assert sequence not in written
+    for broken in ("\x07", "\x1b]", "\x1bP", "\x9b", "\x1b[2J"):
+        assert broken not in written
+
+
+@pytest.mark.parametrize(
+    ("output", "parts"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", [("\nhm\n", True), ("yes", False)]),
+        ("  \n<think>hm", [("hm", True)]),
+        ("yes <think>no</think>", [("yes <think>no</think>", False)]),
+        ("<thin", [("<thin", False)]),
+        ("", []),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            [("hm", True), ("yes", False)],
+        ),
+        ("<|channel|>commentary to=f<|message|>a<|end|>", [("a", True)]),
+    ],
+)
+def test_thinking_is_told_apart_wherever_the_output_is_cut(
+    output: str, parts: list[tuple[str, bool]]
+) -> None:
+    for pieces in [[output], list(output), *([output[:n], output[n:]] for n in range(len(output)))]:
+        splitter = ThoughtSplitter()
+        told = [part for piece in pieces for part in splitter.feed(piece)] + splitter.flush()
+        joined: list[tuple[str, bool]] = []
+        for text, thought in told:
+            if joined and joined[-1][1] == thought:
+                joined[-1] = (joined[-1][0] + text, thought)
+            else:
+                joined.append((text, thought))
+        assert joined == parts
+
+
+def test_a_thought_that_the_prompt_has_begun_ends_with_its_mark() -> None:
+    splitter = ThoughtSplitter(thinking=True)
+    assert splitter.feed("hm</think> yes") == [Part("hm", True), Part("yes", False)]
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<|channel|>", "final", "<|message|>", "<|end|>", "a <"])
+    )
+)
+def test_no_text_is_lost_or_made_up_between_thinking_and_answer(pieces: list[str]) -> None:
+    together = ThoughtSplitter()
+    whole = [*together.feed("".join(pieces)), *together.flush()]
+    apart = ThoughtSplitter()
+    single = [part for piece in pieces for char in piece for part in apart.feed(char)] + apart.flush()
+    for kind in (True, False):
+        of_whole = "".join(part.text for part in whole if part.thought == kind)
+        assert of_whole == "".join(part.text for part in single if part.thought == kind)
+
+
+def units(text: str) -> list[Unit]:
+    splitter = BlockSplitter()
+    *lines, rest = text.split("\n")
+    return [unit for line in lines for unit in splitter.line(line)] + splitter.end(rest)
+
+
+def test_blocks_are_finished_as_soon_as_nothing_can_change_them() -> None:
+    splitter = BlockSplitter()
+
+    def steps(text: str) -> Iterator[list[Unit]]:
+        return (splitter.line(line) for line in text.split("\n"))
+
+    assert list(steps("# a\nb\nc\n")) == [[Block("# a")], [], [], [Block("b\nc")]]
+    assert list(steps("- a\n- b\n\nc\n")) == [
+        [],
+        [Block("- a")],
+        [],
+        [Block("- b", joined=True)],
+        [Block("c")],
+    ]
+    assert [len(found) for found in steps("```py\nx\n\n```")] == [1, 1, 1, 1]
+    assert splitter.pending == []
+
+
+def test_a_table_without_end_is_cut_before_it_becomes_slow() -> None:
+    found = units("| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 1000)
+    assert 2 <= len(found) <= 4
+    assert sum(len(unit.source.split("\n")) for unit in found if isinstance(unit, Block)) == 1002
+
+
+@given(MARKUP)
+@settings(max_examples=60, deadline=None)
+def test_every_line_is_in_one_unit_and_in_order(text: str) -> None:
+    told = []
+    for unit in units(text):
+        if isinstance(unit, Block):
+            told.extend(unit.source.split("\n"))
+        else:
+            told.append(unit.text if isinstance(unit, CodeLine) else unit.line)
+    kept = [line.strip() for line in told if line.strip()]
+    assert kept == [line.strip() for line in text.split("\n") if line.strip()]
+
+
+@pytest.mark.parametrize("columns", [60, 20, 7])
+def test_the_finished_answer_does_not_depend_on_how_it_came(columns: int) -> None:
+    whole = shown([ANSWER], columns)
+    assert shown(list(ANSWER), columns) == whole
+    for size in (2, 3, 7, 50):
+        pieces = [ANSWER[start : start + size] for start in range(0, len(ANSWER), size)]
+        assert shown(pieces, columns) == whole
+
+
+@given(MARKUP, st.lists(st.integers(0, 80)), st.sampled_from([(60, 100), (9, 100), (20, 6)]))
+@settings(max_examples=80, deadline=None)
+def test_any_text_cut_anywhere_looks_the_same_when_it_is_finished(
+    text: str, places: list[int], size: tuple[int, int]
+) -> None:
+    assert shown(cut(text, places), *size) == shown([text], *size)
+
+
+def test_a_finished_answer_is_rendered() -> None:
+    page = shown([ANSWER])
+    for line in ("Fox & hound", " 2 two with bold", "    • nested", " fox   1", "    return x  # 漢字"):
+        assert line in page.split("\n"), page
+    assert "<b>html</b>" in page
+    assert "link (http://x.y)" in page
+    assert "**bold**" not in page
+
+
+def test_nothing_is_redrawn_but_the_rest_that_became_a_block() -> None:
+    screen = Screen(60, 30)
+    answer = screen.answer
+    answer.write("finished *one*\n\n")
+    before = len(screen.getvalue())
+    for piece in ("next ", "paragraph ", "of *words*"):
+        answer.write(piece)
+    assert screen.getvalue()[before:] == "\nnext paragraph of *words*"
+    answer.end()
+    assert screen.shown == "finished one\n\nnext paragraph of words"
+
+
+def test_a_narrower_window_leaves_what_is_unfinished_as_it_is() -> None:
+    screen = Screen(60, 30)
+    answer = screen.answer
+    answer.write("the *first*\n\na paragraph with **stars** that is long enough")
+    screen.resize(30)
+    answer.write(" here\n\nthe *last*")
+    answer.end()
+    lines = screen.shown.split("\n")
+    assert lines[0] == "the first"
+    assert lines[2] == "a paragraph with **stars** tha"  # this terminal cuts lines off
+    assert lines[-1] == "the last"
+
+
+def test_a_wider_window_changes_nothing() -> None:
+    screen = Screen(30, 30)
+    answer = screen.answer
+    answer.write("a paragraph with **stars** that is")
+    screen.resize(60)
+    answer.write(" long\n\nthe *last*")
+    answer.end()
+    assert screen.shown == "a paragraph with stars that is long\n\nthe last"
+
+
+def test_a_block_taller_than_the_window_stays_plain_and_whole() -> None:
+    words = " ".join(f"w{n}" for n in range(60))
+    page = shown([f"**a** {words}\n\nthe *last*"], 20, 10)
+    assert page.split("\n")[-1] == "the last"
+    assert "w59" in page
+
+
+@given(st.text(st.sampled_from([*"abc  \n", "漢", "👍"]), max_size=60), st.integers(4, 20))
+def test_rows_are_never_wider_than_they_may_be_and_are_all_counted(text: str, width: int) -> None:
+    screen = Screen(width + 1, 90)
+    rows = Rows(width)
+    for char in text:
+        screen.write(rows.add(char))
+    assert all(cells(line) <= width for line in screen.shown.split("\n"))
+    screen.write(rows.erase())
+    assert screen.shown == ""
+    assert screen._screen.cursor.y == 0

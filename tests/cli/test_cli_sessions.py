@@ -1,0 +1,95 @@
+"""moechat sessions: what is listed, found, shown, exported and deleted; without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import Cli
+
+from moechat.chat.conversation import Conversation, Turn
+from moechat.chat.sessions import Sessions
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Cli:
+    """The program with two conversations."""
+    cli = Cli(directory=tmp_path, home=tmp_path / "home")
+    with Sessions(cli.home / "state" / "sessions.db") as sessions:
+        for question, answer in (("a fox\x1b[31m", "in the *garden*"), ("weather", "rain")):
+            conversation = Conversation(system="be brief")
+            conversation.add(Turn(question, answer, "hm", "stopped", "demo", 1.0))
+            sessions.keep(conversation)
+    return cli
+
+
+def test_conversations_are_listed_and_found(own: Cli) -> None:
+    listed = own.call("sessions").out.decode().splitlines()
+    assert [line.split()[0] for line in listed] == ["2", "1"]
+    assert "demo  a fox␛[31m" in listed[1]
+    assert [row["id"] for row in json.loads(own.call("sessions", "--json", "--limit", "1").out)] == [2]
+    found = own.call("sessions", "search", "GARDEN", "fox").out.decode()
+    assert found.startswith("1 ")
+    assert "garden" in found.splitlines()[1]
+    nothing = own.call("sessions", "search", "nothing")
+    assert (nothing.status, nothing.out) == (0, b"")
+    assert "no conversation holds nothing" in nothing.err
+
+
+def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
+    assert "in the *garden*\n\n*(stopped by the user)*" in own.call("sessions", "show", "1").out.decode()
+    told = json.loads(own.call("sessions", "export", "1", "--format", "json").out)
+    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant"]
+    assert own.call("sessions", "export", "2", "-o", "rain.json").status == 0
+    assert json.loads((own.directory / "rain.json").read_text())["title"] == "weather"
+    again = own.call("sessions", "export", "1", "-o", "rain.json")
+    assert again.status == 2
+    assert "exists already" in again.err
+    assert own.call("sessions", "export", "1", "--format", "pdf").status == 2
+
+
+def test_on_a_terminal_it_is_rendered_and_drives_nothing(own: Cli) -> None:
+    session = own.terminal("sessions", "show", "1")
+    shown = session.read()
+    session.close()
+    assert session.exitstatus == 0
+    assert ">>> a fox␛[31m\r\n" in shown
+    assert "\x1b[3mgarden\x1b[0m" in shown
+    assert "\x1b[31m" not in shown
+
+
+def test_conversations_are_deleted(own: Cli) -> None:
+    result = own.call("sessions", "rm", "1", "7")
+    assert result.status == 2
+    assert "no conversation 7" in result.err
+    assert [row["id"] for row in json.loads(own.call("sessions", "--json").out)] == [2]
+    assert own.call("sessions", "show", "1").status == 2
+
+
+def test_a_damaged_database_is_an_error_with_its_place(own: Cli) -> None:
+    path = own.home / "state" / "sessions.db"
+    path.write_bytes(b"no database " * 1000)
+    result = own.call("sessions")
+    assert result.status == 1
+    assert "sessions.db: file is not a database" in result.err
+    assert "hint: move that file away" in result.err
+
+
+def test_neither_torch_nor_the_editor_is_imported(own: Cli) -> None:
+    script = (
+        "import sys; from moechat.cli.main import main; status = main(sys.argv[1:]); "
+        "heavy = [name for name in ('torch', 'prompt_toolkit') if name in sys.modules]; "
+        "print(status, heavy, file=sys.stderr)"
+    )
+    for arguments in (["sessions"], ["sessions", "show", "1"], ["--version"], ["run", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            env=own.environment,
+            cwd=own.directory,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stderr.splitlines()[-1] == "0 []", done.stderr
