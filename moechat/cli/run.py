@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -13,8 +14,8 @@ from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
 from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import Answer, ClosedStream, print_notice, write_output
-from moechat.errors import MoechatError, StoreDamagedError, UsageError
+from moechat.cli.terminal import Answer, ClosedStream, can_ask, print_notice, write_output
+from moechat.errors import MoechatError, NotInLibraryError, OfflineError, StoreDamagedError, UsageError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def run(options: RunOptions) -> int:
         MoechatError: See :mod:`moechat.errors`.
     """
     # In the order of what costs least to find out: the name, the prompt, the model.
-    resolve(options.model, bits=options.bits)
+    absent = _is_absent(options)
     prompt = read_prompt(options.prompt, quiet=options.quiet)
     if prompt is None and options.json:
         raise UsageError(
@@ -45,11 +46,41 @@ def run(options: RunOptions) -> int:
         raise UsageError("--completion needs a text to continue", hint="give it as an argument or on stdin")
     if isinstance(sys.stdout, ClosedStream):
         raise BrokenPipeError  # nobody would see what takes seconds to begin
+    if absent:
+        from moechat.cli.download import download_to_run
+
+        if not download_to_run(options.model, options.bits, yes=options.yes, quiet=options.quiet):
+            return NotInLibraryError.exit_code
     engine = _load(options)
     try:
         return _talk(engine, prompt, options)
     finally:
         engine.close()
+
+
+def _is_absent(options: RunOptions) -> bool:
+    """Whether the model is not here but could be fetched, if the user says so now.
+
+    Raises:
+        NotInLibraryError: Nobody can be asked, and ``--yes`` was not given.
+        OfflineError: ``HF_HUB_OFFLINE`` forbids the network.
+        ModelNotFoundError: The name means nothing.
+    """
+    try:
+        resolve(options.model, bits=options.bits)
+    except NotInLibraryError as error:
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise OfflineError(
+                f"{error}, and HF_HUB_OFFLINE forbids the network",
+                hint="unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine",
+            ) from None
+        if not options.yes and not can_ask():
+            error.hint = (
+                f"{error.hint}, or --yes with the same command; --dry-run with download shows what it takes"
+            )
+            raise
+        return True
+    return False
 
 
 def _talk(engine: Engine, prompt: str | None, options: RunOptions) -> int:
