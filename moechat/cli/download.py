@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moechat.cli.options import BITS
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.terminal import ask, neutralise, print_notice, write_output
 from moechat.config import user_paths
-from moechat.errors import DoesNotFitError, UsageError
+from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError, UsageError
 from moechat.hub.names import hub_model, stored_commit
 from moechat.hub.remote import look_up
 
@@ -66,7 +67,7 @@ def _work(command: DownloadCommand, question: str | None) -> bool:
     ref = hub_model(command.model)
     remote = look_up(str(ref.repository), ref.revision)  # before seconds of importing torch
     here = ref.library_path(user_paths().models, command.bits)
-    if stored_commit(here) == remote.commit and not command.keep_source and not command.dry_run:
+    if not (command.keep_source or command.dry_run) and _is_made_of(here, remote.commit):
         _say_here(remote.title, command)
         return True
     with LoadProgress(quiet=command.quiet) as progress:
@@ -100,6 +101,19 @@ def _run(work: Download, command: DownloadCommand, question: str | None, progres
         return False
     progress.start()
     work.run(progress, progress.notice if not command.quiet else lambda _text: None)
+    return True
+
+
+def _is_made_of(store: Path, commit: str) -> bool:
+    """Whether a store is here, of that commit and not obviously damaged; without importing torch."""
+    if stored_commit(store) != commit:
+        return False
+    from moechat.store.store import Store
+
+    try:
+        Store.open(store)
+    except StoreDamagedError:
+        return False
     return True
 
 
@@ -141,6 +155,8 @@ def _memory(plan: DownloadPlan) -> str:
         moechat.plan(str(plan.config), bits=plan.bits, ram=_TOO_LITTLE)
     except DoesNotFitError as error:
         least = error.least_bytes
+    except MoechatError:  # a plan is more than a download needs
+        pass
     shown = f"runs with {format_bytes(least)}, best with " if least else "best with "
     rest = max(plan.store_bytes, least or 0) + (least or 0) // 4
     return f"{shown}{format_bytes(rest)} or more; {format_bytes(available_bytes())} are available"

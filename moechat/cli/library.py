@@ -13,10 +13,11 @@ from typing import Any
 
 from moechat.cli.terminal import ask, can_ask, neutralise, print_notice, write_output
 from moechat.config import Paths, user_paths
-from moechat.errors import MoechatError, UsageError
+from moechat.errors import ModelNotFoundError, MoechatError, UsageError
 from moechat.hub.library import (
     Leftover,
     LibraryEntry,
+    find_leftovers,
     find_stores,
     forget_use,
     list_leftovers,
@@ -82,13 +83,22 @@ def remove_models(command: RemoveCommand) -> int:
     """
     paths = user_paths()
     entries: dict[Path, LibraryEntry] = {}
+    leftovers: dict[Path, Leftover] = {}
     for model in command.models:
         if model.lower() == DEMO:
             raise UsageError(
                 "the demo is a part of moechat and takes 16 MB", hint="uninstall moechat instead"
             )
-        entries |= {entry.path: entry for entry in find_stores(model, command.bits, paths)}
-    left = list_leftovers(paths) if command.leftovers else []
+        own = [] if command.bits else find_leftovers(model, paths)
+        leftovers |= {item.path: item for item in own}
+        try:
+            entries |= {entry.path: entry for entry in find_stores(model, command.bits, paths)}
+        except ModelNotFoundError:
+            if not own:
+                raise
+    if command.leftovers:
+        leftovers |= {item.path: item for item in list_leftovers(paths)}
+    left = list(leftovers.values())
     if not entries and not left:
         print_notice("there are no leftovers")
         return 0
@@ -151,7 +161,7 @@ def _remove_leftover(item: Leftover) -> None:
     if name.startswith("."):  # .NAME.partial belongs to NAME, whose lock is .NAME.lock
         name = name[1:].rpartition(".")[0]
     with explained("removing", item.path), exclusive_lock(item.path.parent / f".{name}.lock", busy):
-        shutil.rmtree(item.path)
+        shutil.rmtree(item.path, ignore_errors=not item.path.exists())  # gone with its store already
     print_notice(f"removed {item.path}: {size_text(item.nbytes)} are free again")
 
 

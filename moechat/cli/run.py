@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -15,8 +14,9 @@ from moechat.cli.prompt import read_prompt
 from moechat.cli.reply import Reply, opening, say_if_cut
 from moechat.cli.stats import print_stats, print_tuning
 from moechat.cli.terminal import Answer, ClosedStream, can_ask, print_notice, write_output
-from moechat.errors import MoechatError, NotInLibraryError, OfflineError, StoreDamagedError, UsageError
-from moechat.hub.names import resolve
+from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
+from moechat.hub.failures import is_offline, offline_error
+from moechat.hub.names import hub_model, resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
@@ -69,11 +69,9 @@ def _is_absent(options: RunOptions) -> bool:
     try:
         resolve(options.model, bits=options.bits)
     except NotInLibraryError as error:
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            raise OfflineError(
-                f"{error}, and HF_HUB_OFFLINE forbids the network",
-                hint="unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine",
-            ) from None
+        if is_offline():
+            ref = hub_model(options.model)
+            raise offline_error(str(ref.repository), ref.revision) from None
         if not options.yes and not can_ask():
             error.hint = (
                 f"{error.hint}, or --yes with the same command; --dry-run with download shows what it takes"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,6 +54,30 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
+def offline_error(repository: str, revision: str | None) -> OfflineError:
+    """The network is forbidden and the model is not in the library; its checkpoint may be in HF_HOME."""
+    cached = _cached_snapshot(repository, revision)
+    hint = "unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine"
+    if cached is not None:
+        hint = f"its checkpoint is in the Hugging Face cache: moechat run {shlex.quote(str(cached))}"
+    return OfflineError(
+        f"{repository} is not in the library, and HF_HUB_OFFLINE forbids the network", hint=hint
+    )
+
+
+def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    """Directory of a checkpoint in the cache of huggingface_hub, if it seems whole."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [
+        try_to_load_from_cache(repository, name, revision=revision)
+        for name in ("config.json", "model.safetensors", "model.safetensors.index.json")
+    ]
+    if not isinstance(found[0], str) or not any(isinstance(path, str) for path in found[1:]):
+        return None
+    return Path(found[0]).parent
+
+
 @contextmanager
 def explained(repository: str, revision: str | None = None) -> Iterator[None]:
     """Turn what huggingface_hub and its HTTP client raise in the block into our errors.
@@ -69,11 +95,8 @@ def explained(repository: str, revision: str | None = None) -> Iterator[None]:
 
     try:
         yield
-    except OfflineModeIsEnabled as problem:
-        raise OfflineError(
-            f"{repository} is not here, and HF_HUB_OFFLINE forbids the network",
-            hint="unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine",
-        ) from problem
+    except OfflineModeIsEnabled:
+        raise offline_error(repository, revision) from None
     except http_library().HTTPError as problem:
         raise _explain(problem, repository, revision) from None  # its text may hold a signed address
 
@@ -156,6 +179,12 @@ def _explain_transport(problem: Any) -> MoechatError:
     reason = str(problem) or type(problem).__name__
     if isinstance(problem, library.ProxyError):
         return _proxy_error(reason)
+    if isinstance(problem, library.ReadTimeout):
+        return OfflineError(
+            f"the connection to {_host()} has stalled: nothing came any more",
+            hint="check the connection and run the same command again: what has arrived is kept; "
+            "HF_HUB_DOWNLOAD_TIMEOUT sets how many seconds of silence are borne",
+        )
     if isinstance(problem, library.TimeoutException):
         return OfflineError(
             f"{_host()} does not answer", hint="check the connection and run the same command again"

@@ -148,6 +148,20 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
     return chosen
 
 
+def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
+    """What interrupted downloads and conversions of a hub model left, in whatever bits."""
+    try:
+        ref = hub_model(model)
+    except MoechatError:
+        return []
+    partial, source = f".{ref.slug}-", f"{str(ref.repository).replace('/', '--')}@"
+    return [
+        item
+        for item in list_leftovers(paths)
+        if item.path.name.lower().startswith((partial.lower(), source.lower()))
+    ]
+
+
 def note_use(store: Path, paths: Paths) -> None:
     """Remember that a store was opened just now; where nothing can be written nothing happens."""
     stamp = _use_path(store, paths)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moechat.errors import CheckpointError, OfflineError
-from moechat.hub.failures import endpoint, explained, has_token, is_offline
+from moechat.hub.failures import endpoint, explained, has_token, is_offline, offline_error
 
 _ANSWER_WITHIN_S = 30.0
 
@@ -68,10 +68,7 @@ def look_up(repository: str, revision: str | None) -> RemoteRepository:
         CheckpointError: Its answer makes no sense.
     """
     if is_offline():
-        raise OfflineError(
-            f"{repository} is not in the library, and HF_HUB_OFFLINE forbids the network",
-            hint="unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine",
-        )
+        raise offline_error(repository, revision)
     from huggingface_hub import HfApi
 
     with explained(repository, revision):

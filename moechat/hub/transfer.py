@@ -64,9 +64,8 @@ class Transfer:
             self.advance(file.size)
             return
         part = destination.with_name(destination.name + PART_SUFFIX)
-        with open(
-            os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644), "r+b"
-        ) as target:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(part, flags, 0o644), "r+b") as target:
             download = _Download(self, file, target)
             continued = download.take_what_is_here()
             download.complete()
@@ -116,7 +115,7 @@ class Transfer:
             chunks.clear()
             missing = end - begin
             skip = 0 if response.status_code == 206 else begin
-            for data in response.iter_bytes(_CHUNK):
+            for data in response.iter_bytes():
                 kept = data[skip:][:missing]
                 skip = max(0, skip - len(data))
                 chunks.append(kept)
@@ -262,7 +261,8 @@ class _Download:
         announced = response.headers.get("content-length", "")
         if announced.isdigit() and self._done + int(announced) != self._file.size:
             raise self._wrong_size(self._done + int(announced))
-        for data in response.iter_bytes(_CHUNK):
+        # As they come: gathered into larger pieces, those of a connection that is lost would be lost too.
+        for data in response.iter_bytes():
             if self._done + len(data) > self._file.size:
                 raise self._wrong_size(self._done + len(data))
             self._target.write(data)

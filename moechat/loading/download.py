@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from moechat.config import Paths
-from moechat.errors import CheckpointError, DoesNotFitError, UnsupportedModelError
+from moechat.errors import CheckpointError, DoesNotFitError, StoreDamagedError, UnsupportedModelError
 from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
 from moechat.hub.remote import RemoteFile, RemoteRepository
@@ -26,7 +26,6 @@ from moechat.store.checkpoint import INDEX_FILE, SINGLE_FILE, is_kept, read_inde
 from moechat.store.convert import ConvertProgress, convert, finished_files
 from moechat.store.files import explained, format_bytes
 from moechat.store.lock import exclusive_lock
-from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.outline import SideFile, StoreOutline, outline_store
 from moechat.store.quantizer import choose_solver, make_packer
 from moechat.store.source import CheckpointPlan
@@ -230,21 +229,27 @@ class _HubShards:
         self._state = state
 
     def fetch(self, name: str) -> Path:
-        self._state.detail = name
-        file = self._files[name]
-        own = self._directory / name
-        if not own.exists():
-            cached = cached_file(self._transfer.remote, name)
-            if cached is not None and is_whole(cached, file):
-                self._state.advance(file.size)
-                return cached
-        return self.fetch_own(name)
+        cached = self._cached(name)
+        if cached is None:
+            return self.fetch_own(name)
+        self._state.advance(self._files[name].size)
+        return cached
 
     def fetch_own(self, name: str) -> Path:
-        self._state.detail = name
+        """Into the directory, whatever the cache holds."""
         own = self._directory / name
+        cached = self._cached(name)
+        if cached is not None:
+            shutil.copyfile(cached, own)
         self._transfer.fetch(self._files[name], own)
         return own
+
+    def _cached(self, name: str) -> Path | None:
+        self._state.detail = name
+        if (self._directory / name).exists():
+            return None
+        cached = cached_file(self._transfer.remote, name)
+        return cached if cached is not None and is_whole(cached, self._files[name]) else None
 
     def discard(self, name: str) -> None:
         (self._directory / name).unlink(missing_ok=True)
@@ -411,6 +416,7 @@ def _plan(
     ]
     missing_bytes = side_bytes + sum(sizes[name] for name in needed if name not in cached) - here
     taken = _disk_usage(workspace_path(destination)) + _disk_usage(source)
+    finished = _is_finished(destination, checkpoint) and (not keep_source or missing_bytes <= 0)
     made = DownloadPlan(
         title=remote.title,
         licence=remote.licence,
@@ -422,10 +428,10 @@ def _plan(
         download_bytes=total,
         missing_bytes=max(0, missing_bytes),
         store_bytes=store_bytes,
-        disk_bytes=max(0, most + _MANIFEST_ROOM - taken),
+        disk_bytes=0 if finished else max(0, most + _MANIFEST_ROOM - taken),
         free_bytes=_free(paths.models),
         convert_s=_convert_seconds(plan, bits),
-        finished=_is_finished(destination, checkpoint) and (not keep_source or not missing_bytes),
+        finished=finished,
     )
     return needed, made
 
@@ -481,8 +487,11 @@ def _free(directory: Path) -> int:
 
 
 def _is_finished(destination: Path, checkpoint: AnnouncedCheckpoint) -> bool:
-    manifest = destination / MANIFEST_NAME
-    return manifest.is_file() and Manifest.read(manifest).source.fingerprint == checkpoint.fingerprint()
+    try:
+        store = Store.open(destination)
+    except StoreDamagedError:  # it will be replaced
+        return False
+    return store.manifest.source.fingerprint == checkpoint.fingerprint()
 
 
 def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:

@@ -67,3 +67,22 @@ def program(tmp_path: Path, hub: Hub) -> Cli:
             "NO_PROXY": "127.0.0.1",
         },
     )
+
+
+@pytest.fixture
+def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """The same for :meth:`Cli.call`: huggingface_hub has read the variables of this process long ago."""
+    from huggingface_hub import close_session, constants
+
+    from moechat.hub import transfer
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", program.extra["HF_HOME"] + "/hub")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", program.extra["HF_HOME"] + "/token")
+    monkeypatch.setattr(transfer, "_FIRST_WAIT_S", 0.01)
+    close_session()
+    return program

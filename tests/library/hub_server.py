@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +36,8 @@ class Faults:
         grow: Name of a file that is sent with one byte more.
         pace_s: Seconds between pieces of shards.
         ignore_ranges: Ranges are answered with the whole file.
+        reached: After so many bytes of shards, ``at_reached`` is called once.
+        at_reached: See there.
     """
 
     cuts: int = 0
@@ -48,6 +50,8 @@ class Faults:
     grow: str = ""
     pace_s: float = 0.0
     ignore_ranges: bool = False
+    reached: int = 0
+    at_reached: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,13 @@ class _Handler(BaseHTTPRequestHandler):
             piece = data[start : min(start + _PIECE, most)]
             self.wfile.write(piece)
             self._sent += len(piece)
-            if faults.pace_s and not is_header:
-                time.sleep(faults.pace_s)
+            if is_header:
+                continue
+            time.sleep(faults.pace_s)
+            faults.reached -= len(piece)
+            if faults.reached <= 0 and faults.at_reached is not None:
+                call, faults.at_reached = faults.at_reached, None
+                call()
         if failing and faults.stall:
             self.wfile.flush()
             while faults is self.owner.faults:
