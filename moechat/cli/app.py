@@ -25,7 +25,7 @@ Chat with a model; with a prompt or piped stdin: one answer, then exit.
 
 The answer goes to stdout, all else to stderr. Stdin and a prompt make one prompt: stdin, a blank line, \
 the prompt. A checkpoint directory is converted when it is first used, and kept; a model from the hub is \
-downloaded after a question, or with --yes.
+downloaded once you have agreed to it.
 """
 _RUN_EXAMPLES = """\
 moechat run demo

@@ -259,7 +259,8 @@ class _Download:
         if self._done and not self._continues(response):
             self.begin_anew()  # the server sends all of it
         announced = response.headers.get("content-length", "")
-        if announced.isdigit() and self._done + int(announced) != self._file.size:
+        plain = response.headers.get("content-encoding", "identity") == "identity"
+        if plain and announced.isdigit() and self._done + int(announced) != self._file.size:
             raise self._wrong_size(self._done + int(announced))
         # As they come: gathered into larger pieces, those of a connection that is lost would be lost too.
         for data in response.iter_bytes():

@@ -414,7 +414,7 @@ def test_two_downloads_of_one_model_wait_for_each_other(
     def hold() -> None:
         with exclusive_lock(sources(inside) / f".tiny--moe-chat@{COMMIT[:12]}.lock"):
             held.set()
-            time.sleep(1.5)
+            time.sleep(0.8)
             meanwhile.append(shard_requests(hub))
 
     other = threading.Thread(target=hold)
