@@ -157,9 +157,11 @@ def _memory(plan: DownloadPlan) -> str:
         least = error.least_bytes
     except MoechatError:  # a plan is more than a download needs
         pass
-    shown = f"runs with {format_bytes(least)}, best with " if least else "best with "
-    rest = max(plan.store_bytes, least or 0) + (least or 0) // 4
-    return f"{shown}{format_bytes(rest)} or more; {format_bytes(available_bytes())} are available"
+    available = f"{format_bytes(available_bytes())} are available"
+    if least is None:
+        return available
+    everything = format_bytes(least + plan.expert_bytes)
+    return f"runs with {format_bytes(least)}, all in memory with about {everything}; {available}"
 
 
 def _time(plan: DownloadPlan) -> str:

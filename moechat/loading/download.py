@@ -59,6 +59,7 @@ class DownloadPlan:
         download_bytes: All of them.
         missing_bytes: What is still to come.
         store_bytes: The finished store.
+        expert_bytes: Experts in it.
         disk_bytes: What the disk has to hold beyond what lies there already, at the fullest moment.
         free_bytes: Of the disk.
         convert_s: Estimated seconds of converting on this machine; ``None`` where nobody knows.
@@ -75,6 +76,7 @@ class DownloadPlan:
     download_bytes: int
     missing_bytes: int
     store_bytes: int
+    expert_bytes: int
     disk_bytes: int
     free_bytes: int
     convert_s: float | None
@@ -428,6 +430,7 @@ def _plan(
         download_bytes=total,
         missing_bytes=max(0, missing_bytes),
         store_bytes=store_bytes,
+        expert_bytes=len(plan.layers) * outline.geometry.layer_bytes,
         disk_bytes=0 if finished else max(0, most + _MANIFEST_ROOM - taken),
         free_bytes=_free(paths.models),
         convert_s=_convert_seconds(plan, bits),

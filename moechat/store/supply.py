@@ -250,12 +250,13 @@ class ShardSupply:
             return
         aside = self._aside_path(name)
         if not needing:
+            reduced = shard.is_reduced
             shard.close()
-            self._source.discard(name)
+            if not reduced:
+                self._source.discard(name)
             aside.unlink(missing_ok=True)
         elif len(self._dense[name]) < len(shard.tensors) and not shard.is_reduced:
-            if not aside.exists():
-                self._put_aside(name)
+            self._put_aside(name)  # anew, whatever lies there: the shard is here, and known to be right
             shard.close()
             self._open_aside(name)
             self._source.discard(name)

@@ -113,6 +113,7 @@ class Hub:
 class _Handler(BaseHTTPRequestHandler):
     owner: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every answer waits 40 ms between its head and its body
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
