@@ -134,9 +134,6 @@ app = typer.Typer(
 )
 
 
-register_library(app)
-
-
 def parse(arguments: list[str]) -> Action:
     """Understand the arguments.
 
@@ -743,3 +740,6 @@ def _trace(
         quiet=quiet,
     )
     return lambda: trace(command)
+
+
+register_library(app)

@@ -36,6 +36,7 @@ class Faults:
         grow: Name of a file that is sent with one byte more.
         pace_s: Seconds between pieces of shards.
         ignore_ranges: Ranges are answered with the whole file.
+        gated: The model is shown, its files are not given.
         reached: After so many bytes of shards, ``at_reached`` is called once.
         at_reached: See there.
     """
@@ -50,6 +51,7 @@ class Faults:
     grow: str = ""
     pace_s: float = 0.0
     ignore_ranges: bool = False
+    gated: bool = False
     reached: int = 0
     at_reached: Callable[[], None] | None = None
 
@@ -169,7 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, repository: str, revision: str, name: str) -> None:
         data = self.owner.repositories.get(repository, {}).get(name)
-        if data is None or revision != COMMIT:
+        if self.owner.faults.gated:
+            self._plain(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+        elif data is None or revision != COMMIT:
             self._plain(404, {"X-Error-Code": "EntryNotFound"})
         elif name.endswith(".safetensors"):
             etag = hashlib.sha256(data).hexdigest()

@@ -326,6 +326,15 @@ def test_every_refusal_of_the_hub_has_its_own_words(
     assert not inside.home.exists()
 
 
+def test_a_gated_model_is_shown_but_not_given(inside: Cli, hub: Hub) -> None:
+    hub.faults.gated = True
+    done = inside.call("download", REPOSITORY)
+    assert done.status == 3
+    assert f"{REPOSITORY} is gated: its makers ask who you are, and no token is set" in done.err
+    assert f"accept the terms at {hub.endpoint}/{REPOSITORY}" in done.err
+    assert not inside.home.exists()
+
+
 def test_a_hub_that_is_not_there_a_proxy_and_offline_mode_have_their_own_words(
     program: Cli, hub: Hub
 ) -> None:
