@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from moechat.errors import ModelNotFoundError, MoechatError, NotAllowedError, OfflineError
+from moechat.errors import ModelNotFoundError, MoechatError, NotAllowedError, OfflineError, UsageError
 
 _TOKEN_HINT = "create a token at {endpoint}/settings/tokens and set HF_TOKEN, or run `hf auth login`"
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
@@ -90,6 +90,7 @@ def explained(repository: str, revision: str | None = None) -> Iterator[None]:
         ModelNotFoundError: No such repository, revision or file.
         NotAllowedError: It is gated, disabled, or the token is refused.
         OfflineError: The hub cannot be reached, does not answer, or has no time for us.
+        UsageError: ``HF_ENDPOINT`` is no address.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -177,6 +178,11 @@ def _explain_status(status: int, response: Any, repository: str) -> MoechatError
 def _explain_transport(problem: Any) -> MoechatError:
     library = http_library()
     reason = str(problem) or type(problem).__name__
+    if isinstance(problem, library.UnsupportedProtocol):
+        return UsageError(
+            f"HF_ENDPOINT or a proxy variable is no address: {reason}",
+            hint=f"HF_ENDPOINT is {endpoint()}; an address begins with https://",
+        )
     if isinstance(problem, library.ProxyError):
         return _proxy_error(reason)
     if isinstance(problem, library.ReadTimeout):

@@ -342,6 +342,10 @@ def test_a_hub_that_is_not_there_a_proxy_and_offline_mode_have_their_own_words(
     done = program.run("download", "mixtral")
     assert done.status == 5
     assert "127.0.0.1:9 cannot be reached" in done.err
+    program.extra["HF_ENDPOINT"] = "hub.example"
+    done = program.run("download", "mixtral")
+    assert done.status == 2
+    assert "HF_ENDPOINT is hub.example" in done.err
     program.extra |= {
         "HTTP_PROXY": "http://user:secret@127.0.0.1:9",
         "NO_PROXY": "",
