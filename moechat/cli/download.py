@@ -16,7 +16,8 @@ from moechat.hub.names import hub_model, stored_commit
 from moechat.hub.remote import look_up
 
 if TYPE_CHECKING:
-    from moechat.loading.download import Download, DownloadPlan
+    from moechat.loading.download import Download
+    from moechat.loading.download_plan import DownloadPlan
 
 # What a home connection may give; the time is said to be at this rate, as nobody knows the real one before.
 _RATE_BITS = 100_000_000
