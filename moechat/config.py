@@ -43,6 +43,11 @@ class Paths:
         """The library: one directory a block store."""
         return self.data / "models"
 
+    @property
+    def sources(self) -> Path:
+        """Shards of downloads that are not finished, and checkpoints that were to be kept."""
+        return self.data / "sources"
+
 
 def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
     """The directories of this user.

@@ -302,6 +302,7 @@ class Engine:
             self._upkeep.close()
             self._upkeep = None
         near, self._near, self._model = self._near, None, None
+        self._store.release()
         self._meter.close()
         self._prompt_cache.drop()
         self._loaded = replace(self._loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)

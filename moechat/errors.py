@@ -44,6 +44,22 @@ class ModelNotFoundError(MoechatError):
     exit_code = 3
 
 
+class NotInLibraryError(ModelNotFoundError):
+    """A name of a hub repository whose store is not on this machine; it can be downloaded."""
+
+
+class NotAllowedError(MoechatError):
+    """The hub does not let us have the model: it is gated or private, or the token is refused."""
+
+    exit_code = 3
+
+
+class DownloadError(MoechatError):
+    """What came from the hub is not what the hub had promised: another size, another hash."""
+
+    exit_code = 3
+
+
 class UnsupportedModelError(MoechatError):
     """The model is there, but moechat cannot or may not run it: its family, its packing, code of its own."""
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moechat.cli.library_grammar import register_library
 from moechat.cli.sessions_app import Action, sessions_app
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
@@ -21,7 +22,8 @@ _RUN_HELP = """\
 Chat with a model; with a prompt or piped stdin: one answer, then exit.
 
 The answer goes to stdout, all else to stderr. Stdin and a prompt make one prompt: stdin, a blank line, \
-the prompt. A checkpoint directory is converted when it is first used, and kept.
+the prompt. A checkpoint directory is converted when it is first used, and kept; a model from the hub is \
+downloaded once you have agreed to it.
 """
 _RUN_EXAMPLES = """\
 moechat run demo
@@ -179,7 +181,8 @@ def _run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="'demo', or a directory with a transformers checkpoint or a block store.",
+            help="'demo', an alias ('mixtral'), org/name[@revision], or a directory with a transformers "
+            "checkpoint or a block store.",
             show_default=False,
         ),
     ],
@@ -339,6 +342,10 @@ def _run(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", metavar="", help="Say what is loaded, and how.")
     ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", metavar="", help="Download the model without asking if it is not here."),
+    ] = False,
 ) -> Action:
     from moechat.cli.options import RunOptions
 
@@ -375,6 +382,7 @@ def _run(
         stats=stats,
         quiet=quiet,
         verbose=verbose,
+        yes=yes,
     )
 
     def action() -> int:
@@ -762,3 +770,4 @@ def _trace(
 
 
 app.add_typer(sessions_app, name="sessions")
+register_library(app)

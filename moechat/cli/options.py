@@ -58,6 +58,7 @@ class RunOptions:
     stats: bool = False
     quiet: bool = False
     verbose: bool = False
+    yes: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--bits", self.bits, BITS)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moechat import Progress
 
 _TITLES = {
+    "download": "downloading",
     "convert": "converting",
     "wait": "waiting for another conversion of this model",
     "verify": "verifying",
@@ -46,12 +47,31 @@ class LoadProgress:
         self._printed = False
 
     def __enter__(self) -> LoadProgress:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Show the bar, where there is one; again after :meth:`stop`."""
         self._stage_started = time.monotonic()
-        if self._animated:
+        if self._animated and self._bar is None:
             self._bar = _make_bar()
             self._task = self._add_task()
             self._bar.start()
-        return self
+
+    def stop(self) -> None:
+        """Take the bar away, for what is not progress."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def say(self, title: str) -> None:
+        """Show on a terminal what is going on before the first report."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=title)
+
+    def notice(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        print_notice(text)
 
     def _add_task(self) -> TaskID:
         assert self._bar is not None
@@ -60,8 +80,7 @@ class LoadProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.stop()
         if error is None:
             self._end_stage()
 
@@ -113,9 +132,10 @@ class LoadProgress:
 
     def _end_stage(self) -> None:
         # A conversion is done once for a model; so it is worth a word that it is kept.
-        if self._stage == "convert" and not self._quiet:
+        if self._stage in ("convert", "download") and not self._quiet:
             took = format_seconds(time.monotonic() - self._stage_started)
-            print_notice(f"converted in {took}, and kept for the next time")
+            done = "converted" if self._stage == "convert" else "downloaded and converted"
+            print_notice(f"{done} in {took}, and kept for the next time")
         self._stage = ""
 
 

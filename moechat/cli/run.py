@@ -18,9 +18,10 @@ from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
 from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import Answer, ClosedStream, is_animated, print_notice, write_output
-from moechat.errors import MoechatError, StoreDamagedError, UsageError
-from moechat.hub.names import resolve
+from moechat.cli.terminal import Answer, ClosedStream, can_ask, is_animated, print_notice, write_output
+from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
+from moechat.hub.failures import is_offline, offline_error
+from moechat.hub.names import hub_model, resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
@@ -41,7 +42,7 @@ def run(options: RunOptions) -> int:
         MoechatError: See :mod:`moechat.errors`.
     """
     # In the order of what costs least to find out: the name, the prompt, the model.
-    resolve(options.model, bits=options.bits)
+    absent = _is_absent(options)
     prompt = read_prompt(options.prompt, quiet=options.quiet)
     if prompt is None and options.json:
         raise UsageError(
@@ -51,6 +52,11 @@ def run(options: RunOptions) -> int:
         raise UsageError("--completion needs a text to continue", hint="give it as an argument or on stdin")
     if isinstance(sys.stdout, ClosedStream):
         raise BrokenPipeError  # nobody would see what takes seconds to begin
+    if absent:
+        from moechat.cli.download import download_to_run
+
+        if not download_to_run(options.model, options.bits, yes=options.yes, quiet=options.quiet):
+            return NotInLibraryError.exit_code
     if prompt is None:
         return _chat(options)
     conversation, recorder = _conversation(options)
@@ -60,6 +66,29 @@ def run(options: RunOptions) -> int:
     finally:
         recorder.close()
         engine.close()
+
+
+def _is_absent(options: RunOptions) -> bool:
+    """Whether the model is not here but could be fetched, if the user says so now.
+
+    Raises:
+        NotInLibraryError: Nobody can be asked, and ``--yes`` was not given.
+        OfflineError: ``HF_HUB_OFFLINE`` forbids the network.
+        ModelNotFoundError: The name means nothing.
+    """
+    try:
+        resolve(options.model, bits=options.bits)
+    except NotInLibraryError as error:
+        if is_offline():
+            ref = hub_model(options.model)
+            raise offline_error(str(ref.repository), ref.revision) from None
+        if not options.yes and not can_ask():
+            error.hint = (
+                f"{error.hint}, or --yes with the same command; --dry-run with download shows what it takes"
+            )
+            raise
+        return True
+    return False
 
 
 def _chat(options: RunOptions) -> int:

@@ -63,6 +63,28 @@ def print_warning(message: str) -> None:
     _print_labelled("warning:", "bold yellow", message)
 
 
+def can_ask() -> bool:
+    """Whether somebody sees a question and can answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask(question: str, *, default: bool) -> bool:
+    """Ask for yes or no on stderr; anything else is asked again, the end of stdin is a no."""
+    choices = "[Y/n]" if default else "[y/N]"
+    while True:
+        console().print(neutralise(f"{question} {choices} "), end="", markup=False)
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        answer = line.strip().lower()
+        if not line:
+            console().print()
+            return False
+        if not answer:
+            return default
+        if answer in ("y", "yes", "n", "no"):
+            return answer.startswith("y")
+
+
 def _print_labelled(label: str, style: str, message: str) -> None:
     from rich.text import Text
 

@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moechat.config import Paths, user_paths
-from moechat.errors import ModelNotFoundError
+from moechat.errors import ModelNotFoundError, NotInLibraryError, UsageError
 
 ALIASES: dict[str, str] = {
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
@@ -29,16 +29,17 @@ ALIASES: dict[str, str] = {
 DEMO = "demo"
 
 _DEMO_STORE = Path(__file__).parent / "demo"
-_MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
+MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # no store has files of these names
-_MAX_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 _PREFERRED_BITS = (4, 8, 16, 3, 2)
 
 # The hub's own rules: 96 characters in all; letters, digits, "-", "_", "." with no "--" or "..", and no "-"
 # or "." at either end. So "--" can join the two parts in a directory name without ambiguity.
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")  # in full, or as its beginning
 _MAX_REPOSITORY = 96
 _MAX_REVISION = 200
 
@@ -71,7 +72,7 @@ class ModelRef:
         """The finished store in the library with these bits, or with any, 4 bits first; ``None`` if none."""
         for candidate in _PREFERRED_BITS if bits is None else (bits,):
             path = self.library_path(models, candidate)
-            if (path / _MANIFEST).is_file():
+            if (path / MANIFEST).is_file():
                 return path
         return None
 
@@ -88,6 +89,7 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
         paths: The user's directories; ``None`` asks the environment.
 
     Raises:
+        NotInLibraryError: It names a hub repository that has no store in the library.
         ModelNotFoundError: The name means nothing, or what it means is not on this machine.
     """
     if not model.strip() or "\0" in model:
@@ -104,8 +106,29 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
     raise ModelNotFoundError(f"there is no model {model!r}", hint=_did_you_mean(model) or _hint_names())
 
 
+def hub_model(model: str) -> ModelRef:
+    """The hub repository that a name stands for, whether or not it is in the library.
+
+    Raises:
+        UsageError: The name means something on this machine, which cannot be downloaded.
+        ModelNotFoundError: The name means nothing.
+    """
+    if not model.strip() or "\0" in model:
+        raise ModelNotFoundError(f"{model!r} is not a model name", hint=_hint_names())
+    if model.lower() == DEMO:
+        raise UsageError("demo ships inside moechat", hint="moechat run demo")
+    alias, at, revision = model.partition("@")
+    if alias.lower() in ALIASES:
+        return _hub_ref(ALIASES[alias.lower()] + at + revision)
+    if model.startswith((".", "/", "~")) or os.path.exists(model):
+        raise UsageError(f"{model} is a path on this machine", hint=f"moechat run {model}")
+    if "/" in model:
+        return _hub_ref(model)
+    raise ModelNotFoundError(f"there is no model {model!r}", hint=_did_you_mean(model) or _hint_names())
+
+
 def _demo() -> ModelRef:
-    if not (_DEMO_STORE / _MANIFEST).is_file():
+    if not (_DEMO_STORE / MANIFEST).is_file():
         raise ModelNotFoundError(
             "this installation lacks the demo model", hint="install moechat again, or name a model directory"
         )
@@ -134,7 +157,7 @@ def _directory(model: str) -> ModelRef:
         return ModelRef(name=name, slug=slug, store=path)
     if not has_config:
         raise ModelNotFoundError(
-            f"{path} holds no model: there is neither {_CONFIG} nor {_MANIFEST}",
+            f"{path} holds no model: there is neither {_CONFIG} nor {MANIFEST}",
             hint="name the directory that holds config.json and the .safetensors files",
         )
     return ModelRef(name=name, slug=slug, checkpoint=path)
@@ -146,20 +169,55 @@ def _is_store(path: Path) -> bool:
     Exports for the web have a ``manifest.json`` too, so beside a checkpoint's weights it has to look like
     ours.
     """
-    manifest = path / _MANIFEST
+    manifest = path / MANIFEST
     if not manifest.is_file():
         return False
     if not any((path / name).exists() for name in _WEIGHTS):
         return True
     try:
         with open(manifest, "rb") as file:
-            content = json.loads(file.read(_MAX_MANIFEST_BYTES + 1))
+            content = json.loads(file.read(MAX_MANIFEST_BYTES + 1))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "format_version" in content
 
 
 def _hub(model: str, bits: int | None, paths: Paths) -> ModelRef:
+    ref = _hub_ref(model)
+    store = ref.find_in_library(paths.models, bits) or _find_commit(ref, paths.models, bits)
+    if store is None:
+        wanted = "" if bits is None else f" with {bits} bits"
+        option = "" if bits is None else f" --bits {bits}"
+        raise NotInLibraryError(
+            f"{model}{wanted} is not in the library", hint=f"moechat download {model}{option}"
+        )
+    return replace(ref, store=store)
+
+
+def _find_commit(ref: ModelRef, models: Path, bits: int | None) -> Path | None:
+    """The store of the repository's default branch, if it was made of the commit that is asked for."""
+    if ref.revision is None or not _COMMIT.fullmatch(ref.revision):
+        return None
+    assert ref.repository is not None
+    default = replace(ref, slug=ref.repository.replace("/", "--"), revision=None)
+    for candidate in _PREFERRED_BITS if bits is None else (bits,):
+        path = default.find_in_library(models, candidate)
+        if path is not None and (stored_commit(path) or "").startswith(ref.revision):
+            return path
+    return None
+
+
+def stored_commit(store: Path) -> str | None:
+    """The commit that a store's manifest says it was made of; ``None`` if it says none or cannot be read."""
+    try:
+        with open(store / MANIFEST, "rb") as file:
+            commit = json.loads(file.read(MAX_MANIFEST_BYTES + 1))["source"]["revision"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return commit if isinstance(commit, str) else None
+
+
+def _hub_ref(model: str) -> ModelRef:
     repository, at, revision = model.partition("@")
     _check_repository(model, repository)
     if at:
@@ -171,16 +229,7 @@ def _hub(model: str, bits: int | None, paths: Paths) -> ModelRef:
         slug += f"@{plain[:60]}"
         if plain != revision or "--" in revision or len(plain) > 60:
             slug += "-" + hashlib.sha256(revision.encode()).hexdigest()[:8]
-    ref = ModelRef(name=model, slug=slug, repository=repository, revision=revision or None)
-    store = ref.find_in_library(paths.models, bits)
-    if store is None:
-        wanted = "" if bits is None else f" with {bits} bits"
-        raise ModelNotFoundError(
-            f"{model}{wanted} is not in the library, and this version has no `moechat download` yet",
-            hint=f"fetch {repository} by other means and name the directory with its config.json and "
-            f".safetensors files: moechat run ./{repository.partition('/')[2]}",
-        )
-    return ModelRef(name=model, slug=slug, store=store, repository=repository, revision=revision or None)
+    return ModelRef(name=model, slug=slug, repository=repository, revision=revision or None)
 
 
 def _check_repository(model: str, repository: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moechat.config import user_paths
 from moechat.errors import UsageError
+from moechat.hub.library import note_use
 from moechat.hub.names import ModelRef
 from moechat.loading.model import Progress, Report
 from moechat.models.mapping import plan_checkpoint
@@ -26,6 +27,8 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
         user_paths().state,
         lambda done, total, name: report(Progress("verify", done, total, name)),
     )
+    store.hold()
+    note_use(store.path, user_paths())
     return store
 
 

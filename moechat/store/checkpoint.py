@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import KeysView
+from collections.abc import KeysView, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +18,7 @@ from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from moechat.store.mxfp4 import decode_mxfp4
 from moechat.store.safetensors_file import SafetensorsFile, strict_json
 from moechat.store.source import ExpertRef, MatrixRef, VectorRef
-from moechat.store.tensors import TensorSet
+from moechat.store.tensors import TensorFile, TensorSet
 
 MAX_JSON_BYTES = 32 << 20
 MAX_SIDE_FILE_BYTES = 256 << 20
@@ -89,11 +89,11 @@ class Checkpoint:
         directory = Path(path)
         if not directory.is_dir():
             raise ModelNotFoundError(f"{directory} is not a directory")
-        config = _read_config(directory)
+        config = read_config(directory)
         if (directory / SINGLE_FILE).exists():
             shards, index = [SINGLE_FILE], {}
         elif (directory / INDEX_FILE).exists():
-            index = _read_index(directory)
+            index = read_index(directory)
             shards = sorted(set(index.values()))
         else:
             raise _no_weights(directory)
@@ -293,6 +293,13 @@ class Checkpoint:
         return rows, groups * 32
 
 
+def is_kept(name: str) -> bool:
+    """Whether a file of this name goes into a store beside the weights; never code or a pickle."""
+    # Control characters in a name would drive the terminal that a message shows them on.
+    allowed = name.isprintable() and any(_matches(name, item) for item in _SIDE_FILES + _DOCUMENTS)
+    return allowed and not any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _NEVER)
+
+
 def _select(key: str, shape: tuple[int, ...], expert: int | None, dimensions: int) -> tuple[int, ...]:
     """Shape of ``tensor`` or ``tensor[expert]``, which must have ``dimensions`` dimensions."""
     wanted = dimensions + (expert is not None)
@@ -334,7 +341,12 @@ def _read_limited(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Content of a checkpoint's ``config.json``.
+
+    Raises:
+        CheckpointError: It is missing or malformed.
+    """
     path = directory / "config.json"
     data = _read_limited(path)
     try:
@@ -347,7 +359,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _read_index(directory: Path) -> dict[str, str]:
+def read_index(directory: Path) -> dict[str, str]:
+    """File of each tensor, from a checkpoint's index.
+
+    Raises:
+        CheckpointError: It is missing, malformed, or names what is no shard inside the directory.
+        UnsupportedModelError: It names pickles.
+    """
     path = directory / INDEX_FILE
     try:
         content = strict_json(_read_limited(path))
@@ -376,9 +394,23 @@ def _open_shards(directory: Path, shards: list[str], index: dict[str, str]) -> T
             f"{directory} lacks {missing[0]} ({len(missing)} of {len(shards)} shards are missing)",
             hint="finish the download of the checkpoint",
         )
-    owners: dict[str, SafetensorsFile] = {}
-    for shard in shards:
-        file = SafetensorsFile.open(directory / shard)
+    files = {shard: SafetensorsFile.open(directory / shard) for shard in shards}
+    return tensor_set(directory, files, index)
+
+
+def tensor_set(directory: Path, files: Mapping[str, TensorFile], index: Mapping[str, str]) -> TensorSet:
+    """The tensors of a checkpoint's shards.
+
+    Args:
+        directory: The checkpoint, for messages.
+        files: Shards by name.
+        index: Shard of each tensor; empty where there is only one.
+
+    Raises:
+        CheckpointError: Index and shards contradict each other.
+    """
+    owners: dict[str, TensorFile] = {}
+    for shard, file in files.items():
         for key in file.tensors:
             # Tensors that the index forgot count too, as they do for transformers.
             if index.get(key, shard) != shard:

@@ -45,9 +45,10 @@ from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer
 from moechat.store.source import CheckpointPlan, ExpertRef
 from moechat.store.store import Store
-from moechat.store.workspace import Workspace, lock_path, remove_leftovers
+from moechat.store.supply import Supply
+from moechat.store.workspace import Workspace, lock_path, read_journal, remove_leftovers
 
-__all__ = ["ConvertProgress", "convert"]
+__all__ = ["ConvertProgress", "convert", "finished_files"]
 
 _COPY_CHUNK = 8 << 20
 
@@ -62,6 +63,7 @@ def convert(
     revision: str | None = None,
     quantizer: str = "auto",
     progress: ProgressCallback | None = None,
+    supply: Supply | None = None,
 ) -> Store:
     """Make ``destination`` the store of ``checkpoint``.
 
@@ -79,6 +81,7 @@ def convert(
         quantizer: ``native``, ``hqq``, or ``auto``: hqq where torch has a GPU.
         progress: Called after every expert and every 8 MiB, from the calling thread. It may raise
             ``KeyboardInterrupt``.
+        supply: Brings the parts of the source as they are needed; ``None`` where all of it is here.
 
     Returns:
         The open store.
@@ -105,7 +108,7 @@ def convert(
                 return finished
             workspace = Workspace(destination, _job_key(checkpoint, plan, bits, solver))
             try:
-                _Conversion(checkpoint, outline, workspace, solver, report).run()
+                _Conversion(checkpoint, outline, workspace, solver, report, supply).run()
                 checkpoint.require_unchanged()
             except UnsupportedModelError:
                 # The same source cannot succeed later; a changed one starts anew.
@@ -119,6 +122,14 @@ def convert(
             report.at("finishing", outline.total_bytes, "manifest")
             workspace.publish(MANIFEST_NAME, manifest.to_bytes())
             return Store.open(destination)
+
+
+def finished_files(
+    checkpoint: Checkpoint, plan: CheckpointPlan, destination: Path, *, bits: int, quantizer: str = "auto"
+) -> frozenset[str]:
+    """Files of the store that an interrupted :func:`convert` with these arguments has finished."""
+    key = _job_key(checkpoint, plan, bits, choose_solver(quantizer, bits))
+    return frozenset(read_journal(destination, key) or ())
 
 
 class _Report:
@@ -146,12 +157,14 @@ class _Conversion:
         workspace: Workspace,
         solver: str,
         report: _Report,
+        supply: Supply | None,
     ) -> None:
         self._checkpoint = checkpoint
         self._outline = outline
         self._workspace = workspace
         self._solver = solver
         self._report = report
+        self._supply = supply
         self._done = 0
 
     def run(self) -> None:
@@ -160,7 +173,9 @@ class _Conversion:
         self._workspace.require_disk(self._outline)
         missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
         pack: Packer | None = None
-        for planned in missing:
+        for planned in missing if self._supply is None else self._supply.order(missing):
+            if self._supply is not None:
+                self._supply.bring(planned)
             self._checkpoint.require_unchanged()
             with self._workspace.create(planned.name) as file:
                 if isinstance(planned, ExpertsFile):
@@ -173,6 +188,8 @@ class _Conversion:
                 size, digest = file.commit()
             self._require_size(planned, size)
             self._workspace.record(planned.name, size, digest)
+            if self._supply is not None:
+                self._supply.done(planned)
 
     def _advance(self, size: int, stage: str, detail: str) -> None:
         self._done += size

@@ -41,6 +41,51 @@ def exclusive_lock(path: Path, waiting: Callable[[], None] | None = None) -> Ite
         os.close(descriptor)
 
 
+def hold_shared(path: Path) -> int | None:
+    """Mark a file as in use, together with whoever else does; closing the descriptor ends it.
+
+    Args:
+        path: An existing file; nothing is written to it.
+
+    Returns:
+        A descriptor, or ``None`` where the file cannot be locked: then nobody will know.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def unless_in_use(path: Path) -> Iterator[bool]:
+    """Keep others from beginning to use a file while the block lasts.
+
+    Yields:
+        Whether that was possible: ``False`` if somebody uses it (:func:`hold_shared`), or holds the lock.
+        ``True`` where the file is gone, or cannot be locked at all.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError as problem:
+            free = problem.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        yield free
+    finally:
+        os.close(descriptor)
+
+
 def _acquire(path: Path, waiting: Callable[[], None] | None) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

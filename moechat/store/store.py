@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ import numpy as np
 from moechat.errors import MoechatError, StoreDamagedError
 from moechat.geometry import ExpertGeometry
 from moechat.store.files import explained, format_bytes, hash_file, write_durably
+from moechat.store.lock import hold_shared
 from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest, damage_hint
 from moechat.store.safetensors_file import DIRECT_IO_ALIGNMENT, SafetensorsFile
 from moechat.store.tensors import TensorSet
@@ -30,6 +32,19 @@ VerifyCallback = Callable[[int, int, str], None]
 def removal_path(store: Path) -> Path:
     """Name under which a store waits for its deletion."""
     return store.parent / f".{store.name}.removed"
+
+
+def remove_store(path: Path) -> None:
+    """Delete a store, damaged or not; its name is free at once, even if the deletion is interrupted.
+
+    Raises:
+        MoechatError: It cannot be deleted.
+    """
+    doomed = removal_path(path)
+    with explained("removing a store", path):
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,20 @@ class Store:
         self.manifest = manifest
         self._layers = {item.layer: item for item in manifest.layers}
         self._maps: dict[int, np.memmap[tuple[int, int, int], np.dtype[np.uint8]]] = {}
+        self._use: weakref.finalize[[int], Store] | None = None
+
+    def hold(self) -> None:
+        """Tell other processes that the store is in use, until :meth:`release` or the end of this object."""
+        if self._use is None:
+            descriptor = hold_shared(self.path / MANIFEST_NAME)
+            if descriptor is not None:
+                self._use = weakref.finalize(self, os.close, descriptor)
+
+    def release(self) -> None:
+        """The end of :meth:`hold`."""
+        if self._use is not None:
+            self._use()
+            self._use = None
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
@@ -230,11 +259,8 @@ class Store:
         Raises:
             MoechatError: It cannot be deleted.
         """
-        doomed = removal_path(self.path)
-        with explained("removing a store", self.path):
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(self.path, doomed)
-            shutil.rmtree(doomed)
+        self.release()
+        remove_store(self.path)
 
     def _stamp_path(self, state_dir: Path) -> Path:
         name = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:32]

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
-from moechat.store.safetensors_file import SafetensorsFile, TensorEntry
+from moechat.store.safetensors_file import TensorEntry
+
+
+class TensorFile(Protocol):
+    """What a set needs of a file; see :class:`moechat.store.safetensors_file.SafetensorsFile`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]: ...
+    def is_current(self) -> bool: ...
+    def array(self, name: str) -> NDArray[Any]: ...
+    def chunks(self, name: str) -> Iterator[bytes]: ...
+    def release(self, start: int, end: int) -> None: ...
 
 
 class TensorSet:
@@ -16,7 +30,7 @@ class TensorSet:
 
     def __init__(
         self,
-        owners: Mapping[str, SafetensorsFile],
+        owners: Mapping[str, TensorFile],
         *,
         where: str,
         error: type[MoechatError] = CheckpointError,
@@ -46,9 +60,17 @@ class TensorSet:
         return len(self._owners)
 
     @property
-    def files(self) -> tuple[SafetensorsFile, ...]:
+    def files(self) -> tuple[TensorFile, ...]:
         """The files, each once."""
         return tuple({id(file): file for file in self._owners.values()}.values())
+
+    def file_of(self, name: str) -> TensorFile:
+        """The file that holds a tensor.
+
+        Raises:
+            MoechatError: Of the class given to the constructor; there is no such tensor.
+        """
+        return self._file(name)
 
     def entry(self, name: str) -> TensorEntry:
         """Type, shape and place of one tensor.
@@ -100,7 +122,7 @@ class TensorSet:
                 start, end = start + index * size, start + (index + 1) * size
             file.release(start, end)
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> TensorFile:
         try:
             return self._owners[name]
         except KeyError:

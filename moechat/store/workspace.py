@@ -66,7 +66,7 @@ class Workspace:
         self._key = key
         self.finished: dict[str, FileRecord] = {}
         shutil.rmtree(removal_path(destination), ignore_errors=True)
-        recorded = self._read_journal()
+        recorded = read_journal(destination, key)
         if recorded is None:
             self.discard()
             self._store.mkdir(parents=True)
@@ -156,15 +156,16 @@ class Workspace:
         files = {name: {"bytes": item.bytes, "sha256": item.sha256} for name, item in self.finished.items()}
         write_durably(self._root / _JOURNAL, json.dumps({"key": self._key, "files": files}).encode())
 
-    def _read_journal(self) -> dict[str, FileRecord] | None:
-        """Recorded files, or ``None`` where there is no journal of this conversion."""
-        try:
-            content = strict_json((self._root / _JOURNAL).read_bytes())
-            if not isinstance(content, dict) or content["key"] != self._key:
-                return None
-            return {name: _record(item) for name, item in content["files"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+
+def read_journal(destination: Path, key: str) -> dict[str, FileRecord] | None:
+    """Files that were recorded as finished, or ``None`` where there is no journal of this conversion."""
+    try:
+        content = strict_json((workspace_path(destination) / _JOURNAL).read_bytes())
+        if not isinstance(content, dict) or content["key"] != key:
             return None
+        return {name: _record(item) for name, item in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _record(item: Mapping[str, Any]) -> FileRecord:

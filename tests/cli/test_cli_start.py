@@ -37,7 +37,9 @@ def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=cli.environment, cwd=cli.directory
     )
-    assert done.stderr.splitlines()[-1] == "[]"
+    # Where the network is forbidden, a refusal says whether the cache of huggingface_hub has the model.
+    allowed = ["[]", "['huggingface_hub']"] if "mixtral" in arguments else ["[]"]
+    assert done.stderr.splitlines()[-1] in allowed
 
 
 def test_help_costs_little_processor_time(cli: Cli) -> None:
@@ -64,7 +66,7 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     wanted = (
         "activation-bits bits completion continue ctx dense-bits deterministic device dtype help "
         "hide-thinking json max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed session "
-        "stats system system-prompt temperature threads top-k top-p tune verbose vram"
+        "stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 

@@ -1,0 +1,120 @@
+"""The grammar of the commands for the model library: download, list, show, rm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+Action = Callable[[], int]
+
+_DOWNLOAD_HELP = """\
+Fetch a model from the hub and convert it for the library.
+
+Says first what it takes. Shards are converted as they come and let go, so the disk needs the store and \
+about one shard, not two copies. Interrupted at any point, the same command goes on. HF_HOME, HF_TOKEN, \
+HF_ENDPOINT and HF_HUB_OFFLINE are honoured.
+"""
+_DOWNLOAD_EXAMPLES = """\
+moechat download mixtral --dry-run
+
+moechat download Qwen/Qwen3-30B-A3B@main --bits 3
+"""
+_LIST_HELP = """\
+List the models in the library.
+
+--json: a list of objects with name, repository, commit, model_type, bits, bytes, used (seconds since 1970, \
+or null), path, damaged.
+"""
+_SHOW_HELP = """\
+Show what a model is, and where it lies.
+
+--json: name, repository, commit, model_type, parameters, active_parameters, layers, expert_layers, experts, \
+top_k, hidden_size, expert_size, vocabulary, context, bits, bytes, expert_bytes, dense_bytes, path, licence, \
+created_by, used, damaged.
+"""
+_RM_HELP = """\
+Remove models from the library.
+
+Asks first on a terminal. A model that a running moechat uses is not removed. --leftovers removes what \
+interrupted downloads and conversions left.
+"""
+
+_Bits = Annotated[
+    int | None, typer.Option(metavar="BITS", help="Only the store with so many bits.", show_default=False)
+]
+_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
+
+
+def register_library(app: typer.Typer) -> None:
+    """Add the commands to the grammar."""
+    app.command("download", help=_DOWNLOAD_HELP, epilog=_DOWNLOAD_EXAMPLES)(_download)
+    app.command("pull", help="The same as download.", hidden=True)(_download)
+    app.command("list", help=_LIST_HELP)(_list)
+    app.command("ls", help="The same as list.", hidden=True)(_list)
+    app.command("show", help=_SHOW_HELP)(_show)
+    app.command("rm", help=_RM_HELP)(_rm)
+
+
+def _download(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An alias ('mixtral') or org/name[@revision].", show_default=False
+        ),
+    ],
+    bits: Annotated[
+        int, typer.Option(metavar="BITS", help="Bits of an expert weight: 2, 3, 4, 8 or 16.")
+    ] = 4,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar="", help="Only say what it takes, on stdout.")
+    ] = False,
+    keep_source: Annotated[
+        bool,
+        typer.Option(
+            "--keep-source", metavar="", help="Keep the downloaded checkpoint beside the converted model."
+        ),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only errors.")] = False,
+) -> Action:
+    from moechat.cli.download import DownloadCommand, download
+
+    command = DownloadCommand(model, bits, dry_run, keep_source, quiet)
+    return lambda: download(command)
+
+
+def _list(json: _Json = False) -> Action:
+    from moechat.cli.library import list_models
+
+    return lambda: list_models(json=json)
+
+
+def _show(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A name from the list, or as for run.", show_default=False)
+    ],
+    bits: _Bits = None,
+    json: _Json = False,
+) -> Action:
+    from moechat.cli.show import show_model
+
+    return lambda: show_model(model, bits, json=json)
+
+
+def _rm(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="Names from the list.", show_default=False),
+    ] = None,
+    bits: _Bits = None,
+    leftovers: Annotated[
+        bool,
+        typer.Option("--leftovers", metavar="", help="Also what interrupted work left, whatever the model."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.")] = False,
+) -> Action:
+    from moechat.cli.library import RemoveCommand, remove_models
+
+    command = RemoveCommand(tuple(models or ()), bits, leftovers, yes)
+    return lambda: remove_models(command)

@@ -1,0 +1,157 @@
+"""``moechat show``: what a model in the library is."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from moechat.cli.library import entry_json, size_text, write_json
+from moechat.cli.page import Page
+from moechat.cli.terminal import write_output
+from moechat.config import user_paths
+from moechat.errors import StoreDamagedError
+from moechat.hub.library import LibraryEntry, find_stores, read_entry
+from moechat.hub.names import resolve
+
+# Names under which families state how many experts a token takes.
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+_MAX_CARD = 1 << 20
+_LICENCE = re.compile(r"^licen[sc]e(?:_name)?:\s*[\"']?([^\"'\n#]+)", re.MULTILINE)
+
+
+def show_model(model: str, bits: int | None, *, json: bool) -> int:
+    """Show a store; returns the exit status.
+
+    Raises:
+        MoechatError: It is not there, or damaged.
+    """
+    import sys
+
+    shown = [_facts(entry) for entry in _entries(model, bits)]
+    if json:
+        write_json(shown[0] if len(shown) == 1 else shown)
+        return 0
+    page = Page()
+    for number, facts in enumerate(shown):
+        if number:
+            page.line()
+        page.line(str(facts["name"]), "bold")
+        page.pairs(_rows(facts))
+    write_output(sys.stdout, page.text)
+    return 0
+
+
+def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
+    paths = user_paths()
+    try:
+        ref = resolve(model, bits=bits, paths=paths)
+    except Exception:
+        return find_stores(model, bits, paths)
+    if ref.store is not None and ref.repository is None:  # the demo, or a store's directory
+        entry = read_entry(ref.store, paths)
+        return [entry]
+    return find_stores(model, bits, paths)
+
+
+def _facts(entry: LibraryEntry) -> dict[str, Any]:
+    from moechat.store.store import Store
+
+    if entry.damaged:
+        Store.open(entry.path)  # says what is wrong
+        raise StoreDamagedError(f"{entry.path} has a manifest that cannot be read")
+    store = Store.open(entry.path)
+    geometry = store.geometry
+    config = _text_config(entry.path / "config.json")
+    per_expert = 3 * geometry.hidden_size * geometry.intermediate_size
+    if geometry.has_bias:
+        per_expert += 2 * geometry.intermediate_size + geometry.hidden_size
+    dense = sum(math.prod(store.dense.info(key)[1]) for key in store.dense)
+    layers = len(store.layers)
+    top_k = next((config[name] for name in _TOP_K if isinstance(config.get(name), int)), None)
+    expert_bytes = layers * geometry.layer_bytes
+    return {
+        **entry_json(entry),
+        "parameters": dense + layers * geometry.num_experts * per_expert,
+        "active_parameters": None if top_k is None else dense + layers * top_k * per_expert,
+        "layers": config.get("num_hidden_layers"),
+        "expert_layers": layers,
+        "experts": geometry.num_experts,
+        "top_k": top_k,
+        "hidden_size": geometry.hidden_size,
+        "expert_size": geometry.intermediate_size,
+        "vocabulary": config.get("vocab_size"),
+        "context": config.get("max_position_embeddings"),
+        "expert_bytes": expert_bytes,
+        "dense_bytes": sum(store.dense.entry(key).nbytes for key in store.dense),
+        "licence": _licence(entry.path),
+        "created_by": dict(store.manifest.created_by),
+    }
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    active = facts["active_parameters"]
+    source = facts["repository"]
+    return [
+        ("family", str(facts["model_type"])),
+        (
+            "parameters",
+            _count(facts["parameters"]) + ("" if active is None else f", {_count(active)} for a token"),
+        ),
+        ("layers", f"{facts['layers']}, {facts['expert_layers']} of them with experts"),
+        (
+            "experts",
+            f"{facts['experts']} a layer" + (f", {facts['top_k']} a token" if facts["top_k"] else ""),
+        ),
+        ("context", f"{facts['context']:,} tokens" if isinstance(facts["context"], int) else "unknown"),
+        ("bits", str(facts["bits"])),
+        (
+            "size",
+            f"{size_text(facts['bytes'])}: experts {size_text(facts['expert_bytes'])}, "
+            f"dense weights {size_text(facts['dense_bytes'])}",
+        ),
+        ("where", str(facts["path"])),
+        ("licence", facts["licence"] or "not stated"),
+        ("source", f"{source} at {facts['commit']}" if source else facts["name"]),
+    ]
+
+
+def _count(number: int) -> str:
+    if number >= 1e9:
+        return f"{number / 1e9:.1f} billion"
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"
+
+
+def _text_config(path: Path) -> dict[str, Any]:
+    """The configuration of the language model; some families keep it inside another."""
+    try:
+        content = jsonlib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def _licence(store: Path) -> str | None:
+    """From the head of the model's card; else the first line of its licence file."""
+    try:
+        with open(store / "README.md", encoding="utf-8", errors="replace") as file:
+            card = file.read(_MAX_CARD)
+    except OSError:
+        card = ""
+    if card.startswith("---"):
+        found = _LICENCE.search(card[3:].partition("\n---")[0])
+        if found:
+            return found[1].strip()
+    for name in ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE"):
+        try:
+            with open(store / name, encoding="utf-8", errors="replace") as file:
+                first = next((line.strip() for line in file if line.strip()), "")
+        except OSError:
+            continue
+        return first[:80] or None
+    return None

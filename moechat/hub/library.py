@@ -1,0 +1,223 @@
+"""The library on this machine: which stores are finished, what interrupted work left, when a store was used.
+
+Only manifests are read, and without numpy, so that a list of models comes at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moechat.config import Paths
+from moechat.errors import ModelNotFoundError, MoechatError, UsageError
+from moechat.hub.names import MANIFEST, MAX_MANIFEST_BYTES, hub_model, resolve
+
+KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
+_LEFTOVERS = (".partial", ".removed")
+
+
+@dataclass(frozen=True)
+class LibraryEntry:
+    """One finished store.
+
+    Attributes:
+        name: What ``moechat run`` takes: ``org/name[@revision]``; for a converted directory its name.
+        path: The store.
+        source: Where the weights came from: a repository or a directory's name.
+        commit: Of the repository; ``None`` for a directory.
+        model_type: The family, as transformers calls it.
+        bits: Of an expert weight.
+        nbytes: Size on disk.
+        used: When it was last opened, in seconds since 1970; ``None`` if never since it was made.
+        damaged: Its manifest cannot be read; all but name and path are then unknown or zero.
+    """
+
+    name: str
+    path: Path
+    source: str
+    commit: str | None
+    model_type: str
+    bits: int
+    nbytes: int
+    used: float | None
+    damaged: bool = False
+
+    @property
+    def title(self) -> str:
+        """``org/name@revision``: the revision asked for, else the commit in short."""
+        if self.commit and "@" not in self.name:
+            return f"{self.name}@{self.commit[:12]}"
+        return self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that names it."""
+        return self.name, self.path.name, self.title, f"{self.name}@{self.commit}"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What an interrupted download, conversion or removal left.
+
+    Attributes:
+        path: A directory.
+        nbytes: Its size on disk.
+    """
+
+    path: Path
+    nbytes: int
+
+
+def list_stores(paths: Paths) -> list[LibraryEntry]:
+    """The finished stores, those used last first."""
+    entries = []
+    for directory in _directories(paths.models):
+        if not directory.name.startswith(".") and (directory / MANIFEST).is_file():
+            entries.append(read_entry(directory, paths))
+    return sorted(entries, key=lambda entry: (-(entry.used or 0.0), entry.name, entry.bits))
+
+
+def read_entry(store: Path, paths: Paths) -> LibraryEntry:
+    """What the manifest of a store says; one that cannot be read is ``damaged``."""
+    used = _last_use(store, paths)
+    try:
+        with open(store / MANIFEST, "rb") as file:
+            content = json.loads(file.read(MAX_MANIFEST_BYTES))
+        source = content["source"]
+        return LibraryEntry(
+            name=str(source["name"]),
+            path=store,
+            source=str(source["name"]),
+            commit=None if source["revision"] is None else str(source["revision"]),
+            model_type=str(content["model_type"]),
+            bits=int(content["geometry"]["bits"]),
+            nbytes=sum(int(record["bytes"]) for record in content["files"].values()),
+            used=used,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return LibraryEntry(store.name, store, "", None, "", 0, 0, used, damaged=True)
+
+
+def list_leftovers(paths: Paths) -> list[Leftover]:
+    """Directories that belong to no finished store; a checkpoint that was to be kept is none."""
+    found = [
+        directory
+        for directory in _directories(paths.models)
+        if directory.name.startswith(".") and directory.name.endswith(_LEFTOVERS)
+    ]
+    found += [directory for directory in _directories(paths.sources) if not is_kept_source(directory)]
+    return [Leftover(directory, _size(directory)) for directory in found]
+
+
+def is_kept_source(directory: Path) -> bool:
+    """Whether a downloaded checkpoint was to be kept (``--keep-source``)."""
+    return (directory / KEPT).exists()
+
+
+def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry]:
+    """The stores in the library that a name means.
+
+    Args:
+        model: An alias, ``org/name[@revision]``, a checkpoint directory that was converted, a store's
+            directory, its name, or a name that :func:`list_stores` shows.
+        bits: Only the one with these bits.
+        paths: The user's directories.
+
+    Raises:
+        ModelNotFoundError: There is none.
+        UsageError: The name stands for different models.
+    """
+    entries = list_stores(paths)
+    matching = _by_path(model, entries, paths)
+    if not matching:
+        named = {_spelt_out(model).lower(), model.lower()}
+        matching = [entry for entry in entries if not named.isdisjoint(map(str.lower, entry.names))]
+    if len({entry.path.name.rpartition("-")[0] for entry in matching}) > 1:
+        shown = ", ".join(entry.path.name for entry in matching)
+        raise UsageError(f"{model} stands for several models: {shown}", hint="say one of these names")
+    chosen = [entry for entry in matching if bits is None or entry.bits == bits or entry.damaged]
+    if not chosen:
+        wanted = f" with {bits} bits" if bits is not None and matching else ""
+        raise ModelNotFoundError(
+            f"{model}{wanted} is not in the library", hint="`moechat list` shows what is there"
+        )
+    return chosen
+
+
+def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
+    """What interrupted downloads and conversions of a hub model left, in whatever bits."""
+    try:
+        ref = hub_model(model)
+    except MoechatError:
+        return []
+    partial, source = f".{ref.slug}-", f"{str(ref.repository).replace('/', '--')}@"
+    return [
+        item
+        for item in list_leftovers(paths)
+        if item.path.name.lower().startswith((partial.lower(), source.lower()))
+    ]
+
+
+def note_use(store: Path, paths: Paths) -> None:
+    """Remember that a store was opened just now; where nothing can be written nothing happens."""
+    stamp = _use_path(store, paths)
+    with suppress(OSError):
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+
+
+def forget_use(store: Path, paths: Paths) -> None:
+    """The store is gone."""
+    with suppress(OSError):
+        _use_path(store, paths).unlink(missing_ok=True)
+
+
+def _by_path(model: str, entries: list[LibraryEntry], paths: Paths) -> list[LibraryEntry]:
+    if not (model.startswith((".", "/", "~")) or os.path.isdir(model)):
+        return []
+    try:
+        ref = resolve(model, paths=paths)
+    except MoechatError:
+        return []
+    if ref.store is not None:
+        return [entry for entry in entries if entry.path.resolve() == ref.store]
+    return [entry for entry in entries if entry.path.name.rpartition("-")[0] == ref.slug]
+
+
+def _spelt_out(model: str) -> str:
+    try:
+        return hub_model(model).name
+    except MoechatError:
+        return model
+
+
+def _directories(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return []
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
+
+
+def _use_path(store: Path, paths: Paths) -> Path:
+    name = hashlib.sha256(os.fsencode(store.resolve())).hexdigest()[:32]
+    return paths.state / "used" / name
+
+
+def _last_use(store: Path, paths: Paths) -> float | None:
+    try:
+        return _use_path(store, paths).stat().st_mtime
+    except OSError:
+        return None

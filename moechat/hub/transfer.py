@@ -1,0 +1,312 @@
+"""Files of a repository brought here: continued where they stopped, and checked before they get their name.
+
+``<name>.part`` grows; once its size and its hash are what the hub says it becomes ``<name>``. huggingface_hub
+makes addresses, headers and the connection; its own file download begins anew in each process, which costs
+hours where shards have gigabytes, so the loop over the bytes is ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from moechat.errors import DownloadError, OfflineError
+from moechat.hub.failures import endpoint, explained, http_library, hub_utilities
+from moechat.hub.remote import RemoteFile, RemoteRepository
+
+PART_SUFFIX = ".part"
+_CHUNK = 1 << 20
+_CONNECT_WITHIN_S = 15.0
+# Tries without a single new byte before we give up, and seconds before the second one; each wait doubles.
+_TRIES = 5
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 60.0
+_BUSY = (408, 429, 500, 502, 503, 504)
+# A header of a shard is mostly shorter; one request then gives all of it.
+_HEADER_GUESS = 256 << 10
+_MAX_HEADER = 16 << 20
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Fetches files of one repository at its commit.
+
+    Attributes:
+        remote: The repository.
+        advance: Called with the number of bytes that have come (or were here already); negative when some
+            have to come again. It may raise ``KeyboardInterrupt``.
+        notice: Called with a line for people when a connection is lost and tried again.
+    """
+
+    remote: RemoteRepository
+    advance: Advance
+    notice: Callable[[str], None]
+
+    def fetch(self, file: RemoteFile, destination: Path) -> None:
+        """Bring a file here, unless it is, and check it.
+
+        Raises:
+            DownloadError: What comes is not what the hub promised; nothing of it is kept.
+            ModelNotFoundError: The file is gone.
+            NotAllowedError: The hub does not give it to us.
+            OfflineError: The connection fails for good; what has come is kept.
+            OSError: It cannot be written.
+        """
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if is_whole(destination, file):
+            self.advance(file.size)
+            return
+        part = destination.with_name(destination.name + PART_SUFFIX)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(part, flags, 0o644), "r+b") as target:
+            download = _Download(self, file, target)
+            continued = download.take_what_is_here()
+            download.complete()
+            found = download.hash()
+            if found != file.identity and continued:
+                # The beginning came in another run, and power may have failed since: once more, all of it.
+                self.notice(f"{file.path} does not fit its hash; it is downloaded again")
+                download.begin_anew()
+                download.complete()
+                found = download.hash()
+            if found != file.identity:
+                download.begin_anew()
+                kind = "SHA-256" if file.sha256 else "git hash"
+                raise DownloadError(
+                    f"{file.path} ({file.size} bytes) was altered on its way: its {kind} is {found[:12]}…, "
+                    f"the hub says {file.identity[:12]}…",
+                    hint="run the same command again; if it stays so, a proxy or the repository is at fault",
+                )
+            os.fsync(target.fileno())
+        os.replace(part, destination)
+
+    def read_header(self, file: RemoteFile) -> bytes:
+        """The first bytes of a safetensors file: the length of its header, and the header.
+
+        Raises:
+            DownloadError: It is no such file.
+            MoechatError: As :meth:`fetch`.
+        """
+        data = self._read(file, 0, min(_HEADER_GUESS, file.size))
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > min(_MAX_HEADER, file.size - 8):
+            raise DownloadError(
+                f"{file.path} of {self.remote.repository} is no safetensors file: its header claims "
+                f"{length} bytes, it has {file.size}"
+            )
+        if len(data) < 8 + length:
+            data += self._read(file, len(data), 8 + length)
+        return data[: 8 + length]
+
+    def _read(self, file: RemoteFile, begin: int, end: int) -> bytes:
+        """Bytes ``[begin, end)`` of a file; a server that ignores the range is cut off."""
+        chunks: list[bytes] = []
+        missing = end - begin
+
+        def take(response: Any) -> None:
+            nonlocal missing
+            chunks.clear()
+            missing = end - begin
+            skip = 0 if response.status_code == 206 else begin
+            for data in response.iter_bytes():
+                kept = data[skip:][:missing]
+                skip = max(0, skip - len(data))
+                chunks.append(kept)
+                missing -= len(kept)
+                if missing <= 0:
+                    return
+
+        _Attempts(self, file).run(lambda: {"Range": f"bytes={begin}-{end - 1}"}, take, lambda: 0)
+        data = b"".join(chunks)
+        if len(data) != end - begin:
+            raise DownloadError(f"{file.path}: {len(data)} bytes came instead of {end - begin}")
+        return data
+
+
+class _Attempts:
+    """Asks for a file until it has come, as long as something comes."""
+
+    def __init__(self, transfer: Transfer, file: RemoteFile) -> None:
+        self._transfer = transfer
+        self._file = file
+
+    def run(
+        self, headers: Callable[[], dict[str, str]], take: Callable[[Any], None], done: Callable[[], int]
+    ) -> None:
+        """Request, and request again after failures that may pass.
+
+        Args:
+            headers: Of the next request.
+            take: Reads a response; it returns when it has all it wanted.
+            done: Bytes that are here; tries count only while it does not grow.
+        """
+        library = http_library()
+        tries, wait, before = 0, _FIRST_WAIT_S, done()
+        while True:
+            try:
+                with explained(self._transfer.remote.repository, self._transfer.remote.revision):
+                    try:
+                        self._once(headers(), take)
+                        return
+                    except library.HTTPError as problem:
+                        if done() > before:
+                            tries, wait, before = 0, _FIRST_WAIT_S, done()
+                        tries += 1
+                        pause = _pause(problem, library, wait)
+                        if pause is None or tries >= _TRIES or pause > _LONGEST_WAIT_S:
+                            raise
+                        self._transfer.notice(
+                            f"{self._file.path}: {_reason(problem)}; trying again in {pause:.3g} s"
+                        )
+            except OfflineError as error:
+                kept = done()
+                if kept:
+                    error.args = (f"{error.args[0]}; {kept:,} of {self._file.size:,} bytes are here",)
+                raise
+            time.sleep(pause)
+            wait *= 2
+
+    def _once(self, more: dict[str, str], take: Callable[[Any], None]) -> None:
+        from huggingface_hub import constants, hf_hub_url
+
+        utilities = hub_utilities()
+        remote = self._transfer.remote
+        url = hf_hub_url(remote.repository, self._file.path, revision=remote.commit, endpoint=endpoint())
+        # Compressed, the bytes could not be counted, nor a download continued.
+        headers = {
+            **utilities.build_hf_headers(library_name="moechat"),
+            "Accept-Encoding": "identity",
+            **more,
+        }
+        # The client leaves the token out where it is redirected to another host.
+        timeout = http_library().Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_WITHIN_S)
+        with utilities.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+            if response.status_code >= 400:
+                response.read()
+            utilities.hf_raise_for_status(response)
+            take(response)
+
+
+def _pause(problem: Any, library: Any, wait: float) -> float | None:
+    """Seconds before another try; ``None``: it would not help."""
+    response = getattr(problem, "response", None)
+    if response is None:
+        return wait if isinstance(problem, library.TransportError) else None
+    if response.status_code not in _BUSY:
+        return None
+    asked = response.headers.get("retry-after", "")
+    return float(asked) if asked.isdigit() else wait
+
+
+def _reason(problem: Any) -> str:
+    response = getattr(problem, "response", None)
+    if response is not None:
+        return f"the hub answers with status {response.status_code}"
+    if isinstance(problem, http_library().TimeoutException):
+        return "nothing comes any more"
+    return "the connection was lost"
+
+
+class _Download:
+    """One file on its way into an open file.
+
+    Invariant: ``_done`` bytes lie in the file, and ``_digest`` has seen exactly those.
+    """
+
+    def __init__(self, transfer: Transfer, file: RemoteFile, target: BinaryIO) -> None:
+        self._transfer = transfer
+        self._file = file
+        self._target = target
+        self._done = 0
+        self._digest = _new_digest(file)
+
+    def take_what_is_here(self) -> bool:
+        """Continue what an earlier run left; returns whether there was anything."""
+        if os.fstat(self._target.fileno()).st_size > self._file.size:
+            self.begin_anew()
+            return False
+        self._target.seek(0)
+        while data := self._target.read(_CHUNK):
+            self._count(data)
+        return self._done > 0
+
+    def begin_anew(self) -> None:
+        self._target.seek(0)
+        self._target.truncate()
+        self._transfer.advance(-self._done)
+        self._done = 0
+        self._digest = _new_digest(self._file)
+
+    def hash(self) -> str:
+        return str(self._digest.hexdigest())
+
+    def complete(self) -> None:
+        """Fetch what is missing."""
+        if self._done < self._file.size:
+            _Attempts(self._transfer, self._file).run(self._range, self._take, lambda: self._done)
+
+    def _range(self) -> dict[str, str]:
+        return {"Range": f"bytes={self._done}-"} if self._done else {}
+
+    def _take(self, response: Any) -> None:
+        if self._done and not self._continues(response):
+            self.begin_anew()  # the server sends all of it
+        announced = response.headers.get("content-length", "")
+        plain = response.headers.get("content-encoding", "identity") == "identity"
+        if plain and announced.isdigit() and self._done + int(announced) != self._file.size:
+            raise self._wrong_size(self._done + int(announced))
+        # As they come: gathered into larger pieces, those of a connection that is lost would be lost too.
+        for data in response.iter_bytes():
+            if self._done + len(data) > self._file.size:
+                raise self._wrong_size(self._done + len(data))
+            self._target.write(data)
+            self._count(data)
+        self._target.flush()
+        if self._done < self._file.size:
+            raise http_library().RemoteProtocolError("the file ended early")
+
+    def _continues(self, response: Any) -> bool:
+        if response.status_code != 206:
+            return False
+        return str(response.headers.get("content-range", "")).startswith(f"bytes {self._done}-")
+
+    def _wrong_size(self, size: int) -> DownloadError:
+        self.begin_anew()
+        return DownloadError(
+            f"{self._file.path} has {size} bytes or more where it comes from, the hub says {self._file.size}",
+            hint="run the same command again; if it stays so, a proxy or the repository is at fault",
+        )
+
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._done += len(data)
+        self._transfer.advance(len(data))
+
+
+def _new_digest(file: RemoteFile) -> Any:
+    if file.sha256:
+        return hashlib.sha256()
+    digest = hashlib.sha1(usedforsecurity=False)  # what git names its content by
+    digest.update(b"blob %d\0" % file.size)
+    return digest
+
+
+def is_whole(path: Path, file: RemoteFile) -> bool:
+    """Whether the file is here and is the one that the hub has."""
+    try:
+        if path.stat().st_size != file.size:
+            return False
+        digest = _new_digest(file)
+        with open(path, "rb", buffering=0) as source:
+            while data := source.read(_CHUNK):
+                digest.update(data)
+    except OSError:
+        return False
+    return str(digest.hexdigest()) == file.identity

@@ -1,0 +1,253 @@
+"""A model hub on this machine: a real HTTP server that speaks the hub's protocol, and can fail in many ways.
+
+What huggingface_hub asks for: ``/api/models/ID[/revision/REV]?blobs=true`` and ``/ID/resolve/COMMIT/FILE``;
+files in large file storage are redirected to another address, as the real hub does it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_PIECE = 16 << 10
+
+
+@dataclass
+class Faults:
+    """What goes wrong; tests set it.
+
+    Attributes:
+        cuts: How many more bodies of shards end early, each after ``cut_after`` bytes.
+        stall: Bodies of shards stop coming after ``cut_after`` bytes, the connection stays.
+        status: Every request for a file or the model gets this status with these headers.
+        busy: How many more requests for shards get status 503.
+        alter: Name of a file whose last byte is sent wrongly.
+        grow: Name of a file that is sent with one byte more.
+        pace_s: Seconds between pieces of shards.
+        ignore_ranges: Ranges are answered with the whole file.
+        gated: The model is shown, its files are not given.
+        reached: After so many bytes of shards, ``at_reached`` is called once.
+        at_reached: See there.
+    """
+
+    cuts: int = 0
+    cut_after: int = 0
+    stall: bool = False
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    busy: int = 0
+    alter: str = ""
+    grow: str = ""
+    pace_s: float = 0.0
+    ignore_ranges: bool = False
+    gated: bool = False
+    reached: int = 0
+    at_reached: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: path, range, whether there was a token, bytes sent."""
+
+    path: str
+    range: str
+    token: str
+    sent: int
+
+
+class Hub:
+    """The server; ``files`` by repository and name."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.card: dict[str, Any] = {"license": "apache-2.0"}
+        self.faults = Faults()
+        self.requests: list[Request] = []
+        hub = self
+
+        class Handler(_Handler):
+            owner = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def add(self, repository: str, directory: Path) -> None:
+        self.repositories[repository] = {
+            str(path.relative_to(directory)): path.read_bytes()
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
+
+    def reset(self) -> None:
+        self.faults = Faults()
+        self.requests.clear()
+
+    def sent(self, suffix: str = ".safetensors") -> int:
+        """Bytes of bodies sent of files with this suffix, those of headers of shards included."""
+        return sum(request.sent for request in self.requests if request.path.endswith(suffix))
+
+    @contextmanager
+    def running(self) -> Iterator[Hub]:
+        thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Hub
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every answer waits 40 ms between its head and its body
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._sent = 0
+        path = unquote(urlsplit(self.path).path)
+        try:
+            self._answer(path)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            token = self.headers.get("authorization", "")
+            self.owner.requests.append(Request(path, self.headers.get("range", ""), token, self._sent))
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _answer(self, path: str) -> None:
+        faults = self.owner.faults
+        if faults.status:
+            self._plain(faults.status, faults.headers)
+            return
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            self._model(match[1], match[2])
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self._resolve(match[1], match[2], match[3])
+        elif match := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
+            self._body(match[1], match[2])
+        else:
+            self._plain(404, {})
+
+    def _model(self, repository: str, revision: str | None) -> None:
+        files = self.owner.repositories.get(repository)
+        if files is None:
+            self._plain(401, {"X-Error-Code": "RepoNotFound"})
+            return
+        if revision not in (None, "main", COMMIT):
+            self._plain(404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = []
+        for name, data in files.items():
+            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _blob(data)}
+            if name.endswith((".safetensors", ".bin")):
+                entry["lfs"] = {
+                    "size": len(data),
+                    "sha256": hashlib.sha256(data).hexdigest(),
+                    "pointerSize": 130,
+                }
+            siblings.append(entry)
+        card = self.owner.card
+        body = {"id": repository, "sha": COMMIT, "siblings": siblings, "cardData": card, "tags": []}
+        self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, repository: str, revision: str, name: str) -> None:
+        data = self.owner.repositories.get(repository, {}).get(name)
+        if self.owner.faults.gated:
+            self._plain(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+        elif data is None or revision != COMMIT:
+            self._plain(404, {"X-Error-Code": "EntryNotFound"})
+        elif name.endswith(".safetensors"):
+            etag = hashlib.sha256(data).hexdigest()
+            self._plain(
+                302,
+                {
+                    "Location": f"/cdn/{repository}/{name}?X-Signature=secret",
+                    "X-Repo-Commit": COMMIT,
+                    "X-Linked-Etag": f'"{etag}"',
+                    "X-Linked-Size": str(len(data)),
+                },
+            )
+        else:
+            self._send(200, data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": COMMIT})
+
+    def _body(self, repository: str, name: str) -> None:
+        faults = self.owner.faults
+        data = self.owner.repositories[repository][name]
+        if faults.alter == name:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        if faults.grow == name:
+            data += b"x"
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))
+        if match is None or faults.ignore_ranges:
+            begin, end, status = 0, len(data), 200
+        else:
+            begin, end, status = int(match[1]), int(match[2] or len(data) - 1) + 1, 206
+        is_header = match is not None and match[2] != ""
+        if faults.busy and not is_header:
+            faults.busy -= 1
+            self._plain(503, {})
+            return
+        headers = {"Content-Length": str(end - begin)}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        self._begin(status, headers)
+        most = end
+        failing = not is_header and (faults.cuts > 0 or faults.stall)
+        if failing:
+            most = min(end, begin + faults.cut_after)
+            faults.cuts -= faults.cuts > 0
+        for start in range(begin, most, _PIECE):
+            piece = data[start : min(start + _PIECE, most)]
+            self.wfile.write(piece)
+            self._sent += len(piece)
+            if is_header:
+                continue
+            time.sleep(faults.pace_s)
+            faults.reached -= len(piece)
+            if faults.reached <= 0 and faults.at_reached is not None:
+                call, faults.at_reached = faults.at_reached, None
+                call()
+        if failing and faults.stall:
+            self.wfile.flush()
+            while faults is self.owner.faults:
+                time.sleep(0.05)
+        if most < end:
+            self.close_connection = True
+
+    def _plain(self, status: int, headers: dict[str, str]) -> None:
+        self._send(status, b"", headers)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self._begin(status, {"Content-Length": str(len(body)), **headers})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            self._sent += len(body)
+
+    def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def _blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -1,0 +1,174 @@
+"""Shards that come one after the other: order, what is put aside, what the disk holds at most."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from store_support import mixtral_plan, mixtral_tensors, tree, write_safetensors
+
+from moechat.errors import CheckpointError
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import convert, finished_files
+from moechat.store.outline import DenseFile, ExpertsFile, outline_store
+from moechat.store.supply import AnnouncedCheckpoint, Shard, ShardSupply, most_bytes_at_once
+
+LAYERS = 12
+
+
+class Shelf:
+    """Copies shards from a directory; keeps count."""
+
+    def __init__(self, source: Path, here: Path) -> None:
+        self.source, self.here = source, here
+        self.fetched: list[str] = []
+        self.most = 0
+        self.fail_at = ""
+
+    def fetch(self, name: str) -> Path:
+        if name == self.fail_at:
+            raise KeyboardInterrupt
+        self.fetched.append(name)
+        (self.here / name).write_bytes((self.source / name).read_bytes())
+        return self.here / name
+
+    def discard(self, name: str) -> None:
+        (self.here / name).unlink()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Twelve layers in the order of their names as text (0, 1, 10, ...), cut in the middle of layers."""
+    import json
+
+    directory = tmp_path / "source"
+    directory.mkdir()
+    tensors = mixtral_tensors(layers=LAYERS, experts=2, hidden=64, intermediate=64)
+    names = sorted(tensors)
+    (directory / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    weight_map = {}
+    count = 7
+    for number in range(count):
+        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        part = names[len(names) * number // count : len(names) * (number + 1) // count]
+        write_safetensors(directory / file, {name: tensors[name] for name in part})
+        weight_map.update(dict.fromkeys(part, file))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return directory
+
+
+def announced(source: Path, here: Path) -> AnnouncedCheckpoint:
+    here.mkdir(exist_ok=True)
+    shards, index = {}, {}
+    (here / "config.json").write_bytes((source / "config.json").read_bytes())
+    for file in sorted(source.glob("*.safetensors")):
+        data = file.read_bytes()
+        header = data[: 8 + int.from_bytes(data[:8], "little")]
+        shards[file.name] = Shard(here / file.name, header, len(data))
+        index |= dict.fromkeys(shards[file.name].tensors, file.name)
+    return AnnouncedCheckpoint(here, shards, index, ["a model", 1])
+
+
+def test_layers_are_converted_as_shards_complete_them_and_the_store_is_the_same(
+    source: Path, tmp_path: Path
+) -> None:
+    whole = Checkpoint.open(source)
+    expected = convert(whole, mixtral_plan(whole), tmp_path / "expected", bits=4, source_name="x")
+    here = tmp_path / "here"
+    checkpoint = announced(source, here)
+    plan = mixtral_plan(checkpoint)
+    shelf = Shelf(source, here)
+    supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside")
+    outline = outline_store(checkpoint, plan, 4)
+    order = supply.order(outline.files)
+    layers = [file.source.layer for file in order if isinstance(file, ExpertsFile)]
+    assert layers == sorted(range(LAYERS), key=lambda layer: str(layer) + ".")
+    assert isinstance(order[-1], DenseFile)
+    sizes = {name: shard.file_bytes for name, shard in checkpoint.shards.items()}
+    dense = {
+        name: sum(entry.nbytes for key, entry in shard.tensors.items() if key in set(plan.dense_keys))
+        for name, shard in checkpoint.shards.items()
+    }
+    bound = most_bytes_at_once(order, supply, dense, sizes)
+    assert bound < outline.total_bytes + 2 * max(sizes.values()) + 2 * sum(dense.values())
+    most = 0
+
+    def watch(_event: object) -> None:
+        nonlocal most
+        places = [
+            *here.rglob("*.safetensors"),
+            *here.rglob("*.dense"),
+            *tmp_path.glob(".store.partial/store/*"),
+        ]
+        most = max(most, sum(path.stat().st_size for path in places))
+
+    made = convert(
+        checkpoint, plan, tmp_path / "store", bits=4, source_name="x", progress=watch, supply=supply
+    )
+    assert made.manifest.files == expected.manifest.files
+    assert shelf.fetched == sorted(sizes)
+    assert sorted(path.name for path in here.rglob("*") if path.is_file()) == ["config.json"]
+    # Headers of what is put aside are not counted.
+    assert 0.7 * bound < most < bound + 4096
+
+
+def test_an_interrupted_conversion_fetches_no_shard_twice_that_it_is_done_with(
+    source: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    checkpoint = announced(source, here)
+    plan = mixtral_plan(checkpoint)
+    shelf = Shelf(source, here)
+    shelf.fail_at = "model-00005-of-00007.safetensors"
+
+    def attempt() -> object:
+        fresh = announced(source, here)
+        supply = ShardSupply(fresh, plan.dense_keys, shelf, here / "aside")
+        return convert(fresh, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    assert shelf.fetched == [f"model-0000{number}-of-00007.safetensors" for number in (1, 2, 3, 4)]
+    done = finished_files(checkpoint, plan, tmp_path / "store", bits=4)
+    assert {"experts-00000.safetensors", "experts-00010.safetensors"} <= done
+    shelf.fail_at = ""
+    shelf.fetched.clear()
+    attempt()
+    assert shelf.fetched == [f"model-0000{number}-of-00007.safetensors" for number in (5, 6, 7)]
+    whole = Checkpoint.open(source)
+    convert(whole, mixtral_plan(whole), tmp_path / "expected", bits=4, source_name="x")
+    made, expected = tree(tmp_path / "store"), tree(tmp_path / "expected")
+    assert {name: made[name] for name in made if name != "manifest.json"} == {
+        name: expected[name] for name in expected if name != "manifest.json"
+    }
+
+
+def test_dense_tensors_put_aside_that_were_damaged_are_fetched_again(source: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    checkpoint = announced(source, here)
+    plan = mixtral_plan(checkpoint)
+    (here / "aside").mkdir(parents=True)
+    (here / "aside" / "model-00001-of-00007.safetensors.dense").write_bytes(b"\0" * 100)
+    shelf = Shelf(source, here)
+    supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside")
+    store = convert(checkpoint, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
+    key = plan.dense_keys[0]
+    assert np.array_equal(store.dense.array(key), Checkpoint.open(source).array(key))
+
+
+def test_a_shard_that_is_not_what_its_header_announced_is_refused(source: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    checkpoint = announced(source, here)
+    first, second, *_ = sorted(checkpoint.shards)
+    (source / first).write_bytes((source / second).read_bytes())
+    plan = mixtral_plan(checkpoint)
+    supply = ShardSupply(checkpoint, plan.dense_keys, Shelf(source, here), here / "aside")
+    with pytest.raises(CheckpointError, match="does not hold the tensors that its header announced"):
+        convert(checkpoint, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
