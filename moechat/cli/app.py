@@ -15,7 +15,7 @@ from moechat.errors import UsageError
 
 _EPILOG = (
     "Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, "
-    "6 store damaged, 130 interrupted."
+    "6 store damaged, 7 graphics card lost, 130 interrupted."
 )
 
 _RUN_HELP = """\
@@ -770,4 +770,23 @@ def _trace(
 
 
 app.add_typer(sessions_app, name="sessions")
+
+
+@app.command(
+    "doctor",
+    help="Look for what is wrong or could be better here: one report to paste.\n\nThe home directory is "
+    "written as ~, and what may be a secret is hidden. Nothing is measured or changed.\n\n--json: sections "
+    "(names and values by title) and findings (level, fact, hint).",
+)
+def _doctor(
+    json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+) -> Action:
+    def action() -> int:
+        from moechat.cli.doctor import doctor
+
+        return doctor(json=json)
+
+    return action
+
+
 register_library(app)
