@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moechat.cli.completion import complete_machines, complete_models, complete_systems
 from moechat.cli.library_grammar import register_library
 from moechat.cli.sessions_app import Action, sessions_app
 from moechat.configurator.systems import SYSTEMS
@@ -181,6 +182,7 @@ def _run(
         str,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=complete_models,
             help="'demo', an alias ('mixtral'), org/name[@revision], or a directory with a transformers "
             "checkpoint or a block store.",
             show_default=False,
@@ -228,6 +230,7 @@ def _run(
         str,
         typer.Option(
             metavar="NAME",
+            autocompletion=complete_systems,
             help="How experts are kept and fetched ahead; the answer is the same for all. "
             f"One of: {', '.join(name for name in SYSTEMS if name != 'oracle')}.",
         ),
@@ -397,7 +400,12 @@ def _run(
 def _bench(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="As for run; or --synthetic.", show_default=False),
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_models,
+            help="As for run; or --synthetic.",
+            show_default=False,
+        ),
     ] = None,
     synthetic: Annotated[
         str | None,
@@ -503,6 +511,7 @@ def _plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
+            autocompletion=complete_models,
             help="As for run; or a known shape, a directory with a config.json, or such a file.",
             show_default=False,
         ),
@@ -517,6 +526,7 @@ def _plan(
         str | None,
         typer.Option(
             metavar="NAME",
+            autocompletion=complete_machines,
             help="Plan for a reference machine, or for one in a .toml file of that form, "
             "instead of this one.",
         ),
@@ -534,7 +544,10 @@ def _plan(
     ] = None,
     dense_bits: Annotated[int, typer.Option(metavar="BITS", help="As for run.")] = 16,
     system: Annotated[
-        str, typer.Option(metavar="NAME", help=f"As for run. One of: {', '.join(SYSTEMS)}.")
+        str,
+        typer.Option(
+            metavar="NAME", autocompletion=complete_systems, help=f"As for run. One of: {', '.join(SYSTEMS)}."
+        ),
     ] = "auto",
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the plan as one JSON object.")
@@ -571,7 +584,11 @@ def _plan(
 def _profile(
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Time the layers of a model as well; named as for run."),
+        typer.Option(
+            metavar="MODEL",
+            autocompletion=complete_models,
+            help="Time the layers of a model as well; named as for run.",
+        ),
     ] = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", metavar="", help="Measure again, even if figures are kept.")
@@ -626,6 +643,7 @@ def _simulate(
         str | None,
         typer.Option(
             metavar="NAME",
+            autocompletion=complete_machines,
             help="A reference machine (moechat profile --list), a .toml file of that form, or, if not "
             "given, this machine as it was measured.",
         ),
@@ -634,6 +652,7 @@ def _simulate(
         str | None,
         typer.Option(
             metavar="MODEL",
+            autocompletion=complete_models,
             help="A known shape, or a config.json: whose sizes count. The known model that has the trace's "
             "layers and experts if not given; a trace of others is mapped.",
         ),
@@ -699,7 +718,12 @@ def _simulate(
 
 @app.command("trace", help=_TRACE_HELP, epilog=_TRACE_EXAMPLES)
 def _trace(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for run.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", autocompletion=complete_models, help="As for run.", show_default=False
+        ),
+    ],
     prompts: Annotated[
         str,
         typer.Option(
@@ -728,7 +752,9 @@ def _trace(
         ),
     ] = None,
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As for run.")] = None,
-    system: Annotated[str, typer.Option(metavar="NAME", help="As for run.")] = "auto",
+    system: Annotated[
+        str, typer.Option(metavar="NAME", autocompletion=complete_systems, help="As for run.")
+    ] = "auto",
     bits: Annotated[int | None, typer.Option(metavar="BITS", help="As for run.")] = None,
     ctx: Annotated[int | None, typer.Option(metavar="TOKENS", help="As for run.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="As for run.")] = None,

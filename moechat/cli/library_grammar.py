@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moechat.cli.completion import complete_aliases, complete_library, complete_models
+
 Action = Callable[[], int]
 
 _DOWNLOAD_HELP = """\
@@ -61,7 +63,10 @@ def _download(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="An alias ('mixtral') or org/name[@revision].", show_default=False
+            metavar="MODEL",
+            autocompletion=complete_aliases,
+            help="An alias ('mixtral') or org/name[@revision].",
+            show_default=False,
         ),
     ],
     bits: Annotated[
@@ -92,7 +97,13 @@ def _list(json: _Json = False) -> Action:
 
 def _show(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A name from the list, or as for run.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_models,
+            help="A name from the list, or as for run.",
+            show_default=False,
+        ),
     ],
     bits: _Bits = None,
     json: _Json = False,
@@ -105,7 +116,12 @@ def _show(
 def _rm(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL...", help="Names from the list.", show_default=False),
+        typer.Argument(
+            metavar="MODEL...",
+            autocompletion=complete_library,
+            help="Names from the list.",
+            show_default=False,
+        ),
     ] = None,
     bits: _Bits = None,
     leftovers: Annotated[
