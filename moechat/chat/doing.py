@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moechat.chat.commands import help_text, unquoted
 from moechat.chat.conversation import Conversation, title_of, turns_of
 from moechat.chat.neutral import one_line
-from moechat.chat.settings import NAMES
+from moechat.chat.settings import MODELS_OWN, NAMES
 from moechat.chat.transcript import format_of, read_from, read_text, write_as, write_text
 from moechat.errors import UsageError
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moechat.chat.repl import Chat
-
-_ORIGINS = {"here": "set here", "command line": "from the command line", "model": "the model's own"}
 
 
 class Commands:
@@ -95,10 +93,8 @@ class Commands:
             shown_value = getattr(in_effect, name, unset.get(name)) if chosen is None else chosen
             origin = generation.origin(name)
             # Cutting the distribution turns sampling on.
-            moved = origin == "model" and getattr(in_effect, name, None) != getattr(sampling, name, None)
-            rows.append(
-                (name, f"{shown_value}  ({'follows from the others' if moved else _ORIGINS[origin]})")
-            )
+            moved = origin == MODELS_OWN and getattr(in_effect, name, None) != getattr(sampling, name, None)
+            rows.append((name, f"{shown_value}  ({'follows from the others' if moved else origin})"))
         return rows
 
     def _show(self, text: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from moechat.errors import UsageError
 
-Origin = Literal["here", "command line", "model"]
+MODELS_OWN = "the model's own"
 _RESET = ("default", "auto", "none", "")
 # Limits as for the options of the command line; both ends count, but the least of those in _ABOVE.
 _FLOATS = {
@@ -27,22 +28,24 @@ class Generation:
     """Settings of answers; what is in neither table is the model's own.
 
     Attributes:
-        given: What the command line said.
+        given: What the command line, a variable or the settings file said.
+        origins: Which of these, in words; what is not here came from the command line.
         changed: What ``/set`` said since; ``None`` takes the model's own again.
     """
 
     given: dict[str, float] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     changed: dict[str, float | None] = field(default_factory=dict)
 
     def value(self, name: str) -> float | None:
         """The value of a setting; ``None``: the model's own."""
         return self.changed[name] if name in self.changed else self.given.get(name)
 
-    def origin(self, name: str) -> Origin:
-        """Who chose it."""
+    def origin(self, name: str) -> str:
+        """Who chose it, in words."""
         if name in self.changed:
-            return "model" if self.changed[name] is None else "here"
-        return "command line" if name in self.given else "model"
+            return MODELS_OWN if self.changed[name] is None else "set here"
+        return self.origins.get(name, "from the command line") if name in self.given else MODELS_OWN
 
     def with_text(self, name: str, text: str) -> Generation:
         """These settings with one changed.

@@ -11,8 +11,9 @@ import typer
 from moechat.cli.completion import complete_machines, complete_models, complete_systems
 from moechat.cli.library_grammar import register_library
 from moechat.cli.sessions_app import Action, sessions_app
+from moechat.cli.settings_file import apply_settings, origins_of, read_settings
 from moechat.configurator.systems import SYSTEMS
-from moechat.errors import UsageError
+from moechat.errors import MoechatError, UsageError
 
 _EPILOG = (
     "Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, "
@@ -146,9 +147,18 @@ def parse(arguments: list[str]) -> Action:
     command = typer.main.get_command(app)
     if "_MOECHAT_COMPLETE" in os.environ:  # a shell asks for completions: typer answers that itself
         command.main(args=arguments, prog_name="moechat")
+    from moechat.config import user_paths
+
+    try:
+        defaults = apply_settings(command, read_settings(user_paths()))
+    except MoechatError:
+        # These are what helps to mend it.
+        if not ({"-h", "--help", "--version"} & set(arguments) or arguments[:1] == ["doctor"]):
+            raise
+        defaults = {}
     # Not command.main(): it would turn interrupts and broken pipes into exit statuses of its own.
     try:
-        with command.make_context("moechat", arguments) as context:
+        with command.make_context("moechat", arguments, default_map=defaults) as context:
             action: Action = command.invoke(context)
             return action
     except typer.Exit as done:
@@ -178,6 +188,7 @@ def _root(
 
 @app.command("run", help=_RUN_HELP, epilog=_RUN_EXAMPLES)
 def _run(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -380,12 +391,13 @@ def _run(
         hide_thinking=hide_thinking,
         resume=resume,
         session=session,
-        save=not no_save and os.environ.get("MOECHAT_NO_SAVE", "") in ("", "0"),
+        save=not no_save,
         json=json,
         stats=stats,
         quiet=quiet,
         verbose=verbose,
         yes=yes,
+        origins=origins_of(context),
     )
 
     def action() -> int:

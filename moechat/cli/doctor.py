@@ -164,6 +164,7 @@ def _sections(paths: list[Paths]) -> dict[str, Callable[[Report, dict[str, str]]
         "memory": _memory,
         "graphics card": _card,
         "files": files,
+        "settings": _settings,
         "library": library,
         "measurements": _measurements,
         "hub": _hub,
@@ -289,6 +290,25 @@ def _files(paths: Paths, report: Report, rows: dict[str, str]) -> None:
             f"{_size(free)} are free on the disk of the library",
             "`moechat rm` removes models; MOECHAT_HOME moves everything to another disk",
         )
+
+
+def _settings(report: Report, rows: dict[str, str]) -> None:
+    from moechat.cli.settings_file import FILE, apply_settings, read_settings
+
+    paths = user_paths()
+    rows["file"] = str(paths.config / FILE)
+    settings = read_settings(paths)
+    if not settings.path.exists():
+        rows["file"] += " (there is none)"
+    for name, value in settings.general.items():
+        rows[name] = "(hidden)" if _SECRET.search(name) else str(value)
+    for command, values in settings.of.items():
+        rows |= {f"{command}: {name}": str(value) for name, value in values.items()}
+    import typer
+
+    from moechat.cli.app import app
+
+    apply_settings(typer.main.get_command(app), settings)
 
 
 def _library(paths: Paths, report: Report, rows: dict[str, str]) -> None:

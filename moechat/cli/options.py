@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moechat.chat.settings import NAMES, ChatOptions, Generation
@@ -21,6 +22,8 @@ ACTIVATION_BITS = (8, 16, 32)
 @dataclass(frozen=True)
 class RunOptions:
     """The options of ``moechat run``; ``None`` leaves the choice to the model or the engine.
+
+    ``origins`` says of values that did not come from the command line where they came from.
 
     Raises:
         UsageError: A value is out of range, not UTF-8, or two options exclude each other.
@@ -58,6 +61,7 @@ class RunOptions:
     stats: bool = False
     quiet: bool = False
     verbose: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
     yes: bool = False
 
     def __post_init__(self) -> None:
@@ -117,7 +121,7 @@ class RunOptions:
         settings = {name: getattr(self, name) for name in NAMES}
         given = {name: value for name, value in settings.items() if value is not None}
         return ChatOptions(
-            generation=Generation(given),
+            generation=Generation(given, self.origins),
             system=self.system_prompt,
             raw=self.raw,
             hide_thinking=self.hide_thinking,

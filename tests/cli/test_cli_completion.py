@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_support import PROGRAM, Cli
 
 from moechat.cli import completion
+
+
+@pytest.fixture
+def cli(cli: Cli, tmp_path: Path) -> Cli:
+    """With a home of its own."""
+    return replace(cli, home=tmp_path / "home")
 
 
 def completed(cli: Cli, line: str) -> list[str]:

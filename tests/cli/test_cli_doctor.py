@@ -18,6 +18,12 @@ from moechat.cli.doctor import Redaction
 TOKEN = "hf_AbCdEfGhIjKlMn"
 
 
+@pytest.fixture
+def cli(cli: Cli, tmp_path: Path) -> Cli:
+    """With a home of its own."""
+    return replace(cli, home=tmp_path / "home")
+
+
 def report_of(cli: Cli, **environment: str) -> dict:
     result = replace(cli, extra={**cli.extra, **environment}).run("doctor", "--json")
     assert result.status == 0

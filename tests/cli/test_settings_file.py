@@ -1,0 +1,105 @@
+"""Options from variables and from the settings file: which wins, what is refused, and who is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_support import Cli, Result
+
+from moechat.chat.settings import Generation
+from moechat.cli.app import app
+
+STORY = ("run", "demo", "Once upon a time", "--completion", "--json")
+
+
+@pytest.fixture
+def cli(cli: Cli, tmp_path: Path) -> Cli:
+    """With a home of its own."""
+    return replace(cli, home=tmp_path / "home")
+
+
+def settings(cli: Cli, text: str | bytes) -> None:
+    path = cli.home / "config" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def with_variables(cli: Cli, **variables: str) -> Cli:
+    return replace(cli, extra={**cli.extra, **variables})
+
+
+def tokens(result: Result) -> int:
+    assert result.status == 0, result.err
+    return int(json.loads(result.out)["statistics"]["output_tokens"])
+
+
+def test_the_command_line_wins_over_variables_and_these_over_the_file(cli: Cli) -> None:
+    settings(cli, "max-tokens = 5\n[run]\nmax_tokens = 4\ntemperature = 0\n[bench]\nruns = 9\n")
+    assert tokens(cli.call(*STORY)) == 4
+    assert tokens(with_variables(cli, MOECHAT_MAX_TOKENS="3").call(*STORY)) == 3
+    assert tokens(with_variables(cli, MOECHAT_MAX_TOKENS="3").call(*STORY, "--max-tokens", "2")) == 2
+
+
+def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: Cli) -> None:
+    settings(cli, 'system = "moepic"\n')
+    assert cli.call("list").status == 0
+    result = cli.call("plan", "mixtral", "--gpu", "rtx3060-12g", "--json")
+    assert json.loads(result.out)["system"] == "moepic"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ('vrm = "8G"', "sets 'vrm', which is no option", "do you mean vram?"),
+        ("[runn]\nctx = 5", "sets 'runn', which is no command", "do you mean run?"),
+        ("[list]\nctx = 5", "sets 'ctx', which is no option of list", ""),
+        ("ctx = [1]", "gives ctx a list", "a value is a text in quotes"),
+        ("ctx =", "cannot be understood", "it is TOML"),
+        (b"ctx = 5 # \xff", "cannot be understood", "it is TOML"),
+        ("[run]\nctx = 'many'", "--ctx", ""),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(cli: Cli, text: str | bytes, said: str, hint: str) -> None:
+    settings(cli, text)
+    result = cli.call("run", "demo", "hello")
+    assert result.status == 2
+    assert said in result.err
+    assert hint in result.err
+    assert result.out == b""
+
+
+def test_help_version_and_doctor_work_with_a_broken_file(cli: Cli) -> None:
+    settings(cli, "what is this")
+    assert cli.call("run", "--help").status == 0
+    assert cli.call("--version").status == 0
+    found = json.loads(cli.call("doctor", "--json").out)
+    assert any("cannot be understood" in finding["fact"] for finding in found["findings"])
+
+
+def test_a_variable_that_makes_no_sense_is_a_usage_error(cli: Cli) -> None:
+    result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello")
+    assert result.status == 2
+    assert "--ctx" in result.err
+
+
+def test_settings_of_a_chat_say_where_they_come_from() -> None:
+    chosen = Generation({"top_p": 0.5, "seed": 1}, {"seed": "from MOECHAT_SEED"})
+    assert chosen.origin("seed") == "from MOECHAT_SEED"
+    assert chosen.origin("top_p") == "from the command line"
+    assert chosen.origin("top_k") == "the model's own"
+    assert chosen.with_text("seed", "3").origin("seed") == "set here"
+    assert chosen.with_text("seed", "default").origin("seed") == "the model's own"
+
+
+def test_no_option_shares_a_variable_with_something_else() -> None:
+    import typer
+
+    from moechat.cli.settings_file import _options, variable_of
+
+    taken = {"MOECHAT_HOME", "MOECHAT_DEBUG", "MOECHAT_ISA", "MOECHAT_CUDA_GRAPHS", "MOECHAT_CUDA_DRIVER"}
+    command = typer.main.get_command(app)
+    for of in command.commands.values():  # type: ignore[attr-defined]
+        assert not taken & {variable_of(name) for name in _options(of)}
