@@ -12,9 +12,8 @@ for room in ("models", "cli"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 from cli_support import Cli  # noqa: E402
-from hub_server import Hub  # noqa: E402
+from hub_server import REPOSITORY, Hub  # noqa: E402
 
-REPOSITORY = "tiny/moe-chat"
 LAYERS = 5
 
 

@@ -22,6 +22,8 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _PIECE = 16 << 10
 
+REPOSITORY = "tiny/moe-chat"
+
 
 @dataclass
 class Faults:

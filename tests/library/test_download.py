@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import PATIENCE_S, Cli, Result
-from conftest import REPOSITORY
-from hub_server import COMMIT, Faults, Hub
+from hub_server import COMMIT, REPOSITORY, Faults, Hub
 
 from moechat.cli.progress import LoadProgress
 from moechat.models.mapping import plan_checkpoint

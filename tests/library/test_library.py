@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import Cli
-from conftest import REPOSITORY
-from hub_server import COMMIT, Hub
+from hub_server import COMMIT, REPOSITORY, Hub
 
 from moechat.store.lock import exclusive_lock
 from moechat.store.store import Store
