@@ -347,6 +347,14 @@ def _run(
             "--json", metavar="", help="Print one JSON object: text, tokens, finish reason, statistics."
         ),
     ] = False,
+    jsonl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer every prompt of a file (a text a line, or JSON lines; '-' is stdin), each with a "
+            "JSON object on a line.",
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", metavar="", help="Show statistics of each answer on stderr.")
     ] = False,
@@ -366,6 +374,7 @@ def _run(
     options = RunOptions(
         model=model,
         prompt=prompt,
+        jsonl=jsonl,
         bits=bits,
         device=device,
         vram=vram,

@@ -31,6 +31,7 @@ class RunOptions:
 
     model: str
     prompt: str | None = None
+    jsonl: str | None = None
     bits: int | None = None
     device: str | None = None
     vram: str | None = None
@@ -98,6 +99,14 @@ class RunOptions:
         check_utf8("the prompt", self.prompt)
         check_utf8("the system prompt", self.system_prompt)
         _between("--session", self.session, 1, (1 << 63) - 1)
+        if self.jsonl is not None:
+            for option, given in (
+                ("a prompt", self.prompt is not None),
+                ("--json", self.json),
+                ("--continue or --session", self.resumes),
+            ):
+                if given:
+                    raise UsageError(f"--jsonl answers the prompts of a file and goes without {option}")
         if self.completion and self.resumes:
             raise UsageError(
                 "--completion continues a text; --continue and --session go on with conversations"

@@ -50,7 +50,7 @@ class PromptsFile:
     understood: str
 
 
-def read_prompts(path: str) -> PromptsFile:
+def read_prompts(path: str, option: str = "--prompts") -> PromptsFile:
     """Read a file with prompts; ``-`` is stdin.
 
     A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, one that ends
@@ -59,12 +59,16 @@ def read_prompts(path: str) -> PromptsFile:
     follows the last word of the user is left out; ``turns`` are what a user says one after the other; the
     others are single texts.
 
+    Args:
+        path: Of the file.
+        option: That names it, for messages.
+
     Raises:
         UsageError: There is no such file, it holds no prompt, or a line is wrong; the message gives its
             number.
     """
     shown = "stdin" if path == "-" else path
-    data = _read(path)
+    data = _read(path, option)
     lines = _decoded(shown, data)
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -82,7 +86,7 @@ def read_prompts(path: str) -> PromptsFile:
     return PromptsFile(prompts, f"JSON lines ({', '.join(keys)})")
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, option: str) -> bytes:
     try:
         if path == "-":
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
@@ -90,7 +94,7 @@ def _read(path: str) -> bytes:
             with open(path, "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise UsageError(f"there is no file {path}", hint="--prompts - reads from stdin") from None
+        raise UsageError(f"there is no file {path}", hint=f"{option} - reads from stdin") from None
     except OSError as problem:
         raise UsageError(f"{path} cannot be read: {problem.strerror}") from problem
     if len(data) > _MAX_BYTES:

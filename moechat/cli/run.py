@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
 from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import Answer, ClosedStream, can_ask, is_animated, print_notice, write_output
+from moechat.cli.terminal import Answer, ClosedStream, can_ask, is_animated, print_notice, write_json_line
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.hub.failures import is_offline, offline_error
 from moechat.hub.names import hub_model, resolve
@@ -43,13 +42,19 @@ def run(options: RunOptions) -> int:
     """
     # In the order of what costs least to find out: the name, the prompt, the model.
     absent = _is_absent(options)
-    prompt = read_prompt(options.prompt, quiet=options.quiet)
-    if prompt is None and options.json:
-        raise UsageError(
-            "--json gives one answer, so it needs a prompt", hint="give it as an argument or on stdin"
-        )
-    if prompt is None and options.completion:
-        raise UsageError("--completion needs a text to continue", hint="give it as an argument or on stdin")
+    many = prompt = None
+    if options.jsonl is not None:
+        from moechat.cli.many import read_many
+
+        many = read_many(options)
+    else:
+        prompt = read_prompt(options.prompt, quiet=options.quiet)
+        for option, wanted, why in (
+            ("--json", options.json, "gives one answer, so it needs a prompt"),
+            ("--completion", options.completion, "needs a text to continue"),
+        ):
+            if prompt is None and wanted:
+                raise UsageError(f"{option} {why}", hint="give it as an argument or on stdin")
     if isinstance(sys.stdout, ClosedStream):
         raise BrokenPipeError  # nobody would see what takes seconds to begin
     if absent:
@@ -57,6 +62,11 @@ def run(options: RunOptions) -> int:
 
         if not download_to_run(options.model, options.bits, yes=options.yes, quiet=options.quiet):
             return NotInLibraryError.exit_code
+    if many is not None:
+        from moechat.cli.many import answer_many
+
+        with closing(_ready(options, chat=False)) as answering:
+            return answer_many(answering, many, options)
     if prompt is None:
         return _chat(options)
     conversation, recorder = _conversation(options)
@@ -268,6 +278,4 @@ def _print_json(engine: Engine, reply: Reply) -> None:
         "finish_reason": reply.finish_reason,
         "statistics": engine.stats.to_json(),
     }
-    # On a terminal all but ASCII is escaped: C1 control characters would pass through JSON as they are.
-    plain = sys.stdout.isatty() or (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    write_output(sys.stdout, json.dumps(result, ensure_ascii=plain) + "\n")
+    write_json_line(sys.stdout, result)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from moechat.chat.neutral import neutralise
 from moechat.chat.output import Answer, write_output
@@ -56,6 +57,13 @@ def print_notice(message: str) -> None:
     from rich.text import Text
 
     console().print(Text(neutralise(message), style="dim"))
+
+
+def write_json_line(stream: TextIO, value: Any) -> None:
+    """Write a JSON object as one line; raises as :func:`write_output`."""
+    # On a terminal all but ASCII is escaped: C1 control characters would pass through JSON as they are.
+    plain = stream.isatty() or (stream.encoding or "").lower().replace("-", "") != "utf8"
+    write_output(stream, json.dumps(value, ensure_ascii=plain) + "\n")
 
 
 def print_warning(message: str) -> None:

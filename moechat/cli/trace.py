@@ -8,17 +8,17 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moechat.cli.counting import Counting, prompts_text
 from moechat.cli.options import RunOptions
-from moechat.cli.progress import LoadProgress, format_seconds
+from moechat.cli.progress import LoadProgress
 from moechat.cli.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
-from moechat.cli.terminal import is_animated, print_notice, write_output
+from moechat.cli.terminal import print_notice, write_output
 from moechat.errors import MoechatError, PromptTooLongError, UsageError
 from moechat.hub.names import resolve
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from moechat.routing import Trace
 
 _INTERRUPTED = 128 + signal.SIGINT
-_FIRST_LINE_AFTER_S = 3.0
-_LINE_EVERY_S = 10.0
-_REDRAW_EVERY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def trace(command: TraceCommand) -> int:
             if session.recorder.sequences:
                 _keep(session.recorder.trace(), out)
                 print_notice(
-                    f"what was recorded before that is in {out}: {_prompts(session.recorder.sequences)}"
+                    f"what was recorded before that is in {out}: {prompts_text(session.recorder.sequences)}"
                 )
             raise
         recorder = session.recorder
@@ -126,7 +123,7 @@ def trace(command: TraceCommand) -> int:
     result |= {"understood": file.understood, "mode": "chat" if session.chat else "completion"}
     write_output(sys.stdout, json.dumps(result) + "\n" if command.json else render(result))
     if session.interrupted and not command.quiet:
-        print_notice(f"interrupted: {recorder.sequences} of {_prompts(len(wanted))} were recorded")
+        print_notice(f"interrupted: {recorder.sequences} of {prompts_text(len(wanted))} were recorded")
     return _INTERRUPTED if session.interrupted else 0
 
 
@@ -158,7 +155,7 @@ def render(result: dict[str, Any]) -> str:
     same = "unknown" if locality is None else f"{locality:.3f}"
     return (
         f"{result['out']}: {result['tokens']:,} tokens ({result['prompt_tokens']:,} of them prompt) of "
-        f"{_prompts(result['prompts'])}, {result['layers']} layers of {result['experts']} experts, "
+        f"{prompts_text(result['prompts'])}, {result['layers']} layers of {result['experts']} experts, "
         f"{result['top_k']} a token\n"
         f"locality {same} (share of a token's experts that the token before used; "
         f"{result['locality_by_chance']:.3f} by chance)\n"
@@ -190,7 +187,10 @@ class _Session:
     def run(self) -> None:
         """Record all prompts."""
         first = [self._first_turn(prompt) for prompt in self._prompts]
-        with self.recorder.attached(), _Counting(len(first), quiet=self._command.quiet) as counting:
+        with (
+            self.recorder.attached(),
+            Counting(len(first), "recording", "recorded", quiet=self._command.quiet) as counting,
+        ):
             for prompt, tokens in zip(self._prompts, first, strict=True):
                 self._record(prompt, tokens, counting)
 
@@ -219,7 +219,7 @@ class _Session:
     def _encoded(self, prompt: str | Messages) -> list[int]:
         return self._engine.encode(prompt)
 
-    def _record(self, prompt: FilePrompt, tokens: list[int], counting: _Counting) -> None:
+    def _record(self, prompt: FilePrompt, tokens: list[int], counting: Counting) -> None:
         """One sequence: a text, or all turns of a conversation."""
         engine, recorder = self._engine, self.recorder
         # What is taken over from the sequence before would not be computed, and so not be seen.
@@ -324,58 +324,4 @@ def _keep(trace: Trace, out: Path) -> None:
 def _understood(path: str, file: PromptsFile, used: int) -> str:
     shown = "stdin" if path == "-" else path
     taken = "" if used == len(file.prompts) else f", the first {used} of them"
-    return f"{shown}: {_prompts(len(file.prompts))}, {file.understood}{taken}"
-
-
-def _prompts(count: int) -> str:
-    return f"{count:,} prompt{'' if count == 1 else 's'}"
-
-
-class _Counting:
-    """How far a recording has come, on stderr: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, prompts: int, *, quiet: bool) -> None:
-        self._prompts = prompts
-        self._quiet = quiet
-        self._bar: Any = None
-        self._task: Any = None
-        self._started = time.monotonic()
-        self._next = self._started + _FIRST_LINE_AFTER_S
-
-    def __enter__(self) -> _Counting:
-        if not self._quiet and is_animated():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            from moechat.cli.terminal import console
-
-            self._bar = Progress(
-                TextColumn("recording"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.completed} of {task.total} prompts, {task.fields[tokens]:,} tokens"),
-                TimeRemainingColumn(compact=True),
-                console=console(),
-                transient=True,
-            )
-            self._next = self._started
-            self._task = self._bar.add_task("recording", total=self._prompts, tokens=0)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, done: int, tokens: int) -> None:
-        """So many prompts are complete, and so many tokens are recorded."""
-        if self._quiet:
-            return
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + (_LINE_EVERY_S if self._bar is None else _REDRAW_EVERY_S)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, tokens=tokens)
-            return
-        passed = now - self._started
-        left = f", {format_seconds(passed / done * (self._prompts - done))} left" if done else ""
-        print_notice(f"recorded {done} of {_prompts(self._prompts)}, {tokens:,} tokens{left}")
+    return f"{shown}: {prompts_text(len(file.prompts))}, {file.understood}{taken}"

@@ -65,8 +65,8 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
         "activation-bits bits completion continue ctx dense-bits deterministic device dtype help "
-        "hide-thinking json max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed session "
-        "stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
+        "hide-thinking json jsonl max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed "
+        "session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 

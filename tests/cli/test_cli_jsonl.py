@@ -1,0 +1,116 @@
+"""``run --jsonl``: an answer to every prompt of a file."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from cli_support import Cli
+
+SHORT = ("--max-tokens", "5", "--temperature", "0")
+
+
+def write(cli: Cli, name: str, text: str) -> str:
+    path = cli.directory / name
+    path.write_text(text)
+    return str(path)
+
+
+def lines(out: bytes) -> list[dict]:
+    return [json.loads(line) for line in out.decode().splitlines()]
+
+
+def test_every_prompt_has_an_object_on_a_line_as_if_it_were_alone(cli: Cli) -> None:
+    name = write(cli, "prompts.txt", "The first one\n\nTell me a story\n")
+    result = cli.call("run", "demo", "--jsonl", name, *SHORT)
+    assert result.status == 0, result.err
+    found = lines(result.out)
+    assert [one["line"] for one in found] == [1, 3]
+    alone = json.loads(cli.call("run", "demo", "Tell me a story", "--json", *SHORT).out)
+    for key in ("model", "text", "tokens", "finish_reason"):
+        assert found[1][key] == alone[key]
+    assert found[1]["statistics"]["output_tokens"] == 5
+
+
+def test_conversations_are_answered_turn_by_turn(cli: Cli) -> None:
+    name = write(
+        cli,
+        "prompts.jsonl",
+        '{"turns": ["Hello", "And then?"]}\n'
+        '{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]}\n',
+    )
+    result = cli.call("run", "demo", "--jsonl", name, *SHORT)
+    first, second = lines(result.out)
+    assert len(first["answers"]) == 2
+    assert first["answers"][1] == first["text"]
+    assert "answers" not in second
+
+
+def test_texts_come_from_stdin_and_are_continued(cli: Cli) -> None:
+    result = cli.call(
+        "run", "demo", "--jsonl", "-", "--completion", *SHORT, stdin=b"Once upon a time\nThe cat\n"
+    )
+    assert result.status == 0, result.err
+    alone = cli.call("run", "demo", "The cat", "--completion", "--json", *SHORT)
+    assert lines(result.out)[1]["tokens"] == json.loads(alone.out)["tokens"]
+
+
+def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(cli: Cli) -> None:
+    name = write(cli, "prompts.txt", f"{'word ' * 200}\nHello\n")
+    result = cli.call("run", "demo", "--jsonl", name, "--ctx", "64", *SHORT)
+    assert result.status == 2
+    first, second = lines(result.out)
+    assert "64" in first["error"]
+    assert "text" not in first
+    assert second["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        ("", (), "holds no prompt"),
+        ('{"prompt": 5}', (), "line 1"),
+        ('{"turns": ["a", "b"]}', ("--completion",), "line 1: a conversation cannot be continued"),
+        ("Hello", ("a prompt",), "goes without a prompt"),
+        ("Hello", ("--json",), "goes without --json"),
+        ("Hello", ("--continue",), "goes without --continue or --session"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(cli: Cli, text: str, more: tuple[str, ...], said: str) -> None:
+    name = write(cli, "prompts.jsonl" if text.startswith("{") else "prompts.txt", text)
+    result = cli.call("run", "demo", *more, "--jsonl", name)
+    assert (result.status, result.out) == (2, b"")
+    assert said in result.err
+
+
+def test_a_file_that_is_not_there_is_said_with_the_option(cli: Cli) -> None:
+    result = cli.call("run", "demo", "--jsonl", "nowhere.txt")
+    assert result.status == 2
+    assert "--jsonl - reads from stdin" in result.err
+
+
+def test_ctrl_c_ends_it_after_whole_lines(cli: Cli) -> None:
+    name = write(cli, "prompts.txt", "Tell me a long story\n" * 500)
+    process = cli.start("run", "demo", "--jsonl", name, "--max-tokens", "60")
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    found = lines(first + rest)
+    assert len(found) < 500
+    assert all(one["text"] or one["finish_reason"] == "interrupted" for one in found)
+
+
+def test_a_reader_that_leaves_ends_it_quietly(cli: Cli, tmp_path: Path) -> None:
+    name = write(cli, "prompts.txt", "Hello\n" * 300)
+    process = cli.start("run", "demo", "--jsonl", name, *SHORT)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
