@@ -114,7 +114,8 @@ class Commands:
         for key, title in (("memory_experts_bytes", "memory, experts"), ("memory_budget_bytes", "memory")):
             if isinstance(size := facts.get(key), int):
                 rows.insert(2, (title, chat.voice.size(size)))
-        chat.voice.table([*rows, *self._settings()])
+        loading = [(name, f"{value}  ({origin})") for name, value, origin in chat.options.loading]
+        chat.voice.table([*rows, *loading, *self._settings()])
 
     def _left_out(self) -> str:
         count = self._chat.conversation.told_from

@@ -103,6 +103,7 @@ class ChatOptions:
         stats: Statistics after each answer.
         quiet: Only answers and errors.
         verbose: Say what happens meanwhile.
+        loading: How the model was loaded, as far as somebody said: option, value, and who said it.
     """
 
     generation: Generation = field(default_factory=Generation)
@@ -114,3 +115,4 @@ class ChatOptions:
     stats: bool = False
     quiet: bool = False
     verbose: bool = False
+    loading: tuple[tuple[str, str, str], ...] = ()

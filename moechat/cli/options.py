@@ -19,6 +19,22 @@ DENSE_BITS = (4, 8, 16)
 ACTIVATION_BITS = (8, 16, 32)
 
 
+# Options that say how a model is loaded.
+_LOADING = (
+    "bits",
+    "device",
+    "vram",
+    "ram",
+    "system",
+    "ctx",
+    "threads",
+    "dtype",
+    "dense_bits",
+    "activation_bits",
+    "deterministic",
+)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """The options of ``moechat run``; ``None`` leaves the choice to the model or the engine.
@@ -139,6 +155,11 @@ class RunOptions:
             stats=self.stats,
             quiet=self.quiet,
             verbose=self.verbose,
+            loading=tuple(
+                (name.replace("_", "-"), str(value), self.origins.get(name, "from the command line"))
+                for name in _LOADING
+                if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default
+            ),
         )
 
     @property

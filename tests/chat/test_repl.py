@@ -198,8 +198,10 @@ def test_set_changes_what_answers_are_drawn_with_and_says_where_values_come_from
 
 
 def test_show_and_stats_tell_model_context_and_numbers() -> None:
-    heard = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"])
+    loading = (("vram", "8G", "from MOECHAT_VRAM"),)
+    heard = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"], loading=loading)
     rows = dict(heard.rows)
+    assert rows["vram"] == "8G  (from MOECHAT_VRAM)"
     assert rows["context"] == "6 of 100 tokens used"
     assert rows["output_tokens"] == "1"
     assert heard.errors == [("there was no answer yet", None)]

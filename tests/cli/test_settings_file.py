@@ -11,6 +11,7 @@ from cli_support import Cli, Result
 
 from moechat.chat.settings import Generation
 from moechat.cli.app import app
+from moechat.cli.options import RunOptions
 
 STORY = ("run", "demo", "Once upon a time", "--completion", "--json")
 
@@ -92,6 +93,14 @@ def test_settings_of_a_chat_say_where_they_come_from() -> None:
     assert chosen.origin("top_k") == "the model's own"
     assert chosen.with_text("seed", "3").origin("seed") == "set here"
     assert chosen.with_text("seed", "default").origin("seed") == "the model's own"
+
+
+def test_how_a_model_was_loaded_says_where_it_comes_from() -> None:
+    options = RunOptions("demo", ctx=512, ram="2G", origins={"ram": "from config.toml"})
+    assert options.chat.loading == (
+        ("ram", "2G", "from config.toml"),
+        ("ctx", "512", "from the command line"),
+    )
 
 
 def test_no_option_shares_a_variable_with_something_else() -> None:
