@@ -118,6 +118,16 @@ def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, card, expecte
         assert engine._near.stats()["blocks_far"] == 0
 
 
+def test_what_builds_the_kernels_before_the_first_token_runs(model: Path, card) -> None:
+    """A card builds them by it; the interpreter only runs it."""
+    from moechat.offload.kernels.packed_linear import launch_all
+
+    with load(model, card, dense_bits=4, pages=4) as engine:
+        engine._near._launch_all(torch.float32)
+        launch_all(engine._model.modules(), torch.float32)
+        assert engine._near.runner.check() == ""
+
+
 def test_the_oracle_prefetches_what_a_trace_will_choose(model: Path, card) -> None:
     from moechat.configurator.systems import settings_of
     from moechat.routing import Replay, Trace
