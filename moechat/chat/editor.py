@@ -28,6 +28,7 @@ from moechat.chat.neutral import encodable, neutralise, one_line
 from moechat.chat.reader import MORE, PROMPT, unfinished, without_quotes
 from moechat.chat.settings import NAMES
 from moechat.config import user_paths
+from moechat.hub.library import names_here
 
 _MENU_ROWS = 6
 
@@ -109,7 +110,7 @@ def _keys() -> KeyBindings:
 
 
 class _ChatCompleter(Completer):
-    """Names of commands, of settings, and of files where a command takes one."""
+    """Names of commands, of settings, of models here, and of files where a command takes one."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -130,6 +131,9 @@ class _ChatCompleter(Completer):
                     )
         elif name == "set" and " " not in rest:
             yield from (Completion(f"{known} ", -len(rest)) for known in NAMES if known.startswith(rest))
+        elif name == "model":
+            here = names_here(user_paths())
+            yield from (Completion(known, -len(rest)) for known in here if known.startswith(rest))
         elif any(command.name == name and command.files for command in COMMANDS):
             for found in self._paths.get_completions(Document(rest), complete_event):
                 # A name with control characters cannot be typed, and must not reach the terminal.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
-from moechat.hub.names import MANIFEST, MAX_MANIFEST_BYTES, hub_model, resolve
+from moechat.hub.names import DEMO, MANIFEST, MAX_MANIFEST_BYTES, hub_model, resolve
 
 KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
 _LEFTOVERS = (".partial", ".removed")
@@ -79,6 +79,14 @@ def list_stores(paths: Paths) -> list[LibraryEntry]:
         if not directory.name.startswith(".") and (directory / MANIFEST).is_file():
             entries.append(read_entry(directory, paths))
     return sorted(entries, key=lambda entry: (-(entry.used or 0.0), entry.name, entry.bits))
+
+
+def names_here(paths: Paths) -> list[str]:
+    """Names of the models that are here: the demo, then those of the library, the ones used last first."""
+    try:
+        return [DEMO, *(entry.title for entry in list_stores(paths) if not entry.damaged)]
+    except OSError:
+        return [DEMO]
 
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:

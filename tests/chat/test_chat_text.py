@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyte
 import pytest
@@ -304,3 +305,29 @@ def test_rows_are_never_wider_than_they_may_be_and_are_all_counted(text: str, wi
     screen.write(rows.erase())
     assert screen.shown == ""
     assert screen._screen.cursor.y == 0
+
+
+def test_names_of_commands_settings_and_models_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prompt_toolkit.completion import CompleteEvent
+    from prompt_toolkit.document import Document
+
+    from moechat.chat.editor import _ChatCompleter
+
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    store = tmp_path / "data" / "models" / "org--little-4bit"
+    store.mkdir(parents=True)
+    (store / "manifest.json").write_text(
+        '{"source": {"name": "org/little", "revision": "0123456789abcdef"}, "model_type": "olmoe", '
+        '"geometry": {"bits": 4}, "files": {}}'
+    )
+
+    def completed(text: str) -> list[str]:
+        return [found.text for found in _ChatCompleter().get_completions(Document(text), CompleteEvent())]
+
+    assert completed("/re") == ["regen", "read "]
+    assert completed("/set tem") == ["temperature "]
+    assert completed("/model ") == ["demo", "org/little@0123456789ab"]
+    assert completed("/model org") == ["org/little@0123456789ab"]
+    assert completed("//model ") == completed("model ") == []
