@@ -58,7 +58,7 @@ class Rows:
                 if char == " ":
                     out.append(self._next_row(""))
                     continue
-                out.append(self._fold())
+                out.append(self._fold(taken))
             self._row += char
             self._cells += taken
             self.widest = max(self.widest, self._cells)
@@ -72,12 +72,14 @@ class Rows:
         up = f"\x1b[{self.count - 1}A" if self.count > 1 else ""
         return f"\r{up}\x1b[J"
 
-    def _fold(self) -> str:
-        """Begin a row with the word that the last one ends with, if that is not all of it."""
+    def _fold(self, taken: int) -> str:
+        """Begin a row with the word that the last one ends with, if that is not all of it and fits beside a
+        character of so many cells.
+        """
         _, blank, word = self._row.rpartition(" ")
-        if not blank or not word:
-            return self._next_row("")
         back = cells(word)
+        if not blank or not word or back + taken > self._width:
+            return self._next_row("")
         return f"\x1b[{back}D\x1b[K" + self._next_row(word) + word
 
     def _next_row(self, word: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyte
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moechat.chat.blocks import Block, BlockSplitter, CodeLine, Unit
@@ -296,6 +296,7 @@ def test_a_block_taller_than_the_window_stays_plain_and_whole() -> None:
 
 
 @given(st.text(st.sampled_from([*"abc  \n", "漢", "👍"]), max_size=60), st.integers(4, 20))
+@example(" a漢漢", 4)  # the word that is moved and the next character are more than a row
 def test_rows_are_never_wider_than_they_may_be_and_are_all_counted(text: str, width: int) -> None:
     screen = Screen(width + 1, 90)
     rows = Rows(width)
