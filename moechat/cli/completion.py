@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from moechat.config import Paths, user_paths
 from moechat.configurator.systems import SYSTEMS
-from moechat.hub.names import ALIASES, DEMO
+from moechat.errors import UsageError
+from moechat.hub.library import list_stores, names_here
+from moechat.hub.names import ALIASES
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names that ``run`` takes: the demo, the library, aliases; directories where a path is begun."""
+    """Names that ``run`` takes: models here, and aliases; directories where a path is begun."""
     if incomplete.startswith((".", "/", "~")):
         return _directories(incomplete)
-    return _beginning_with(incomplete, [DEMO, *complete_library(incomplete), *sorted(ALIASES)])
+    return _beginning_with(incomplete, [*_of_library(names_here), *sorted(ALIASES)])
 
 
 def complete_aliases(incomplete: str) -> list[str]:
@@ -22,13 +26,16 @@ def complete_aliases(incomplete: str) -> list[str]:
 
 
 def complete_library(incomplete: str) -> list[str]:
-    """Names of the models on this machine, those used last first."""
-    from moechat.config import user_paths
-    from moechat.hub.library import list_stores
+    """Names of the models in the library, damaged ones too, those used last first."""
+    return _beginning_with(
+        incomplete, _of_library(lambda paths: [entry.title for entry in list_stores(paths)])
+    )
 
+
+def _of_library(names: Callable[[Paths], list[str]]) -> list[str]:
     try:
-        return _beginning_with(incomplete, [entry.title for entry in list_stores(user_paths())])
-    except Exception:  # a completion has nobody to tell
+        return names(user_paths())
+    except UsageError:  # MOECHAT_HOME is no directory; a completion has nobody to tell
         return []
 
 

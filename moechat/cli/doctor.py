@@ -22,7 +22,7 @@ from typing import Literal
 import moechat
 from moechat.cli.page import Page
 from moechat.cli.terminal import write_output
-from moechat.config import Paths, user_paths
+from moechat.config import user_paths
 from moechat.errors import MoechatError
 
 _PACKAGES = (
@@ -45,7 +45,6 @@ _GIB = 1 << 30
 _LITTLE_DISK = 20 * _GIB
 # The smallest known models in 4 bits take about as much.
 _LITTLE_MEMORY = 6 * _GIB
-_LEAST_CAPABILITY = (7, 5)
 
 Level = Literal["problem", "advice"]
 
@@ -88,25 +87,25 @@ class Report:
 
 def doctor(*, json: bool) -> int:
     """Print the report; returns the exit status: 0, also where there are problems."""
-    report = examine()
     redact = Redaction(os.environ)
+    report = redact.report(examine())
     if json:
         plain = {
             "sections": report.sections,
             "findings": [vars(finding) for finding in report.findings],
         }
-        write_output(sys.stdout, redact(jsonlib.dumps(plain, indent=2, ensure_ascii=False)) + "\n")
+        write_output(sys.stdout, jsonlib.dumps(plain, indent=2, ensure_ascii=False) + "\n")
         return 0
     page = Page()
     for title, rows in report.sections.items():
         page.line(title, "bold")
-        page.pairs([(f"  {name}", redact(value)) for name, value in rows.items()])
+        page.pairs([(f"  {name}", value) for name, value in rows.items()])
     page.line()
     if not report.findings:
         page.line("nothing to mend was found", "bold")
     for finding in report.findings:
-        page.line(redact(f"{finding.level}: {finding.fact}"), "bold" if finding.level == "problem" else "")
-        page.line(redact(f"  {finding.hint}"), "dim")
+        page.line(f"{finding.level}: {finding.fact}", "bold" if finding.level == "problem" else "")
+        page.line(f"  {finding.hint}", "dim")
     write_output(sys.stdout, page.text)
     return 0
 
@@ -120,7 +119,7 @@ class Redaction:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         # Longer ones first: one may be a part of another.
-        secrets = {value for name, value in environment.items() if _SECRET.search(name) and len(value) >= 8}
+        secrets = {value for name, value in environment.items() if _is_secret(name) and len(value) >= 8}
         self._secrets = sorted(secrets, key=len, reverse=True)
         home = os.path.expanduser("~")
         self._home = home if len(home) > 1 else ""
@@ -132,44 +131,38 @@ class Redaction:
         text = _USER_IN_ADDRESS.sub(r"\1(hidden)@", text)
         return re.sub(rf"{re.escape(self._home)}(?=[/\"\s,:;]|$)", "~", text) if self._home else text
 
+    def report(self, report: Report) -> Report:
+        """A report without them."""
+        return Report(
+            {
+                title: {name: self(value) for name, value in rows.items()}
+                for title, rows in report.sections.items()
+            },
+            [Finding(one.level, self(one.fact), self(one.hint)) for one in report.findings],
+        )
+
+
+def _is_secret(variable: str) -> bool:
+    # Of ours none is: MOECHAT_MAX_TOKENS is a number.
+    return not variable.startswith("MOECHAT_") and _SECRET.search(variable) is not None
+
 
 def examine() -> Report:
     """Look into everything; never fails."""
     report = Report()
-    paths: list[Paths] = []
-    for title, look in _sections(paths).items():
-        rows: dict[str, str] = {}
+    told: set[str] = set()
+    for title, look in _SECTIONS.items():
+        rows = report.sections[title] = {}
         try:
             look(report, rows)
         except MoechatError as error:
-            report.problem(f"{title}: {error}", error.hint or "this report may help whoever can")
+            # Several sections may meet the same one.
+            if str(error) not in told:
+                report.problem(f"{title}: {error}", error.hint or "this report may help whoever can")
+            told.add(str(error))
         except Exception as error:  # what is broken here is what the report is about
             report.problem(f"{title} cannot be looked into: {type(error).__name__}: {error}", "see above")
-        report.sections[title] = rows
     return report
-
-
-def _sections(paths: list[Paths]) -> dict[str, Callable[[Report, dict[str, str]], None]]:
-    def files(report: Report, rows: dict[str, str]) -> None:
-        paths.append(user_paths())
-        _files(paths[0], report, rows)
-
-    def library(report: Report, rows: dict[str, str]) -> None:
-        if paths:
-            _library(paths[0], report, rows)
-
-    return {
-        "moechat": _installation,
-        "processor": _processor,
-        "memory": _memory,
-        "graphics card": _card,
-        "files": files,
-        "settings": _settings,
-        "library": library,
-        "measurements": _measurements,
-        "hub": _hub,
-        "environment": _environment,
-    }
 
 
 def _installation(report: Report, rows: dict[str, str]) -> None:
@@ -228,7 +221,7 @@ def _memory(report: Report, rows: dict[str, str]) -> None:
 
 
 def _card(report: Report, rows: dict[str, str]) -> None:
-    from moechat.hardware.gpu import find_gpus
+    from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
 
     found = find_gpus()
     if not found.devices:
@@ -241,7 +234,7 @@ def _card(report: Report, rows: dict[str, str]) -> None:
             f"{device.name}, {_size(device.vram_free)} of {_size(device.vram)} free, compute capability "
             f"{'unknown' if capability is None else '.'.join(map(str, capability))}"
         )
-        if capability is not None and capability < _LEAST_CAPABILITY:
+        if capability is not None and capability < LEAST_CAPABILITY:
             report.advice(
                 f"{device.name} has compute capability {capability[0]}.{capability[1]}",
                 "the kernels need 7.5 (Turing) or newer: models run on the CPU",
@@ -272,9 +265,10 @@ def _card(report: Report, rows: dict[str, str]) -> None:
         )
 
 
-def _files(paths: Paths, report: Report, rows: dict[str, str]) -> None:
+def _files(report: Report, rows: dict[str, str]) -> None:
     from moechat.hardware.identity import disk_of, existing_parent
 
+    paths = user_paths()
     for name in ("data", "state", "cache", "config"):
         directory: Path = getattr(paths, name)
         rows[name] = str(directory)
@@ -300,8 +294,7 @@ def _settings(report: Report, rows: dict[str, str]) -> None:
     settings = read_settings(paths)
     if not settings.path.exists():
         rows["file"] += " (there is none)"
-    for name, value in settings.general.items():
-        rows[name] = "(hidden)" if _SECRET.search(name) else str(value)
+    rows |= {name: str(value) for name, value in settings.general.items()}
     for command, values in settings.of.items():
         rows |= {f"{command}: {name}": str(value) for name, value in values.items()}
     import typer
@@ -311,9 +304,10 @@ def _settings(report: Report, rows: dict[str, str]) -> None:
     apply_settings(typer.main.get_command(app), settings)
 
 
-def _library(paths: Paths, report: Report, rows: dict[str, str]) -> None:
+def _library(report: Report, rows: dict[str, str]) -> None:
     from moechat.hub.library import list_leftovers, list_stores
 
+    paths = user_paths()
     entries = list_stores(paths)
     for entry in entries:
         rows[entry.title] = "damaged" if entry.damaged else f"{entry.bits} bits, {_size(entry.nbytes)}"
@@ -361,7 +355,21 @@ def _hub(report: Report, rows: dict[str, str]) -> None:
 def _environment(report: Report, rows: dict[str, str]) -> None:
     for name in sorted(os.environ):
         if _VARIABLES.fullmatch(name):
-            rows[name] = "(hidden)" if _SECRET.search(name) else os.environ[name]
+            rows[name] = "(hidden)" if _is_secret(name) else os.environ[name]
+
+
+_SECTIONS: dict[str, Callable[[Report, dict[str, str]], None]] = {
+    "moechat": _installation,
+    "processor": _processor,
+    "memory": _memory,
+    "graphics card": _card,
+    "files": _files,
+    "settings": _settings,
+    "library": _library,
+    "measurements": _measurements,
+    "hub": _hub,
+    "environment": _environment,
+}
 
 
 def _version(package: str) -> str | None:

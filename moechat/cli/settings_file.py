@@ -1,8 +1,8 @@
 """Values of options from variables and from the settings file, below what the command line says.
 
-Every option ``--some-name`` of every command can be given as the variable ``MOECHAT_SOME_NAME``, and as
-``some-name`` in ``config.toml`` in the user's configuration directory: at its top for all commands that have
-such an option, in a table named like a command for that one.
+Every option ``--some-name`` of every command but ``--yes`` can be given as the variable
+``MOECHAT_SOME_NAME``, and as ``some-name`` in ``config.toml`` in the user's configuration directory: at its
+top for all commands that have such an option, in a table named like a command for that one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from moechat.errors import UsageError
 
 FILE = "config.toml"
 PREFIX = "MOECHAT_"
-_NOT_FROM_HERE = {"help", "version", "install-completion", "show-completion"}
+# The last must be said each time: `rm` asks before it deletes.
+_NOT_FROM_HERE = {"help", "version", "install-completion", "show-completion", "yes"}
 _MOST_BYTES = 1 << 20
 
 
@@ -106,7 +107,7 @@ def variable_of(option: str) -> str:
 
 
 def origins_of(context: Any) -> dict[str, str]:
-    """Where values of parameters come from that neither the command line gave nor nobody: in words."""
+    """Where the values come from that a variable or the file gave, in words, by parameter."""
     found = {}
     for option, parameter in _options(context.command).items():
         source = context.get_parameter_source(parameter.name)

@@ -23,6 +23,8 @@ _TENSOR_FACTOR_DATACENTRE = {(8, 0): 16.0, (9, 0): 14.7, (10, 0): 15.0}
 _SUSTAINED_MEMORY = 0.914
 _SUSTAINED_COMPUTE = 0.85
 _LAUNCH_SECONDS = 5e-6
+# Of a card that the kernels can be built for: Turing.
+LEAST_CAPABILITY = (7, 5)
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,7 @@ def list_stores(paths: Paths) -> list[LibraryEntry]:
 
 def names_here(paths: Paths) -> list[str]:
     """Names of the models that are here: the demo, then those of the library, the ones used last first."""
-    try:
-        return [DEMO, *(entry.title for entry in list_stores(paths) if not entry.damaged)]
-    except OSError:
-        return [DEMO]
+    return [DEMO, *(entry.title for entry in list_stores(paths) if not entry.damaged)]
 
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:

@@ -13,6 +13,7 @@ import numpy as np
 
 from moechat.config import Paths
 from moechat.errors import CheckpointError, DoesNotFitError, StoreDamagedError, UnsupportedModelError
+from moechat.hardware.identity import existing_parent
 from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
 from moechat.hub.remote import RemoteFile, RemoteRepository
@@ -252,7 +253,7 @@ def make_plan(
         store_bytes=store_bytes,
         expert_bytes=len(plan.layers) * outline.geometry.layer_bytes,
         disk_bytes=0 if finished else max(0, most + _MANIFEST_ROOM - taken),
-        free_bytes=_free(paths.models),
+        free_bytes=shutil.disk_usage(existing_parent(paths.models)).free,
         convert_s=_convert_seconds(plan, bits),
         finished=finished,
     )
@@ -263,10 +264,10 @@ class _Nowhere:
     """No shards: for plans."""
 
     def fetch(self, name: str) -> Path:
-        raise NotImplementedError(name)
+        raise AssertionError(f"a plan brings no shard, and not {name}")
 
     def discard(self, name: str) -> None:
-        raise NotImplementedError(name)
+        raise AssertionError(f"a plan has no shard to let go, and not {name}")
 
 
 def _side_bytes_in(outline: StoreOutline) -> int:
@@ -299,14 +300,6 @@ def _disk_usage(directory: Path) -> int:
             except OSError:
                 continue
     return total
-
-
-def _free(directory: Path) -> int:
-    """Bytes free where a directory is, or will be."""
-    for place in (directory, *directory.parents):
-        if place.exists():
-            return shutil.disk_usage(place).free
-    return 0
 
 
 def _is_finished(destination: Path, checkpoint: AnnouncedCheckpoint) -> bool:

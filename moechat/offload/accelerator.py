@@ -16,10 +16,9 @@ import torch
 
 from moechat import _native
 from moechat.errors import DeviceUnavailableError
-from moechat.hardware.gpu import find_gpus
+from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
 from moechat.offload.graphs import CudaGraphs, Graphs
 
-_LEAST_CAPABILITY = (7, 5)
 # Of a CUDA context with torch's libraries, where it cannot be measured.
 _CONTEXT_BYTES = 448 << 20
 _LEAST_CONTEXT_BYTES = 64 << 20
@@ -66,7 +65,7 @@ class Accelerator:
             )
         self.device = torch.device("cuda", ordinal)
         capability = torch.cuda.get_device_capability(self.device)
-        if capability < _LEAST_CAPABILITY:
+        if capability < LEAST_CAPABILITY:
             raise DeviceUnavailableError(
                 f"{torch.cuda.get_device_name(self.device)} has compute capability "
                 f"{capability[0]}.{capability[1]}; the kernels need 7.5 (Turing) or newer",

@@ -176,7 +176,7 @@ class GraphDecoder:
         return self._model(input_ids=input_ids, **arguments)
 
     def _replayed(self, input_ids: torch.Tensor, cache: Any, arguments: dict[str, Any]) -> Any:
-        """What a replay, or the pass it was compared with, returns; ``None``: this is not for a replay."""
+        """What a replay returns; ``None``: this is not for one."""
         if (
             input_ids.shape != (1, 1)
             or not arguments.get("use_cache")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import CacheSettings, Miss
 from moechat.errors import DoesNotFitError
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.cached import MIN_PAGES, NearTier
@@ -130,8 +130,8 @@ class DeviceTier(NearTier):
             **self._rest,
         )
 
-    def miss(self, tokens: int) -> str:
-        """What becomes of blocks that a pass of so many tokens misses: ``fetch``, ``compute`` or ``both``."""
+    def miss(self, tokens: int) -> Miss:
+        """What becomes of blocks that a pass of so many tokens misses."""
         return self.settings.miss if self._far_records and tokens <= SHARED_TOKENS else "fetch"
 
     def far_out(self, tokens: int) -> torch.Tensor:

@@ -102,6 +102,22 @@ def test_a_card_without_what_it_needs_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert "7.0 GiB of 8.0 GiB free" in rows["card 0"]
 
 
+def test_numbers_of_ours_are_no_secrets_and_the_same_error_is_told_once(cli: Cli, tmp_path: Path) -> None:
+    found = report_of(cli, MOECHAT_MAX_TOKENS="77")
+    assert found["sections"]["environment"]["MOECHAT_MAX_TOKENS"] == "77"
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    found = report_of(cli, MOECHAT_HOME=str(in_the_way))
+    assert sum("not a directory" in finding["fact"] for finding in found["findings"]) == 1
+
+
+def test_a_secret_that_json_would_write_otherwise_is_hidden_there_too(cli: Cli) -> None:
+    secret = 'quote" and back\\slash'
+    result = replace(cli, extra={"OMP_KEY": secret, "HF_NAME": f"with {secret}"}).run("doctor", "--json")
+    environment = json.loads(result.out)["sections"]["environment"]
+    assert (environment["OMP_KEY"], environment["HF_NAME"]) == ("(hidden)", "with (hidden)")
+
+
 @given(st.text(alphabet="abcdefgh0123", min_size=8, max_size=20), st.text(max_size=30), st.text(max_size=30))
 def test_no_secret_of_the_environment_is_left_in_a_text(secret: str, before: str, after: str) -> None:
     redact = Redaction({"SOME_TOKEN": secret})

@@ -57,6 +57,7 @@ def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: 
         ('vrm = "8G"', "sets 'vrm', which is no option", "do you mean vram?"),
         ("[runn]\nctx = 5", "sets 'runn', which is no command", "do you mean run?"),
         ("[list]\nctx = 5", "sets 'ctx', which is no option of list", ""),
+        ("yes = true", "sets 'yes', which is no option", ""),
         ("ctx = [1]", "gives ctx a list", "a value is a text in quotes"),
         ("ctx =", "cannot be understood", "it is TOML"),
         (b"ctx = 5 # \xff", "cannot be understood", "it is TOML"),

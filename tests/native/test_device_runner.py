@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from fake_cuda import VARIABLE, FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_lists import read_items, read_launch
@@ -14,16 +13,6 @@ from moechat import _native
 LAYERS, EXPERTS = 3, 6
 LAYOUT = _native.BlockLayout(64, 5 * 64, 4)
 BLOCKS, PAGE = LAYOUT.blocks, LAYOUT.record_bytes
-
-
-@pytest.fixture(scope="module")
-def cuda():
-    with pytest.MonkeyPatch.context() as patch:
-        driver = FakeCuda()
-        patch.setenv(VARIABLE, str(driver.path))
-        _native.cuda_driver_version()
-        yield driver
-        driver.reset()
 
 
 @pytest.fixture(scope="module")
