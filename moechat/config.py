@@ -56,11 +56,17 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
         environment: Variables to look into; ``None`` takes the process's own.
 
     Raises:
-        UsageError: ``MOECHAT_HOME`` names something that is not a directory.
+        UsageError: ``MOECHAT_HOME`` names something that is not a directory, or nobody's home.
     """
     home = (os.environ if environment is None else environment).get(HOME_VARIABLE, "")
     if home:
-        base = Path(home).expanduser().absolute()
+        try:
+            base = Path(home).expanduser().absolute()
+        except RuntimeError as error:
+            raise UsageError(
+                f"{HOME_VARIABLE} is {home}, and there is no such user's home",
+                hint="set it to a directory, or unset it",
+            ) from error
         if base.exists() and not base.is_dir():
             raise UsageError(
                 f"{HOME_VARIABLE} is {base}, which is not a directory",

@@ -611,6 +611,7 @@ class Engine:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         reserve: int = 1,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[Step]:
         """Generate an answer, token by token.
 
@@ -625,6 +626,8 @@ class Engine:
             repetition_penalty: Above 1 discourages tokens already seen.
             seed: Repeats a draw; ``None`` takes a fresh one, found in :attr:`stats`.
             reserve: Tokens of the context that the prompt must leave for the answer.
+            progress: Told before the first and after each part of the prompt how many of its tokens are
+                computed (or known from before), and how many there are; its own time counts too.
 
         Returns:
             An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
@@ -669,10 +672,17 @@ class Engine:
             page_bytes=before.page_bytes,
             budget_bytes=before.budget_bytes,
         )
-        return self._decode(ids, min(limit, room), Sampler(settings, draw_seed), stats, started)
+        sampler = Sampler(settings, draw_seed)
+        return self._decode(ids, min(limit, room), sampler, stats, started, progress)
 
     def _decode(
-        self, ids: torch.Tensor, limit: int, sampler: Sampler, stats: Stats, started: float
+        self,
+        ids: torch.Tensor,
+        limit: int,
+        sampler: Sampler,
+        stats: Stats,
+        started: float,
+        progress: Callable[[int, int], None] | None,
     ) -> Iterator[Step]:
         prompt = ids.shape[1]
         known: list[int] = ids[0].tolist()
@@ -687,6 +697,8 @@ class Engine:
         upkeep = self._upkeep
         self._meter.start()
         try:
+            if progress is not None:
+                progress(reused, prompt)
             for count in range(1, limit + 1):
                 begun = time.perf_counter()
                 for part in parts:
@@ -694,6 +706,8 @@ class Engine:
                     output = self._forward(part, past_key_values=cache, use_cache=True, **arguments)
                     cache = output.past_key_values
                     computed += part.shape[1]
+                    if progress is not None and computed <= prompt:
+                        progress(computed, prompt)
                 token = sampler.draw(history, output.logits[0, -1].cpu())
                 now = time.perf_counter()
                 first = first or now

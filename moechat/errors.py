@@ -2,8 +2,8 @@
 
 Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command
 line returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and
-not here, 6 store damaged, 7 graphics card lost, 130 interrupted). ``str(error)`` states the fact with its
-numbers; ``error.hint`` the next step.
+not here, 6 store damaged, 7 graphics card lost, 129 hung up, 130 interrupted). ``str(error)`` states the fact
+with its numbers; ``error.hint`` the next step.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ class DoesNotFitError(MoechatError):
     def __init__(self, message: str, *, hint: str | None = None, least_bytes: int | None = None) -> None:
         super().__init__(message, hint=hint)
         self.least_bytes = least_bytes
+
+
+class NoModelError(MoechatError):
+    """A chat goes on without a model: another one could not be loaded, nor the one before again."""
 
 
 class DeviceUnavailableError(UsageError):

@@ -14,18 +14,39 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import moechat
 from moechat.errors import ModelNotFoundError, MoechatError, NotAllowedError, OfflineError, UsageError
 
 _TOKEN_HINT = "create a token at {endpoint}/settings/tokens and set HF_TOKEN, or run `hf auth login`"
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
+_CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
 def http_library() -> Any:
     """The HTTP client's module that huggingface_hub uses: ``httpx``, or ``httpx2`` from its version 2 on.
 
     Its exceptions are what comes out of a transfer.
+
+    Raises:
+        UsageError: As :func:`session`.
     """
-    return importlib.import_module(type(hub_utilities().get_session()).__module__.partition(".")[0])
+    return importlib.import_module(type(session()).__module__.partition(".")[0])
+
+
+def session() -> Any:
+    """The HTTP client of huggingface_hub.
+
+    Raises:
+        UsageError: A variable that it is made from makes no sense.
+    """
+    try:
+        return hub_utilities().get_session()
+    except Exception as problem:  # whatever a proxy, or a file of certificates, leads it to
+        named = [name for name in (*_PROXY_VARIABLES, *_CERTIFICATE_VARIABLES) if os.environ.get(name)]
+        hint = f"check {', '.join(named)}" if named else None
+        if isinstance(problem, ImportError):
+            hint = "SOCKS proxies need one more package: pip install socksio"
+        raise UsageError(f"no connection can be set up: {problem}", hint=hint) from problem
 
 
 def hub_utilities() -> Any:
@@ -33,36 +54,106 @@ def hub_utilities() -> Any:
     return importlib.import_module("huggingface_hub.utils")
 
 
-def endpoint() -> str:
-    """Address of the hub: ``HF_ENDPOINT`` or the public one."""
-    from huggingface_hub import constants
+def hub_headers() -> dict[str, str]:
+    """Headers of a request to the hub, with the token if there is one.
 
-    return str(constants.ENDPOINT)
+    Raises:
+        UsageError: As :func:`has_token`.
+    """
+    has_token()
+    headers: dict[str, str] = hub_utilities().build_hf_headers(
+        library_name="moechat", library_version=moechat.__version__
+    )
+    return headers
+
+
+def hub_constants() -> Any:
+    """``huggingface_hub.constants``, which come from its variables.
+
+    Raises:
+        UsageError: One of them makes no sense.
+    """
+    try:
+        return importlib.import_module("huggingface_hub.constants")
+    except ValueError as problem:
+        raise UsageError(
+            f"a variable of the hub has a wrong value: {problem}",
+            hint="check the variables that begin with HF_, such as HF_HUB_DOWNLOAD_TIMEOUT",
+        ) from problem
+
+
+def endpoint() -> str:
+    """Address of the hub: ``HF_ENDPOINT`` or the public one; it may hold a password (:func:`shown_endpoint`).
+
+    Raises:
+        UsageError: ``HF_ENDPOINT`` is no address.
+    """
+    address = str(hub_constants().ENDPOINT)
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(
+            "HF_ENDPOINT is no address",
+            hint=f"HF_ENDPOINT is {address.rpartition('@')[2]}; an address is like https://huggingface.co",
+        )
+    return address
+
+
+def shown_endpoint() -> str:
+    """The hub's address without user name and password, for people."""
+    parts = urlsplit(endpoint())
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def has_token() -> bool:
-    """Whether a token is set for the hub (``HF_TOKEN``, or a saved login)."""
+    """Whether a token is set for the hub (``HF_TOKEN``, or a saved login).
+
+    Raises:
+        UsageError: It cannot be read, or is none.
+    """
+    endpoint()  # raises first where a variable makes no sense; huggingface_hub would while it is imported
     from huggingface_hub import get_token
 
-    return get_token() is not None
+    try:
+        token = get_token()
+    except (OSError, ValueError) as problem:
+        raise UsageError(
+            f"the saved token of the hub cannot be read: {problem}",
+            hint="check HF_TOKEN_PATH, or set HF_TOKEN",
+        ) from problem
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise UsageError(
+            "the token that is set for the hub holds characters that no token has",
+            hint="copy it again: " + _TOKEN_HINT.format(endpoint=shown_endpoint()),
+        )
+    return token is not None
 
 
 def is_offline() -> bool:
     """Whether ``HF_HUB_OFFLINE`` forbids the network."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
+    return bool(hub_constants().HF_HUB_OFFLINE)
 
 
-def offline_error(repository: str, revision: str | None) -> OfflineError:
+def offline_error(repository: str, revision: str | None, bits: int | None = None) -> OfflineError:
     """The network is forbidden and the model is not in the library; its checkpoint may be in HF_HOME."""
+    wanted = "" if bits is None else f" with {bits} bits"
     cached = _cached_snapshot(repository, revision)
-    hint = "unset HF_HUB_OFFLINE, or copy the model's store into the library from another machine"
+    hint = f"unset {offline_variable()}, or copy the model's store into the library from another machine"
     if cached is not None:
         hint = f"its checkpoint is in the Hugging Face cache: moechat run {shlex.quote(str(cached))}"
     return OfflineError(
-        f"{repository} is not in the library, and HF_HUB_OFFLINE forbids the network", hint=hint
+        f"{repository}{wanted} is not in the library, and {offline_variable()} forbids the network",
+        hint=hint,
     )
+
+
+def offline_variable() -> str:
+    """Which variable forbids the network."""
+    other = "TRANSFORMERS_OFFLINE"
+    return other if os.environ.get(other) and not os.environ.get("HF_HUB_OFFLINE") else "HF_HUB_OFFLINE"
 
 
 def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
@@ -90,23 +181,27 @@ def explained(repository: str, revision: str | None = None) -> Iterator[None]:
         ModelNotFoundError: No such repository, revision or file.
         NotAllowedError: It is gated, disabled, or the token is refused.
         OfflineError: The hub cannot be reached, does not answer, or has no time for us.
-        UsageError: ``HF_ENDPOINT`` is no address.
+        UsageError: A variable of the hub or a proxy makes no sense.
     """
+    endpoint()
+    library = http_library()
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
         yield
     except OfflineModeIsEnabled:
         raise offline_error(repository, revision) from None
-    except http_library().HTTPError as problem:
+    except library.HTTPError as problem:
         raise _explain(problem, repository, revision) from None  # its text may hold a signed address
+    except library.InvalidURL as problem:
+        raise _odd_address(problem) from None
 
 
 def _explain(problem: Any, repository: str, revision: str | None) -> MoechatError:
     from huggingface_hub import errors
 
     if isinstance(problem, errors.GatedRepoError):
-        terms = f"accept the terms at {endpoint()}/{repository}"
+        terms = f"accept the terms at {shown_endpoint()}/{repository}"
         if has_token():
             return NotAllowedError(
                 f"{repository} is gated, and your token has no access to it",
@@ -114,11 +209,12 @@ def _explain(problem: Any, repository: str, revision: str | None) -> MoechatErro
             )
         return NotAllowedError(
             f"{repository} is gated: its makers ask who you are, and no token is set",
-            hint=f"{terms}, then {_TOKEN_HINT.format(endpoint=endpoint())}",
+            hint=f"{terms}, then {_TOKEN_HINT.format(endpoint=shown_endpoint())}",
         )
     if isinstance(problem, errors.RevisionNotFoundError):
         return ModelNotFoundError(
-            f"{repository} has no revision {revision}", hint=f"see {endpoint()}/{repository}/commits/main"
+            f"{repository} has no revision {revision}",
+            hint=f"see {shown_endpoint()}/{repository}/commits/main",
         )
     if isinstance(problem, errors.DisabledRepoError):
         return NotAllowedError(f"{repository} has been disabled on the hub", hint="choose another model")
@@ -138,7 +234,7 @@ def _no_repository(repository: str) -> MoechatError:
         )
     return ModelNotFoundError(
         f"there is no public repository {repository} on {_host()}",
-        hint=f"check the spelling; if it is private, {_TOKEN_HINT.format(endpoint=endpoint())}",
+        hint=f"check the spelling; if it is private, {_TOKEN_HINT.format(endpoint=shown_endpoint())}",
     )
 
 
@@ -148,7 +244,7 @@ def _explain_status(status: int, response: Any, repository: str) -> MoechatError
             return _no_repository(repository)
         return NotAllowedError(
             f"{_host()} does not accept the token that is set (status 401)",
-            hint="it may have expired: " + _TOKEN_HINT.format(endpoint=endpoint()),
+            hint="it may have expired: " + _TOKEN_HINT.format(endpoint=shown_endpoint()),
         )
     if status == 403:
         return NotAllowedError(
@@ -162,7 +258,7 @@ def _explain_status(status: int, response: Any, repository: str) -> MoechatError
         )
     if status == 429:
         wait = response.headers.get("retry-after", "")
-        when = f"in {wait} seconds" if wait.isdigit() else "in a few minutes"
+        when = f"in {wait} seconds" if wait.isdecimal() else "in a few minutes"
         return OfflineError(
             f"{_host()} refuses more requests for now (status 429)",
             hint=f"run the same command again {when}; with a token (HF_TOKEN) the limits are higher",
@@ -179,10 +275,7 @@ def _explain_transport(problem: Any) -> MoechatError:
     library = http_library()
     reason = str(problem) or type(problem).__name__
     if isinstance(problem, library.UnsupportedProtocol):
-        return UsageError(
-            f"HF_ENDPOINT or a proxy variable is no address: {reason}",
-            hint=f"HF_ENDPOINT is {endpoint()}; an address begins with https://",
-        )
+        return _odd_address(problem)
     if isinstance(problem, library.ProxyError):
         return _proxy_error(reason)
     if isinstance(problem, library.ReadTimeout):
@@ -201,15 +294,23 @@ def _explain_transport(problem: Any) -> MoechatError:
             hint="where a company's proxy reads along, set SSL_CERT_FILE to its certificates",
         )
     if isinstance(problem, library.ConnectError):
-        proxied = any(os.environ.get(name) for name in _PROXY_VARIABLES)
+        proxied = next((name for name in _PROXY_VARIABLES if os.environ.get(name)), None)
         return OfflineError(
             f"{_host()} cannot be reached: {reason}",
-            hint="check the connection"
-            + (", and the proxy in HTTPS_PROXY" if proxied else "; behind a proxy set HTTPS_PROXY"),
+            hint=f"check the connection, and the proxy in {proxied}"
+            if proxied
+            else "check the connection; behind a proxy set HTTPS_PROXY",
         )
     return OfflineError(
         f"the connection to {_host()} was lost: {reason}",
         hint="run the same command again: what has arrived is kept",
+    )
+
+
+def _odd_address(problem: Any) -> MoechatError:
+    return OfflineError(
+        f"{_host()} sent us to an address that cannot be used: {problem}",
+        hint="check HF_ENDPOINT and the proxy variables; else the hub is at fault: try again later",
     )
 
 
@@ -223,4 +324,4 @@ def _proxy_error(reason: str) -> MoechatError:
 
 
 def _host() -> str:
-    return urlsplit(endpoint()).netloc.rpartition("@")[2] or endpoint()
+    return urlsplit(shown_endpoint()).netloc

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from moechat.errors import UsageError
+from moechat.hub.addresses import plain_name
 from moechat.hub.names import ALIASES
 
 # Repositories whose models have a shape, in lower case.
@@ -56,10 +57,14 @@ def shape_values(name: str) -> dict[str, Any]:
 
 
 def find_shape(model: str) -> str | None:
-    """The shape of a model by its alias, its repository (in any revision) or the shape's own name, in either
-    case; ``None`` where none is known.
+    """The shape of a model, in either case; ``None`` where none is known.
+
+    Args:
+        model: Its alias, its repository in any revision, the address of its page, or the shape's own name.
     """
     name = model.partition("@")[0].lower()
+    if name not in shape_names():
+        name = plain_name(model).partition("@")[0].lower()
     if name in shape_names():
         return name
     return _REPOSITORIES.get(ALIASES.get(name, name).lower())

@@ -1,4 +1,4 @@
-"""The library on this machine: which stores are finished, what interrupted work left, when a store was used.
+"""The library on this machine: which stores are finished, and when a store was used.
 
 Only manifests are read, and without numpy, so that a list of models comes at once.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
-from moechat.hub.names import DEMO, MANIFEST, MAX_MANIFEST_BYTES, hub_model, resolve
+from moechat.hub.names import DEMO, MANIFEST, MAX_MANIFEST_BYTES, at_revision, hub_model, resolve
 
 KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
-_LEFTOVERS = (".partial", ".removed")
+_MOST_BYTES = (1 << 63) - 1  # of a file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LibraryEntry:
 
     Attributes:
         name: What ``moechat run`` takes: ``org/name[@revision]``; for a converted directory its name.
-        path: The store.
+        path: The store; may be a link to one elsewhere.
         source: Where the weights came from: a repository or a directory's name.
         commit: Of the repository; ``None`` for a directory.
         model_type: The family, as transformers calls it.
@@ -50,26 +50,13 @@ class LibraryEntry:
     def title(self) -> str:
         """``org/name@revision``: the revision asked for, else the commit in short."""
         if self.commit and "@" not in self.name:
-            return f"{self.name}@{self.commit[:12]}"
+            return at_revision(self.name, self.commit[:12])
         return self.name
 
     @property
     def names(self) -> tuple[str, ...]:
         """Everything that names it."""
-        return self.name, self.path.name, self.title, f"{self.name}@{self.commit}"
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """What an interrupted download, conversion or removal left.
-
-    Attributes:
-        path: A directory.
-        nbytes: Its size on disk.
-    """
-
-    path: Path
-    nbytes: int
+        return self.name, self.path.name, self.title, at_revision(self.name, str(self.commit))
 
 
 def list_stores(paths: Paths) -> list[LibraryEntry]:
@@ -94,33 +81,30 @@ def read_entry(store: Path, paths: Paths) -> LibraryEntry:
             content = json.loads(file.read(MAX_MANIFEST_BYTES))
         source = content["source"]
         return LibraryEntry(
-            name=str(source["name"]),
+            name=_text(source["name"]),
             path=store,
-            source=str(source["name"]),
-            commit=None if source["revision"] is None else str(source["revision"]),
-            model_type=str(content["model_type"]),
-            bits=int(content["geometry"]["bits"]),
-            nbytes=sum(int(record["bytes"]) for record in content["files"].values()),
+            source=_text(source["name"]),
+            commit=None if source["revision"] is None else _text(source["revision"]),
+            model_type=_text(content["model_type"]),
+            bits=_count(content["geometry"]["bits"], 1, 16),
+            nbytes=_count(sum(_count(record["bytes"]) for record in content["files"].values())),
             used=used,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return LibraryEntry(store.name, store, "", None, "", 0, 0, used, damaged=True)
 
 
-def list_leftovers(paths: Paths) -> list[Leftover]:
-    """Directories that belong to no finished store; a checkpoint that was to be kept is none."""
-    found = [
-        directory
-        for directory in _directories(paths.models)
-        if directory.name.startswith(".") and directory.name.endswith(_LEFTOVERS)
-    ]
-    found += [directory for directory in _directories(paths.sources) if not is_kept_source(directory)]
-    return [Leftover(directory, _size(directory)) for directory in found]
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("not a text")
+    return value
 
 
-def is_kept_source(directory: Path) -> bool:
-    """Whether a downloaded checkpoint was to be kept (``--keep-source``)."""
-    return (directory / KEPT).exists()
+def _count(value: object, least: int = 0, most: int = _MOST_BYTES) -> int:
+    # Not what int() makes of it: 1e400 is a number for JSON, and true is one for Python.
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError("not a count")
+    return value
 
 
 def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry]:
@@ -151,20 +135,6 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
             f"{model}{wanted} is not in the library", hint="`moechat list` shows what is there"
         )
     return chosen
-
-
-def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
-    """What interrupted downloads and conversions of a hub model left, in whatever bits."""
-    try:
-        ref = hub_model(model)
-    except MoechatError:
-        return []
-    partial, source = f".{ref.slug}-", f"{str(ref.repository).replace('/', '--')}@"
-    return [
-        item
-        for item in list_leftovers(paths)
-        if item.path.name.lower().startswith((partial.lower(), source.lower()))
-    ]
 
 
 def note_use(store: Path, paths: Paths) -> None:
@@ -201,19 +171,11 @@ def _spelt_out(model: str) -> str:
 
 
 def _directories(parent: Path) -> list[Path]:
+    # A store may be a link to another disk.
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in parent.iterdir() if path.is_dir())
     except OSError:
         return []
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-    return total
 
 
 def _use_path(store: Path, paths: Paths) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moechat.config import Paths, user_paths
 from moechat.errors import ModelNotFoundError, NotInLibraryError, UsageError
+from moechat.hub.addresses import plain_name
 
 ALIASES: dict[str, str] = {
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
@@ -33,12 +34,18 @@ MANIFEST = "manifest.json"  # written last: a directory that has it is a complet
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # no store has files of these names
 MAX_MANIFEST_BYTES = 16 << 20
+GGUF_SUFFIX = ".gguf"
 _PREFERRED_BITS = (4, 8, 16, 3, 2)
 
 # The hub's own rules: 96 characters in all; letters, digits, "-", "_", "." with no "--" or "..", and no "-"
 # or "." at either end. So "--" can join the two parts in a directory name without ambiguity.
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", re.ASCII)
+_GGUF_PART = re.compile(
+    r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<end>\.gguf)", re.IGNORECASE
+)  # of gguf-split
+_MAX_PARTS = 1000
+_VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")  # in full, or as its beginning
 _MAX_REPOSITORY = 96
 _MAX_REVISION = 200
@@ -52,9 +59,11 @@ class ModelRef:
         name: The name to show: what the user wrote, aliases spelt out.
         slug: File-system safe name; different models have different ones.
         store: A finished block store.
-        checkpoint: A local directory to convert.
+        checkpoint: A local directory or GGUF file to convert.
         repository: Hub repository, ``org/name``.
         revision: Branch, tag or commit asked for; ``None`` is the repository's default.
+        variant: Which GGUF file of the repository: its name, or the type in it, as ``Q4_K_M``; ``None``: the
+            repository's safetensors, or its only GGUF file.
     """
 
     name: str
@@ -63,6 +72,7 @@ class ModelRef:
     checkpoint: Path | None = None
     repository: str | None = None
     revision: str | None = None
+    variant: str | None = None
 
     def library_path(self, models: Path, bits: int) -> Path:
         """Where the library directory ``models`` keeps this model with so many bits a weight."""
@@ -81,7 +91,9 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
     """Find out what a name stands for, and that it is here.
 
     ``demo`` and the aliases come first (a directory of that name is written ``./demo``), then existing paths
-    and everything that starts with ``.``, ``/`` or ``~``, then hub repositories ``org/name[@revision]``.
+    and everything that starts with ``.``, ``/`` or ``~``, then hub repositories ``org/name[@revision]``, or
+    ``org/name[@revision]:VARIANT`` for one GGUF file of several; other ways to write a name are those of
+    :func:`moechat.hub.addresses.plain_name`.
 
     Args:
         model: The name.
@@ -94,6 +106,7 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
     """
     if not model.strip() or "\0" in model:
         raise ModelNotFoundError(f"{model!r} is not a model name", hint=_hint_names())
+    model = plain_name(model)
     if model.lower() == DEMO:
         return _demo()
     alias, at, revision = model.partition("@")
@@ -115,6 +128,7 @@ def hub_model(model: str) -> ModelRef:
     """
     if not model.strip() or "\0" in model:
         raise ModelNotFoundError(f"{model!r} is not a model name", hint=_hint_names())
+    model = plain_name(model)
     if model.lower() == DEMO:
         raise UsageError("demo ships inside moechat", hint="moechat run demo")
     alias, at, revision = model.partition("@")
@@ -140,27 +154,55 @@ def _directory(model: str) -> ModelRef:
         path = Path(model).expanduser().resolve()
         is_directory, exists = path.is_dir(), path.exists()
         is_store, has_config = _is_store(path), (path / _CONFIG).is_file()
+        models = [] if is_store or has_config else _gguf_models(path)
     except (OSError, RuntimeError) as error:  # a loop of links, a name too long, no such user's home
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(f"the directory {model} cannot be opened: {reason}") from error
     if not exists:
-        raise ModelNotFoundError(f"there is no directory {path}", hint=_did_you_mean(model))
-    if not is_directory:
+        kind = "file" if path.suffix.lower() == GGUF_SUFFIX else "directory"
+        raise ModelNotFoundError(f"there is no {kind} {path}", hint=_did_you_mean(model))
+    if not is_directory and not models:
         raise ModelNotFoundError(
-            f"{path} is not a directory",
+            f"{path} is neither a directory nor a .gguf file",
             hint="name the directory that holds config.json and the .safetensors files",
         )
-    name = path.name or "root"
+    if len(models) > 1:
+        raise ModelNotFoundError(
+            f"{path} holds {len(models)} GGUF models",
+            hint=f"name one of them: {', '.join(map(str, models[:8]))}",
+        )
+    if models:
+        path = models[0]
+    name = (path.stem if models else path.name) or "root"
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
     slug = f"{_safe(name)}-{digest}"
     if is_store:
         return ModelRef(name=name, slug=slug, store=path)
-    if not has_config:
+    if not has_config and not models:
         raise ModelNotFoundError(
-            f"{path} holds no model: there is neither {_CONFIG} nor {MANIFEST}",
+            f"{path} holds no model: there is neither {_CONFIG} nor {MANIFEST} nor a .gguf file",
             hint="name the directory that holds config.json and the .safetensors files",
         )
     return ModelRef(name=name, slug=slug, checkpoint=path)
+
+
+def _gguf_models(path: Path) -> list[Path]:
+    """A GGUF file, or those in a directory; of a model in parts the first."""
+    if path.is_file():
+        found = [path] if path.suffix.lower() == GGUF_SUFFIX else []
+    else:
+        found = sorted(entry for entry in path.glob("*") if entry.suffix.lower() == GGUF_SUFFIX)
+    first = {gguf_parts(entry.name)[0]: entry for entry in reversed(found)}
+    return [entry.with_name(name) for name, entry in sorted(first.items())]
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Names of all files of the GGUF model that a file of this name is, or is a part of, in order."""
+    match = _GGUF_PART.fullmatch(name)
+    count = 1 if match is None else int(match["count"])
+    if match is None or count > _MAX_PARTS:  # a repository may name its files as it likes
+        return [name]
+    return [f"{match['stem']}-{number:05d}-of-{count:05d}{match['end']}" for number in range(1, count + 1)]
 
 
 def _is_store(path: Path) -> bool:
@@ -199,7 +241,7 @@ def _find_commit(ref: ModelRef, models: Path, bits: int | None) -> Path | None:
     if ref.revision is None or not _COMMIT.fullmatch(ref.revision):
         return None
     assert ref.repository is not None
-    default = replace(ref, slug=ref.repository.replace("/", "--"), revision=None)
+    default = replace(ref, slug=_slug(ref.repository, "", ref.variant or ""), revision=None)
     for candidate in _PREFERRED_BITS if bits is None else (bits,):
         path = default.find_in_library(models, candidate)
         if path is not None and (stored_commit(path) or "").startswith(ref.revision):
@@ -218,21 +260,62 @@ def stored_commit(store: Path) -> str | None:
 
 
 def _hub_ref(model: str) -> ModelRef:
-    repository, at, revision = model.partition("@")
-    _check_repository(model, repository)
+    place, colon, variant = model.partition(":")
+    repository, at, revision = place.partition("@")
+    require_repository(repository, model)
     if at:
         _check_revision(model, revision)
+    if colon:
+        if not _VARIANT.fullmatch(variant):
+            raise ModelNotFoundError(
+                f"{model!r} has no name of a GGUF file after the colon",
+                hint="write a type or a file: org/name:Q4_K_M or org/name:model.gguf",
+            )
+        # Types are spelt in either case; a name of a file says which one it is only as it stands.
+        variant = variant if variant.lower().endswith(GGUF_SUFFIX) else variant.upper()
+    return ModelRef(
+        name=f"{place}{colon}{variant}",
+        slug=_slug(repository, revision, variant),
+        repository=repository,
+        revision=revision or None,
+        variant=variant or None,
+    )
+
+
+def _slug(repository: str, revision: str, variant: str) -> str:
     slug = repository.replace("/", "--")
-    if at:
+    if revision:
         # Revisions may hold "/" and "--": the digest keeps those apart that look alike as file names.
         plain = revision.replace("/", "--")
         slug += f"@{plain[:60]}"
         if plain != revision or "--" in revision or len(plain) > 60:
             slug += "-" + hashlib.sha256(revision.encode()).hexdigest()[:8]
-    return ModelRef(name=model, slug=slug, repository=repository, revision=revision or None)
+    return f"{slug}+{variant}" if variant else slug
 
 
-def _check_repository(model: str, repository: str) -> None:
+def at_revision(name: str, revision: str) -> str:
+    """The name of a hub model, ``org/name[:VARIANT]``, with a revision in it."""
+    place, colon, variant = name.partition(":")
+    if not _VARIANT.fullmatch(variant):
+        return f"{name}@{revision}"
+    return f"{place}@{revision}{colon}{variant}"
+
+
+def repository_of(name: str) -> str:
+    """``org/name`` of a hub model's name."""
+    return re.split("[@:]", name, maxsplit=1)[0]
+
+
+def require_repository(repository: str, model: str | None = None) -> None:
+    """Check that a name can be one of a repository, ``org/name``, by the hub's own rules.
+
+    Args:
+        repository: The name.
+        model: What the user wrote, for the message.
+
+    Raises:
+        ModelNotFoundError: It cannot.
+    """
     parts = repository.split("/")
     good = (
         len(parts) == 2
@@ -242,7 +325,7 @@ def _check_repository(model: str, repository: str) -> None:
     )
     if not good:
         raise ModelNotFoundError(
-            f"{model!r} is neither a directory here nor a repository name",
+            f"{model or repository!r} is neither a directory here nor a repository name",
             hint="write org/name or org/name@revision, or ./path for a directory",
         )
 

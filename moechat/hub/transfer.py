@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moechat.errors import DownloadError, OfflineError
-from moechat.hub.failures import endpoint, explained, http_library, hub_utilities
+from moechat.hub.failures import (
+    endpoint,
+    explained,
+    http_library,
+    hub_constants,
+    hub_headers,
+    hub_utilities,
+    session,
+)
+from moechat.hub.patience import Patience
 from moechat.hub.remote import RemoteFile, RemoteRepository
+from moechat.hub.stop import StopSwitch
 
 PART_SUFFIX = ".part"
 _CHUNK = 1 << 20
 _CONNECT_WITHIN_S = 15.0
-# Tries without a single new byte before we give up, and seconds before the second one; each wait doubles.
-_TRIES = 5
-_FIRST_WAIT_S = 0.5
-_LONGEST_WAIT_S = 60.0
-_BUSY = (408, 429, 500, 502, 503, 504)
 # A header of a shard is mostly shorter; one request then gives all of it.
 _HEADER_GUESS = 256 << 10
 _MAX_HEADER = 16 << 20
@@ -43,11 +47,15 @@ class Transfer:
         advance: Called with the number of bytes that have come (or were here already); negative when some
             have to come again. It may raise ``KeyboardInterrupt``.
         notice: Called with a line for people when a connection is lost and tried again.
+        stop: Ends it from another thread, with :class:`moechat.hub.stop.Stopped`.
+        patience: With a hub that fails.
     """
 
     remote: RemoteRepository
     advance: Advance
     notice: Callable[[str], None]
+    stop: StopSwitch = field(default_factory=StopSwitch)
+    patience: Patience = field(default_factory=Patience)
 
     def fetch(self, file: RemoteFile, destination: Path) -> None:
         """Bring a file here, unless it is, and check it.
@@ -60,7 +68,7 @@ class Transfer:
             OSError: It cannot be written.
         """
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if is_whole(destination, file):
+        if is_whole(destination, file, self.stop.check):
             self.advance(file.size)
             return
         part = destination.with_name(destination.name + PART_SUFFIX)
@@ -85,6 +93,7 @@ class Transfer:
                     hint="run the same command again; if it stays so, a proxy or the repository is at fault",
                 )
             os.fsync(target.fileno())
+        self.stop.check()
         os.replace(part, destination)
 
     def read_header(self, file: RemoteFile) -> bytes:
@@ -94,7 +103,7 @@ class Transfer:
             DownloadError: It is no such file.
             MoechatError: As :meth:`fetch`.
         """
-        data = self._read(file, 0, min(_HEADER_GUESS, file.size))
+        data = self.read_range(file, 0, min(_HEADER_GUESS, file.size))
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(_MAX_HEADER, file.size - 8):
             raise DownloadError(
@@ -102,11 +111,16 @@ class Transfer:
                 f"{length} bytes, it has {file.size}"
             )
         if len(data) < 8 + length:
-            data += self._read(file, len(data), 8 + length)
+            data += self.read_range(file, len(data), 8 + length)
         return data[: 8 + length]
 
-    def _read(self, file: RemoteFile, begin: int, end: int) -> bytes:
-        """Bytes ``[begin, end)`` of a file; a server that ignores the range is cut off."""
+    def read_range(self, file: RemoteFile, begin: int, end: int) -> bytes:
+        """Bytes ``[begin, end)`` of a file, not checked; a server that ignores the range is cut off.
+
+        Raises:
+            DownloadError: Fewer came.
+            MoechatError: As :meth:`fetch`.
+        """
         chunks: list[bytes] = []
         missing = end - begin
 
@@ -116,6 +130,7 @@ class Transfer:
             missing = end - begin
             skip = 0 if response.status_code == 206 else begin
             for data in response.iter_bytes():
+                self.patience.came()
                 kept = data[skip:][:missing]
                 skip = max(0, skip - len(data))
                 chunks.append(kept)
@@ -148,7 +163,7 @@ class _Attempts:
             done: Bytes that are here; tries count only while it does not grow.
         """
         library = http_library()
-        tries, wait, before = 0, _FIRST_WAIT_S, done()
+        failures, before = self._transfer.patience.begin(), done()
         while True:
             try:
                 with explained(self._transfer.remote.repository, self._transfer.remote.revision):
@@ -156,11 +171,12 @@ class _Attempts:
                         self._once(headers(), take)
                         return
                     except library.HTTPError as problem:
+                        self._transfer.stop.check()  # it may be why the connection has ended
                         if done() > before:
-                            tries, wait, before = 0, _FIRST_WAIT_S, done()
-                        tries += 1
-                        pause = _pause(problem, library, wait)
-                        if pause is None or tries >= _TRIES or pause > _LONGEST_WAIT_S:
+                            failures.forget()
+                            before = done()
+                        pause = failures.pause(problem)
+                        if pause is None:
                             raise
                         self._transfer.notice(
                             f"{self._file.path}: {_reason(problem)}; trying again in {pause:.3g} s"
@@ -170,39 +186,34 @@ class _Attempts:
                 if kept:
                     error.args = (f"{error.args[0]}; {kept:,} of {self._file.size:,} bytes are here",)
                 raise
-            time.sleep(pause)
-            wait *= 2
+            self._transfer.stop.sleep(pause)
 
     def _once(self, more: dict[str, str], take: Callable[[Any], None]) -> None:
-        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub import hf_hub_url
 
         utilities = hub_utilities()
         remote = self._transfer.remote
         url = hf_hub_url(remote.repository, self._file.path, revision=remote.commit, endpoint=endpoint())
         # Compressed, the bytes could not be counted, nor a download continued.
         headers = {
-            **utilities.build_hf_headers(library_name="moechat"),
+            **hub_headers(),
             "Accept-Encoding": "identity",
             **more,
         }
         # The client leaves the token out where it is redirected to another host.
-        timeout = http_library().Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_WITHIN_S)
-        with utilities.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+        timeout = http_library().Timeout(hub_constants().HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_WITHIN_S)
+        stop = self._transfer.stop
+        stop.check()
+        with session().stream(
+            "GET", url, headers=headers, timeout=timeout, extensions={"trace": stop.trace}
+        ) as response:
+            for answer in (*response.history, response):  # their connections may have been there before
+                stop.watch(answer.extensions.get("network_stream"))
             if response.status_code >= 400:
                 response.read()
             utilities.hf_raise_for_status(response)
+            stop.check()
             take(response)
-
-
-def _pause(problem: Any, library: Any, wait: float) -> float | None:
-    """Seconds before another try; ``None``: it would not help."""
-    response = getattr(problem, "response", None)
-    if response is None:
-        return wait if isinstance(problem, library.TransportError) else None
-    if response.status_code not in _BUSY:
-        return None
-    asked = response.headers.get("retry-after", "")
-    return float(asked) if asked.isdigit() else wait
 
 
 def _reason(problem: Any) -> str:
@@ -234,6 +245,7 @@ class _Download:
             return False
         self._target.seek(0)
         while data := self._target.read(_CHUNK):
+            self._transfer.stop.check()
             self._count(data)
         return self._done > 0
 
@@ -256,19 +268,27 @@ class _Download:
         return {"Range": f"bytes={self._done}-"} if self._done else {}
 
     def _take(self, response: Any) -> None:
-        if self._done and not self._continues(response):
-            self.begin_anew()  # the server sends all of it
+        begun = self._done if self._continues(response) else 0
         announced = response.headers.get("content-length", "")
         plain = response.headers.get("content-encoding", "identity") == "identity"
-        if plain and announced.isdigit() and self._done + int(announced) != self._file.size:
-            raise self._wrong_size(self._done + int(announced))
+        if plain and announced.isdecimal() and begun + int(announced) != self._file.size:
+            # A page to log in at, perhaps; what has come is no worse for it, and stays.
+            raise self._wrong_size(begun + int(announced))
+        if self._done > begun:
+            self.begin_anew()  # the server sends all of it
         # As they come: gathered into larger pieces, those of a connection that is lost would be lost too.
-        for data in response.iter_bytes():
-            if self._done + len(data) > self._file.size:
-                raise self._wrong_size(self._done + len(data))
-            self._target.write(data)
-            self._count(data)
-        self._target.flush()
+        try:
+            for data in response.iter_bytes():
+                self._transfer.stop.check()
+                self._transfer.patience.came()
+                size = self._done + len(data)
+                if size > self._file.size:
+                    self.begin_anew()
+                    raise self._wrong_size(size)
+                self._target.write(data)
+                self._count(data)
+        finally:
+            self._target.flush()  # nothing is left to be written by a thread that then waits to connect again
         if self._done < self._file.size:
             raise http_library().RemoteProtocolError("the file ended early")
 
@@ -278,10 +298,10 @@ class _Download:
         return str(response.headers.get("content-range", "")).startswith(f"bytes {self._done}-")
 
     def _wrong_size(self, size: int) -> DownloadError:
-        self.begin_anew()
         return DownloadError(
             f"{self._file.path} has {size} bytes or more where it comes from, the hub says {self._file.size}",
-            hint="run the same command again; if it stays so, a proxy or the repository is at fault",
+            hint="run the same command again; if it stays so, a network that wants you to log in with a "
+            "browser, a proxy, or the repository is at fault",
         )
 
     def _count(self, data: bytes) -> None:
@@ -298,14 +318,15 @@ def _new_digest(file: RemoteFile) -> Any:
     return digest
 
 
-def is_whole(path: Path, file: RemoteFile) -> bool:
-    """Whether the file is here and is the one that the hub has."""
+def is_whole(path: Path, file: RemoteFile, check: Callable[[], None] = lambda: None) -> bool:
+    """Whether the file is here and is the one that the hub has; ``check`` is called now and then."""
     try:
         if path.stat().st_size != file.size:
             return False
         digest = _new_digest(file)
         with open(path, "rb", buffering=0) as source:
             while data := source.read(_CHUNK):
+                check()
                 digest.update(data)
     except OSError:
         return False

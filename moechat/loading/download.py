@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from moechat.config import Paths
@@ -13,26 +15,29 @@ from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
 from moechat.hub.remote import RemoteFile, RemoteRepository
 from moechat.hub.transfer import Transfer, is_whole
-from moechat.loading.download_plan import (
-    ASIDE,
-    DownloadPlan,
+from moechat.loading.download_plan import ASIDE, DownloadPlan, make_plan
+from moechat.loading.model import Progress, Report
+from moechat.loading.read_ahead import Background, ReadAhead
+from moechat.loading.selection import (
+    MARK,
     Selection,
     announced,
     cached_file,
-    make_plan,
     read_headers,
     select,
     source_path,
+    weights_mark,
 )
-from moechat.loading.model import Progress, Report
 from moechat.models.mapping import plan_checkpoint
 from moechat.store.convert import ConvertProgress, convert
-from moechat.store.files import explained
+from moechat.store.files import DurableFile, called, explained
 from moechat.store.lock import exclusive_lock
+from moechat.store.manifest import MANIFEST_NAME
 from moechat.store.store import Store
 from moechat.store.supply import ShardSupply
 
 Notice = Callable[[str], None]
+_COPY_CHUNK = 8 << 20
 
 
 class Download:
@@ -45,7 +50,7 @@ class Download:
     def __init__(
         self,
         ref: ModelRef,
-        remote: RemoteRepository,
+        transfer: Transfer,
         selection: Selection,
         headers: dict[str, bytes],
         plan: DownloadPlan,
@@ -56,15 +61,19 @@ class Download:
         """Use :func:`prepared`."""
         self.plan = plan
         self._ref = ref
-        self._remote = remote
+        self._transfer = transfer
         self._selection = selection
         self._headers = headers
-        self._source = source_path(paths, remote)
+        self._source = source_path(paths, transfer.remote, selection)
         self._keep = keep_source or (self._source / KEPT).exists()
         self._needed = needed
 
     def run(self, report: Report, notice: Notice) -> Store:
-        """Fetch and convert; what an interrupted run left is used.
+        """Fetch and convert, once; what an interrupted run left is used.
+
+        Files come in a thread of their own, which has ended when this returns or raises (see
+        :class:`Background` for the one exception). Callbacks run in the calling thread, and may raise
+        ``KeyboardInterrupt``.
 
         Args:
             report: Called with stage ``download`` all the time, ``wait`` while another process works on it.
@@ -80,33 +89,55 @@ class Download:
             waiting = Progress("wait", 0, None, "another process is downloading this model")
             with exclusive_lock(lock, lambda: report(waiting)):
                 source.mkdir(exist_ok=True)
+                (source / MARK).write_text(weights_mark(self._selection), "ascii")
+                with Background(self._transfer.stop.stop) as background:
+                    store = self._fetch_and_convert(background, report, notice)
                 if self._keep:
                     (source / KEPT).touch()
-                store = self._fetch_and_convert(report, notice)
-                if self._keep:
                     shutil.rmtree(source / ASIDE, ignore_errors=True)
                 else:
                     shutil.rmtree(source, ignore_errors=True)
         return store
 
-    def _fetch_and_convert(self, report: Report, notice: Notice) -> Store:
+    def note_commit(self) -> None:
+        """Let the finished store know that the commit asked for has the same weights.
+
+        Raises:
+            MoechatError: It cannot be written, or is damaged.
+        """
+        store = Store.open(self.plan.destination)
+        commit = self._transfer.remote.commit
+        if store.manifest.source.revision == commit:
+            return
+        changed = replace(store.manifest, source=replace(store.manifest.source, revision=commit))
+        with explained("updating", store.path), DurableFile(store.path / MANIFEST_NAME) as file:
+            file.write(changed.to_bytes())
+            file.commit()
+
+    def _fetch_and_convert(self, background: Background, report: Report, notice: Notice) -> Store:
         state = _State(self.plan.download_bytes, report)
         state.done = self._skipped()
-        transfer = Transfer(self._remote, state.advance, notice)
+        transfer = replace(
+            self._transfer, advance=background.relayed(state.advance), notice=background.relayed(notice)
+        )
         for file in self._selection.side:
-            state.detail = file.path
-            transfer.fetch(file, self._source / file.path)
-        checkpoint = announced(self._source, self._remote, self._selection, self._headers)
+            state.waits_for(file.path)
+            background.begin(partial(transfer.fetch, file, self._source / file.path))
+            background.wait()
+        checkpoint = announced(self._source, transfer.remote, self._selection, self._headers)
         plan = plan_checkpoint(checkpoint)
-        shards = _HubShards(self._source, self._selection.shards, transfer, state)
-        supply = ShardSupply(checkpoint, plan.dense_keys, shards, self._source / ASIDE, keep=self._keep)
+        shards = _HubShards(self._source, self._selection.shards, transfer)
+        ahead = ReadAhead(shards, background, state.waits_for, ahead=self.plan.reads_ahead)
+        supply = ShardSupply(checkpoint, plan.dense_keys, ahead, self._source / ASIDE, keep=self._keep)
 
         def on_convert(event: ConvertProgress) -> None:
             stage = {"waiting": "wait", "checking": "verify"}.get(event.stage, "download")
-            if stage == "download":
-                state.show(f"converting {event.detail}")
-            else:
+            if stage != "download":
                 report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
+                return
+            state.detail = f"converting {event.detail}"
+            background.listen()
+            state.show()
 
         store = convert(
             checkpoint,
@@ -114,14 +145,16 @@ class Download:
             self.plan.destination,
             bits=self.plan.bits,
             source_name=self._ref.name,
-            revision=self._remote.commit,
+            revision=transfer.remote.commit,
             progress=on_convert,
             supply=supply,
         )
         if self._keep:
             # Some may not have been needed any more by a conversion that was nearly finished.
             for name in self._selection.shards:
-                shards.fetch_own(name)
+                state.waits_for(name)
+                background.begin(partial(shards.fetch_own, name))
+                background.wait()
         return store
 
     def _skipped(self) -> int:
@@ -132,7 +165,12 @@ class Download:
 
 
 class _State:
-    """Where a download stands, for its reports."""
+    """Where a download stands, for its reports; it belongs to the thread that makes them.
+
+    Attributes:
+        done: Bytes that have come, or need not.
+        detail: What is waited for or converted.
+    """
 
     def __init__(self, total: int, report: Report) -> None:
         self.done = 0
@@ -142,48 +180,68 @@ class _State:
 
     def advance(self, size: int) -> None:
         self.done += size
-        self.show(self.detail)
+        self.show()
 
-    def show(self, detail: str) -> None:
-        self._report(Progress("download", min(self.done, self._total), self._total, detail))
+    def waits_for(self, name: str) -> None:
+        self.detail = name
+        self.show()
+
+    def show(self) -> None:
+        self._report(Progress("download", min(self.done, self._total), self._total, self.detail))
 
 
 class _HubShards:
     """Shards from the hub, or from its cache on this machine; those of the cache are only read."""
 
-    def __init__(
-        self, directory: Path, files: dict[str, RemoteFile], transfer: Transfer, state: _State
-    ) -> None:
+    def __init__(self, directory: Path, files: dict[str, RemoteFile], transfer: Transfer) -> None:
         self._directory = directory
         self._files = files
         self._transfer = transfer
-        self._state = state
 
     def fetch(self, name: str) -> Path:
         cached = self._cached(name)
         if cached is None:
-            return self.fetch_own(name)
-        self._state.advance(self._files[name].size)
+            self.fetch_own(name)
+            return self._directory / name
+        self._transfer.advance(self._files[name].size)
         return cached
 
-    def fetch_own(self, name: str) -> Path:
+    def fetch_own(self, name: str) -> None:
         """Into the directory, whatever the cache holds."""
         own = self._directory / name
         cached = self._cached(name)
         if cached is not None:
-            shutil.copyfile(cached, own)
+            with open(cached, "rb") as source, open(own, "wb") as target:
+                while data := source.read(_COPY_CHUNK):
+                    self._transfer.stop.check()
+                    target.write(data)
         self._transfer.fetch(self._files[name], own)
-        return own
 
-    def _cached(self, name: str) -> Path | None:
-        self._state.detail = name
-        if (self._directory / name).exists():
-            return None
-        cached = cached_file(self._transfer.remote, name)
-        return cached if cached is not None and is_whole(cached, self._files[name]) else None
+    def expect(self, name: str | None) -> None:
+        """It comes when it is asked for."""
 
     def discard(self, name: str) -> None:
         (self._directory / name).unlink(missing_ok=True)
+
+    def _cached(self, name: str) -> Path | None:
+        if (self._directory / name).exists():
+            return None
+        cached = cached_file(self._transfer.remote, name)
+        whole = cached is not None and is_whole(cached, self._files[name], self._transfer.stop.check)
+        return cached if whole else None
+
+
+def _once(notice: Notice) -> Notice:
+    """Say the same thing of several files once: headers are read many at a time."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        _, _, what = text.partition(": ")
+        if what not in said:
+            said.add(what)
+            notice(text)
+
+    return say
 
 
 @contextmanager
@@ -205,12 +263,15 @@ def prepared(
         CheckpointError: The repository is malformed.
         MoechatError: The hub cannot be read.
     """
-    transfer = Transfer(remote, lambda _size: None, notice)
-    with tempfile.TemporaryDirectory(prefix="moechat-") as temporary:
+    transfer = Transfer(remote, lambda _size: None, _once(notice))
+    with (
+        tempfile.TemporaryDirectory(prefix="moechat-") as temporary,
+        called(Path(temporary), remote.title),
+    ):
         directory = Path(temporary)
-        selection = select(remote, transfer, directory)
+        selection = select(remote, transfer, directory, ref.variant)
         headers = read_headers(transfer, selection)
         checkpoint = announced(directory, remote, selection, headers)
         plan = plan_checkpoint(checkpoint)
         needed, made = make_plan(ref, remote, selection, checkpoint, plan, bits, paths, keep_source)
-        yield Download(ref, remote, selection, headers, made, paths, keep_source, needed)
+        yield Download(ref, transfer, selection, headers, made, paths, keep_source, needed)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from moechat.config import Paths
-from moechat.errors import CheckpointError, DoesNotFitError, StoreDamagedError, UnsupportedModelError
+from moechat.errors import DoesNotFitError, StoreDamagedError
 from moechat.hardware.identity import existing_parent
+from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
-from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.transfer import PART_SUFFIX, Transfer
-from moechat.store.checkpoint import INDEX_FILE, SINGLE_FILE, is_kept, read_index
+from moechat.hub.remote import RemoteRepository
+from moechat.hub.transfer import PART_SUFFIX
+from moechat.loading.selection import CONFIG, Selection, cached_file, source_path
+from moechat.store.announced import AnnouncedCheckpoint
 from moechat.store.convert import finished_files
+from moechat.store.disk_room import most_bytes_at_once
 from moechat.store.files import format_bytes
-from moechat.store.outline import SideFile, StoreOutline, outline_store
+from moechat.store.outline import ExpertsFile, PlannedFile, SideFile, StoreOutline, outline_store
 from moechat.store.quantizer import choose_solver, make_packer
 from moechat.store.source import CheckpointPlan
 from moechat.store.store import Store
-from moechat.store.supply import AnnouncedCheckpoint, Shard, ShardSupply, most_bytes_at_once
+from moechat.store.supply import ShardSupply
 from moechat.store.workspace import workspace_path
 
-_CONFIG = "config.json"
 ASIDE = ".aside"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_READERS = 8
 _MANIFEST_ROOM = 2 << 20
 _SAMPLE_NEURONS = 256
 _SAMPLE_WEIGHTS = 1 << 20
@@ -42,8 +40,8 @@ class DownloadPlan:
     """What a download takes, before its first shard.
 
     Attributes:
-        title: Repository, revision and commit.
-        licence: As the repository states it, or ``None``.
+        name: The model as ``moechat run`` takes it.
+        remote: Repository and commit.
         bits: Of an expert weight.
         config: ``config.json``, for plans of memory; gone with the download.
         destination: The store's directory.
@@ -54,13 +52,16 @@ class DownloadPlan:
         store_bytes: The finished store.
         expert_bytes: Experts in it.
         disk_bytes: What the disk has to hold beyond what lies there already, at the fullest moment.
+        ahead_bytes: The same if the next shard comes while others are converted.
         free_bytes: Of the disk.
+        reads_ahead: The next shard comes while others are converted: the disk has room for it.
+        overlaps: It does, and there is one for which that saves time.
         convert_s: Estimated seconds of converting on this machine; ``None`` where nobody knows.
         finished: The store is here already, made of this very commit.
     """
 
-    title: str
-    licence: str | None
+    name: str
+    remote: RemoteRepository
     bits: int
     config: Path
     destination: Path
@@ -71,7 +72,10 @@ class DownloadPlan:
     store_bytes: int
     expert_bytes: int
     disk_bytes: int
+    ahead_bytes: int
     free_bytes: int
+    reads_ahead: bool
+    overlaps: bool
     convert_s: float | None
     finished: bool
 
@@ -83,122 +87,11 @@ class DownloadPlan:
         """
         if self.disk_bytes > self.free_bytes:
             raise DoesNotFitError(
-                f"{self.title} needs {format_bytes(self.disk_bytes)} more on the disk of "
+                f"{self.remote.title} needs {format_bytes(self.disk_bytes)} more on the disk of "
                 f"{self.destination.parent}, {format_bytes(self.free_bytes)} are free",
                 hint=f"free {format_bytes(self.disk_bytes - self.free_bytes)}, choose fewer bits (--bits), "
                 "or set MOECHAT_HOME to a directory on a larger disk",
             )
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The files of a repository that a store is made of."""
-
-    side: tuple[RemoteFile, ...]
-    shards: dict[str, RemoteFile]
-    index: dict[str, str]
-
-
-def source_path(paths: Paths, remote: RemoteRepository) -> Path:
-    """Where shards of a repository at its commit lie while they are needed, or stay if they are kept."""
-    name = f"{remote.repository.replace('/', '--')}@{remote.commit[:12]}"
-    return paths.sources / name
-
-
-def cached_file(remote: RemoteRepository, name: str) -> Path | None:
-    """A file of the repository in the cache of huggingface_hub (``HF_HOME``), where another tool left it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(remote.repository, name, revision=remote.commit)
-    return Path(found) if isinstance(found, str) else None
-
-
-def select(remote: RemoteRepository, transfer: Transfer, directory: Path) -> Selection:
-    """Choose the files, by an allow-list; configuration and index are fetched into ``directory`` for it.
-
-    Raises:
-        CheckpointError: A file is missing, or the hub does not describe it.
-        UnsupportedModelError: There are no safetensors weights.
-        MoechatError: The hub cannot be read.
-    """
-    files = remote.files
-    if _CONFIG not in files:
-        raise CheckpointError(
-            f"{remote.title} has no {_CONFIG}: it is no transformers model",
-            hint=_other_formats(remote),
-        )
-    transfer.fetch(files[_CONFIG], directory / _CONFIG)
-    side = {_CONFIG: files[_CONFIG], **{name: file for name, file in files.items() if is_kept(name)}}
-    index: dict[str, str] = {}
-    if SINGLE_FILE in files:
-        names = [SINGLE_FILE]
-    elif INDEX_FILE in files:
-        transfer.fetch(files[INDEX_FILE], directory / INDEX_FILE)
-        side[INDEX_FILE] = files[INDEX_FILE]
-        index = read_index(directory)
-        names = sorted(set(index.values()))
-    else:
-        raise UnsupportedModelError(
-            f"{remote.title} has no safetensors weights{_seen(remote)}", hint=_other_formats(remote)
-        )
-    missing = [name for name in names if name not in files]
-    if missing:
-        raise CheckpointError(
-            f"{remote.title} lacks {missing[0]} ({len(missing)} of {len(names)} shards are missing)",
-            hint="its makers have not finished uploading it, or removed a part",
-        )
-    odd = [
-        file.path for file in (*side.values(), *(files[name] for name in names)) if not _is_described(file)
-    ]
-    if odd:
-        raise CheckpointError(f"the hub gives no size or hash for {odd[0]} of {remote.title}")
-    return Selection(tuple(side.values()), {name: files[name] for name in names}, index)
-
-
-def _is_described(file: RemoteFile) -> bool:
-    return file.size >= 0 and bool(file.identity)
-
-
-def _seen(remote: RemoteRepository) -> str:
-    pickle = next((name for name in sorted(remote.files) if name.lower().endswith(_PICKLES)), None)
-    if pickle is not None:
-        return f": they are pickles ({pickle}), which can run code when they are read"
-    gguf = next((name for name in sorted(remote.files) if name.lower().endswith(".gguf")), None)
-    return f": it holds GGUF files ({gguf})" if gguf else ""
-
-
-def _other_formats(remote: RemoteRepository) -> str:
-    return (
-        f"take the repository of {remote.repository.partition('/')[2]} that has config.json and .safetensors"
-    )
-
-
-def read_headers(transfer: Transfer, selection: Selection) -> dict[str, bytes]:
-    """The first bytes of every shard, several at once; see :meth:`Transfer.read_header`."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        try:
-            return dict(
-                zip(
-                    selection.shards,
-                    pool.map(transfer.read_header, selection.shards.values()),
-                    strict=True,
-                )
-            )
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def announced(
-    directory: Path, remote: RemoteRepository, selection: Selection, headers: dict[str, bytes]
-) -> AnnouncedCheckpoint:
-    """The checkpoint as far as its headers tell, identified by repository, commit and hashes."""
-    shards = {
-        name: Shard(directory / name, headers[name], file.size) for name, file in selection.shards.items()
-    }
-    # Licence and card count here: all of it is one commit.
-    files = {file.path: [file.size, file.identity] for file in (*selection.side, *selection.shards.values())}
-    return AnnouncedCheckpoint(directory, shards, selection.index, [remote.repository, remote.commit, files])
 
 
 def make_plan(
@@ -213,48 +106,63 @@ def make_plan(
 ) -> tuple[frozenset[str], DownloadPlan]:
     """Names of the shards that are still needed, and what it all takes."""
     destination = ref.library_path(paths.models, bits)
-    source = source_path(paths, remote)
+    source = source_path(paths, remote, selection)
     keep = keep_source or (source / KEPT).exists()
     sizes = {name: file.size for name, file in selection.shards.items()}
     outline = outline_store(checkpoint, plan, bits)
     supply = ShardSupply(checkpoint, plan.dense_keys, _Nowhere(), source / ASIDE, keep=keep)
     side_bytes = sum(file.size for file in selection.side)
-    store_bytes = outline.total_bytes + side_bytes - _side_bytes_in(outline)
+    # Of a GGUF model configuration and tokenizer are made, not fetched.
+    store_bytes = outline.total_bytes + side_bytes - (0 if selection.is_gguf else _side_bytes_in(outline))
     done = finished_files(checkpoint, plan, destination, bits=bits)
     missing = [file for file in outline.files if file.name not in done]
     needed = frozenset(sizes if keep else (name for file in missing for name in supply.shards_to_fetch(file)))
-    here = sum(_bytes_here(source / name) for name in needed)
+    lying = {name: _bytes_here(source / name) for name in sizes}
+    here = sum(lying[name] for name in needed)
     here += sum(_bytes_here(source / file.path) for file in selection.side)
     total = side_bytes + sum(sizes.values())
-    if keep:
-        most = total + store_bytes
-    else:
-        most = side_bytes * 2 + most_bytes_at_once(
-            supply.order(outline.files), supply, _dense_bytes(checkpoint, plan), sizes
-        )
-    cached = [
+    cached = {
         name
         for name in needed
         if not (source / name).exists() and cached_file(remote, name) is not None and not keep
-    ]
-    missing_bytes = side_bytes + sum(sizes[name] for name in needed if name not in cached) - here
-    taken = _disk_usage(workspace_path(destination)) + _disk_usage(source)
+    }
+    missing_bytes = side_bytes + sum(sizes[name] for name in needed - cached) - here
+    order = supply.order(missing)
+
+    def disk(ahead: bool) -> int:
+        if keep:
+            most = total + store_bytes
+        else:
+            written = outline.total_bytes - sum(file.nbytes for file in missing)
+            most = side_bytes * 2 + most_bytes_at_once(
+                order, supply, ahead=ahead, written=written, lying=lying
+            )
+        return max(0, most + _MANIFEST_ROOM - taken)
+
+    taken = disk_usage(workspace_path(destination)) + disk_usage(source)
+    free = shutil.disk_usage(existing_parent(paths.models)).free
+    with_ahead = disk(ahead=True)
+    reads_ahead = with_ahead <= free
+    to_come = {name for name in needed - cached if lying[name] < sizes[name]}
     finished = _is_finished(destination, checkpoint) and (not keep_source or missing_bytes <= 0)
     made = DownloadPlan(
-        title=remote.title,
-        licence=remote.licence,
+        name=ref.name,
+        remote=remote,
         bits=bits,
-        config=checkpoint.path / _CONFIG,
+        config=checkpoint.path / CONFIG,
         destination=destination,
         files=len(selection.side) + len(sizes),
         weight_files=len(sizes),
         download_bytes=total,
-        missing_bytes=max(0, missing_bytes),
+        missing_bytes=0 if finished else max(0, missing_bytes),
         store_bytes=store_bytes,
         expert_bytes=len(plan.layers) * outline.geometry.layer_bytes,
-        disk_bytes=0 if finished else max(0, most + _MANIFEST_ROOM - taken),
-        free_bytes=shutil.disk_usage(existing_parent(paths.models)).free,
-        convert_s=_convert_seconds(plan, bits),
+        disk_bytes=0 if finished else disk(reads_ahead),
+        ahead_bytes=0 if finished else with_ahead,
+        free_bytes=free,
+        reads_ahead=reads_ahead,
+        overlaps=reads_ahead and not finished and _comes_later(supply, order, to_come),
+        convert_s=0.0 if finished else _convert_seconds(plan, bits),
         finished=finished,
     )
     return needed, made
@@ -266,6 +174,9 @@ class _Nowhere:
     def fetch(self, name: str) -> Path:
         raise AssertionError(f"a plan brings no shard, and not {name}")
 
+    def expect(self, name: str | None) -> None:
+        raise AssertionError(f"a plan expects no shard, and not {name}")
+
     def discard(self, name: str) -> None:
         raise AssertionError(f"a plan has no shard to let go, and not {name}")
 
@@ -274,12 +185,10 @@ def _side_bytes_in(outline: StoreOutline) -> int:
     return sum(file.nbytes for file in outline.files if isinstance(file, SideFile))
 
 
-def _dense_bytes(checkpoint: AnnouncedCheckpoint, plan: CheckpointPlan) -> dict[str, int]:
-    dense = frozenset(plan.dense_keys)
-    return {
-        name: sum(entry.nbytes for key, entry in shard.tensors.items() if key in dense)
-        for name, shard in checkpoint.shards.items()
-    }
+def _comes_later(supply: ShardSupply, order: list[PlannedFile], to_come: set[str]) -> bool:
+    """Whether a shard is still to come when the first layer can be converted."""
+    first = next((file for file in order if isinstance(file, ExpertsFile)), None)
+    return first is not None and not to_come <= set(supply.shards_of(first))
 
 
 def _bytes_here(path: Path) -> int:
@@ -289,17 +198,6 @@ def _bytes_here(path: Path) -> int:
         except OSError:
             continue
     return 0
-
-
-def _disk_usage(directory: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total
 
 
 def _is_finished(destination: Path, checkpoint: AnnouncedCheckpoint) -> bool:

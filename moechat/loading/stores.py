@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moechat.config import user_paths
 from moechat.errors import UsageError
 from moechat.hub.library import note_use
 from moechat.hub.names import ModelRef
 from moechat.loading.model import Progress, Report
+from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
 from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
@@ -44,15 +47,26 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     assert ref.checkpoint is not None
     wanted = _DEFAULT_BITS if bits is None else bits
     destination = ref.library_path(user_paths().models, wanted)
-    checkpoint = Checkpoint.open(ref.checkpoint)
     manifest = destination / MANIFEST_NAME
     # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
-    if manifest.exists() and Manifest.read(manifest).source.fingerprint == checkpoint.fingerprint():
+    stored = Manifest.read(manifest).source.fingerprint if manifest.exists() else None
+    if ref.checkpoint.is_file():
+        # Reading a GGUF file's header and vocabulary takes seconds, so first whether that is needed.
+        if stored is not None and stored == gguf_fingerprint(all_parts(ref.checkpoint)):
+            return Store.open(destination)
+        with opened_gguf(ref.checkpoint) as opened:
+            return _converted(opened, ref, destination, wanted, report)
+    checkpoint = Checkpoint.open(ref.checkpoint)
+    if stored is not None and stored == checkpoint.fingerprint():
         return Store.open(destination)
+    return _converted(checkpoint, ref, destination, wanted, report)
+
+
+def _converted(checkpoint: Checkpoint, ref: ModelRef, destination: Path, bits: int, report: Report) -> Store:
     plan = plan_checkpoint(checkpoint)
 
     def on_convert(event: ConvertProgress) -> None:
         stage = "wait" if event.stage == "waiting" else "convert"
         report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
 
-    return convert(checkpoint, plan, destination, bits=wanted, source_name=ref.name, progress=on_convert)
+    return convert(checkpoint, plan, destination, bits=bits, source_name=ref.name, progress=on_convert)

@@ -120,7 +120,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     config = load_config(checkpoint.path)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(depth, int) and depth > len(checkpoint.keys()):
-        raise CheckpointError(f"{checkpoint.path} has {len(checkpoint.keys())} tensors for {depth} layers")
+        raise CheckpointError(f"{checkpoint.title} has {len(checkpoint.keys())} tensors for {depth} layers")
     skeleton = build_skeleton(config, torch.float32)
     expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
     plain: list[str] = []
@@ -171,7 +171,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     missing = missing_dense(skeleton, set(targets) | expert_names)
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path} lacks {len(missing)} tensors of the model, first {missing[0]!r}"
+            f"{checkpoint.title} lacks {len(missing)} tensors of the model, first {missing[0]!r}"
         )
     return plan
 
@@ -206,7 +206,7 @@ def _plan_layer(
     def source(suffix: str) -> Target:
         name = f"{entry.name}.{suffix}"
         if name not in targets:
-            raise CheckpointError(f"{checkpoint.path} has no tensors for {name}")
+            raise CheckpointError(f"{checkpoint.title} has no tensors for {name}")
         return targets[name]
 
     size, interleaved = entry.intermediate_size, entry.gate.interleaved

@@ -187,7 +187,7 @@ def read_config(source: Path) -> Any:
     Raises:
         UnsupportedModelError: It cannot be read or used; the message says why.
     """
-    with _without_warnings():
+    with without_warnings():
         return load_config(source)
 
 
@@ -197,12 +197,12 @@ def known_config(name: str) -> Any:
     Raises:
         UsageError: The name is unknown.
     """
-    with _without_warnings():
+    with without_warnings():
         return AutoConfig.for_model(**shape_values(name))
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Without what transformers says about spellings in configurations: to a plan they mean nothing."""
     before = logging.get_verbosity()
     logging.set_verbosity(ERROR)
@@ -232,7 +232,7 @@ def outline_model(config: Any, dtype: torch.dtype, dense_bits: int = 16) -> Mode
         UnsupportedModelError: The installed transformers cannot build it, it has no routed experts, or they
             are of a kind that moechat cannot run.
     """
-    with _without_warnings():
+    with without_warnings():
         skeleton = build_skeleton(config, dtype)
     chosen: list[int] = []
 

@@ -89,6 +89,12 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
 
     if ref.store is None:
         assert ref.checkpoint is not None
+        if ref.checkpoint.is_file():
+            from moechat.models.gguf_source import opened_gguf
+
+            with opened_gguf(ref.checkpoint) as opened, refusals_with_hint(ref.name):
+                config = read_config(opened.path)
+            return PlannedModel(ref.name, config, bits or _DEFAULT_BITS, "checkpoint")
         has_weights = any(ref.checkpoint.glob("*.safetensors"))
         weights = "checkpoint" if has_weights else "none"
         with refusals_with_hint(ref.name):

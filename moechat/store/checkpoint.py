@@ -67,12 +67,14 @@ class Checkpoint:
 
     Attributes:
         path: The directory.
+        title: What to call it in messages.
         config: The content of ``config.json``.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], tensors: TensorSet) -> None:
         """Use :meth:`open`."""
         self.path = path
+        self.title = str(path)
         self.config = config
         self.tensors = tensors
         self._fingerprint = self._current_fingerprint()
@@ -248,7 +250,7 @@ class Checkpoint:
         """
         if self._current_fingerprint() != self._fingerprint:
             raise CheckpointError(
-                f"{self.path} has changed since it was opened", hint="run the command again"
+                f"{self.title} has changed since it was opened", hint="run the command again"
             )
 
     def _current_fingerprint(self) -> str:
@@ -298,6 +300,11 @@ def is_kept(name: str) -> bool:
     # Control characters in a name would drive the terminal that a message shows them on.
     allowed = name.isprintable() and any(_matches(name, item) for item in _SIDE_FILES + _DOCUMENTS)
     return allowed and not any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _NEVER)
+
+
+def is_document(name: str) -> bool:
+    """Whether a file of this name is kept for people alone: licence, card, notices."""
+    return is_kept(name) and any(_matches(name, pattern) for pattern in _DOCUMENTS)
 
 
 def _select(key: str, shape: tuple[int, ...], expert: int | None, dimensions: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -230,3 +231,20 @@ def format_bytes(count: int) -> str:
         if value < 1024 or unit == "TiB":
             break
     return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+@contextmanager
+def called(directory: Path, title: str) -> Iterator[None]:
+    """Let errors in the block speak of what a passing directory stands for, not of the directory.
+
+    Args:
+        directory: Gone soon, so that its name tells people nothing.
+        title: What it holds the files of.
+    """
+    place = re.compile(re.escape(str(directory)) + r"(?:/([\w.-]+))?")
+    try:
+        yield
+    except MoechatError as error:
+        words = place.sub(lambda found: f"{found[1]} of {title}" if found[1] else title, str(error))
+        error.args = (words, *error.args[1:])
+        raise

@@ -20,7 +20,6 @@ import json
 import math
 import mmap
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
+from moechat.store.mapped_file import file_identity, opened_regular, release_pages
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 32
@@ -253,24 +253,12 @@ class SafetensorsFile:
             MoechatError: Of class ``error``; the file is missing, unreadable, or not what the module text
                 demands.
         """
-        try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer; it has no effect on regular files.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as problem:
-            raise error(f"{path} cannot be opened: {problem.strerror}") from problem
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise error(f"{path} is not a regular file")
+        with opened_regular(path, error) as (descriptor, status):
             data, data_start = _read_header(descriptor, status.st_size, str(path), error)
             tensors, metadata = parse_header(data, data_start, status.st_size, str(path), error)
             mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
             _prefer_huge_pages(mapping)
-        except OSError as problem:
-            raise error(f"{path} cannot be read: {problem.strerror}") from problem
-        finally:
-            os.close(descriptor)
-        return cls(path, tensors, metadata, data_start, mapping, _identity(status), error)
+        return cls(path, tensors, metadata, data_start, mapping, file_identity(status), error)
 
     def is_current(self) -> bool:
         """Whether the path still names the file that was opened, unaltered as far as its size and time tell.
@@ -278,7 +266,7 @@ class SafetensorsFile:
         Raises:
             OSError: There is no such file any more.
         """
-        return _identity(os.stat(self.path)) == self._identity
+        return file_identity(os.stat(self.path)) == self._identity
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor as a read-only view of the file, without a copy.
@@ -315,9 +303,7 @@ class SafetensorsFile:
 
     def release(self, start: int, end: int) -> None:
         """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, min(end, self.file_bytes) - first)
+        release_pages(self._mapping, start, end)
 
 
 def _prefer_huge_pages(mapping: mmap.mmap) -> None:
@@ -325,10 +311,6 @@ def _prefer_huge_pages(mapping: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(

@@ -1,0 +1,181 @@
+"""A GGUF file, or the parts of one, opened as a checkpoint.
+
+What a checkpoint has beside its weights (configuration, tokenizer, chat template) is written out of the
+file's metadata into a directory for as long as it is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.hub.names import gguf_parts
+from moechat.models.gguf import GgufModel, describe_gguf
+from moechat.models.shape import without_warnings
+from moechat.store.checkpoint import Checkpoint, read_config, tensor_set
+from moechat.store.files import called
+from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, require_decodable
+from moechat.store.gguf_header import GgufHeader
+from moechat.store.tensors import TensorSet
+
+# Part of every identity: stores of files that were understood differently are made anew.
+VERSION = 1
+
+
+class GgufCheckpoint(Checkpoint):
+    """A model in GGUF files; see :func:`opened_gguf`."""
+
+    def __init__(self, directory: Path, title: str, files: Sequence[Path], tensors: TensorSet) -> None:
+        """Use :func:`opened_gguf`.
+
+        Args:
+            directory: With ``config.json`` and tokenizer, made for it.
+            title: Name for messages.
+            files: The GGUF files.
+            tensors: Under the names of a checkpoint.
+        """
+        self._files = tuple(files)
+        super().__init__(directory, read_config(directory), tensors)
+        self.title = title
+
+    def _current_fingerprint(self) -> str:
+        for file in self.tensors.files:
+            try:
+                current = file.is_current()
+            except OSError as problem:
+                raise CheckpointError(f"{file.path} has changed: {problem.strerror}") from problem
+            if not current:
+                raise CheckpointError(f"{file.path} has changed since it was opened")
+        return gguf_fingerprint(self._files)
+
+
+@contextmanager
+def opened_gguf(path: Path) -> Iterator[GgufCheckpoint]:
+    """A GGUF file on this machine as a checkpoint, for the duration of a ``with`` block.
+
+    Args:
+        path: The file; of a model in parts any of them.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        UnsupportedModelError: moechat cannot read this model from GGUF files.
+    """
+    files = all_parts(path)
+    opened = [GgufFile.open(file) for file in files]
+    title = str(files[0])
+    require_all_parts([file.header for file in opened], title)
+    model = describe_gguf(joined_header([file.header for file in opened], title), title)
+    for file in opened:
+        require_decodable(file.header, str(file.path))
+    with tempfile.TemporaryDirectory(prefix="moechat-") as temporary, called(Path(temporary), title):
+        directory = Path(temporary)
+        write_side_files(directory, files[0], model)
+        views = {file.path.name: GgufView(file, sources_in(file.header, model.sources)) for file in opened}
+        yield GgufCheckpoint(directory, title, files, tensor_set(files[0].parent, views, {}))
+
+
+def all_parts(path: Path) -> list[Path]:
+    """All files of a model, in order; their names say how many there are.
+
+    Raises:
+        CheckpointError: One is missing.
+    """
+    names = gguf_parts(path.name)
+    if len(names) < 2:
+        return [path]
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {missing[0]} ({len(missing)} of {len(names)} parts are missing)",
+            hint="put all parts of the model into one directory",
+        )
+    return [path.parent / name for name in names]
+
+
+def gguf_fingerprint(files: Sequence[Path]) -> str:
+    """Identity of GGUF files on this machine, by name, size and time: without reading them.
+
+    Raises:
+        CheckpointError: One is gone.
+    """
+    digest = hashlib.sha256(f"gguf {VERSION}".encode())
+    try:
+        for file in files:
+            status = file.stat()
+            digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns]).encode())
+    except OSError as problem:
+        raise CheckpointError(f"{problem.filename} has changed: {problem.strerror}") from problem
+    return digest.hexdigest()
+
+
+def joined_header(headers: Sequence[GgufHeader], where: str) -> GgufHeader:
+    """The first part's header with the tensors of all.
+
+    Raises:
+        CheckpointError: A tensor is in two parts.
+    """
+    tensors = {}
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{where}: the tensor {name[:200]!r} is in two parts")
+            tensors[name] = tensor
+    return replace(headers[0], tensors=tensors)
+
+
+def require_all_parts(headers: Sequence[GgufHeader], where: str) -> None:
+    """Check that files are the parts of one model, by what they say of themselves.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    for number, header in enumerate(headers):
+        count, own = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+        if count in (0, 1) and len(headers) == 1:
+            continue
+        if count != len(headers) or own != number:
+            raise CheckpointError(
+                f"{where}: file {number + 1} of {len(headers)} says it is number {own} (from 0) of {count}",
+                hint="name the parts as they were split: model-00001-of-00003.gguf and so on",
+            )
+
+
+def sources_in(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, GgufSource]:
+    """Those of a model's tensors that lie in one file."""
+    return {name: source for name, source in sources.items() if source.tensor in header.tensors}
+
+
+def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
+    """Write configuration, tokenizer and chat template, so that the directory looks like a checkpoint's.
+
+    Args:
+        directory: Exists; files of these names are replaced.
+        file: The GGUF file, at least its header.
+        model: What it describes.
+
+    Raises:
+        UnsupportedModelError: transformers cannot rebuild the tokenizer.
+    """
+    for name, content in (("config.json", model.config), ("generation_config.json", model.generation)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if not model.has_vocabulary:
+        return
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        with without_warnings():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                str(file.parent), gguf_file=file.name, local_files_only=True
+            )
+            tokenizer.save_pretrained(str(directory))
+    except Exception as problem:  # whatever a vocabulary leads transformers to
+        raise UnsupportedModelError(
+            f"transformers cannot rebuild the tokenizer of {file.name}: {str(problem)[:300]}",
+            hint="take the model's own repository, with safetensors files",
+        ) from problem

@@ -1,0 +1,248 @@
+"""GGUF files under the tensor names of a transformers checkpoint: mapped, decoded when a tensor is read.
+
+Whatever a tensor is packed in, it appears as one of plain numbers: floats keep their type, packed ones become
+float32 where they are to be packed again, and float16 where they are kept, since a scale in these formats is
+a float16 and a code has at most 8 bits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
+from moechat.store.mapped_file import file_identity, opened_regular, release_pages
+from moechat.store.safetensors_file import TensorEntry
+
+F32, F16, BF16 = 0, 1, 30
+PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2")}
+_FP16_MAX = 65504.0
+# Weights decoded at once: the temporaries of one piece stay in the processor's caches.
+_PIECE = 1 << 20
+_CHUNK_BYTES = 8 << 20
+_WORKERS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSource:
+    """Where one tensor of a checkpoint lies in a GGUF file.
+
+    Attributes:
+        tensor: Name in the file.
+        dtype: Safetensors type that it appears as: its own for floats, else ``F32`` or ``F16``.
+        expert: Index in dimension 0; ``None`` takes all of it.
+        heads: Rows are those of so many attention heads, with the two halves of each interleaved, as
+            llama.cpp keeps them for its rotary embedding; 0: as in a checkpoint.
+    """
+
+    tensor: str
+    dtype: str
+    expert: int | None = None
+    heads: int = 0
+
+
+class GgufFile:
+    """A GGUF file, checked and mapped read-only.
+
+    Attributes:
+        path: The file.
+        header: What it says of itself.
+    """
+
+    def __init__(self, path: Path, header: GgufHeader, mapping: mmap.mmap, identity: tuple[int, ...]) -> None:
+        """Use :meth:`open`."""
+        self.path = path
+        self.header = header
+        self._mapping = mapping
+        self._identity = identity
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Check the header of ``path`` and map the file.
+
+        Raises:
+            CheckpointError: It cannot be read, or is no GGUF file, or a damaged one.
+        """
+        with opened_regular(path, CheckpointError) as (descriptor, status):
+            if not status.st_size:
+                raise CheckpointError(f"{path} is empty", hint="download or copy the file again")
+            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        with memoryview(mapping)[:MAX_HEADER_BYTES] as beginning:
+            header = parse_gguf_header(beginning, len(mapping), str(path))
+        assert header is not None  # only a beginning can be too short
+        return cls(path, header, mapping, file_identity(status))
+
+    def is_current(self) -> bool:
+        """Whether the path still names the file that was opened, unaltered as far as its size and time tell.
+
+        Raises:
+            OSError: There is no such file any more.
+        """
+        return file_identity(os.stat(self.path)) == self._identity
+
+    def rows(self, tensor: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
+        """The packed rows of a matrix, ``uint8 [rows, bytes]``, as they lie in the file."""
+        shape = tensor.shape if expert is None else tensor.shape[1:]
+        count = int(np.prod(shape[:-1], dtype=np.int64))
+        size = tensor.end - tensor.start
+        parts = 1 if expert is None else tensor.shape[0]
+        start = tensor.start + (expert or 0) * (size // parts)
+        return np.ndarray((count, size // parts // count), np.uint8, buffer=self._mapping, offset=start)
+
+    def release(self, start: int, end: int) -> None:
+        """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
+        release_pages(self._mapping, start, end)
+
+
+class GgufView:
+    """A GGUF file as a shard of a checkpoint; see :class:`moechat.store.tensors.TensorFile`.
+
+    Attributes:
+        path: The file.
+        tensors: By their names in the checkpoint, with the type they appear as; bytes are those in the file.
+    """
+
+    def __init__(self, file: GgufFile, sources: Mapping[str, GgufSource]) -> None:
+        """Give tensors their names.
+
+        Args:
+            file: The file.
+            sources: Where each tensor lies.
+        """
+        self.path = file.path
+        self._file = file
+        self._sources = dict(sources)
+        self.tensors: Mapping[str, TensorEntry] = entries(file.header, sources)
+
+    def is_current(self) -> bool:
+        """See :meth:`GgufFile.is_current`."""
+        return self._file.is_current()
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The tensor: a view of the file for floats, else decoded.
+
+        Raises:
+            CheckpointError: A value is too large for the type it is to appear as.
+        """
+        source, entry, tensor = self._of(name)
+        rows = self._file.rows(tensor, source.expert)
+        if source.heads:
+            rows = rows[_head_order(len(rows), source.heads)]
+        return self._values(rows, tensor.kind, source).reshape(entry.shape)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor, as it appears, in pieces of about 8 MiB.
+
+        Raises:
+            CheckpointError: As :meth:`array`.
+        """
+        source, entry, tensor = self._of(name)
+        rows = self._file.rows(tensor, source.expert)
+        order = _head_order(len(rows), source.heads) if source.heads else None
+        step = max(1, _CHUNK_BYTES // (4 * entry.shape[-1]))
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step] if order is None else rows[order[first : first + step]]
+            yield self._values(part, tensor.kind, source).tobytes()
+        self.release(entry.start, entry.end)
+
+    def release(self, start: int, end: int) -> None:
+        """See :meth:`GgufFile.release`."""
+        self._file.release(start, end)
+
+    def _of(self, name: str) -> tuple[GgufSource, TensorEntry, GgufTensor]:
+        source = self._sources[name]
+        return source, self.tensors[name], self._file.header.tensors[source.tensor]
+
+    def _values(self, rows: NDArray[np.uint8], kind: int, source: GgufSource) -> NDArray[Any]:
+        if kind in PLAIN and PLAIN[kind][0] == source.dtype:
+            return rows.view(PLAIN[kind][1])
+        values = decode(rows, kind)
+        if source.dtype == "F32":
+            return values
+        if not np.abs(values).max(initial=0.0) <= _FP16_MAX:
+            raise CheckpointError(
+                f"{self.path}: {source.tensor} has values that are not finite or above {_FP16_MAX:g}"
+            )
+        return values.astype(np.float16)
+
+
+def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:
+    """What tensors look like from outside, by their names in the checkpoint."""
+    found = {}
+    for name, source in sources.items():
+        tensor = header.tensors[source.tensor]
+        shape, start, end = tensor.shape, tensor.start, tensor.end
+        if source.expert is not None:
+            size = (end - start) // shape[0]
+            start += source.expert * size
+            shape, end = shape[1:], start + size
+        found[name] = TensorEntry(source.dtype, shape, start, end)
+    return found
+
+
+def require_decodable(header: GgufHeader, where: str) -> None:
+    """Find out before an hour of conversion whether every type in a file can be decoded.
+
+    Raises:
+        UnsupportedModelError: One cannot.
+    """
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    for kind in sorted({tensor.kind for tensor in header.tensors.values()} - PLAIN.keys()):
+        name = GGMLQuantizationType(kind)
+        try:
+            decode(np.zeros((1, GGML_QUANT_SIZES[name][1]), np.uint8), kind)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{where} has tensors of type {name.name}, which cannot be decoded",
+                hint="take a file in Q4_K_M, Q6_K, Q8_0 or F16",
+            ) from None
+
+
+def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
+    """Decode packed rows.
+
+    Args:
+        rows: ``uint8 [rows, bytes]``.
+        kind: ggml's number of the type.
+
+    Returns:
+        float32 ``[rows, columns]``.
+
+    Raises:
+        NotImplementedError: The gguf package does not decode this type.
+    """
+    from gguf import dequantize
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name = GGMLQuantizationType(kind)
+    block, block_bytes = GGML_QUANT_SIZES[name]
+    columns = rows.shape[1] // block_bytes * block
+    values = np.empty((len(rows), columns), np.float32)
+    step = max(1, _PIECE // columns)
+
+    def work(first: int) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):  # a scale may be NaN; who packs it will say so
+            values[first : first + step] = dequantize(rows[first : first + step], name)
+
+    firsts = range(0, len(rows), step)
+    if len(firsts) == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            list(pool.map(work, firsts))
+    return values
+
+
+def _head_order(rows: int, heads: int) -> NDArray[np.intp]:
+    """Which row of the file is each row of the checkpoint: halves of a head are interleaved there."""
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

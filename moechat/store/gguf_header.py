@@ -1,0 +1,247 @@
+"""Headers of GGUF files: a parser that trusts nothing.
+
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3): magic, version, number
+of tensors and of metadata values, the values, the descriptions of the tensors, padding, data. Numbers are
+little-endian, strings and arrays carry their length before them.
+
+A header is accepted only if every one of these holds; lengths are checked against what is there before
+anything of that size is made:
+
+* it ends inside the file and within ``MAX_HEADER_BYTES``;
+* no key and no tensor appears twice; names are UTF-8;
+* every tensor has a known type, one to four positive dimensions whose product cannot overflow, rows of whole
+  blocks, and lies inside the file.
+
+gguf's own reader makes an array for every word of a vocabulary (8 s for 150,000 words, against 0.2) and goes
+on past the end of a file as long as a count in it says so, so headers are read here. Blocks are decoded by
+that package.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from moechat.errors import CheckpointError
+
+MAX_HEADER_BYTES = 256 << 20
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MAX_NAME = 4096
+_MAX_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    number: struct.Struct(code)
+    for number, code in {
+        0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+    }.items()
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+_KIND = struct.Struct("<I")
+_KEPT_VALUES = 4096  # of an array; longer ones belong to vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArray:
+    """An array that is not kept: how many elements it has."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a file.
+
+    Attributes:
+        kind: ggml's number of its type.
+        shape: As in a checkpoint, rows before columns (the file has it the other way round).
+        start: First byte in the file.
+        end: Byte after the last.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says of itself.
+
+    Attributes:
+        metadata: Values by key: numbers, truth values, strings, tuples of numbers; :class:`GgufArray` for
+            arrays of strings and long ones.
+        tensors: By name.
+        nbytes: Where the data begins.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+    nbytes: int
+
+
+def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> GgufHeader | None:
+    """Check the header of a file.
+
+    Args:
+        data: The file, or its beginning.
+        file_bytes: Size of the whole file.
+        where: Its name, for messages.
+
+    Returns:
+        The header; ``None`` where ``data`` is a beginning that ends before it.
+
+    Raises:
+        CheckpointError: It is no GGUF file, or a damaged one.
+    """
+    cursor = _Cursor(data)
+    try:
+        return _parse(cursor, file_bytes, where)
+    except _EndedError:
+        if len(data) < min(file_bytes, MAX_HEADER_BYTES):
+            return None
+        if file_bytes > len(data):
+            raise CheckpointError(
+                f"{where} is refused: its header is longer than {MAX_HEADER_BYTES} bytes"
+            ) from None
+        raise CheckpointError(
+            f"{where} is damaged: it ends within its header, after {file_bytes} bytes",
+            hint="download or copy the file again",
+        ) from None
+    except (_MalformedError, UnicodeDecodeError) as problem:
+        raise CheckpointError(
+            f"{where} is damaged: {problem}", hint="download or copy the file again"
+        ) from None
+
+
+class _EndedError(Exception):
+    """The data end before the header does."""
+
+
+class _MalformedError(Exception):
+    """A value makes no sense."""
+
+
+class _Cursor:
+    """Reads from the beginning to the end; never beyond it."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self.position = 0
+
+    def bytes(self, count: int) -> bytes:
+        self.require(count)
+        self.position += count
+        return bytes(self._data[self.position - count : self.position])
+
+    def number(self, form: struct.Struct) -> Any:
+        self.require(form.size)
+        (value,) = form.unpack_from(self._data, self.position)
+        self.position += form.size
+        return value
+
+    def text(self, most: int | None = None) -> str:
+        length = self.number(_LENGTH)
+        if most is not None and length > most:
+            raise _MalformedError(f"a name in it has {length} bytes")
+        return self.bytes(length).decode("utf-8")
+
+    def skip(self, count: int) -> None:
+        self.require(count)
+        self.position += count
+
+    def require(self, count: int) -> None:
+        if count > MAX_HEADER_BYTES:
+            raise _MalformedError(f"a value in its header claims {count} bytes")
+        if count > len(self._data) - self.position:
+            raise _EndedError
+
+
+def _parse(cursor: _Cursor, file_bytes: int, where: str) -> GgufHeader:
+    if cursor.bytes(4) != _MAGIC:
+        raise _MalformedError("it does not begin like a GGUF file")
+    version = cursor.number(_KIND)
+    if version not in _VERSIONS:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise CheckpointError(
+                f"{where} is a big-endian GGUF file, which moechat does not read",
+                hint="take the little-endian file",
+            )
+        raise CheckpointError(
+            f"{where} has GGUF version {version}; moechat reads {_VERSIONS[0]} and {_VERSIONS[1]}",
+            hint="convert the model anew with a current llama.cpp",
+        )
+    tensor_count, value_count = cursor.number(_LENGTH), cursor.number(_LENGTH)
+    metadata: dict[str, Any] = {}
+    for _ in range(value_count):
+        key = cursor.text(_MAX_NAME)
+        if key in metadata:
+            raise _MalformedError(f"the key {key[:200]!r} appears twice")
+        metadata[key] = _value(cursor, cursor.number(_KIND))
+    places: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for _ in range(tensor_count):
+        name = cursor.text(_MAX_NAME)
+        if name in places:
+            raise _MalformedError(f"the tensor {name[:200]!r} appears twice")
+        places[name] = _place(cursor, name)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise _MalformedError(f"its alignment is {alignment!r}")
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors = {
+        name: _tensor(name, kind, shape, data_start + offset, file_bytes)
+        for name, (kind, shape, offset) in places.items()
+    }
+    return GgufHeader(metadata, tensors, data_start)
+
+
+def _value(cursor: _Cursor, kind: int) -> Any:
+    if kind in _SCALARS:
+        return cursor.number(_SCALARS[kind])
+    if kind == _STRING:
+        return cursor.text()
+    if kind != _ARRAY:
+        raise _MalformedError(f"a value in its header has the unknown type {kind}")
+    element, count = cursor.number(_KIND), cursor.number(_LENGTH)
+    if element == _STRING:
+        cursor.require(count * _LENGTH.size)
+        for _ in range(count):
+            cursor.skip(cursor.number(_LENGTH))
+        return GgufArray(count)
+    if element not in _SCALARS:
+        raise _MalformedError(f"an array in its header has elements of the type {element}")
+    form = _SCALARS[element]
+    if count > _KEPT_VALUES:
+        cursor.skip(count * form.size)
+        return GgufArray(count)
+    return tuple(cursor.number(form) for _ in range(count))
+
+
+def _place(cursor: _Cursor, name: str) -> tuple[int, tuple[int, ...], int]:
+    """Type, shape and offset from the beginning of the data."""
+    dimensions = cursor.number(_KIND)
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise _MalformedError(f"the tensor {name[:200]!r} has {dimensions} dimensions")
+    shape = tuple(cursor.number(_LENGTH) for _ in range(dimensions))[::-1]
+    return cursor.number(_KIND), shape, cursor.number(_LENGTH)
+
+
+def _tensor(name: str, kind: int, shape: tuple[int, ...], start: int, file_bytes: int) -> GgufTensor:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        raise _MalformedError(f"the tensor {name[:200]!r} has the unknown type {kind}") from None
+    if 0 in shape or shape[-1] % block:
+        raise _MalformedError(f"the tensor {name[:200]!r} has shape {list(shape)} in blocks of {block}")
+    nbytes = math.prod(shape) // block * block_bytes
+    if start + nbytes > file_bytes:
+        raise _MalformedError(
+            f"the tensor {name[:200]!r} lies at {start}..{start + nbytes}, the file has {file_bytes} bytes"
+        )
+    return GgufTensor(kind, shape, start, start + nbytes)
