@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moechat.chat.neutral import one_line
 from moechat.cli.files import writable
 from moechat.cli.options import check_load_flags
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
@@ -281,7 +282,7 @@ def _headline(result: Mapping[str, Any]) -> str:
     model, link, machine = result["model"], result["link"], result["machine"]
     resident = result["resident"]
     lines = [
-        f"{neutralise(str(model['name']))}: {model['expert_layers']} layers of {model['experts']} experts, "
+        f"{one_line(str(model['name']))}: {model['expert_layers']} layers of {model['experts']} experts, "
         f"{model['top_k']} a token, {model['bits']} bits, {format_bytes(model['all_expert_bytes'])} "
         f"of experts; {machine['threads']} threads, {machine['isa']}",
         f"expert blocks: {link['compute_rate'] / 1e9:.2f} GB/s computed, "

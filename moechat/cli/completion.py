@@ -1,23 +1,38 @@
-"""What the shell completes: models, systems and reference machines. Imports nothing slow."""
+"""What the shell completes: models, systems, values of options. Imports nothing slow.
+
+Names of files are left to the shell: it knows how to quote them. What is offered here is never quoted by
+bash, so nothing is offered that a shell would read as more than one plain word.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterable
 
-from moechat.config import Paths, user_paths
+from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
-from moechat.hub.library import list_stores, names_here
-from moechat.hub.names import ALIASES
+from moechat.hub.library import LibraryEntry, list_stores
+from moechat.hub.names import ALIASES, DEMO
+
+# Names come from manifests, which others may have written: `$(…)` in one must not reach a command line.
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./@:+=,%][A-Za-z0-9_./@:+=,%-]*", re.ASCII)
+_PATH = (".", "/", "~")
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names that ``run`` takes: models here, and aliases; directories where a path is begun."""
-    if incomplete.startswith((".", "/", "~")):
-        return _directories(incomplete)
-    return _beginning_with(incomplete, [*_of_library(names_here), *sorted(ALIASES)])
+    """Names that ``run`` takes: models here, and aliases; none where a path is begun."""
+    if incomplete.startswith(_PATH):
+        return []
+    here = _of_library(lambda entry: not entry.damaged)
+    return _beginning_with(incomplete, [DEMO, *here, *sorted(ALIASES)])
+
+
+def complete_plannable(incomplete: str) -> list[str]:
+    """The same, and the shapes that ``plan`` knows without weights."""
+    if incomplete.startswith(_PATH):
+        return []
+    return list(dict.fromkeys([*complete_models(incomplete), *complete_shapes(incomplete)]))
 
 
 def complete_aliases(incomplete: str) -> list[str]:
@@ -27,21 +42,18 @@ def complete_aliases(incomplete: str) -> list[str]:
 
 def complete_library(incomplete: str) -> list[str]:
     """Names of the models in the library, damaged ones too, those used last first."""
-    return _beginning_with(
-        incomplete, _of_library(lambda paths: [entry.title for entry in list_stores(paths)])
-    )
-
-
-def _of_library(names: Callable[[Paths], list[str]]) -> list[str]:
-    try:
-        return names(user_paths())
-    except UsageError:  # MOECHAT_HOME is no directory; a completion has nobody to tell
-        return []
+    return [] if incomplete.startswith(_PATH) else _beginning_with(incomplete, _of_library(lambda _: True))
 
 
 def complete_systems(incomplete: str) -> list[str]:
     """Names for ``--system``."""
     return _beginning_with(incomplete, list(SYSTEMS))
+
+
+def complete_system_list(incomplete: str) -> list[str]:
+    """Names for ``--systems``: the last of several, after a comma."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in complete_systems(last)]
 
 
 def complete_machines(incomplete: str) -> list[str]:
@@ -51,15 +63,72 @@ def complete_machines(incomplete: str) -> list[str]:
     return _beginning_with(incomplete, reference_names())
 
 
-def _beginning_with(incomplete: str, names: list[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+def complete_shapes(incomplete: str) -> list[str]:
+    """Names of the shapes that ship with the package, in either case."""
+    from moechat.hub.known_shapes import shape_names
+
+    return _beginning_with(incomplete.lower(), shape_names())
 
 
-def _directories(incomplete: str) -> list[str]:
-    head, _, tail = incomplete.rpartition("/")
-    base = f"{head}/" if "/" in incomplete else ""
+def complete_bits(incomplete: str) -> list[str]:
+    """Values of ``--bits``."""
+    from moechat.cli.options import BITS
+
+    return _beginning_with(incomplete, map(str, BITS))
+
+
+def complete_dense_bits(incomplete: str) -> list[str]:
+    """Values of ``--dense-bits``."""
+    from moechat.cli.options import DENSE_BITS
+
+    return _beginning_with(incomplete, map(str, DENSE_BITS))
+
+
+def complete_activation_bits(incomplete: str) -> list[str]:
+    """Values of ``--activation-bits``."""
+    from moechat.cli.options import ACTIVATION_BITS
+
+    return _beginning_with(incomplete, map(str, ACTIVATION_BITS))
+
+
+def complete_dtypes(incomplete: str) -> list[str]:
+    """Values of ``--dtype``."""
+    from moechat.cli.options import DTYPES
+
+    return _beginning_with(incomplete, DTYPES)
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Values of ``--device``; ``cuda:1`` and the like are for who has several cards."""
+    return _beginning_with(incomplete, ["cpu", "cuda"])
+
+
+def complete_tiers(incomplete: str) -> list[str]:
+    """Values of ``--near``."""
+    return _beginning_with(incomplete, ["gpu", "ram"])
+
+
+def complete_formats(incomplete: str) -> list[str]:
+    """Values of ``--format`` of an export."""
+    return _beginning_with(incomplete, ["md", "json"])
+
+
+def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
     try:
-        entries = sorted(os.scandir(Path(base or ".").expanduser()), key=lambda entry: entry.name)
-    except OSError:
+        entries = list_stores(user_paths())
+    except UsageError:  # MOECHAT_HOME is no directory; a completion has nobody to tell
         return []
-    return [f"{base}{entry.name}/" for entry in entries if entry.is_dir() and entry.name.startswith(tail)]
+    # A name that would have to be quoted is offered as that of its directory, if that need not be.
+    return [
+        entry.title if _PLAIN_WORD.fullmatch(entry.title) else entry.path.name
+        for entry in entries
+        if wanted(entry)
+    ]
+
+
+def _beginning_with(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if name.startswith(incomplete) and _PLAIN_WORD.fullmatch(name) is not None
+    ]

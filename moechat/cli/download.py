@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moechat.chat.neutral import one_line
+from moechat.cli.library import write_json
 from moechat.cli.options import BITS
 from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
 from moechat.cli.terminal import ask, neutralise, print_notice, write_output
 from moechat.config import user_paths
 from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError, UsageError
-from moechat.hub.names import hub_model, stored_commit
+from moechat.hub.failures import is_offline, offline_error
+from moechat.hub.names import ModelRef, hub_model, stored_commit
 from moechat.hub.remote import look_up
 
 if TYPE_CHECKING:
+    from moechat import Progress
     from moechat.loading.download import Download
     from moechat.loading.download_plan import DownloadPlan
+    from moechat.loading.model import Report
 
 # What a home connection may give; the time is said to be at this rate, as nobody knows the real one before.
 _RATE_BITS = 100_000_000
@@ -38,6 +45,7 @@ class DownloadCommand:
     dry_run: bool = False
     keep_source: bool = False
     quiet: bool = False
+    json: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -61,14 +69,18 @@ def download_to_run(model: str, bits: int | None, *, yes: bool, quiet: bool) -> 
         MoechatError: See :mod:`moechat.errors`.
     """
     command = DownloadCommand(model, _DEFAULT_BITS if bits is None else bits, quiet=quiet)
-    return _work(command, question=None if yes else "Download and convert it now?")
+    return _work(command, question=None if yes else "Download and convert it now?", to_run=True)
 
 
-def _work(command: DownloadCommand, question: str | None) -> bool:
+def _work(command: DownloadCommand, question: str | None, *, to_run: bool = False) -> bool:
     ref = hub_model(command.model)
-    remote = look_up(str(ref.repository), ref.revision)  # before seconds of importing torch
     here = ref.library_path(user_paths().models, command.bits)
-    if not (command.keep_source or command.dry_run) and _is_made_of(here, remote.commit):
+    if is_offline():
+        _say_what_is_here_offline(ref, here, command)
+        return True
+    say = (lambda _text: None) if command.quiet else print_notice
+    remote = look_up(str(ref.repository), ref.revision, say)  # before seconds of importing torch
+    if not (command.keep_source or command.dry_run or command.json) and _is_made_of(here, remote.commit):
         _say_here(remote.title, command)
         return True
     with LoadProgress(quiet=command.quiet) as progress:
@@ -81,16 +93,24 @@ def _work(command: DownloadCommand, question: str | None) -> bool:
         ) as work:
             if command.dry_run:
                 progress.stop()
-                write_output(sys.stdout, _described(work.plan) + "\n")
+                if command.json:
+                    write_json(_plan_json(work.plan, "planned"))
+                else:
+                    write_output(sys.stdout, _described(work.plan) + "\n")
                 return True
-            return _run(work, command, question, progress)
+            return _run(work, command, question, progress, to_run=to_run)
 
 
-def _run(work: Download, command: DownloadCommand, question: str | None, progress: LoadProgress) -> bool:
+def _run(
+    work: Download, command: DownloadCommand, question: str | None, progress: LoadProgress, *, to_run: bool
+) -> bool:
     plan = work.plan
     if plan.finished:
         progress.stop()
-        _say_here(plan.title, command)
+        work.note_commit()
+        _say_here(plan.remote.title, command)
+        if command.json:
+            write_json(_plan_json(plan, "already here"))
         return True
     if not command.quiet or question is not None:
         progress.stop()
@@ -100,9 +120,67 @@ def _run(work: Download, command: DownloadCommand, question: str | None, progres
     if question is not None and not ask(question, default=True):
         print_notice("nothing was downloaded")
         return False
+    facts = _plan_json(plan, "finished") if command.json else None  # its config.json goes with the download
     progress.start()
-    work.run(progress, progress.notice if not command.quiet else lambda _text: None)
+    started = time.monotonic()
+    reached = _Reached(progress)
+    try:
+        work.run(reached, progress.notice if not command.quiet else lambda _text: None)
+    except BaseException as error:
+        progress.stop()
+        if not command.quiet and not isinstance(error, Exception):  # Ctrl-C, or a signal
+            print_notice(reached.text)
+        raise
+    progress.stop()
+    if not command.quiet:
+        took = format_seconds(time.monotonic() - started)
+        print_notice(f"{plan.remote.title} is here after {took}, in {plan.destination}")
+        if not to_run:
+            print_notice(f"moechat run {shlex.quote(command.model)} talks to it")
+    if facts is not None:
+        write_json(facts)
     return True
+
+
+class _Reached:
+    """Passes reports on, and knows the last one of what has come."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._last: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage == "download":
+            self._last = progress
+        self._report(progress)
+
+    @property
+    def text(self) -> str:
+        """What is kept of a download that was stopped."""
+        if self._last is None:
+            return "stopped; the same command begins again"
+        done, total = format_bytes(self._last.done), format_bytes(self._last.total or 0)
+        return f"stopped: {done} of {total} are here or converted; the same command goes on"
+
+
+def _say_what_is_here_offline(ref: ModelRef, here: Path, command: DownloadCommand) -> None:
+    """Without a network a model that is here will do.
+
+    Raises:
+        OfflineError: It is not here, or more was asked for.
+    """
+    commit = stored_commit(here)
+    if (
+        commit is None
+        or command.keep_source
+        or command.dry_run
+        or command.json
+        or not _is_made_of(here, commit)
+    ):
+        raise offline_error(str(ref.repository), ref.revision, command.bits)
+    _say_here(f"{ref.name} ({commit[:12]})", command)
+    if not command.quiet:
+        print_notice("(HF_HUB_OFFLINE is set: nobody was asked for a newer one)")
 
 
 def _is_made_of(store: Path, commit: str) -> bool:
@@ -125,29 +203,56 @@ def _say_here(title: str, command: DownloadCommand) -> None:
 
 def _described(plan: DownloadPlan) -> str:
     """What it takes, a line for each thing."""
-    licence = f", licence {plan.licence}" if plan.licence else ""
-    others = plan.files - plan.weight_files
+    licence = f", licence {one_line(plan.remote.licence)}" if plan.remote.licence else ""
     lines = [
-        f"{plan.title}{licence}",
-        f"download  {format_bytes(plan.missing_bytes)} in {plan.weight_files} files of weights and {others} "
-        f"others{_already(plan)}",
+        f"{plan.remote.title}{licence}",
+        f"download  {_to_come(plan)}",
         f"store     {format_bytes(plan.store_bytes)} with {plan.bits} bits, in {plan.destination}",
-        f"disk      {format_bytes(plan.disk_bytes)} while it is made; {format_bytes(plan.free_bytes)} free",
-        f"memory    {_memory(plan)}",
+        f"disk      {_disk(plan)}",
+        f"memory    {_memory_text(plan)}",
         f"time      {_time(plan)}",
     ]
     return neutralise("\n".join(lines))
 
 
-def _already(plan: DownloadPlan) -> str:
-    here = plan.download_bytes - plan.missing_bytes
+def _to_come(plan: DownloadPlan) -> str:
+    others = plan.files - plan.weight_files
+    files = (
+        f"{plan.weight_files} file{'s' if plan.weight_files != 1 else ''} of weights and {others} "
+        f"other{'s' if others != 1 else ''}"
+    )
     if plan.finished:
-        return ": all of it is here, converted"
-    return f"; {format_bytes(here)} of {format_bytes(plan.download_bytes)} are done" if here else ""
+        return f"nothing: all of the {files} is here, converted"
+    done = plan.download_bytes - plan.missing_bytes
+    total = format_bytes(plan.download_bytes)
+    if not done:
+        return f"{total} in {files}"
+    return f"{format_bytes(plan.missing_bytes)}; {format_bytes(done)} of the {total} in {files} are done"
 
 
-def _memory(plan: DownloadPlan) -> str:
-    """The least that the model runs with on the CPU, what keeps all of it in memory, and what there is."""
+def _disk(plan: DownloadPlan) -> str:
+    text = f"{format_bytes(plan.disk_bytes)} while it is made; {format_bytes(plan.free_bytes)} free"
+    if plan.disk_bytes <= plan.free_bytes < plan.ahead_bytes:
+        text += f" ({format_bytes(plan.ahead_bytes)} would let it download while it converts)"
+    return text
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory for the model on the CPU, in bytes.
+
+    Attributes:
+        least: The least that it runs with; ``None`` where nobody knows.
+        everything: About what keeps all of it in memory.
+        available: What there is.
+    """
+
+    least: int | None
+    everything: int | None
+    available: int
+
+
+def _memory(plan: DownloadPlan) -> _Memory:
     import moechat
     from moechat.hardware.memory import available_bytes
 
@@ -158,16 +263,54 @@ def _memory(plan: DownloadPlan) -> str:
         least = error.least_bytes
     except MoechatError:  # a plan is more than a download needs
         pass
-    available = f"{format_bytes(available_bytes())} are available"
-    if least is None:
+    return _Memory(least, None if least is None else least + plan.expert_bytes, available_bytes())
+
+
+def _memory_text(plan: DownloadPlan) -> str:
+    memory = _memory(plan)
+    available = f"{format_bytes(memory.available)} are available"
+    if memory.least is None or memory.everything is None:
         return available
-    everything = format_bytes(least + plan.expert_bytes)
-    return f"runs with {format_bytes(least)}, all in memory with about {everything}; {available}"
+    everything = format_bytes(memory.everything)
+    return f"runs with {format_bytes(memory.least)}, all in memory with about {everything}; {available}"
+
+
+def _download_seconds(plan: DownloadPlan) -> float:
+    return plan.missing_bytes * 8 / _RATE_BITS
 
 
 def _time(plan: DownloadPlan) -> str:
-    seconds = plan.missing_bytes * 8 / _RATE_BITS
-    parts = [f"{format_seconds(seconds)} of downloading at 100 Mbit/s"]
+    parts = [f"{format_seconds(_download_seconds(plan))} of downloading at 100 Mbit/s"]
     if plan.convert_s is not None:
-        parts.append(f"about {format_seconds(plan.convert_s)} of converting on this machine")
+        overlap = "; they overlap" if plan.overlaps else ""
+        parts.append(f"about {format_seconds(plan.convert_s)} of converting on this machine{overlap}")
     return ", ".join(parts)
+
+
+def _plan_json(plan: DownloadPlan, status: str) -> dict[str, Any]:
+    """The same for programs; bytes and seconds, as they were before anything came."""
+    memory = _memory(plan)
+    return {
+        "status": status,
+        "name": plan.name,
+        "repository": plan.remote.repository,
+        "revision": plan.remote.revision,
+        "commit": plan.remote.commit,
+        "licence": plan.remote.licence,
+        "bits": plan.bits,
+        "files": plan.files,
+        "weight_files": plan.weight_files,
+        "download_bytes": plan.download_bytes,
+        "missing_bytes": plan.missing_bytes,
+        "store_bytes": plan.store_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "free_bytes": plan.free_bytes,
+        "ram_least_bytes": memory.least,
+        "ram_all_bytes": memory.everything,
+        "ram_available_bytes": memory.available,
+        "download_s": _download_seconds(plan),
+        "convert_s": plan.convert_s,
+        "overlap": plan.overlaps,
+        "destination": str(plan.destination),
+        "finished": plan.finished or status == "finished",
+    }

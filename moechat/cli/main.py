@@ -1,8 +1,8 @@
 """Entry point of the ``moechat`` command: arguments in, exit status out.
 
-Exit status: 0 ok (also when whoever reads the output has closed it), 1 something unexpected, 2 to 6 as in
-:mod:`moechat.errors`, 130 interrupted, 143 terminated. Errors go to stderr as ``error: …`` and ``hint: …``; a
-traceback only with ``MOECHAT_DEBUG=1``.
+Exit status: 0 ok (also when whoever reads the output has closed it), 1 something unexpected, 2 to 7 as in
+:mod:`moechat.errors`, 129 hung up, 130 interrupted, 143 terminated. Errors go to stderr as ``error: …`` and
+``hint: …``; a traceback only with ``MOECHAT_DEBUG=1``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from types import FrameType
 from typing import Any, NoReturn
 
 _INTERRUPTED = 128 + signal.SIGINT
-_TERMINATED = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an ``Exception``: only clean-up may come between it and the exit."""
+    """SIGTERM or SIGHUP arrived. Not an ``Exception``: only clean-up may come between it and the exit.
+
+    Args:
+        number: That of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = 128 + number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        end_on_signals()
         _prepare_standard_streams()
         warnings.showwarning = _show_warning
         # Imported here so that an interrupt or a broken installation ends as every other error does.
@@ -62,9 +69,19 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
     print_warning(str(message))
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait for any clean-up
-    raise Terminated
+def end_on_signals() -> None:
+    """Let SIGTERM, and SIGHUP unless it is ignored (``nohup``), end the program by :class:`Terminated`."""
+    signal.signal(signal.SIGTERM, _on_end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _on_end)
+
+
+def _on_end(number: int, frame: FrameType | None) -> NoReturn:
+    # A second SIGTERM does not wait for any clean-up; of SIGHUP one comes from the system when a terminal is
+    # gone, and often another from the shell.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise Terminated(number)
 
 
 def _prepare_standard_streams() -> None:
@@ -115,7 +132,7 @@ def _status(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED
     if isinstance(error, Terminated):
-        return _TERMINATED
+        return error.status
     if isinstance(error, BrokenPipeError):
         return 0
     if isinstance(error, SystemExit):

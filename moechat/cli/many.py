@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.chat.output import Nowhere
 from moechat.chat.reply import Reply, opens_thought
+from moechat.chat.settings import Generation
 from moechat.cli.counting import Counting
 from moechat.cli.options import RunOptions
 from moechat.cli.prompts_file import FilePrompt, PromptsFile, read_prompts
-from moechat.cli.terminal import write_json_line
+from moechat.cli.terminal import print_notice, write_json_line
 from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError, UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def read_many(options: RunOptions) -> PromptsFile:
 def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
     """Answer all prompts, each with an object on stdout as soon as it is done.
 
-    A prompt that cannot be answered (too long for the context, say) has an ``error`` in its object and leaves
-    the others alone.
+    A prompt that cannot be answered (too long for the context, say) has an ``error`` in its object, with the
+    ``answers`` to its turns before that, and leaves the others alone.
 
     Returns:
         The exit status: 0, that of the first error of a prompt, or 130 after Ctrl-C, whose partial answer
@@ -51,10 +52,13 @@ def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
     Raises:
         StoreDamagedError, DeviceLostError: No answer can come any more.
     """
-    status = tokens = 0
+    status = tokens = failed = 0
     with Counting(len(file.prompts), "answering", "answered", quiet=options.quiet) as counting:
         for number, prompt in enumerate(file.prompts):
             result: dict[str, Any] = {"line": prompt.line, "model": engine.name}
+            if prompt.key is not None:
+                result["id"] = prompt.key
+            named = len(result)
             replies: list[Reply] = []
             interrupted = False
             try:
@@ -63,7 +67,10 @@ def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
                 raise
             except MoechatError as error:
                 result["error"] = str(error)
+                if finished := [reply.text for reply in replies if reply.finish_reason]:
+                    result["answers"] = finished
                 status = status or error.exit_code
+                failed += 1
             except KeyboardInterrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
                 interrupted = True
@@ -71,19 +78,21 @@ def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
                     replies[-1].finish_reason = "interrupted"
             if "error" not in result and (replies or not interrupted):
                 result |= _told(replies, engine)
-            if len(result) > 2:
+            if len(result) > named:
                 write_json_line(sys.stdout, result)
             if interrupted:
                 return _INTERRUPTED
             tokens += sum(len(reply.tokens) for reply in replies)
             counting.show(number + 1, tokens)
+    if failed and not options.quiet:
+        print_notice(f"{failed} of {len(file.prompts)} prompts were not answered; their lines have an error")
     return status
 
 
 def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: list[Reply]) -> None:
     if options.completion:
         replies.append(Reply())
-        replies[-1].follow(engine.generate(prompt.turns[0], **options.generation), None)
+        replies[-1].follow(engine.generate(prompt.turns[0], **_settings(prompt, options)), None)
         return
     messages = list(prompt.opening)
     if options.system_prompt is not None and not any(one["role"] == "system" for one in messages):
@@ -91,7 +100,7 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
         tokens = engine.encode(messages)
-        steps = engine.generate(tokens, **options.generation)
+        steps = engine.generate(tokens, **_settings(prompt, options))
         replies.append(Reply())
         replies[-1].follow_apart(
             steps,
@@ -101,6 +110,12 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
             token_text=engine.token_text,
         )
         messages.append({"role": "assistant", "content": replies[-1].text})
+
+
+def _settings(prompt: FilePrompt, options: RunOptions) -> dict[str, Any]:
+    """Those of the command line, or of the prompt's own line where it has them."""
+    own = Generation(dict(prompt.settings)).arguments
+    return {**options.generation, **own}
 
 
 def _told(replies: list[Reply], engine: Engine) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moechat.cli.terminal import neutralise
+from moechat.chat.neutral import neutralise, one_line
 
 
 class Page:
@@ -52,11 +52,11 @@ class Page:
             align: Any = justify
             table.add_column(Text(name), justify=align, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(neutralise(cell)) for cell in row))
+            table.add_row(*(Text(one_line(cell)) for cell in row))
         self.console.print(table)
 
     def pairs(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Names and what belongs to them."""
+        """Names and what belongs to them, each on a line of its own whatever it holds."""
         from rich.table import Table
         from rich.text import Text
 
@@ -64,5 +64,5 @@ class Page:
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in rows:
-            table.add_row(Text(name), Text(neutralise(text)))
+            table.add_row(Text(one_line(name)), Text(one_line(text)))
         self.console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _TITLES = {
     "download": "downloading",
     "convert": "converting",
-    "wait": "waiting for another conversion of this model",
+    "wait": "waiting",
     "verify": "verifying",
     "load": "loading",
     "tune": "timing plans for this machine",
@@ -26,6 +27,7 @@ _TITLES = {
 _FIRST_LINE_AFTER_S = 3.0
 _LINE_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
+_RATE_OVER_S = 5.0
 
 
 class LoadProgress:
@@ -45,6 +47,7 @@ class LoadProgress:
         self._stage_first_done = 0
         self._shown_at = 0.0
         self._printed = False
+        self._came: deque[tuple[float, int]] = deque()
 
     def __enter__(self) -> LoadProgress:
         self.start()
@@ -93,6 +96,7 @@ class LoadProgress:
             self._end_stage()
             self._stage, self._stage_started, self._stage_first_done = report.stage, now, report.done
             self._shown_at, self._printed = 0.0, False
+            self._came.clear()
             if self._bar is not None and self._task is not None:
                 self._bar.remove_task(self._task)  # each stage has its own clock
                 self._task = self._add_task()
@@ -101,17 +105,29 @@ class LoadProgress:
         if self._bar is not None and self._task is not None:
             self._shown_at = now
             in_bytes = report.total is not None and report.total > 1 and report.stage != "tune"
+            size = f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else ""
+            if report.stage == "download":
+                size += self._rate(report, now)
             self._bar.update(
                 self._task,
                 description=_TITLES.get(report.stage, report.stage),
                 completed=report.done,
                 total=report.total,
-                size=f"{format_bytes(report.done)} of {format_bytes(report.total or 0)}" if in_bytes else "",
+                size=size,
                 detail=_one_line(report.detail),
             )
         elif self._line_is_due(now):
             self._shown_at, self._printed = now, True
             print_notice(self._line(report, now))
+
+    def _rate(self, report: Progress, now: float) -> str:
+        """Bytes a second of the last seconds, as text."""
+        self._came.append((now, report.done))
+        while now - self._came[0][0] > _RATE_OVER_S:
+            self._came.popleft()
+        since, before = self._came[0]
+        span = now - since
+        return f", {format_bytes(max(0, report.done - before) / span)}/s" if span > 1 else ""
 
     def _line_is_due(self, now: float) -> bool:
         if self._printed:
@@ -132,10 +148,9 @@ class LoadProgress:
 
     def _end_stage(self) -> None:
         # A conversion is done once for a model; so it is worth a word that it is kept.
-        if self._stage in ("convert", "download") and not self._quiet:
+        if self._stage == "convert" and not self._quiet:
             took = format_seconds(time.monotonic() - self._stage_started)
-            done = "converted" if self._stage == "convert" else "downloaded and converted"
-            print_notice(f"{done} in {took}, and kept for the next time")
+            print_notice(f"converted in {took}, and kept for the next time")
         self._stage = ""
 
 
@@ -168,6 +183,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def _make_bar() -> Bar:
+    from rich.console import RenderableType
+    from rich.constrain import Constrain
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     columns: list[Any] = [
@@ -178,4 +195,14 @@ def _make_bar() -> Bar:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[detail]}", markup=False, style="dim"),
     ]
-    return Progress(*columns, console=console(), transient=True)
+    shown_on = console()
+
+    class Narrower(Progress):
+        """Leaves room for the ^C that a terminal shows: in a full line it would begin another, and the bar
+        would be left behind in the one before.
+        """
+
+        def get_renderable(self) -> RenderableType:
+            return Constrain(super().get_renderable(), max(shown_on.width - 3, 10))
+
+    return Narrower(*columns, console=shown_on, transient=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moechat.chat.settings import NAMES, checked
 from moechat.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -25,11 +27,15 @@ class FilePrompt:
         line: Where it stands, from 1.
         opening: Messages before the first turn; empty for plain texts.
         turns: What the user says, one after the other, at least one.
+        settings: Of the answers, by the names of ``moechat.chat.settings``; for this prompt alone.
+        key: The line's ``id``, any JSON value; ``None`` if it has none.
     """
 
     line: int
     opening: Messages
     turns: list[str]
+    settings: Mapping[str, float] = field(default_factory=dict)
+    key: Any = None
 
     @property
     def is_plain(self) -> bool:
@@ -57,7 +63,8 @@ def read_prompts(path: str, option: str = "--prompts") -> PromptsFile:
     in ``.txt`` a plain text a line; others are taken for the first if they begin with ``{``. Empty lines are
     left out. Of an object the first of :data:`KEYS` counts: ``messages`` are a conversation, of which what
     follows the last word of the user is left out; ``turns`` are what a user says one after the other; the
-    others are single texts.
+    others are single texts. Settings of answers (``temperature``, ``max_tokens`` and the others of the chat)
+    and an ``id`` may stand beside it; other keys, which data sets have many of, mean nothing.
 
     Args:
         path: Of the file.
@@ -137,7 +144,37 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
     if key is None:
         raise refuse(f"none of {', '.join(KEYS)} in it")
     used.append(key)
-    value = entry[key]
+    try:
+        settings = _settings(entry)
+    except UsageError as error:
+        raise refuse(str(error)) from None
+    opening, turns = _said(key, entry[key], refuse)
+    return FilePrompt(number, opening, turns, settings, entry.get("id"))
+
+
+def _settings(entry: dict[str, Any]) -> dict[str, float]:
+    """The settings in an object; ``null`` is none.
+
+    Raises:
+        UsageError: One is no number, or out of range.
+    """
+    settings: dict[str, float] = {}
+    for name in NAMES:
+        value = entry.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{name} is no number")
+        settings[name] = checked(name, value)
+    return settings
+
+
+def _said(key: str, value: Any, refuse: Callable[[str], UsageError]) -> tuple[Messages, list[str]]:
+    """What comes before the first turn, and the turns.
+
+    Raises:
+        UsageError: The value is not what stands under such a key.
+    """
     if key == "messages" or (isinstance(value, list) and value and isinstance(value[0], dict)):
         messages = _messages(value)
         if messages is None:
@@ -146,7 +183,7 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
             messages.pop()
         if not messages:
             raise refuse(f"{key} has no message of the user")
-        return FilePrompt(number, messages[:-1], [messages[-1]["content"]])
+        return messages[:-1], [messages[-1]["content"]]
     turns = value if key == "turns" else [value]
     if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise refuse(f"{key} is no text" if key != "turns" else "turns is no list of texts")
@@ -154,7 +191,7 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
         raise refuse("turns is empty")
     if any(_has_surrogate(turn) for turn in turns):
         raise refuse(f"{key} is no Unicode text")
-    return FilePrompt(number, [], turns)
+    return [], turns
 
 
 def _messages(value: Any) -> Messages | None:

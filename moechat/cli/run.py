@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.chat.asking import ask
 from moechat.chat.conversation import Conversation, Mark, Turn
-from moechat.chat.output import Nowhere, Sink, Thoughts
+from moechat.chat.output import can_redraw
 from moechat.chat.reply import Reply
+from moechat.chat.showing import Showing, View
+from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
 from moechat.cli.options import RunOptions
 from moechat.cli.progress import LoadProgress, format_bytes
 from moechat.cli.prompt import read_prompt
 from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import Answer, ClosedStream, can_ask, is_animated, print_notice, write_json_line
+from moechat.cli.terminal import ClosedStream, can_ask, is_animated, print_notice, write_json_line
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.hub.failures import is_offline, offline_error
 from moechat.hub.names import hub_model, resolve
@@ -91,7 +93,7 @@ def _is_absent(options: RunOptions) -> bool:
     except NotInLibraryError as error:
         if is_offline():
             ref = hub_model(options.model)
-            raise offline_error(str(ref.repository), ref.revision) from None
+            raise offline_error(str(ref.repository), ref.revision, options.bits) from None
         if not options.yes and not can_ask():
             error.hint = (
                 f"{error.hint}, or --yes with the same command; --dry-run with download shows what it takes"
@@ -111,16 +113,18 @@ def _chat(options: RunOptions) -> int:
     conversation, _ = _conversation(options)
     # What is typed while the model is loaded is the first message.
     with (
-        held_keys() if has_editor() else nullcontext(),
+        held_keys if has_editor() else nullcontext(),
         LoadedModels(lambda name: _ready(replace(options, model=name), chat=True), options.model) as models,
     ):
-        return Chat(
+        status = Chat(
             models,
             options.chat,
             ConsoleVoice(),
             conversation=conversation if options.resumes else None,
             sessions=sessions_path() if options.save else None,
         ).run()
+        no_more_interrupts()  # impatience must not break the way out
+        return status
 
 
 def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
@@ -225,48 +229,80 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
 def _answer_once(
     engine: Engine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
 ) -> int:
-    answer: Sink = Nowhere() if options.json else Answer(sys.stdout)
-    reply = Reply()
-    status = 0
+    """Ask, show the answer, and keep it where it belongs to a conversation, however it ends.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        MoechatError: There is no answer, or it broke off, or it cannot be written.
+    """
+    reply, shown = Reply(), Showing(_view(options))
     mark: Mark = ""
-    try:
-        if options.completion:
-            reply.follow(engine.generate(prompt, **options.generation), answer)
-        else:
-            asked = ask(engine, conversation, prompt, options.chat.generation)
-            if asked.told_from > conversation.told_from and not options.quiet:
-                print_notice(f"(the {2 * asked.told_from} oldest messages were left out)")
-            reply.follow_apart(
-                asked.steps,
-                answer,
-                _thoughts(options),
-                thinking=asked.thinking,
-                token_text=engine.token_text,
-            )
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
-        reply.finish_reason = "interrupted"
-        status = _INTERRUPTED
-        mark = "stopped"
-    answer.end()
-    if options.json:
-        _print_json(engine, reply)
-    if reply.finish_reason == "length":
-        mark = "cut"
-        if not options.quiet:
-            print_notice(f"(cut off after {len(reply.tokens)} tokens)")
-    if options.stats:
-        print_stats(engine.stats.to_json())
+    lost: BaseException | None = None
+    with OneInterrupt().watching() as interrupts, when_continued(shown.answer.moved):
+        try:
+            _follow(engine, prompt, options, conversation, reply, shown)
+            mark = "cut" if reply.finish_reason == "length" else ""
+        except KeyboardInterrupt:
+            reply.finish_reason, mark = "interrupted", "stopped"
+        except Exception as error:
+            mark, lost = ("stopped" if isinstance(error, BrokenPipeError) else "failed"), error
+        except BaseException as error:  # terminated
+            mark, lost = "stopped", error
+        interrupts.over()
+    no_more_interrupts()
+    if lost is None:
+        try:
+            shown.end()
+        except (MoechatError, OSError) as error:
+            lost = error
+    else:
+        shown.end_somehow()
     if reply.text and not options.completion:
         conversation.add(Turn(prompt, reply.text, reply.thinking, mark, engine.name, time.time()))
         recorder.keep(conversation)
-    return status
+    if lost is not None:
+        raise lost
+    if options.json:
+        _print_json(engine, reply)
+    if mark == "cut" and not options.quiet:
+        print_notice(f"(cut off after {len(reply.tokens)} tokens)")
+    if options.stats:
+        print_stats(engine.stats.to_json())
+    return _INTERRUPTED if mark == "stopped" else 0
 
 
-def _thoughts(options: RunOptions) -> Sink:
-    if options.hide_thinking or options.quiet or options.json:
-        return Nowhere()
-    return Thoughts(sys.stderr, dim=is_animated())
+def _follow(
+    engine: Engine,
+    prompt: str,
+    options: RunOptions,
+    conversation: Conversation,
+    reply: Reply,
+    shown: Showing,
+) -> None:
+    shown.waiting.start()
+    if options.completion:
+        steps = engine.generate(prompt, progress=shown.waiting.progress, **options.generation)
+        reply.follow(steps, shown.answer)
+        return
+    asked = ask(engine, conversation, prompt, options.chat.generation, shown.waiting.progress)
+    if asked.told_from > conversation.told_from and not options.quiet:
+        with shown.waiting.hidden():
+            print_notice(f"(the {2 * asked.told_from} oldest messages were left out)")
+    reply.follow_apart(
+        asked.steps, shown.answer, shown.thoughts, thinking=asked.thinking, token_text=engine.token_text
+    )
+
+
+def _view(options: RunOptions) -> View:
+    return View(
+        answer=not options.json,
+        rendered=not (options.raw or options.completion) and can_redraw(sys.stdout),
+        thoughts=not (options.hide_thinking or options.quiet or options.json),
+        animated=is_animated(),
+        waits=not options.quiet,
+    )
 
 
 def _print_json(engine: Engine, reply: Reply) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json as json_form
 import sys
-import time
-from datetime import datetime
-from pathlib import Path
 from typing import Literal
 
-from moechat.chat.conversation import MARKS, Turn
+from moechat.chat.conversation import Turn, described
+from moechat.chat.files import path_of, write_text
+from moechat.chat.listing import listed
 from moechat.chat.neutral import one_line
 from moechat.chat.output import Thoughts
 from moechat.chat.sessions import Sessions, Summary, sessions_path
-from moechat.chat.transcript import format_of, write_as, write_text
+from moechat.chat.transcript import format_of, write_as
 from moechat.cli.terminal import Answer, is_animated, print_notice, write_output
 from moechat.errors import SessionNotFoundError, UsageError
 
@@ -77,33 +76,36 @@ def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
     answer = Answer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
     answer.write(turn.answer)
     answer.end()
-    notes = [MARKS[turn.mark]] if turn.mark else []
+    notes = [described(turn.mark)] if turn.mark else []
     if notes or taken_back:
         print_notice(f"({', '.join([*notes, *['taken back'] * taken_back])})")
 
 
-def export_session(key: int, form: str | None, out: Path | None) -> int:
+def export_session(key: int, form: str | None, out: str | None) -> int:
     """Write a conversation as Markdown or JSON; returns the exit status.
 
     Raises:
         SessionNotFoundError: There is none of this number.
-        UsageError: There is no such form, or the file exists already.
+        UsageError: There is no such form, the file exists already, or its name is none of a file or says no
+            form.
+        MoechatError: The file cannot be written.
     """
     if form not in (None, "md", "json"):
         raise UsageError(f"--format is {one_line(form or '')}; this version knows md and json")
     wanted: Literal["md", "json"] = "json" if form == "json" else "md"
-    if form is None and out is not None:
-        wanted = format_of(out)
+    path = None if out is None else path_of(out)
+    if form is None and path is not None:
+        wanted = format_of(path)
     with _open() as sessions:
         text = write_as(sessions.get(key), wanted)
-    if out is None:
+    if path is None:
         if sys.stdout.isatty():
             Answer(sys.stdout).write(text)
         else:
             write_output(sys.stdout, text)
     else:
-        write_text(out, text, replace_it=False)
-        print_notice(f"conversation {key}: {one_line(str(out))}")
+        write_text(path, text)
+        print_notice(f"conversation {key}: {one_line(str(path))}")
     return 0
 
 
@@ -152,16 +154,6 @@ def _print(found: list[Summary], *, json: bool) -> None:
         return
     width = max((len(str(summary.key)) for summary in found), default=1)
     for summary in found:
-        turns = f"{summary.turns:>3} turn{'s' if summary.turns != 1 else ' '}"
-        line = f"{summary.key:>{width}}  {_when(summary.updated):>12}  {turns}  {one_line(summary.model)}  "
-        write_output(sys.stdout, line + one_line(summary.title) + "\n")
+        write_output(sys.stdout, f"{summary.key:>{width}}  {listed(summary)}\n")
         if summary.found:
             write_output(sys.stdout, f"{'':{width}}  {one_line(' '.join(summary.found.split()))}\n")
-
-
-def _when(moment: float) -> str:
-    """A time for people: of today, of this year, or before."""
-    then, now = datetime.fromtimestamp(moment), datetime.fromtimestamp(time.time())
-    if then.date() == now.date():
-        return then.strftime("%H:%M")
-    return then.strftime("%d %b %H:%M" if then.year == now.year else "%d %b %Y")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from moechat.cli.completion import complete_formats
 
 Action = Callable[[], int]
 
@@ -71,12 +72,13 @@ def _export(
         typer.Option(
             "--format",
             metavar="md|json",
+            autocompletion=complete_formats,
             help="By the file's name if not given; else md.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--output", "-o", metavar="FILE", help="A new file; stdout if not given."),
     ] = None,
 ) -> Action:

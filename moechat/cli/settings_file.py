@@ -1,13 +1,16 @@
 """Values of options from variables and from the settings file, below what the command line says.
 
-Every option ``--some-name`` of every command but ``--yes`` can be given as the variable
-``MOECHAT_SOME_NAME``, and as ``some-name`` in ``config.toml`` in the user's configuration directory: at its
-top for all commands that have such an option, in a table named like a command for that one.
+Every option ``--some-name`` of every command, but those that say what is deleted and without which question,
+can be given as the variable ``MOECHAT_SOME_NAME``, and as ``some-name`` in ``config.toml`` in the user's
+configuration directory: at its top for all commands that have such an option, in a table named like a command
+for that one.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +22,16 @@ from moechat.errors import UsageError
 
 FILE = "config.toml"
 PREFIX = "MOECHAT_"
-# The last must be said each time: `rm` asks before it deletes.
-_NOT_FROM_HERE = {"help", "version", "install-completion", "show-completion", "yes"}
+# Variables of ours that are no options.
+OWN_VARIABLES = frozenset(
+    PREFIX + name for name in ("HOME", "DEBUG", "ISA", "CUDA_GRAPHS", "CUDA_DRIVER", "PYTHON", "TORCH_INDEX")
+)
+# `rm` asks before it deletes: the answer must be given each time, and so must what it is about. What `show`
+# shows should be what `rm` with the same words removes.
+_NOT_FROM_HERE = {"help", "version", "yes"}
+_NOT_FROM_HERE_OF = {"rm": {"bits", "leftovers", "sources"}, "show": {"bits"}}
+# Commands under another name: settings of the one are settings of the other.
+_SAME = {"pull": "download", "ls": "list"}
 _MOST_BYTES = 1 << 20
 
 
@@ -47,8 +58,15 @@ def read_settings(paths: Paths) -> Settings:
     """
     path = paths.config / FILE
     try:
-        with open(path, "rb") as file:
-            content = tomllib.loads(file.read(_MOST_BYTES).decode())
+        # Opening a pipe that nobody writes to would wait for ever.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            kind = os.fstat(file.fileno()).st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):  # /dev/null is a way to say: nothing
+                raise UsageError(f"the settings file {path} is no file", hint="move it away")
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise UsageError(f"the settings file {path} has more than {_MOST_BYTES:,} bytes")
+        content = tomllib.loads(text.decode())
     except FileNotFoundError:
         return Settings(path)
     except OSError as error:
@@ -78,7 +96,7 @@ def apply_settings(group: Any, settings: Settings) -> dict[str, dict[str, Any]]:
     Raises:
         UsageError: The file names what is no option or command, or has a table or list for a value.
     """
-    options = {name: _options(command) for name, command in group.commands.items()}
+    options = {name: options_of(command) for name, command in group.commands.items()}
     for of in options.values():
         for name, parameter in of.items():
             parameter.envvar = variable_of(name)
@@ -92,13 +110,20 @@ def apply_settings(group: Any, settings: Settings) -> dict[str, dict[str, Any]]:
             _require(name, set(options[command]), settings.path, f"option of {command}")
     chosen: dict[str, dict[str, Any]] = {}
     for command, of in options.items():
-        values = {**settings.general, **settings.of.get(command, {})}
         found = {
-            of[name].name: _plain(name, value, settings.path) for name, value in values.items() if name in of
+            of[name].name: _plain(name, value, of[name], settings.path)
+            for name, value in values_of(command, settings).items()
+            if name in of
         }
         if found:
             chosen[command] = found
     return chosen
+
+
+def values_of(command: str, settings: Settings) -> dict[str, Any]:
+    """What the file says for a command, by option; some may be options of other commands only."""
+    same = settings.of.get(_SAME.get(command, ""), {})
+    return {**settings.general, **same, **settings.of.get(command, {})}
 
 
 def variable_of(option: str) -> str:
@@ -106,25 +131,13 @@ def variable_of(option: str) -> str:
     return PREFIX + option.upper().replace("-", "_")
 
 
-def origins_of(context: Any) -> dict[str, str]:
-    """Where the values come from that a variable or the file gave, in words, by parameter."""
+def options_of(command: Any) -> dict[str, Any]:
+    """Options of a command that may be set, by their long names without the hyphens before it."""
     found = {}
-    for option, parameter in _options(context.command).items():
-        source = context.get_parameter_source(parameter.name)
-        name = None if source is None else source.name
-        if name == "ENVIRONMENT":
-            found[parameter.name] = f"from {variable_of(option)}"
-        elif name == "DEFAULT_MAP":
-            found[parameter.name] = f"from {FILE}"
-    return found
-
-
-def _options(command: Any) -> dict[str, Any]:
-    """Options of a command by their long names, without the hyphens before it."""
-    found = {}
+    never = _NOT_FROM_HERE | _NOT_FROM_HERE_OF.get(command.name, set())
     for parameter in command.params:
         names = [name[2:] for name in parameter.opts if name.startswith("--")]
-        if names and names[0] not in _NOT_FROM_HERE:
+        if names and names[0] not in never:
             found[names[0]] = parameter
     return found
 
@@ -145,7 +158,13 @@ def _require(name: str, known: set[str], path: Path, kind: str) -> None:
     raise UsageError(f"the settings file {path} sets {name!r}, which is no {kind}", hint=hint)
 
 
-def _plain(name: str, value: Any, path: Path) -> Any:
+def _plain(name: str, value: Any, parameter: Any, path: Path) -> Any:
+    # Python would take true for 1.
+    if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
+        raise UsageError(
+            f"the settings file {path} says {name} = {str(value).lower()}, which is no switch",
+            hint=f"give it a value, as for --{name}",
+        )
     if isinstance(value, bool | int | float | str):
         return value
     raise UsageError(

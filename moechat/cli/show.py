@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from moechat.chat.neutral import one_line
 from moechat.cli.library import entry_json, size_text, write_json
 from moechat.cli.page import Page
 from moechat.cli.terminal import write_output
@@ -17,6 +18,8 @@ from moechat.hub.library import LibraryEntry, find_stores, read_entry
 from moechat.hub.names import resolve
 
 # Names under which families state how many experts a token takes.
+_HEAD = ("lm_head.weight", "output.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _MAX_CARD = 1 << 20
 _LICENCE = re.compile(r"^licen[sc]e(?:_name)?:\s*[\"']?([^\"'\n#]+)", re.MULTILINE)
@@ -38,7 +41,7 @@ def show_model(model: str, bits: int | None, *, json: bool) -> int:
     for number, facts in enumerate(shown):
         if number:
             page.line()
-        page.line(str(facts["name"]), "bold")
+        page.line(one_line(str(facts["name"])), "bold")
         page.pairs(_rows(facts))
     write_output(sys.stdout, page.text)
     return 0
@@ -68,14 +71,18 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
     per_expert = 3 * geometry.hidden_size * geometry.intermediate_size
     if geometry.has_bias:
         per_expert += 2 * geometry.intermediate_size + geometry.hidden_size
-    dense = sum(math.prod(store.dense.info(key)[1]) for key in store.dense)
+    # A token reads one row of the embedding; where that is the head too, all of it.
+    sizes = {key: math.prod(store.dense.info(key)[1]) for key in store.dense}
+    dense = sum(sizes.values())
+    has_head = any(key.endswith(_HEAD) for key in sizes)
+    rows = sum(size for key, size in sizes.items() if has_head and key.endswith(_EMBEDDINGS))
     layers = len(store.layers)
     top_k = next((config[name] for name in _TOP_K if isinstance(config.get(name), int)), None)
     expert_bytes = layers * geometry.layer_bytes
     return {
         **entry_json(entry),
         "parameters": dense + layers * geometry.num_experts * per_expert,
-        "active_parameters": None if top_k is None else dense + layers * top_k * per_expert,
+        "active_parameters": None if top_k is None else dense - rows + layers * top_k * per_expert,
         "layers": config.get("num_hidden_layers"),
         "expert_layers": layers,
         "experts": geometry.num_experts,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moechat.chat.signals import uninterrupted
 from moechat.cli.progress import format_bytes
 from moechat.cli.stats import print_replanned, print_stats
 from moechat.cli.terminal import console, neutralise, print_error, print_notice
-from moechat.errors import MoechatError, UsageError
+from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
     from moechat import Engine
+
+_NONE_LOADED = "/model NAME loads one; the conversation stays"
 
 
 class ConsoleVoice:
@@ -61,17 +64,22 @@ class LoadedModels:
 
     @property
     def engine(self) -> Engine:
-        """The model."""
+        """The model.
+
+        Raises:
+            NoModelError: None is loaded, since :meth:`use` failed altogether.
+        """
         if self._engine is None:
-            raise MoechatError("no model is loaded")
+            raise NoModelError("no model is loaded", hint=_NONE_LOADED)
         return self._engine
 
     def use(self, name: str) -> None:
         """Load another model in place of this one: memory is planned for one.
 
         Raises:
+            NoModelError: It cannot be used, and the one before cannot be loaded again.
             MoechatError: It cannot be used; the one before is loaded again.
-            KeyboardInterrupt: Ctrl-C meanwhile; the same.
+            KeyboardInterrupt: Ctrl-C meanwhile; the same. While that one is loaded Ctrl-C does nothing.
         """
         from moechat.hub.names import resolve
 
@@ -81,11 +89,25 @@ class LoadedModels:
             self._engine = self._load(name)
             if not self._engine.has_chat_template:
                 raise UsageError(f"{self._engine.name} has no chat template: it was not made for chats")
-        except (MoechatError, KeyboardInterrupt):
-            self.close()
-            self._engine = self._load(self._name)
+        except (Exception, KeyboardInterrupt) as error:
+            with uninterrupted():
+                self.close()
+                self._load_again(error)
             raise
         self._name = name
+
+    def _load_again(self, reason: BaseException) -> None:
+        try:
+            self._engine = self._load(self._name)
+        except Exception as error:
+            why = str(reason) or (
+                "stopped" if isinstance(reason, KeyboardInterrupt) else type(reason).__name__
+            )
+            raise NoModelError(
+                f"no model is loaded: {why}; {self._name} could not be loaded again either: "
+                f"{str(error) or type(error).__name__}",
+                hint=_NONE_LOADED,
+            ) from error
 
     def close(self) -> None:
         """Give the model back; harmless when repeated."""
