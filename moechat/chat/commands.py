@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moechat.chat.reader import is_quoted, without_quotes
 from moechat.errors import UsageError
 
 
@@ -38,7 +39,8 @@ COMMANDS = (
     Command("undo", "", "take the last question and its answer back"),
     Command("save", "FILE", "write the conversation: .json, or .md for people", files=True),
     Command("load", "FILE", "go on with a conversation from a .json file", files=True),
-    Command("read", "FILE", "send a text file along with the next message", files=True),
+    Command("read", "[FILE]", 'send a text file along with the next message; "" for none', files=True),
+    Command("sessions", "[NUMBER]", "conversations that are kept; go on with one of them"),
     Command("model", "NAME", "go on with another model"),
     Command("bye", "", "leave (also Ctrl-D, or Ctrl-C twice)"),
 )
@@ -48,7 +50,8 @@ _OTHER_NAMES = {"?": "help", "exit": "bye", "quit": "bye"}
 _KEYS = """\
 Ctrl-C stops an answer; what was written stays in the conversation.
 Alt-Enter or Ctrl-J begins a new line; so does Enter between \"\"\" and \"\"\".
-Ctrl-R searches what you have typed before.
+Ctrl-R searches what you have typed before; Ctrl-X Ctrl-E opens your editor.
+What stands between \"\"\" and \"\"\" is sent as it is.
 // at the beginning sends a text that begins with /."""
 
 
@@ -72,24 +75,49 @@ def help_text() -> str:
     return "\n".join([*lines, _KEYS])
 
 
-def understand(line: str) -> Said:
+def understand(text: str) -> Said:
     """What the user wants with a line or several.
 
+    Between three quotes stands a message, whatever it holds; so are several lines, and a slash before
+    anything but a word (a path, a comment in C), unless they begin with a command.
+
     Raises:
-        UsageError: It begins with a slash, and there is no such command.
+        UsageError: It begins with a slash and a word, and there is no such command.
     """
-    stripped = line.strip()
+    stripped = text.strip()
+    if is_quoted(stripped):
+        inner = without_quotes(stripped)
+        return Said(None, inner if inner.strip() else "")
     if not stripped.startswith("/"):
-        return Said(None, line if stripped else "")
+        return Said(None, text if stripped else "")
+    several = "\n" in stripped
     if stripped.startswith("//"):
-        return Said(None, stripped[1:])
-    name, rest = re.fullmatch(r"/(\S*)\s*(.*)", stripped, re.DOTALL).groups()  # type: ignore[union-attr]
-    command = _BY_NAME.get(_OTHER_NAMES.get(name.lower(), name.lower()))
-    if command is None or (rest and not command.arguments):
+        # Of several lines the slash goes only where it was needed.
+        return Said(None, text if several and _name(stripped[1:]) is None else stripped[1:])
+    name = _name(stripped)
+    if name is None:
+        if several or not re.fullmatch(r"/([\w?-]*)(\s.*)?", stripped):
+            return Said(None, text)
+        raise _unknown(stripped, stripped[1:].partition(" ")[0], None)
+    rest = stripped[1 + len(name) :]
+    command = _BY_NAME[_OTHER_NAMES.get(name.lower(), name.lower())]
+    if rest and not rest[0].isspace():
+        raise UsageError(
+            f"/{command.name} is a command, which a blank follows; it was not sent",
+            hint=f"// sends it: /{stripped}"[:200],
+        )
+    rest = rest.strip()
+    if rest and not command.arguments:
         raise _unknown(stripped, name, command)
-    if command.name not in ("set", "system", "show") and command.arguments and not rest:
+    if command.arguments and not command.arguments.startswith("[") and not rest:
         raise UsageError(f"/{command.name} needs {command.arguments}")
     return Said(command, rest)
+
+
+def _name(text: str) -> str | None:
+    """The name of a command that a text begins with, as it is written; ``None`` if it does not."""
+    found = re.match(r"/(\?|\w+)", text)
+    return found[1] if found and found[1].lower() in {*_BY_NAME, *_OTHER_NAMES} else None
 
 
 def _unknown(line: str, name: str, command: Command | None) -> UsageError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 from moechat.chat.neutral import one_line
@@ -59,10 +60,14 @@ class Conversation:
     created: float = field(default_factory=time.time)
     taken_back: list[int] = field(default_factory=list)
 
-    def messages(self) -> list[dict[str, str]]:
-        """What the model is told, in pairs of user and assistant after the system prompt."""
+    def messages(self, told_from: int | None = None) -> list[dict[str, str]]:
+        """What the model is told, in pairs of user and assistant after the system prompt.
+
+        Args:
+            told_from: The first turn; ``None`` is that of this conversation.
+        """
         messages = self.opening()
-        for turn in self.turns[self.told_from :]:
+        for turn in self.turns[self.told_from if told_from is None else told_from :]:
             messages.append({"role": "user", "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})
         return messages
@@ -87,11 +92,6 @@ class Conversation:
             self.taken_back.append(turn.key)
         return turn
 
-    def unkept(self) -> Conversation:
-        """The same as one that was never kept, for a copy of its own."""
-        turns = [replace(turn, key=None) for turn in self.turns]
-        return Conversation(turns, self.system, title=self.title, model=self.model)
-
 
 def turns_of(conversation: Conversation) -> str:
     """``1 turn``, ``2 turns``."""
@@ -105,3 +105,20 @@ def title_of(question: str) -> str:
     if len(words) <= _TITLE_CHARACTERS:
         return words
     return words[: _TITLE_CHARACTERS - 1].rsplit(" ", 1)[0].rstrip() + "…"
+
+
+def described(mark: str) -> str:
+    """A mark in words; one that this version does not know as it is."""
+    return MARKS.get(mark, one_line(str(mark)))
+
+
+def moment(seconds: float) -> datetime | None:
+    """A time in UTC; ``None`` for what a database or a file may hold that is no time.
+
+    Args:
+        seconds: Since 1970.
+    """
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.commands import help_text, unquoted
 from moechat.chat.conversation import Conversation, title_of, turns_of
+from moechat.chat.files import Stamp, path_of, read_text, write_text
+from moechat.chat.listing import listed
 from moechat.chat.neutral import one_line
-from moechat.chat.settings import MODELS_OWN, NAMES
-from moechat.chat.transcript import format_of, read_from, read_text, write_as, write_text
+from moechat.chat.settings import MODELS_OWN, NAMES, setting_of
+from moechat.chat.transcript import format_of, read_from, write_as
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moechat.chat.repl import Chat
+
+# Of a list, the newest; `moechat sessions --limit 0` has them all.
+_LISTED = 20
+_DIGITS = 19  # SQLite's numbers end there
 
 
 class Commands:
@@ -27,7 +32,9 @@ class Commands:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._written: set[Path] = set()
+        # Files that this conversation was saved as; what nobody has changed since may grow with it.
+        self._written: set[Stamp] = set()
+        self._written_of = chat.conversation
 
     def do(self, name: str, text: str) -> bool:
         """Do a command; ``False`` when it says to leave.
@@ -72,10 +79,12 @@ class Commands:
             self._chat.voice.table(self._settings())
             return
         name, _, value = text.replace("=", " ", 1).partition(" ")
+        name = setting_of(name)
         if not value.strip():
-            raise UsageError(f"/set {one_line(name)} needs a value", hint="'default' takes the model's own")
+            raise UsageError(f"/set {name} needs a value", hint="'default' takes the model's own")
         self._chat.generation = self._chat.generation.with_text(name, value.strip())
-        name = name.lower().replace("-", "_")
+        if name == "max_tokens":
+            self._chat.changed()  # another answer leaves other turns room
         self._chat.voice.table([row for row in self._settings() if row[0] == name])
 
     def _settings(self) -> list[tuple[str, str]]:
@@ -141,33 +150,73 @@ class Commands:
         self._say(f"taken back: {title_of(turn.question)}")
 
     def _save(self, text: str) -> None:
-        path = _path(text)
-        if not self._chat.conversation.turns:
+        path, conversation = path_of(unquoted(text)), self._chat.conversation
+        if not conversation.turns:
             raise UsageError("there is nothing to save yet")
-        write_text(
-            path,
-            write_as(self._chat.conversation, format_of(path)),
-            replace_it=path.absolute() in self._written,  # what this chat itself has written may grow
-        )
-        self._written.add(path.absolute())
+        if self._written_of is not conversation:
+            self._written, self._written_of = set(), conversation
+        content = write_as(conversation, format_of(path))
+        self._written.add(write_text(path, content, replaceable=self._written))
         self._say(f"saved as {one_line(str(path))}")
 
     def _load(self, text: str) -> None:
-        path = _path(text)
+        path = path_of(unquoted(text))
         conversation = read_from(read_text(path), str(path))
         self._chat.use_conversation(conversation)
         self._chat.record()
         self._say(f"{one_line(str(path))}: {turns_of(conversation)}; the conversation goes on from there")
 
     def _read(self, text: str) -> None:
-        path = _path(text)
+        chat = self._chat
+        if not text:
+            names = ", ".join(name for name, _ in chat.files)
+            self._say(f"with your next message: {names}" if names else "no file goes with your next message")
+            return
+        if not unquoted(text):
+            self._say(f"no file goes with your next message{' any more' if chat.files else ''}")
+            chat.files = []
+            return
+        path = path_of(unquoted(text))
         content = read_text(path)
-        self._chat.files.append((one_line(path.name), content))
-        lines = content.count("\n") + (not content.endswith("\n"))
+        name, engine = one_line(path.name), chat.models.engine
+        tokens = len(engine.encode(content)) if content else 0
+        if tokens >= engine.context_length:
+            raise UsageError(
+                f"{name} has {tokens:,} tokens; the context holds {engine.context_length:,}",
+                hint="a part of it may fit; or load the model with a longer context (--ctx)",
+            )
+        chat.files.append((name, content))
+        lines = content.count("\n") + bool(content and not content.endswith("\n"))
         self._say(
-            f"{one_line(path.name)} ({lines:,} lines, {self._chat.voice.size(len(content.encode()))}) "
-            "goes with your next message"
+            f"{name} goes with your next message: {lines:,} line{'s'[: lines != 1]}, "
+            f"{chat.voice.size(len(content.encode()))}, {tokens:,} tokens"
         )
+
+    def _sessions(self, text: str) -> None:
+        chat = self._chat
+        if chat.sessions is None:
+            raise UsageError(
+                "this chat keeps no conversations and goes on with none", hint="start it without --no-save"
+            )
+        if text and not (text.isascii() and text.isdigit() and len(text) < _DIGITS):
+            raise UsageError(f"{one_line(text)} is no number", hint="/sessions lists conversations")
+        from moechat.chat.sessions import Sessions
+
+        with Sessions(chat.sessions, existing=True) as sessions:
+            found = [] if text else sessions.summaries(limit=_LISTED)
+            chosen = sessions.get(int(text)) if text else None
+        if chosen is not None:
+            if chosen.key == chat.conversation.key:
+                raise UsageError(f"this is conversation {chosen.key}")
+            chat.use_conversation(chosen)
+            self._say(f"conversation {chosen.key} goes on: {one_line(chosen.title)} ({turns_of(chosen)})")
+        elif found:
+            now = chat.conversation.key
+            chat.voice.table(
+                [(f"{'*' if line.key == now else ' '} {line.key}", listed(line)) for line in found]
+            )
+        else:
+            self._say("no conversation is kept yet")
 
     def _model(self, text: str) -> None:
         self._chat.changed()
@@ -180,10 +229,3 @@ class Commands:
 
     def _say(self, message: str) -> None:
         self._chat.voice.notice(message)
-
-
-def _path(text: str) -> Path:
-    try:
-        return Path(unquoted(text)).expanduser()
-    except RuntimeError as error:  # no such user
-        raise UsageError(str(error)) from None

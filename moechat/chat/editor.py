@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -14,7 +13,6 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
@@ -23,9 +21,10 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
 from moechat.chat.commands import COMMANDS
+from moechat.chat.history import typed_before
 from moechat.chat.keys import held_keys
-from moechat.chat.neutral import encodable, neutralise, one_line
-from moechat.chat.reader import MORE, PROMPT, unfinished, without_quotes
+from moechat.chat.neutral import one_line
+from moechat.chat.reader import MORE, PROMPT, unfinished
 from moechat.chat.settings import NAMES
 from moechat.config import user_paths
 from moechat.hub.library import names_here
@@ -54,7 +53,7 @@ class PromptReader:
             FormattedText([("class:prompt", PROMPT)]),
             multiline=True,
             prompt_continuation=lambda width, row, wrapped: MORE if not wrapped else "",
-            history=_history(keep_history, tell),
+            history=typed_before(keep_history, tell),
             completer=_ChatCompleter(),
             complete_while_typing=Condition(self._in_command),
             reserve_space_for_menu=_MENU_ROWS,
@@ -74,16 +73,17 @@ class PromptReader:
         """See :class:`moechat.chat.reader.Reader`."""
         self.typed = False
         try:
-            text = self._session.prompt()
+            with held_keys.editing():
+                text = self._session.prompt()
         except KeyboardInterrupt:
             self.typed = bool(self._session.default_buffer.text)
             raise
         text.encode("utf-8")  # bytes that are none come as lone surrogates
-        return without_quotes(text)
+        return text
 
-    def working(self) -> AbstractContextManager[None]:
+    def working(self) -> AbstractContextManager[object]:
         """What is typed waits."""
-        return held_keys()
+        return held_keys
 
     def _in_command(self) -> bool:
         text = self._session.default_buffer.text
@@ -139,45 +139,3 @@ class _ChatCompleter(Completer):
                 # A name with control characters cannot be typed, and must not reach the terminal.
                 if found.text == one_line(found.text):
                     yield found
-
-
-def _history(keep: bool, tell: Callable[[str], None]) -> History:
-    try:
-        path = user_paths().state / "history"
-        if keep:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
-            if path.stat().st_mode & 0o077:
-                path.chmod(0o600)
-        elif not path.exists():
-            return InMemoryHistory()
-    except OSError as error:
-        tell(f"(what you type is not remembered: {one_line(str(error))})")
-        return InMemoryHistory()
-    return _PrivateHistory(path, keep=keep, tell=tell)
-
-
-class _PrivateHistory(FileHistory):
-    """A file of what was typed; where it cannot be read or written the chat goes on without."""
-
-    def __init__(self, path: Path, *, keep: bool, tell: Callable[[str], None]) -> None:
-        super().__init__(str(path))
-        self._keep = keep
-        self._tell = tell
-
-    def load_history_strings(self) -> Iterable[str]:
-        """Entries, the newest first; another program may have put anything there."""
-        try:
-            return [neutralise(entry) for entry in super().load_history_strings()]
-        except OSError:
-            return []
-
-    def store_string(self, string: str) -> None:
-        """Append an entry; like a shell's, it forgets what begins with a blank."""
-        if not self._keep or string.startswith(" "):
-            return
-        try:
-            super().store_string(encodable(string))
-        except OSError as error:
-            self._keep = False
-            self._tell(f"(what you type is not remembered: {one_line(str(error))})")

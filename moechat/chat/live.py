@@ -44,6 +44,10 @@ class Rows:
         self.count = 0
         self.widest = 0
 
+    def resize(self, width: int) -> None:
+        """Fold at another width from now on; no row may be wider than it."""
+        self._width = max(2, width)
+
     def add(self, text: str) -> str:
         """What to write to the terminal so that the text stands there too."""
         out: list[str] = []
@@ -107,7 +111,14 @@ class MarkdownAnswer:
         self._rows = Rows(self._columns - 1)
         self._line = ""
         self._as_it_is = False
+        self._moved = False  # somebody else has written to the terminal
         self._last = "\n"
+
+    def moved(self) -> None:
+        """Take notice that the cursor is elsewhere, at the beginning of a row: the program was stopped and
+        goes on, say. What is unfinished stays where it was. May be called in a handler of signals.
+        """
+        self._moved = True
 
     def write(self, text: str) -> None:
         """Show a piece of text at once."""
@@ -174,16 +185,23 @@ class MarkdownAnswer:
         return out
 
     def _resized(self) -> None:
-        """Take notice of the window's size."""
+        """Take notice of the window's size, and of a cursor that was moved."""
         columns = self._size()[0]
+        if self._moved:
+            self._moved = False
+            # A block of which nothing was shown yet begins below, as ever.
+            self._as_it_is = self._as_it_is or bool(self._rows.count)
+            self._rows, self._last = Rows(columns - 1), "\n"
         if columns == self._columns:
             return
         self._columns = columns
         if self._rows.widest >= columns:
             # Some terminals fold these rows now, others cut them off.
             self._as_it_is = True
-        if self._as_it_is or not self._rows.count:
+        if self._as_it_is:
             self._rows = Rows(columns - 1)
+        else:
+            self._rows.resize(columns - 1)
 
     def _put(self, text: str) -> None:
         if text:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol, TextIO
 
 from moechat.chat.neutral import neutralise
 from moechat.errors import MoechatError
 
-_DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+_DUMB = ("", "dumb", "unknown")
 
 
 class Sink(Protocol):
@@ -18,6 +20,14 @@ class Sink(Protocol):
 
     def end(self) -> None:
         """The answer has ended; the next thing begins on a line of its own. Harmless when repeated."""
+
+    def moved(self) -> None:
+        """Somebody else has written to the terminal; the cursor is at the beginning of a row now."""
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in _DUMB
 
 
 def write_output(stream: TextIO, text: str) -> None:
@@ -60,6 +70,9 @@ class Answer:
             self._put("\n")
         self._last = ""
 
+    def moved(self) -> None:
+        """The text goes on from there."""
+
     def _put(self, text: str) -> None:
         write_output(self._stream, text)
 
@@ -86,13 +99,16 @@ class Thoughts:
             return
         self._last = text[-1]
         text = neutralise(text) if self._neutral else text
-        self._put(f"{_DIM}{text}{_NORMAL}" if self._dim else text)
+        self._put(f"{DIM}{text}{NORMAL}" if self._dim else text)
 
     def end(self) -> None:
         """End the thought with a blank line, so that the answer stands apart; nothing if there was none."""
         if self._last:
             self._put("\n" if self._last == "\n" else "\n\n")
         self._last = ""
+
+    def moved(self) -> None:
+        """The thought goes on from there."""
 
     def _put(self, text: str) -> None:
         # Where stderr is gone, the answer may still have its reader.
@@ -110,4 +126,7 @@ class Nowhere:
         """Nothing."""
 
     def end(self) -> None:
+        """Nothing."""
+
+    def moved(self) -> None:
         """Nothing."""

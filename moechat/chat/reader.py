@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from moechat.chat.output import can_redraw
+
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
-_DUMB = ("", "dumb", "unknown")
 
 
 class Reader(Protocol):
@@ -23,15 +23,15 @@ class Reader(Protocol):
     typed: bool
 
     def read(self) -> str:
-        r"""The next message; several lines are separated by ``\n``.
+        r"""What was typed next, with quotes around it; several lines are separated by ``\n``.
 
         Raises:
             EOFError: Ctrl-D on an empty line, or the terminal is gone.
             KeyboardInterrupt: Ctrl-C.
-            UnicodeDecodeError: Bytes that are not UTF-8.
+            UnicodeError: Bytes that are not UTF-8.
         """
 
-    def working(self) -> AbstractContextManager[None]:
+    def working(self) -> AbstractContextManager[object]:
         """What is typed meanwhile waits for the next prompt, where that is possible."""
 
 
@@ -41,11 +41,15 @@ def unfinished(text: str) -> bool:
     return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
 
 
+def is_quoted(text: str) -> bool:
+    """Whether three quotes stand around a message."""
+    return text.strip().startswith(QUOTES) and not unfinished(text)
+
+
 def without_quotes(text: str) -> str:
     """The message inside the three quotes that stand around it, if they do."""
-    stripped = text.strip()
-    if stripped.startswith(QUOTES) and not unfinished(stripped):
-        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+    if is_quoted(text):
+        return text.strip()[len(QUOTES) : -len(QUOTES)].strip("\n")
     return text
 
 
@@ -61,9 +65,9 @@ class PlainReader:
         text = self._line(PROMPT)
         while unfinished(text):
             text += "\n" + self._line(MORE)
-        return without_quotes(text)
+        return text
 
-    def working(self) -> AbstractContextManager[None]:
+    def working(self) -> AbstractContextManager[object]:
         """The terminal itself edits the line, and shows it at once."""
         return nullcontext()
 
@@ -75,13 +79,13 @@ class PlainReader:
         line = sys.stdin.readline()
         if not line:
             raise EOFError
+        line.encode("utf-8")  # bytes that are none may come as lone surrogates
         return line.removesuffix("\n")
 
 
 def has_editor() -> bool:
     """Whether this terminal can do what an editor of lines needs."""
-    seen = sys.stdout.isatty() or sys.stderr.isatty()
-    return sys.stdin.isatty() and seen and os.environ.get("TERM", "").lower() not in _DUMB
+    return sys.stdin.isatty() and (can_redraw(sys.stdout) or can_redraw(sys.stderr))
 
 
 def new_reader(*, keep_history: bool, status: Callable[[], str], tell: Callable[[str], None]) -> Reader:

@@ -44,7 +44,12 @@ class Recorder:
                 from moechat.chat.sessions import Sessions
 
                 self._sessions = Sessions(self._path)
-            self._sessions.keep(conversation)
+            before = conversation.key
+            if self._sessions.keep(conversation):
+                self._tell(
+                    f"(conversation {before} was deleted; what follows is kept as number {conversation.key})",
+                    None,
+                )
         except (MoechatError, ImportError) as error:
             self.close()
             if not self._failing:
@@ -96,7 +101,8 @@ def resumed(
         tell(f"(the last conversation cannot be read: {error}; this is a new one)", error.hint)
         return None
     if conversation is None:
-        tell("(no conversation is kept yet; this is a new one)", None)
+        if not options.quiet:
+            tell("(no conversation is kept yet; this is a new one)", None)
         return None
     if options.system is not None:
         conversation.system = options.system

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moechat.chat.asking import OneInterrupt, ask
+from moechat.chat.asking import ask
 from moechat.chat.commands import understand
 from moechat.chat.conversation import Conversation, Mark, Turn
 from moechat.chat.doing import Commands
-from moechat.chat.output import Answer, Nowhere, Sink, Thoughts
 from moechat.chat.reader import PlainReader, Reader, new_reader
 from moechat.chat.recorder import Recorder
 from moechat.chat.reply import Reply
+from moechat.chat.showing import Showing, View
+from moechat.chat.signals import OneInterrupt, no_more_interrupts, uninterrupted, when_continued
 from moechat.chat.transcript import attach
-from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError
+from moechat.errors import DeviceLostError, MoechatError, NoModelError, PromptTooLongError, StoreDamagedError
 
 if TYPE_CHECKING:
     from moechat.chat.settings import ChatOptions
@@ -53,11 +56,14 @@ class Chat:
         self.conversation = conversation or Conversation(system=options.system)
         # Files that go with the next message: name and text.
         self.files: list[tuple[str, str]] = []
+        self.sessions = sessions
         self._recorder = Recorder(sessions, self._tell)
         self._reader = reader or new_reader(
             keep_history=options.save, status=self.context_line, tell=voice.notice
         )
-        self._used: int | None = None  # tokens of the conversation; None: to be counted
+        # Tokens of the conversation, None where they cannot be said; only while _counted.
+        self._used: int | None = None
+        self._counted = False
 
     def run(self) -> int:
         """Talk until the user leaves.
@@ -77,29 +83,37 @@ class Chat:
                 while True:
                     try:
                         self._rest()
-                        line = self._reader.read()
+                        try:
+                            line = self._reader.read()
+                        except UnicodeError:
+                            self.voice.error("that line is not UTF-8; it was not sent")
+                            continue
                         asked_to_leave = False
                         if not self._handle(line, commands):
                             return 0
                     except EOFError:
                         print(file=sys.stderr)
                         return 0
-                    except UnicodeError:
-                        self.voice.error("that line is not UTF-8; it was not sent")
                     except KeyboardInterrupt:
-                        print(file=sys.stderr)
-                        if self._reader.typed:
-                            continue
-                        if asked_to_leave:
+                        # Impatience must break neither what is said nor the way out.
+                        if asked_to_leave and not self._reader.typed:
+                            no_more_interrupts()
+                            print(file=sys.stderr)
                             return 0
-                        asked_to_leave = True
-                        self.voice.notice("Ctrl-C again or Ctrl-D leaves")
+                        with uninterrupted():
+                            print(file=sys.stderr)
+                            if not self._reader.typed:
+                                asked_to_leave = True
+                                self.voice.notice("Ctrl-C again or Ctrl-D leaves")
         finally:
             self._recorder.close()
 
     def _rest(self) -> None:
         """Nobody waits for a token now."""
-        engine = self.models.engine
+        try:
+            engine = self.models.engine
+        except NoModelError:
+            return
         replanned = engine.idle()
         if replanned is not None and (self.options.stats or self.options.verbose):
             self.voice.replanned(replanned.to_json())
@@ -110,17 +124,34 @@ class Chat:
     def _handle(self, line: str, commands: Commands) -> bool:
         """Do what a line says; ``False`` when it says to leave."""
         try:
-            said = understand(line)
-            if said.command is not None:
-                return commands.do(said.command.name, said.text)
-        except (StoreDamagedError, DeviceLostError):
+            return self._do(line, commands)
+        except (StoreDamagedError, DeviceLostError, BrokenPipeError):
             raise
         except MoechatError as error:
             self.voice.error(str(error), error.hint)
-            return True
+        except Exception as error:  # a model that took minutes to load is not lost for a command
+            if os.environ.get("MOECHAT_DEBUG") == "1":
+                traceback.print_exc()
+            self.voice.error(
+                f"{type(error).__name__}: {error}".rstrip(": "),
+                "the chat goes on; MOECHAT_DEBUG=1 shows where this happened",
+            )
+        return True
+
+    def _do(self, line: str, commands: Commands) -> bool:
+        said = understand(line)
+        if said.command is not None:
+            return commands.do(said.command.name, said.text)
         if said.text:
             files, self.files = self.files, []
-            if not self.turn(attach(files, said.text)):
+            try:
+                answered = self.turn(attach(files, said.text))
+            except PromptTooLongError:
+                if files:  # else every later message would be refused too
+                    names = ", ".join(name for name, _ in files)
+                    self.voice.notice(f"(not sent, and no longer attached: {names})")
+                raise
+            if not answered:
                 self.files = files
         return True
 
@@ -135,55 +166,59 @@ class Chat:
             Whether there was an answer, or a part of one.
 
         Raises:
+            PromptTooLongError: The question alone is too long.
             StoreDamagedError: No answer can come any more; nor with :class:`DeviceLostError`.
         """
-        with OneInterrupt().watching() as interrupts:
+        shown = Showing(self._view())
+        with OneInterrupt().watching() as interrupts, when_continued(shown.answer.moved):
             reply = Reply()
             mark: Mark = ""
             lost: BaseException | None = None
             asked_of = self.conversation
             if instead:
                 asked_of = Conversation(asked_of.turns[:-1], asked_of.system, told_from=asked_of.told_from)
-            answer, thoughts = self._sinks()
             try:
-                self._follow(asked_of, question, reply, answer, thoughts)
+                self._follow(asked_of, question, reply, shown)
                 interrupts.over()
                 mark = "cut" if reply.finish_reason == "length" else ""
-            except (StoreDamagedError, DeviceLostError) as error:
+            except (StoreDamagedError, DeviceLostError, PromptTooLongError) as error:
                 mark, lost = "failed", error
             except MoechatError as error:  # the disk may have failed in the middle of the answer
                 mark = "failed"
-                _end(answer)
+                shown.end_somehow()
                 self.voice.error(str(error), error.hint)
             except KeyboardInterrupt:
                 mark = "stopped"
-            except BaseException as error:  # terminated, or nobody reads the answer any more: it is kept
+            except Exception as error:
+                mark, lost = ("stopped" if isinstance(error, BrokenPipeError) else "failed"), error
+            except BaseException as error:  # terminated: what there is is kept
                 mark, lost = "stopped", error
             interrupts.over()
-            _end(answer)
+            shown.end_somehow()  # what cannot be written has been told already, or nobody is there
             self._keep(question, reply, mark, instead=instead, told_from=asked_of.told_from)
             if lost is not None:
                 raise lost
             self._comment(reply, mark)
         return bool(reply.text)
 
-    def _follow(
-        self, conversation: Conversation, question: str, reply: Reply, answer: Sink, thoughts: Sink
-    ) -> None:
+    def _follow(self, conversation: Conversation, question: str, reply: Reply, shown: Showing) -> None:
         engine = self.models.engine
-        asked = ask(engine, conversation, question, self.generation)
+        shown.waiting.start()
+        asked = ask(engine, conversation, question, self.generation, shown.waiting.progress)
         if dropped := asked.told_from - conversation.told_from:
             conversation.told_from = asked.told_from
-            self.voice.notice(
-                f"(the {2 * dropped} oldest messages were left out: {engine.context_length} tokens no "
-                "longer hold them and an answer)"
-            )
+            if not self.options.quiet:
+                with shown.waiting.hidden():
+                    self.voice.notice(
+                        f"(the {2 * dropped} oldest messages were left out: {engine.context_length} tokens "
+                        "no longer hold them and an answer)"
+                    )
         reply.follow_apart(
-            asked.steps, answer, thoughts, thinking=asked.thinking, token_text=engine.token_text
+            asked.steps, shown.answer, shown.thoughts, thinking=asked.thinking, token_text=engine.token_text
         )
 
     def _keep(self, question: str, reply: Reply, mark: Mark, *, instead: bool, told_from: int) -> None:
-        self._used = None
+        self._counted = False
         if not reply.text:
             return  # without any answer the question goes too, to keep the turns in pairs
         if instead:
@@ -192,32 +227,30 @@ class Chat:
         name = self.models.engine.name
         self.conversation.add(Turn(question, reply.text, reply.thinking, mark, name, time.time()))
         stats = self.models.engine.stats
-        self._used = stats.prompt_tokens + stats.output_tokens
+        self._used, self._counted = stats.prompt_tokens + stats.output_tokens, True
         self.record()
 
     def _comment(self, reply: Reply, mark: str) -> None:
-        if mark == "stopped":
-            kept = "what was written is kept" if reply.text else "the question is not kept"
-            self.voice.notice(f"(stopped; {kept})")
-        elif not self.options.quiet:
-            if mark == "cut":
+        if not self.options.quiet:
+            if mark == "stopped":
+                kept = "what was written is kept" if reply.text else "the question is not kept"
+                self.voice.notice(f"(stopped; {kept})")
+            elif mark == "cut":
                 self.voice.notice(f"(cut off after {len(reply.tokens)} tokens)")
             elif not reply.text and not mark:
                 self.voice.notice("(the model said nothing; the question is not kept)")
         if self.options.stats and mark != "failed":
             self.voice.statistics(self.models.engine.stats.to_json())
 
-    def _sinks(self) -> tuple[Sink, Sink]:
-        """Where an answer and its thoughts go."""
-        plain = isinstance(self._reader, PlainReader)
-        thoughts: Sink = Nowhere()
-        if not self.options.hide_thinking:
-            thoughts = Thoughts(sys.stderr, dim=sys.stderr.isatty() and not plain)
-        if plain or self.options.raw or not sys.stdout.isatty():
-            return Answer(sys.stdout), thoughts
-        from moechat.chat.live import MarkdownAnswer
-
-        return MarkdownAnswer(sys.stdout), thoughts
+    def _view(self) -> View:
+        """How answers are shown."""
+        plain, options = isinstance(self._reader, PlainReader), self.options
+        return View(
+            rendered=not (plain or options.raw) and sys.stdout.isatty(),
+            thoughts=not options.hide_thinking,
+            animated=not plain and sys.stderr.isatty(),
+            waits=not options.quiet,
+        )
 
     def record(self) -> None:
         """Keep what is new of the conversation."""
@@ -230,33 +263,37 @@ class Chat:
         self.changed()
 
     def changed(self) -> None:
-        """The conversation is no longer what the last answer counted."""
-        self._used = None
+        """The conversation, or what is to be left for an answer, is no longer what it was: it is counted
+        again, and turns that were left out are told again where there is room now.
+        """
+        self._counted = False
+        self.conversation.told_from = 0
 
     def context_used(self) -> int | None:
         """Tokens of the conversation as the model is told it; ``None`` where it cannot be said."""
-        if self._used is None:
+        if not self._counted:
+            self._used, self._counted = None, True
             messages = self.conversation.messages()
-            try:
+            with suppress(MoechatError):
                 self._used = len(self.models.engine.encode(messages)) if self.conversation.turns else 0
-            except MoechatError:
-                return None
         return self._used
 
     def context_line(self) -> str:
         """The use of the context, for the prompt."""
-        engine = self.models.engine
+        try:
+            engine = self.models.engine
+        except NoModelError:
+            return "no model"
         total = engine.context_length
         used = self.context_used()
-        line = f"{engine.name}  "
-        line += f"{total:,} tokens" if used is None else f"{used:,} of {total:,} tokens, {used / total:.0%}"
-        return line + (f"  +{len(self.files)} file{'s'[: len(self.files) > 1]}" if self.files else "")
+        if used is None:
+            line = f"{total:,} tokens"
+        elif used > total:
+            line = f"more than {total:,} tokens"  # the next answer leaves out what is too much
+        else:
+            line = f"{used:,} of {total:,} tokens, {used / total:.0%}"
+        attached = f"  +{len(self.files)} file{'s'[: len(self.files) > 1]}" if self.files else ""
+        return f"{engine.name}  {line}{attached}"
 
     def _tell(self, message: str, hint: str | None) -> None:
         self.voice.notice(message if hint is None else f"{message}\n{hint}")
-
-
-def _end(answer: Sink) -> None:
-    # What cannot be written has been told already, or nobody is there to be told.
-    with suppress(MoechatError, OSError):
-        answer.end()

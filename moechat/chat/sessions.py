@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from moechat.chat.conversation import Conversation, Turn, title_of
 from moechat.chat.neutral import encodable
 from moechat.chat.schema import NewerSchemaError, migrate
+from moechat.chat.searching import by_comparing, by_index
 from moechat.config import user_paths
 from moechat.errors import SessionNotFoundError, SessionsUnavailableError
 
 _PATIENCE_S = 1.0
 _FILE = "sessions.db"
+_HAS_TURNS = "EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.id AND taken_back IS NULL)"
 
 
 def sessions_path() -> Path:
@@ -63,22 +66,34 @@ class Sessions:
         self._path = path
         with self._explained():
             if existing and not path.exists():
-                self._connection = sqlite3.connect(":memory:", isolation_level=None)
-            else:
-                self._connection = self._open()
+                self._connection = _prepared(sqlite3.connect(":memory:", isolation_level=None))
+                return
             try:
-                self._connection.execute("PRAGMA foreign_keys = ON")
-                self._connection.execute("PRAGMA secure_delete = ON")
-                migrate(self._connection)
-            except BaseException:
-                self._connection.close()
-                raise
+                self._connection = _prepared(self._open())
+            except (sqlite3.OperationalError, OSError):
+                if not existing or _may_write(path):
+                    raise
+                self._connection = self._open_to_read()
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        """Where nothing can be written: SQLite's log of changes needs files beside the database, unless it is
+        told that nobody writes.
+        """
+        place = f"file:{quote(str(self._path.absolute()))}?mode=ro"
+        try:
+            return _prepared(sqlite3.connect(place, uri=True, isolation_level=None))
+        except sqlite3.OperationalError:
+            return _prepared(sqlite3.connect(f"{place}&immutable=1", uri=True, isolation_level=None))
 
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives its other files the mode of this one.
         with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        for file in (self._path, *(Path(f"{self._path}{end}") for end in ("-wal", "-shm"))):
+            with suppress(OSError):  # not there, or not ours
+                if file.stat().st_mode & 0o077:
+                    file.chmod(0o600)
         connection = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None)
         with suppress(
             sqlite3.OperationalError
@@ -96,37 +111,52 @@ class Sessions:
         """Close the file; harmless when repeated."""
         self._connection.close()
 
-    def keep(self, conversation: Conversation) -> None:
+    def keep(self, conversation: Conversation) -> bool:
         """Write what is new or changed of a conversation, and give it and its turns their keys.
 
-        Turns are appended to what other processes have appended meanwhile.
+        Turns are appended to what other processes have appended meanwhile. What somebody has deleted stays
+        deleted: turns that follow are kept as a conversation of their own.
+
+        Returns:
+            Whether it is another conversation from now on, because it was deleted.
         """
         now = time.time()
-        system = None if conversation.system is None else encodable(conversation.system)
-        values = (encodable(conversation.title), encodable(conversation.model), system, now)
         with self._transaction() as connection:
-            key = conversation.key
-            # Another process may have deleted it; then it is kept anew, whole.
-            if key is not None:
-                found = connection.execute(
-                    "UPDATE conversations SET title = ?, model = ?, system = ?, updated = ? WHERE id = ?",
-                    (*values, key),
-                )
-                key = key if found.rowcount else None
-            fresh = key is None
+            key, turns = conversation.key, conversation.turns
+            if key is not None and not _has(connection, key):
+                if _gave(connection, key):
+                    turns = [turn for turn in turns if turn.key is None]
+                else:  # another file has taken the place of the one that it was kept in
+                    turns = [replace(turn, key=None) for turn in turns]
+                key = None
+            deleted = key is None and conversation.key is not None
+            following = len(turns) < len(conversation.turns)
+            if key is None and not turns:
+                return False  # nothing follows yet
+            title = title_of(turns[0].question) if following else conversation.title
+            system = None if conversation.system is None else encodable(conversation.system)
+            values = (encodable(title), encodable(conversation.model), system, now)
             if key is None:
+                created = now if following else conversation.created
                 key = connection.execute(
                     "INSERT INTO conversations (title, model, system, updated, created) "
                     "VALUES (?, ?, ?, ?, ?)",
-                    (*values, conversation.created),
+                    (*values, created),
                 ).lastrowid
-            turns = [
-                turn if turn.key is not None and not fresh else self._insert(connection, key or 0, turn)
-                for turn in conversation.turns
+            else:
+                connection.execute(
+                    "UPDATE conversations SET title = ?, model = ?, system = ?, updated = ? WHERE id = ?",
+                    (*values, key),
+                )
+            kept = [
+                turn if turn.key is not None else self._insert(connection, key or 0, turn) for turn in turns
             ]
-            for taken in conversation.taken_back:
+            for taken in conversation.taken_back if key == conversation.key else ():
                 connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
-        conversation.key, conversation.turns[:], conversation.taken_back = key, turns, []
+        before = conversation.turns[: len(conversation.turns) - len(kept)]
+        conversation.key, conversation.turns[:], conversation.taken_back = key, [*before, *kept], []
+        conversation.title = title
+        return deleted and following
 
     @staticmethod
     def _insert(connection: sqlite3.Connection, key: int, turn: Turn) -> Turn:
@@ -170,24 +200,28 @@ class Sessions:
         return Conversation(turns, system, key=key, title=title or title_of(""), model=model, created=created)
 
     def last(self, model: str) -> Conversation | None:
-        """The conversation with this model that was used last, else with any; ``None`` if there is none."""
+        """The conversation with this model that was used last, else with any; ``None`` if there is none.
+
+        Those of which every turn was taken back do not count, here and in lists.
+        """
         with self._explained():
             row = self._connection.execute(
-                "SELECT id FROM conversations ORDER BY model = ? DESC, updated DESC, id DESC LIMIT 1",
+                f"SELECT id FROM conversations WHERE {_HAS_TURNS} "
+                "ORDER BY model = ? DESC, updated DESC, id DESC LIMIT 1",
                 (model,),
             ).fetchone()
         return None if row is None else self.get(row[0])
 
     def summaries(self, *, limit: int | None = None) -> list[Summary]:
         """All conversations, the one used last first."""
-        return self._summaries("", (), limit)
+        return self._summaries(_HAS_TURNS, (), limit)
 
     def _summaries(self, where: str, values: tuple[object, ...], limit: int | None) -> list[Summary]:
         with self._explained():
             rows = self._connection.execute(
                 "SELECT id, title, model, created, updated, (SELECT count(*) FROM turns "
                 "WHERE conversation = conversations.id AND taken_back IS NULL) FROM conversations "
-                f"{where} ORDER BY updated DESC, id DESC LIMIT ?",
+                f"WHERE {where} ORDER BY updated DESC, id DESC LIMIT ?",
                 (*values, -1 if limit is None else limit),
             ).fetchall()
         return [Summary(*row) for row in rows]
@@ -195,54 +229,26 @@ class Sessions:
     def search(self, text: str, *, limit: int | None = None) -> list[Summary]:
         """Conversations in which all words occur in one turn, the one used last first.
 
-        With SQLite's index of words where it has one (words may be cut short at their end), else, and where
-        that finds nothing, by comparing texts.
+        Words of ASCII letters and digits are looked up in SQLite's index of words where it has one (they may
+        be cut short at their end). Others (the index takes a run of Chinese or Japanese for one word, and
+        knows no punctuation), and what that does not find, are found by comparing texts.
         """
         words = encodable(text).split()
         if not words:
             return []
-        found = self._by_index(words)
-        if not found:
-            found = self._by_comparing(words)
+        found: dict[int, str] = {}
+        if all(word.isalnum() for word in words):
+            # No such module in this SQLite, or the file cannot be written: then there is no index.
+            with suppress(SessionsUnavailableError, sqlite3.Error), self._transaction() as connection:
+                found = by_index(connection, words)
+        if not found or not all(word.isascii() for word in words):
+            with self._explained():
+                found = by_comparing(self._connection, words) | found
         if not found:
             return []
         marks = ", ".join("?" * len(found))
-        summaries = self._summaries(f"WHERE id IN ({marks})", tuple(found), limit)
+        summaries = self._summaries(f"id IN ({marks})", tuple(found), limit)
         return [replace(summary, found=found[summary.key]) for summary in summaries]
-
-    def _by_index(self, words: list[str]) -> dict[int, str]:
-        query = " ".join('"' + word.replace('"', '""') + '"*' for word in words)
-        try:
-            with self._transaction() as connection:
-                # Turns never change and their numbers are never given twice, so that the index needs no more
-                # than this; versions of SQLite without it can write the same database.
-                connection.execute(
-                    "CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5 (text, tokenize = 'unicode61')"
-                )
-                connection.execute(
-                    "INSERT INTO words (rowid, text) SELECT id, question || char(10) || answer FROM turns "
-                    "WHERE id > (SELECT coalesce(max(rowid), 0) FROM words) ORDER BY id"
-                )
-                rows = connection.execute(
-                    "SELECT turns.conversation, snippet(words, 0, '', '', '…', 12) FROM words "
-                    "JOIN turns ON turns.id = words.rowid AND turns.taken_back IS NULL "
-                    "WHERE words MATCH ? ORDER BY rank DESC",
-                    (query,),
-                ).fetchall()
-        except (SessionsUnavailableError, sqlite3.Error):  # no such module, or the file cannot be written
-            return {}
-        return dict(rows)
-
-    def _by_comparing(self, words: list[str]) -> dict[int, str]:
-        shape = " AND ".join(["(question || char(10) || answer) LIKE ? ESCAPE '!'"] * len(words))
-        masks = ["%" + "".join("!" + c if c in "!%_" else c for c in word) + "%" for word in words]
-        with self._explained():
-            rows = self._connection.execute(
-                "SELECT conversation, question || char(10) || answer FROM turns "
-                f"WHERE taken_back IS NULL AND {shape} ORDER BY id",
-                masks,
-            ).fetchall()
-        return {key: _around(text, words[0]) for key, text in rows}
 
     def delete(self, key: int) -> None:
         """Delete a conversation for good.
@@ -283,8 +289,13 @@ class Sessions:
             ) from error
         except sqlite3.Error as error:
             hint = None
-            if "locked" in str(error):
+            reason = str(error)
+            if "locked" in reason:
                 hint = "another program is using it; it is tried again with the next answer"
+            elif "full" in reason:
+                hint = "free some space"
+            elif "readonly" in reason or "unable to open" in reason:
+                hint = "it and its directory must be writable for you; MOECHAT_HOME moves them elsewhere"
             elif not isinstance(error, sqlite3.OperationalError):
                 hint = "move that file away; a new one is made then"
             raise SessionsUnavailableError(f"{self._path}: {error}", hint=hint) from error
@@ -292,7 +303,27 @@ class Sessions:
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
 
 
-def _around(text: str, word: str) -> str:
-    place = max(0, text.lower().find(word.lower()))
-    start, end = max(0, place - 30), place + 50
-    return ("…" if start else "") + " ".join(text[start:end].split()) + ("…" if end < len(text) else "")
+def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """The connection, in the current form; closed if that cannot be."""
+    try:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        migrate(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _may_write(path: Path) -> bool:
+    return all(os.access(place, os.W_OK, effective_ids=True) for place in (path, path.parent))
+
+
+def _has(connection: sqlite3.Connection, key: int) -> bool:
+    return connection.execute("SELECT 1 FROM conversations WHERE id = ?", (key,)).fetchone() is not None
+
+
+def _gave(connection: sqlite3.Connection, key: int) -> bool:
+    """Whether this database has given a number once; they are never given twice."""
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'conversations'").fetchone()
+    return row is not None and key <= row[0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moechat.chat.neutral import one_line
 from moechat.errors import UsageError
 
 MODELS_OWN = "the model's own"
@@ -57,9 +57,7 @@ class Generation:
         Raises:
             UsageError: There is no such setting, or the value is out of range.
         """
-        name = name.lower().replace("-", "_")
-        if name not in NAMES:
-            raise UsageError(f"there is no setting {name}", hint=f"choose one of {', '.join(NAMES)}")
+        name = setting_of(name)
         value = None if text.strip().lower() in _RESET else _number(name, text)
         return replace(self, changed={**self.changed, name: value})
 
@@ -73,20 +71,48 @@ class Generation:
         }
 
 
+def setting_of(name: str) -> str:
+    """One of ``NAMES``, as people may write it: with hyphens, in capitals.
+
+    Raises:
+        UsageError: There is no such setting.
+    """
+    known = name.lower().replace("-", "_")
+    if known not in NAMES:
+        raise UsageError(
+            f"there is no setting {one_line(name)[:40]}", hint=f"choose one of {', '.join(NAMES)}"
+        )
+    return known
+
+
+def checked(name: str, value: float) -> float:
+    """A value of a setting, if it is in range.
+
+    Args:
+        name: One of ``NAMES``.
+        value: For it.
+
+    Raises:
+        UsageError: It is out of range, or no whole number where one is needed.
+    """
+    low, high = _WHOLE[name] if name in _WHOLE else _FLOATS[name]
+    if name in _WHOLE and not isinstance(value, int):
+        raise UsageError(f"{name} is {value}; it must be a whole number")
+    if not low <= value <= high or (name in _ABOVE and value == low):  # NaN is in no range
+        least = "above" if name in _ABOVE else "at least"
+        raise UsageError(f"{name} is {value}; it must be {least} {low:g} and at most {high:g}")
+    return value
+
+
 def _number(name: str, text: str) -> float:
-    whole = name in _WHOLE
-    low, high = _WHOLE[name] if whole else _FLOATS[name]
     try:
-        value = int(text) if whole else float(text)
+        value = int(text) if name in _WHOLE else float(text)
     except ValueError:
-        kind = "a whole number" if whole else "a number"
+        kind = "a whole number" if name in _WHOLE else "a number"
         raise UsageError(
             f"{name} is {text}; it must be {kind}", hint=f"/set {name} default resets it"
         ) from None
-    if not (math.isfinite(value) and low <= value <= high and not (name in _ABOVE and value == low)):
-        least = "above" if name in _ABOVE else "at least"
-        raise UsageError(f"{name} is {text}; it must be {least} {low:g} and at most {high:g}")
-    return value
+    return checked(name, value)
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
-from datetime import UTC, datetime
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from moechat.chat.conversation import MARKS, Conversation, Mark, Turn
-from moechat.chat.neutral import one_line
-from moechat.errors import MoechatError, UsageError
+from moechat.chat.containing import contained
+from moechat.chat.conversation import MARKS, Conversation, Mark, Turn, described, moment, title_of
+from moechat.chat.neutral import encodable, one_line
+from moechat.errors import UsageError
 
 Format = Literal["md", "json"]
 _KIND, _VERSION = "moechat conversation", 1
-_MOST_BYTES = 64 << 20
+_FORMATS: dict[str, Format] = {".md": "md", ".markdown": "md", ".json": "json"}
 
 
 def format_of(path: Path) -> Format:
-    """Markdown for ``.md`` and ``.markdown``, else JSON."""
-    return "md" if path.suffix.lower() in (".md", ".markdown") else "json"
+    """Markdown for ``.md`` and ``.markdown``, JSON for ``.json``.
+
+    Raises:
+        UsageError: The name ends otherwise.
+    """
+    form = _FORMATS.get(path.suffix.lower())
+    if form is None:
+        raise UsageError(
+            f"{one_line(path.name)} ends neither in .json nor in .md; it was not written",
+            hint=f"{one_line(path.stem)}.json can be loaded again, {one_line(path.stem)}.md is for people",
+        )
+    return form
 
 
 def write_as(conversation: Conversation, form: Format) -> str:
@@ -37,8 +47,8 @@ def _as_json(conversation: Conversation) -> str:
         for name in ("thinking", "mark", "model"):
             if value := getattr(turn, name):
                 answer[name] = value
-        if turn.created:
-            answer["created"] = _moment(turn.created)
+        if turn.created and (created := _moment(turn.created)):
+            answer["created"] = created
         messages.append(answer)
     document = {
         "kind": _KIND,
@@ -54,23 +64,33 @@ def _as_json(conversation: Conversation) -> str:
 def _as_markdown(conversation: Conversation) -> str:
     parts = [
         f"# {conversation.title or 'Conversation'}",
-        f"{conversation.model}, {_moment(conversation.created)}",
+        ", ".join(filter(None, (conversation.model, _moment(conversation.created)))),
     ]
     if conversation.system is not None:
-        parts += ["## System", conversation.system]
+        parts += ["## System", contained(conversation.system)]
     for turn in conversation.turns:
-        parts += ["## User", turn.question, "## Assistant"]
+        parts += ["## User", contained(turn.question), "## Assistant"]
         if turn.thinking.strip():
             quoted = "\n".join(f"> {line}".rstrip() for line in turn.thinking.strip().split("\n"))
             parts.append(quoted)
-        parts.append(turn.answer.strip("\n"))
+        parts.append(contained(turn.answer.strip("\n")))
         if turn.mark:
-            parts.append(f"*({MARKS[turn.mark]})*")
+            parts.append(f"*({described(turn.mark)})*")
     return "\n\n".join(parts) + "\n"
 
 
 def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    """For files; empty for what is no time."""
+    then = moment(seconds)
+    return "" if then is None else then.isoformat(timespec="seconds")
+
+
+def _seconds(value: object) -> float | None:
+    """The time that a file gives, in seconds since 1970; ``None`` where it gives none."""
+    try:
+        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def read_from(text: str, name: str) -> Conversation:
@@ -81,7 +101,7 @@ def read_from(text: str, name: str) -> Conversation:
     """
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # numbers of thousands of digits too
         raise UsageError(
             f"{one_line(name)} is not JSON", hint="/save FILE.json writes what /load reads; .md is for people"
         ) from None
@@ -94,12 +114,14 @@ def read_from(text: str, name: str) -> Conversation:
         and version > _VERSION
     ):
         raise UsageError(f"{one_line(name)} was written by a newer moechat (version {version} of the form)")
-    conversation = Conversation()
+    conversation = _empty(document) if isinstance(document, dict) else Conversation()
     question: str | None = None
     for place, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
         if not isinstance(content, str):
             raise UsageError(f"{one_line(name)}: message {place} has no text")
+        if content != encodable(content):
+            raise UsageError(f"{one_line(name)}: message {place} is no Unicode text (a lone surrogate)")
         if role == "system" and place == 1:
             conversation.system = content
         elif role == "user" and question is None:
@@ -117,67 +139,32 @@ def read_from(text: str, name: str) -> Conversation:
     return conversation
 
 
-def _turn(question: str, answer: str, message: dict[str, Any]) -> Turn:
-    thinking, model, mark = (message.get(name) for name in ("thinking", "model", "mark"))
-    known: Mark = mark if mark in MARKS else ""
-    return Turn(
-        question,
-        answer,
-        thinking if isinstance(thinking, str) else "",
-        known,
-        model if isinstance(model, str) else "",
+def _empty(document: dict[str, Any]) -> Conversation:
+    """A conversation without turns; what is not there, or no text, is left to the first turn."""
+    title, model = (_text(document.get(name)) for name in ("title", "model"))
+    created = _seconds(document.get("created"))
+    return Conversation(
+        title=title_of(title),
+        model=one_line(model),
+        created=time.time() if created is None else created,
     )
 
 
-def read_text(path: Path) -> str:
-    """A file of text that a user named.
-
-    Raises:
-        UsageError: It is not there, no plain file, larger than 64 MiB, or not UTF-8 text.
-    """
-    shown = one_line(str(path))
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{shown} is not a file")
-        if status.st_size > _MOST_BYTES:
-            raise UsageError(f"{shown} has {status.st_size >> 20} MiB, more than any context holds")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{shown} cannot be read: {error.strerror}") from None
-    if b"\0" in data:
-        raise UsageError(f"{shown} is not text: it holds a zero byte at offset {data.index(0)}")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{shown} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
-            hint="convert it first, for example with iconv",
-        ) from None
+def _turn(question: str, answer: str, message: dict[str, Any]) -> Turn:
+    mark = _text(message.get("mark"))
+    known: Mark = mark if mark in MARKS else ""  # type: ignore[assignment]
+    return Turn(
+        question,
+        answer,
+        _text(message.get("thinking")),
+        known,
+        _text(message.get("model")),
+        _seconds(message.get("created")) or 0.0,
+    )
 
 
-def write_text(path: Path, text: str, *, replace_it: bool) -> None:
-    """Write a file whole or not at all; what was there stays unless it is to be replaced.
-
-    Raises:
-        UsageError: It exists already.
-        MoechatError: It cannot be written.
-    """
-    shown = one_line(str(path))
-    if not replace_it and os.path.lexists(path):
-        raise UsageError(f"{shown} exists already; it was not written", hint="choose another name")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # Conversations are for their owner's eyes; the user may widen that.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise MoechatError(f"{shown} cannot be written: {error.strerror}") from error
+def _text(value: object) -> str:
+    return encodable(value) if isinstance(value, str) else ""
 
 
 def attach(files: list[tuple[str, str]], question: str) -> str:

@@ -32,19 +32,21 @@ class Voice(Protocol):
 
 
 class Models(Protocol):
-    """Holds the one model that is loaded.
-
-    Attributes:
-        engine: It.
-    """
+    """Holds the one model that is loaded."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """The model.
+
+        Raises:
+            NoModelError: None is loaded.
+        """
 
     def use(self, name: str) -> None:
         """Load another model in its place. Whatever goes wrong, the one before is loaded again.
 
         Raises:
+            NoModelError: Neither can be loaded; another call may.
             MoechatError: The other one cannot be used.
             KeyboardInterrupt: Ctrl-C meanwhile.
         """

@@ -1,0 +1,66 @@
+"""Markdown of others inside a document of ours: it ends where it ends, and its headings stand below ours."""
+
+from __future__ import annotations
+
+import re
+
+# Two levels of headings are the document's own.
+_LEVELS_BELOW = 2
+_LOWEST = 6
+# HTML that lasts until its own end, or to the end of the document: comments, scripts and the like.
+_OPEN_ENDED = re.compile(r"( {0,3})<(?=[!?]|(?:script|pre|style|textarea)\b)", re.IGNORECASE)
+_HEADING = re.compile(r"( {0,3})(#{1,6})(?=\s|$)")
+_UNDERLINE = re.compile(r"\s*(=+|-+)\s*")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+
+
+def contained(text: str) -> str:
+    """The text, so that nothing of it changes what follows it or looks like a part of the document.
+
+    Headings go down by two levels, underlined ones become text, a fence that is open at the end is closed.
+    """
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt()
+    parser.core.ruler.enableOnly(["normalize", "block"])
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    # What stands in HTML or below an underline means something else when that is text; so it is parsed until
+    # neither is left.
+    while True:
+        tokens = [token for token in parser.parse("\n".join(lines)) if token.level == 0 and token.map]
+        escaped = False
+        for token in tokens:
+            start, end = token.map or (0, 0)
+            if token.type == "html_block" and _OPEN_ENDED.match(lines[start]):
+                lines[start] = _OPEN_ENDED.sub(r"\1\\<", lines[start], count=1)
+                escaped = True
+            elif token.type == "heading_open" and not token.markup.startswith("#"):
+                place = end - 1
+                while True:  # all at once where one stands below the other
+                    lines[place] = "\\" + lines[place].lstrip()
+                    place += 1
+                    if place == len(lines) or not _UNDERLINE.fullmatch(lines[place]):
+                        break
+                escaped = True
+        if not escaped:
+            break
+    for token in tokens:
+        if token.type == "heading_open" and token.map:
+            lines[token.map[0]] = _HEADING.sub(_lower, lines[token.map[0]], count=1)
+    if tokens and tokens[-1].type == "fence" and (closing := _closing(lines, tokens[-1].map or [0, 0])):
+        lines.append(closing)
+    return "\n".join(lines)
+
+
+def _lower(found: re.Match[str]) -> str:
+    return found[1] + "#" * min(_LOWEST, len(found[2]) + _LEVELS_BELOW)
+
+
+def _closing(lines: list[str], place: list[int]) -> str:
+    """The line that ends a fence from the first of two lines to before the second; empty if it is ended."""
+    opened = _FENCE.match(lines[place[0]])
+    if opened is None:
+        return ""
+    mark, last = opened[1], lines[place[1] - 1].strip()
+    ended = place[1] - 1 > place[0] and len(last) >= len(mark) and set(last) == {mark[0]}
+    return "" if ended else mark
