@@ -59,10 +59,12 @@ class ScriptedEngine:
         answers: The pieces of one answer after the other.
         room: Most characters of all messages together, with what is reserved for the answer.
         reserves: What every call reserved.
-        asked: The messages of every call that was not refused.
-        given: The settings of every such call.
+        asked: The messages of every answer that was begun.
+        given: The settings of every such answer.
         pause_s: Before each piece.
+        prompt_s: For reading the prompt, in two parts.
         template_end: What the chat template puts at the end of a prompt.
+        encoded: How often messages or texts were cut into tokens.
     """
 
     answers: list[list[str | BaseException]]
@@ -78,8 +80,13 @@ class ScriptedEngine:
     template_end: str = ""
     has_chat_template: bool = True
     finish_reason: str = "length"
+    encoded: int = 0
+    prompt_s: float = 0.0
 
-    def encode(self, messages: Messages) -> Tokens:
+    def encode(self, messages: Messages | str) -> Tokens:
+        self.encoded += 1
+        if isinstance(messages, str):
+            return Tokens(map(ord, messages))
         text = "".join(message["content"] for message in messages) + self.template_end
         tokens = Tokens(map(ord, text))
         tokens.messages = [dict(message) for message in messages]
@@ -88,13 +95,13 @@ class ScriptedEngine:
     def token_text(self, token: int) -> str:
         return chr(token)
 
-    def generate(self, prompt: Tokens, *, reserve: int = 1, **settings: Any) -> Iterator[Step]:
+    def generate(
+        self, prompt: Tokens, *, reserve: int = 1, progress: Any = None, **settings: Any
+    ) -> Iterator[Step]:
         self.reserves.append(reserve)
         if len(prompt) + reserve > self.room:
             raise PromptTooLongError(f"{len(prompt)} tokens; the context holds {self.room}")
-        self.asked.append(prompt.messages)
-        self.given.append(settings)
-        return self._steps(self.answers.pop(0), len(prompt))
+        return self._steps(prompt, progress, settings)
 
     def idle(self) -> None:
         return None
@@ -108,13 +115,23 @@ class ScriptedEngine:
     def close(self) -> None:
         pass
 
-    def _steps(self, pieces: list[str | BaseException], prompt: int) -> Iterator[Step]:
+    def _steps(self, prompt: Tokens, progress: Any, settings: dict[str, Any]) -> Iterator[Step]:
+        self.asked.append(prompt.messages)
+        self.given.append(settings)
+        if progress is not None:
+            progress(0, len(prompt))
+            if self.prompt_s:
+                time.sleep(self.prompt_s / 2)
+                progress(len(prompt) // 2, len(prompt))
+                time.sleep(self.prompt_s / 2)
+            progress(len(prompt), len(prompt))
+        pieces = self.answers.pop(0)
         for index, piece in enumerate(pieces):
             if self.pause_s:
                 time.sleep(self.pause_s)
             if isinstance(piece, BaseException):
                 raise piece
-            self.stats = Numbers(prompt, index + 1)
+            self.stats = Numbers(len(prompt), index + 1)
             yield Step(piece, index + 10, self.finish_reason if index == len(pieces) - 1 else None)
 
 

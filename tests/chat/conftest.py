@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +18,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MOECHAT_NO_SAVE", raising=False)
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """A chat that is left by Ctrl-C lets no other one interrupt what follows; here more tests do."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)

@@ -6,7 +6,6 @@ Usage: ``python scripted_chat.py JSON``: answers, pause_s, options of the chat, 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -18,15 +17,19 @@ from moechat.chat.recorder import resumed
 from moechat.chat.repl import Chat
 from moechat.chat.sessions import sessions_path
 from moechat.chat.settings import ChatOptions
-from moechat.cli.main import Terminated, _on_sigterm
+from moechat.cli.main import Terminated, end_on_signals
 from moechat.cli.voice import ConsoleVoice
 
 
 def main() -> int:
     told = json.loads(sys.argv[1])
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    end_on_signals()
     engine = ScriptedEngine(
-        told["answers"], pause_s=told.get("pause_s", 0), context_length=1000, finish_reason="stop"
+        told["answers"],
+        pause_s=told.get("pause_s", 0),
+        prompt_s=told.get("prompt_s", 0),
+        context_length=1000,
+        finish_reason="stop",
     )
     options = ChatOptions(**told.get("options", {}))
     path = sessions_path() if told.get("save") else None
@@ -36,8 +39,8 @@ def main() -> int:
     )
     try:
         status = Chat(OneModel(engine), options, voice, conversation=going_on, sessions=path).run()
-    except Terminated:
-        status = 143
+    except Terminated as ended:
+        status = ended.status
     assert "torch" not in sys.modules
     return status
 

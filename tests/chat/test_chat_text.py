@@ -112,6 +112,18 @@ def test_no_control_character_is_left_but_newline_and_tab(text: str) -> None:
     assert one_line("a\u2028b\nc") == "a␊b␊c"
 
 
+def test_text_cannot_be_turned_around() -> None:
+    turned = "a\u202ecod.exe\u202c \u2066x\u2069 \u202ab"
+    assert neutralise(turned) == one_line(turned) == "a�cod.exe� �x� �b"
+    assert neutralise("\u200fא") == "\u200fא"
+    assert one_line("a\u200fb\u061c\u200e") == "a�b��"
+    screen = Screen(60, 10)
+    answer = screen.answer
+    answer.write("safe \u202etext\n\n`\u202ecode`")
+    answer.end()
+    assert "\u202e" not in screen.getvalue()
+
+
 @given(st.text(st.characters(codec=None)))
 def test_what_was_no_utf8_can_be_written_all_the_same(text: str) -> None:
     encodable(text).encode("utf-8")
@@ -276,6 +288,19 @@ def test_a_narrower_window_leaves_what_is_unfinished_as_it_is() -> None:
     assert lines[0] == "the first"
     assert lines[2] == "a paragraph with **stars** tha"  # this terminal cuts lines off
     assert lines[-1] == "the last"
+
+
+def test_a_narrower_window_that_still_holds_what_is_unfinished_folds_what_comes() -> None:
+    screen = Screen(60, 30)
+    answer = screen.answer
+    answer.write("short")
+    screen.resize(20)
+    words = " ".join(f"w{n}" for n in range(20))
+    answer.write(f" {words}")
+    assert all(len(line) < 20 for line in screen.shown.split("\n"))
+    answer.write("\n\nthe *last*")
+    answer.end()
+    assert screen.shown.replace("\n", " ").split() == ["short", *words.split(), "the", "last"]
 
 
 def test_a_wider_window_changes_nothing() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chat_support import OneModel, ScriptedEngine, assistant, talk, user
 
+from moechat.chat.commands import COMMANDS
 from moechat.chat.conversation import Conversation, Turn
 from moechat.chat.sessions import Sessions, sessions_path
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
@@ -99,6 +100,12 @@ def test_commands_never_reach_the_model_and_two_slashes_do() -> None:
     assert heard.errors[0][0] == "there is no command /sytem; it was not sent"
     assert "did you mean /system?" in (heard.errors[0][1] or "")
     assert "the conversation is forgotten" in heard.notices
+
+
+def test_help_lists_every_command_and_says_how_an_editor_is_opened() -> None:
+    (said,) = talk(ScriptedEngine([]), ["/help"], quiet=True).notices
+    assert all(f"/{command.name}" in said for command in COMMANDS)
+    assert "Ctrl-X Ctrl-E" in said
 
 
 def test_bye_leaves() -> None:
@@ -241,7 +248,7 @@ def test_save_and_load_give_the_same_conversation(tmp_path: Path) -> None:
 
 
 def test_save_replaces_no_file_of_anyone_else(tmp_path: Path) -> None:
-    file = tmp_path / "mine.txt"
+    file = tmp_path / "mine.json"
     file.write_text("precious")
     heard = talk(ScriptedEngine([["one"]]), ["first", f"/save {file}"])
     assert "exists already" in heard.errors[0][0]
@@ -280,11 +287,59 @@ def test_bytes_that_are_not_utf8_are_not_sent() -> None:
     assert engine.asked == [[user("first")]]
 
 
+QUOTED = '"""/bye\n//a comment"""'
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        (QUOTED, "/bye\n//a comment"),
+        ('"""/clear"""', "/clear"),
+        ('"""//x"""', "//x"),
+        ("/* header */\nint main(){}", "/* header */\nint main(){}"),
+        ("// a comment\nint main(){}", "// a comment\nint main(){}"),
+        ("//clear\nis a command", "/clear\nis a command"),
+        ("/usr/bin/foo: error: no input", "/usr/bin/foo: error: no input"),
+        ("/usr\n/bin", "/usr\n/bin"),
+        ("//etc", "/etc"),
+    ],
+)
+def test_what_was_pasted_or_quoted_is_a_message(typed: str, sent: str) -> None:
+    engine = ScriptedEngine([["one"]])
+    heard = talk(engine, [typed])
+    assert heard.errors == []
+    assert engine.asked == [[user(sent)]]
+
+
+@pytest.mark.parametrize("typed", ["/", "/ x", "/cler", "/usr", "/clear/x", "/bye.", "/help\nme", '""""""'])
+def test_what_may_be_a_slip_is_not_sent(typed: str) -> None:
+    engine = ScriptedEngine([])
+    heard = talk(engine, [typed])
+    assert [error[0].endswith("it was not sent") for error in heard.errors] == [True] * ("/" in typed)
+
+
+def test_a_command_may_take_several_lines() -> None:
+    engine = ScriptedEngine([["one"]])
+    talk(engine, ["/system be brief\nand kind", "first"])
+    assert engine.asked[0][0]["content"] == "be brief\nand kind"
+
+
+def test_a_dumb_terminal_sends_no_bytes_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.chat.reader import PlainReader
+
+    lines = io.TextIOWrapper(io.BytesIO(b"a\xffb\nc\n"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", lines)
+    reader = PlainReader()
+    with pytest.raises(UnicodeError):
+        reader.read()
+    assert reader.read() == "c"
+
+
 def test_plain_lines_are_read_with_their_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
     from moechat.chat.reader import PlainReader
 
     monkeypatch.setattr("sys.stdin", io.StringIO('one\n"""two\nthree"""\nfour'))
     reader = PlainReader()
-    assert [reader.read(), reader.read(), reader.read()] == ["one", "two\nthree", "four"]
+    assert [reader.read(), reader.read(), reader.read()] == ["one", '"""two\nthree"""', "four"]
     with pytest.raises(EOFError):
         reader.read()

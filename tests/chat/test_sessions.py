@@ -6,6 +6,8 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from moechat.chat import schema
 from moechat.chat.conversation import Conversation, Turn, title_of
+from moechat.chat.listing import listed
 from moechat.chat.recorder import Recorder, resumed
 from moechat.chat.sessions import Sessions, sessions_path
 from moechat.chat.settings import ChatOptions
@@ -83,7 +86,7 @@ def test_a_search_finds_words_with_and_without_an_index(
     path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not indexed:
-        monkeypatch.setattr(Sessions, "_by_index", lambda self, words: {})
+        monkeypatch.setattr("moechat.chat.sessions.by_index", lambda connection, words: {})
     with Sessions(path) as sessions:
         sessions.keep(conversation(("a fox", "in the garden"), ("100 %", "x")))
         sessions.keep(conversation(("a fox", "elsewhere"), ("garden", 'a "quoted" word')))
@@ -99,6 +102,145 @@ def test_a_search_finds_words_with_and_without_an_index(
         assert "garden" in sessions.search("garden")[0].found
         sessions.keep(conversation(("北京的天气", "晴")))
         assert [line.key for line in sessions.search("天气")] == [4]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("天气", [2, 1]),
+        ("北京", [1]),
+        ("東京", [2]),
+        ("c++", [3]),
+        ('"', [4]),
+        ("ＦＯＸ", [4]),
+        ("fox", [4]),
+        ("ÉTÉ", [5]),
+        ("ete", [5]),
+        ("été", [5]),
+        ("c", [3]),
+    ],
+)
+def test_a_search_finds_words_of_any_script_and_punctuation_as_it_is(
+    path: Path, words: str, keys: list[int]
+) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("天气 北京的天气怎么样", "晴")))
+        sessions.keep(conversation(("東京の天气", "天气 晴れ")))
+        sessions.keep(conversation(("what is c++ 20", "x")))
+        sessions.keep(conversation(('the "fox"', "y")))
+        sessions.keep(conversation(("un été", "z")))
+        assert [line.key for line in sessions.search(words)] == keys
+
+
+def test_a_conversation_without_a_turn_is_neither_listed_nor_gone_on_with(path: Path) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("first", "one")))
+        empty = conversation(("second", "two"))
+        sessions.keep(empty)
+        empty.take_back()
+        sessions.keep(empty)
+        assert [line.key for line in sessions.summaries()] == [1]
+        last = sessions.last("demo")
+        assert last is not None
+        assert last.key == 1
+        assert len(sessions.get(2, all_turns=True).turns) == 1
+        empty.add(Turn("third", "three"))
+        sessions.keep(empty)
+        assert [line.key for line in sessions.summaries()] == [2, 1]
+
+
+def test_a_conversation_that_was_deleted_meanwhile_stays_so_and_what_follows_is_another(path: Path) -> None:
+    told: list[str] = []
+    recorder = Recorder(path, lambda text, hint: told.append(text))
+    kept = conversation(("confidential", "unmentionable"))
+    assert recorder.keep(kept)
+    with Sessions(path) as sessions:
+        sessions.delete(1)
+        assert recorder.keep(kept)
+        assert sessions.summaries() == []
+        kept.add(Turn("next", "two", model="demo"))
+        assert recorder.keep(kept)
+        kept.add(Turn("last", "three", model="demo"))
+        assert recorder.keep(kept)
+        assert [(line.key, line.title) for line in sessions.summaries()] == [(2, "next")]
+        assert [turn.answer for turn in sessions.get(2).turns] == ["two", "three"]
+    recorder.close()
+    assert told == ["(conversation 1 was deleted; what follows is kept as number 2)"]
+    assert len(kept.turns) == 3
+    assert b"unmentionable" not in path.read_bytes()
+
+
+def test_a_database_that_was_taken_away_is_made_anew_with_all_of_the_conversation(path: Path) -> None:
+    recorder = Recorder(path, lambda text, hint: None)
+    kept = conversation(("first", "one"))
+    assert recorder.keep(kept)
+    recorder.close()
+    for file in path.parent.iterdir():
+        file.unlink()
+    kept.add(Turn("second", "two"))
+    assert recorder.keep(kept)
+    recorder.close()
+    with Sessions(path) as sessions:
+        assert [turn.question for turn in sessions.get(1).turns] == ["first", "second"]
+
+
+def test_a_database_that_others_may_read_is_theirs_no_more(path: Path) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("first", "one")))
+        for file in path.parent.iterdir():
+            file.chmod(0o644)
+    for file in path.parent.iterdir():
+        file.chmod(0o644)
+    with Sessions(path, existing=True):
+        assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+
+
+READER = """
+import os, sys
+from pathlib import Path
+from moechat.chat.sessions import Sessions
+if os.geteuid() == 0:
+    os.seteuid(65534)
+with Sessions(Path(sys.argv[1]), existing=True) as sessions:
+    print([line.title for line in sessions.summaries()], [line.key for line in sessions.search("first")])
+    print(sessions.get(1).turns[0].answer)
+"""
+
+
+def test_conversations_in_a_place_that_cannot_be_written_are_read() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        path = Path(place) / "state" / "sessions.db"
+        with Sessions(path) as sessions:
+            sessions.keep(conversation(("first", "one")))
+        for name, mode in ((place, 0o755), (path.parent, 0o555), (path, 0o444)):
+            os.chmod(name, mode)
+        done = subprocess.run([sys.executable, "-c", READER, str(path)], capture_output=True, text=True)
+        os.chmod(path.parent, 0o755)
+    assert done.stdout == "['first'] [1]\none\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE turns SET mark = 'of a newer version'",
+        "UPDATE turns SET created = 1e300",
+        "UPDATE conversations SET created = 'noon', updated = 1e18",
+        "UPDATE conversations SET created = -1e12, updated = 253402300799",
+    ],
+)
+def test_a_row_that_no_version_wrote_is_listed_shown_and_written_all_the_same(
+    path: Path, change: str
+) -> None:
+    with Sessions(path) as sessions:
+        sessions.keep(conversation(("first", "one")))
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(change)
+        other.commit()
+    with Sessions(path) as sessions:
+        (line,) = sessions.summaries()
+        assert listed(line).endswith("1 turn   demo  first")
+        for form in ("md", "json"):
+            assert "one" in write_as(sessions.get(1), form)  # type: ignore[arg-type]
 
 
 def test_what_is_deleted_is_gone_from_the_disk(path: Path) -> None:

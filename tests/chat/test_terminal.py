@@ -8,15 +8,13 @@ import re
 import signal
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pexpect
-import pyte
 import pytest
+from terminal_support import Terminal
 
 from moechat.chat.sessions import Sessions, sessions_path
 
@@ -24,8 +22,8 @@ PATIENCE_S = 20
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"
 
 
-class Terminal:
-    """A chat on a pseudo-terminal, and what its screen shows."""
+class ScriptedChat(Terminal):
+    """A chat whose model says what the test wrote down."""
 
     def __init__(
         self,
@@ -38,88 +36,32 @@ class Terminal:
         **told: Any,
     ) -> None:
         pieces = [list(answer) for answer in answers]
-        self._screen = pyte.Screen(columns, rows)
-        self._stream = pyte.Stream(self._screen)
         dropped = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment.update(env or {})
-        self.child = pexpect.spawn(
-            sys.executable,
-            [str(Path(__file__).parent / "scripted_chat.py"), json.dumps({"answers": pieces, **told})],
-            env={**environment, "MOECHAT_HOME": str(home), "TERM": term, "LC_ALL": "C.UTF-8"},  # type: ignore[arg-type]
-            cwd=str(home.parent),
-            encoding="utf-8",
-            timeout=PATIENCE_S,
-            dimensions=(rows, columns),
+        super().__init__(
+            [
+                sys.executable,
+                str(Path(__file__).parent / "scripted_chat.py"),
+                json.dumps({"answers": pieces, **told}),
+            ],
+            cwd=home.parent,
+            environment={**environment, "MOECHAT_HOME": str(home), "LC_ALL": "C.UTF-8"},
+            columns=columns,
+            rows=rows,
+            term=term,
+            patience_s=PATIENCE_S,
         )
-        self.child.delaybeforesend = None
-        self.written = ""
         self.wait(">>>")
-
-    def close(self) -> None:
-        self.child.close(force=True)
-
-    @property
-    def shown(self) -> str:
-        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
-
-    @property
-    def last_line(self) -> str:
-        return self.shown.split("\n")[-1]
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Read what the chat writes until the condition holds."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            try:
-                piece = self.child.read_nonblocking(4096, 0.05)
-            except pexpect.TIMEOUT:
-                piece = ""
-            except pexpect.EOF:
-                assert condition(), f"the chat has ended:\n{self.shown}"
-                return
-            self.written += piece
-            self._stream.feed(piece)
-            assert time.monotonic() < deadline, f"never came; the screen shows:\n{self.shown}"
-
-    def wait(self, text: str) -> None:
-        self.until(lambda: text in self.shown)
-
-    def wait_prompt(self) -> None:
-        self.until(lambda: self.last_line.startswith(">>>"))
-
-    def type(self, keys: str, shown: str | None = None) -> None:
-        self.child.send(keys)
-        if shown is not None:
-            self.wait(shown)
-
-    def say(self, line: str, answer: str) -> None:
-        """Send a line, and wait for the answer and the next prompt."""
-        self.type(line)
-        self.until(lambda: line.split("\n")[-1][-10:] in self.shown)
-        self.child.send("\r")
-        self.wait(answer)
-        self.wait_prompt()
-
-    def resize(self, columns: int, rows: int) -> None:
-        self.child.setwinsize(rows, columns)
-        self._screen.resize(rows, columns)
-
-    def leave(self, keys: str = "\x04") -> int | None:
-        """Exit status after these keys."""
-        self.child.send(keys)
-        self.until(lambda: not self.child.isalive())
-        self.child.close()
-        return self.child.exitstatus
 
 
 @pytest.fixture
-def terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
+def terminal(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
     home.mkdir()
-    started: list[Terminal] = []
+    started: list[ScriptedChat] = []
 
-    def start(*answers: str, **told: Any) -> Terminal:
-        started.append(Terminal(home, *answers, **told))
+    def start(*answers: str, **told: Any) -> ScriptedChat:
+        started.append(ScriptedChat(home, *answers, **told))
         return started[-1]
 
     yield start
@@ -132,7 +74,7 @@ def questions(key: int = 1) -> list[str]:
         return [turn.question for turn in sessions.get(key).turns]
 
 
-def test_a_talk_is_rendered_shows_the_context_and_is_kept(terminal: Callable[..., Terminal]) -> None:
+def test_a_talk_is_rendered_shows_the_context_and_is_kept(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("Hello **you**\n\n- a\n- b", "bye", save=True)
     assert "0 of 1,000 tokens" in chat.shown
     chat.say("hi", " • b")
@@ -146,7 +88,7 @@ def test_a_talk_is_rendered_shows_the_context_and_is_kept(terminal: Callable[...
         assert len(sessions.get(1, all_turns=True).turns) == 2
 
 
-def test_several_lines_are_one_message_typed_or_pasted(terminal: Callable[..., Terminal]) -> None:
+def test_several_lines_are_one_message_typed_or_pasted(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("one", "two", "three", "four", save=True)
     chat.type(f"a{ALT_ENTER}b\nc", "... c")
     chat.type("\r", "one")
@@ -162,7 +104,7 @@ def test_several_lines_are_one_message_typed_or_pasted(terminal: Callable[..., T
 
 
 def test_what_was_typed_is_found_again_in_the_next_chat(
-    terminal: Callable[..., Terminal], home: Path
+    terminal: Callable[..., ScriptedChat], home: Path
 ) -> None:
     chat = terminal("one")
     chat.say("first question", "one")
@@ -179,7 +121,7 @@ def test_what_was_typed_is_found_again_in_the_next_chat(
 
 
 def test_nothing_is_remembered_where_nothing_is_to_be_saved(
-    terminal: Callable[..., Terminal], home: Path
+    terminal: Callable[..., ScriptedChat], home: Path
 ) -> None:
     chat = terminal("one", options={"save": False})
     chat.say("secret", "one")
@@ -189,7 +131,9 @@ def test_nothing_is_remembered_where_nothing_is_to_be_saved(
     assert list(home.rglob("*")) == []
 
 
-def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(
+    terminal: Callable[..., ScriptedChat],
+) -> None:
     chat = terminal("word " * 200, "more", pause_s=0.02, save=True)
     chat.type("go on\r", "word word")
     chat.type("\x03", "(stopped; what was written is kept)")
@@ -205,7 +149,9 @@ def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(terminal: Call
         assert [turn.mark for turn in sessions.get(1).turns] == ["stopped", ""]
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(terminal: Callable[..., Terminal]) -> None:
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(
+    terminal: Callable[..., ScriptedChat],
+) -> None:
     chat = terminal("word " * 20, "second", pause_s=0.01)
     chat.type("go on\r", "word word")
     chat.type("meanwhile\r")
@@ -215,7 +161,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(terminal: Call
     assert ">>> meanwhile" in chat.shown
 
 
-def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[..., Terminal]) -> None:
+def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("one", save=True)
     chat.type("/hlp\r", "there is no command /hlp; it was not sent")
     chat.wait("did you mean /help?")
@@ -229,7 +175,7 @@ def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[
 
 
 def test_names_of_files_are_completed_after_commands_that_take_one(
-    terminal: Callable[..., Terminal], tmp_path: Path
+    terminal: Callable[..., ScriptedChat], tmp_path: Path
 ) -> None:
     (tmp_path / "notes of today.txt").write_text("milk")
     (tmp_path / "no\x1b]0;tes").write_text("")
@@ -244,7 +190,7 @@ def test_names_of_files_are_completed_after_commands_that_take_one(
     assert questions() == ["notes of today.txt:\n```\nmilk\n```\n\nwhat?"]
 
 
-def test_save_load_and_go_on(terminal: Callable[..., Terminal]) -> None:
+def test_save_load_and_go_on(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("one", "two", "three", save=True)
     chat.say("first", "one")
     chat.say("/save talk.json", "saved as")
@@ -261,32 +207,55 @@ def test_save_load_and_go_on(terminal: Callable[..., Terminal]) -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 40])
-def test_a_small_window_and_wide_characters(terminal: Callable[..., Terminal], columns: int) -> None:
+def test_a_small_window_and_wide_characters(terminal: Callable[..., ScriptedChat], columns: int) -> None:
     chat = terminal("漢字 " * 8 + "**fett** 👍\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", columns=columns)
     chat.say("漢字 👍 go", "1  2")
     assert "fett 👍" in chat.shown.replace("\n", "")
     assert all(len(line) <= columns for line in chat.shown.split("\n"))
 
 
-def test_a_window_that_changes_during_an_answer(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("a *first* one\n\n" + "word " * 30 + "\n\nthe *last* one", pause_s=0.01, rows=40)
-    chat.type("go\r", "word word word")
+def test_a_window_that_changes_during_an_answer(terminal: Callable[..., ScriptedChat]) -> None:
+    words = [f"w{n:02}x" for n in range(40)]
+    answer = f"a *first* one\n\n{' '.join(words)}\n\nthe *last* one"
+    chat = terminal(answer, pause_s=0.01, rows=40)
+    chat.type("go\r", "w00x w01x w02x")
     chat.resize(30, 40)
     chat.wait("the last one")
     chat.wait_prompt()
     assert "a first one" in chat.shown
+    # Each word once: no row was drawn twice. What the window had cut off may be gone.
+    shown = re.findall(r"w\d\dx", chat.shown)
+    assert len(shown) == len(set(shown))
+    assert shown[-1] == "w39x"
     chat.resize(70, 40)
     chat.type("/bye", "/bye")
     assert chat.leave("\r") == 0
 
 
-def test_raw_answers_are_as_the_model_wrote_them(terminal: Callable[..., Terminal]) -> None:
+def test_what_was_typed_is_bounded_to_the_newest_and_stays_private(
+    terminal: Callable[..., ScriptedChat], home: Path
+) -> None:
+    history = home / "state" / "history"
+    history.parent.mkdir(parents=True)
+    history.write_text("".join(f"\n# 2020-01-01\n+entry {n} {'x' * 1000}\n" for n in range(1500)))
+    history.chmod(0o644)
+    chat = terminal("one")
+    assert 600_000 < history.stat().st_size < 800_000
+    assert history.stat().st_mode & 0o777 == 0o600
+    chat.say("the newest", "one")
+    chat.type(f"{UP}{UP}", "entry 1499")
+    assert history.read_text().startswith("\n# 2020-01-01\n+entry ")
+    assert history.read_text().endswith("+the newest\n")
+    assert [path.name for path in history.parent.iterdir()] == ["history"]
+
+
+def test_raw_answers_are_as_the_model_wrote_them(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("**you** \x1b[2J\x9b1m", options={"raw": True})
     chat.say("hi", "**you** ␛[2J")
     assert "\x1b[2J" not in chat.written
 
 
-def test_a_dumb_terminal_gets_plain_text(terminal: Callable[..., Terminal]) -> None:
+def test_a_dumb_terminal_gets_plain_text(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("**you**", term="dumb")
     chat.type("hi\r", "**you**")
     chat.wait_prompt()
@@ -294,7 +263,23 @@ def test_a_dumb_terminal_gets_plain_text(terminal: Callable[..., Terminal]) -> N
     assert chat.leave() == 0
 
 
-def test_no_color_leaves_no_colour(terminal: Callable[..., Terminal]) -> None:
+def test_bytes_that_are_not_utf8_are_not_sent_from_a_dumb_terminal(
+    terminal: Callable[..., ScriptedChat],
+) -> None:
+    chat = terminal("one", term="dumb", save=True)
+    modes = termios.tcgetattr(chat.child.child_fd)
+    modes[3] &= ~termios.ECHO  # the terminal itself would show the bytes, which this test cannot read
+    termios.tcsetattr(chat.child.child_fd, termios.TCSANOW, modes)
+    os.write(chat.child.child_fd, b"a\xffb\r")
+    chat.wait("that line is not UTF-8; it was not sent")
+    chat.wait_prompt()
+    chat.type("c\r", "one")
+    chat.wait_prompt()
+    assert chat.leave() == 0
+    assert questions() == ["c"]
+
+
+def test_no_color_leaves_no_colour(terminal: Callable[..., ScriptedChat]) -> None:
     answer = "# T\n\n- a `b`\n\n```python\nimport os\n```\n"
     colour = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[\d;]*)?m")
     found = {}
@@ -306,7 +291,7 @@ def test_no_color_leaves_no_colour(terminal: Callable[..., Terminal]) -> None:
     assert found == {"": True, "1": False}
 
 
-def test_thinking_is_dimmed(terminal: Callable[..., Terminal]) -> None:
+def test_thinking_is_dimmed(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("<think>let me see</think>\n\nyes")
     chat.say("hi", "yes")
     assert "let me see\n\nyes" in chat.shown
@@ -315,7 +300,7 @@ def test_thinking_is_dimmed(terminal: Callable[..., Terminal]) -> None:
 
 @pytest.mark.parametrize("during", ["the prompt", "an answer"])
 def test_a_chat_that_is_terminated_keeps_what_it_has_and_gives_the_terminal_back(
-    terminal: Callable[..., Terminal], during: str
+    terminal: Callable[..., ScriptedChat], during: str
 ) -> None:
     chat = terminal("word " * 100, pause_s=0.02, save=True)
     before = termios.tcgetattr(chat.child.child_fd)[3] & (termios.ECHO | termios.ICANON)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from terminal_support import hanging_up_ends_it
 
 PROGRAM = [sys.executable, "-m", "moechat"]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Enough for a cold start under load; no test waits for it to pass.
 PATIENCE_S = 120
 
@@ -49,12 +51,11 @@ class Cli:
         }
 
     def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-            [*PROGRAM, *arguments],
-            cwd=self.directory,
-            env=self.environment,
-            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with hanging_up_ends_it():
+            return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+                [*PROGRAM, *arguments], cwd=self.directory, env=self.environment, **{**pipes, **options}
+            )
 
     def run(self, *arguments: str, stdin: bytes | None = None) -> Result:
         source = {} if stdin is None else {"stdin": subprocess.PIPE}
@@ -67,7 +68,7 @@ class Cli:
         from moechat.cli.main import main
 
         streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (stdin, b"", b"")]
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
         with pytest.MonkeyPatch.context() as patch:
             for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
                 patch.setattr(sys, name, stream)

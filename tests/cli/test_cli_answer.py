@@ -153,7 +153,9 @@ def test_a_budget_too_small_is_refused_with_one_that_works(cli: Cli, model: str)
     assert "memory attention cache bytes" in answered.err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_an_answer_and_keeps_its_text(
     cli: Cli, model: str, number: signal.Signals, status: int
 ) -> None:
@@ -164,8 +166,7 @@ def test_a_signal_ends_an_answer_and_keeps_its_text(
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (status, b"")
     text = (first + out).decode()
-    if number == signal.SIGINT:
-        assert text.endswith("\n")
+    assert text.endswith("\n")
     count = str(len(text.rstrip("\n")))
     whole = answer_json(cli, model, "hello", *GREEDY, "--max-tokens", str(4 * int(count) + 16))["text"]
     assert whole.startswith(text.rstrip("\n"))
@@ -207,7 +208,7 @@ def test_on_a_terminal_the_models_control_characters_are_neutralised(cli: Cli, m
     options = [model, "hello", "--max-tokens", "200", *GREEDY]
     text = answer_json(cli, *options)["text"]
     assert any(ord(character) < 32 and character not in "\n\t" for character in text)
-    session = cli.terminal("run", *options, "-q")
+    session = cli.terminal("run", *options, "-q", "--raw")
     shown = session.read()
     session.close()
     assert session.exitstatus == 0

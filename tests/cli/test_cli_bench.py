@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,30 @@ def test_json_is_one_object_and_out_keeps_it(cli: Cli) -> None:
     assert measured["prediction"]["source"] == "next-router"
     assert len(measured["prediction"]["right_of_top_k"]) == 8
     assert measured["assumptions"]
+
+
+def keys_in_help(cli: Cli) -> dict[str, set[str]]:
+    """Keys that the help says the JSON object has, and those of the objects in it."""
+    text = " ".join(cli.run("bench", "--help").out.decode().split())
+    text = text.partition("--json: ")[2].partition(". Seconds")[0]
+    found = {}
+    for name, inner in re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", text):
+        always = inner.partition(";")[0] if inner else ""
+        found[name] = {key.strip() for key in always.split(",") if key.strip()}
+        found[f"{name}, all"] = set(re.findall(r"\w+", inner))
+    return found
+
+
+def test_the_keys_of_the_json_object_are_those_of_the_help(cli: Cli) -> None:
+    said = keys_in_help(cli)
+    result = cli.call("bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q")
+    measured = json.loads(result.out)
+    assert set(measured) == {name for name in said if not name.endswith(", all")}
+    for name, value in measured.items():
+        inner = value[0] if name == "cases" else value
+        keys = set(inner) if isinstance(inner, dict) else set()
+        assert said[name] <= keys, name
+        assert keys <= said[f"{name}, all"], name
 
 
 def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:

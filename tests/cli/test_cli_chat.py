@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,18 @@ from cli_support import Cli
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 
-from chat_support import ScriptedEngine
+from chat_support import Heard, ScriptedEngine, Typist
 
 from moechat.chat.conversation import Conversation
 from moechat.chat.recorder import Recorder
+from moechat.chat.repl import Chat
+from moechat.chat.sessions import Sessions
+from moechat.chat.settings import ChatOptions
+from moechat.cli.main import Terminated
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _answer_once
 from moechat.cli.voice import LoadedModels
-from moechat.errors import ModelNotFoundError, MoechatError
+from moechat.errors import DeviceLostError, ModelNotFoundError, MoechatError
 
 # The editor has given the terminal back, and the model has written something.
 ANSWER_BEGUN = re.escape("\x1b[?2004l") + ".{60}"
@@ -40,6 +46,113 @@ def test_an_interrupted_single_answer_is_still_one_json_object(capsys: pytest.Ca
     assert told["text"] == "half "
     assert told["tokens"] == [10]
     assert told["finish_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "mark"),
+    [
+        (MoechatError("the disk is gone"), MoechatError, "failed"),
+        (DeviceLostError("the card is gone"), DeviceLostError, "failed"),
+        (BrokenPipeError(), BrokenPipeError, "stopped"),
+        (Terminated(15), Terminated, "stopped"),
+        (KeyboardInterrupt(), None, "stopped"),
+    ],
+)
+def test_a_single_answer_in_a_conversation_is_kept_however_it_ends(
+    failure: BaseException,
+    raised: type[BaseException] | None,
+    mark: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = ScriptedEngine([["half ", failure]])
+    path = tmp_path / "sessions.db"
+    recorder = Recorder(path, lambda text, hint: None)
+    options = RunOptions(model="scripted", session=1)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(raised) if raised else nullcontext():
+            _answer_once(engine, "first", options, Conversation(), recorder)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        recorder.close()
+    with Sessions(path) as sessions:
+        assert [(turn.answer, turn.mark) for turn in sessions.get(1).turns] == [("half ", mark)]
+    assert capsys.readouterr().out == "half \n"
+
+
+def test_an_answer_whose_reader_leaves_is_kept(cli: Cli, model: str, tmp_path: Path) -> None:
+    own = Cli(tmp_path, tmp_path / "own", {})
+    result = own.shell(f"$M run '{model}' hello -q -c --temperature 0 </dev/null | head -c 20")
+    assert (result.status, len(result.out)) == (0, 20)
+    (row,) = json.loads(own.call("sessions", "--json").out)
+    told = json.loads(own.call("sessions", "export", str(row["id"]), "--format", "json").out)
+    assert told["messages"][1]["mark"] == "stopped"
+    assert len(told["messages"][1]["content"].encode()) >= 20
+
+
+SINGLE = """
+import sys
+sys.path.insert(0, {support!r})
+from chat_support import Heard, ScriptedEngine, Typist
+from moechat.chat.conversation import Conversation
+from moechat.chat.recorder import Recorder
+from moechat.cli.options import RunOptions
+from moechat.cli.run import _answer_once
+text = "# Title\\n\\nsome *slanted* words"
+engine = ScriptedEngine([list(text)], prompt_s={prompt_s}, finish_reason="stop")
+options = RunOptions(model="scripted", **{options!r})
+prompt = "first"
+if options.completion:
+    prompt = engine.encode([{{"role": "user", "content": "first"}}])
+sys.exit(_answer_once(engine, prompt, options, Conversation(), Recorder(None, print)))
+"""
+
+
+def single(cli: Cli, prompt_s: float = 0, term: str = "xterm", tail: str = "", **options: object) -> str:
+    script = SINGLE.format(
+        support=str(Path(__file__).parents[1] / "chat"), prompt_s=prompt_s, options=options
+    )
+    (cli.directory / "single.py").write_text(script)
+    session = cli.terminal_shell(f"TERM={term} {sys.executable} single.py {tail}")
+    shown = session.read()
+    session.close()
+    assert session.exitstatus == 0, shown
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("more", "rendered"),
+    [
+        ({}, True),
+        ({"raw": True}, False),
+        ({"term": "dumb"}, False),
+        ({"completion": True}, False),
+        ({"tail": "| cat"}, False),
+    ],
+    ids=["plain", "raw", "dumb", "completion", "piped"],
+)
+def test_a_single_answer_on_a_terminal_is_rendered_like_the_chats(
+    cli: Cli, more: dict[str, object], rendered: bool
+) -> None:
+    shown = single(cli, **more)  # type: ignore[arg-type]
+    assert ("\x1b[3mslanted\x1b[0m" in shown) == rendered
+    assert shown.endswith("words\r\n")
+    if not rendered:
+        assert "# Title\r\n\r\nsome *slanted* words\r\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({}, True), ({"json": True}, True), ({"quiet": True}, False), ({"tail": "2>&1 | cat"}, False)],
+    ids=["plain", "json", "quiet", "piped"],
+)
+def test_a_single_answer_says_how_far_a_long_prompt_is(cli: Cli, more: dict[str, object], said: bool) -> None:
+    shown = single(cli, prompt_s=1.6, **more)  # type: ignore[arg-type]
+    assert ("reading 0 of 5 tokens" in shown) == said
+    before, _, after = shown.rpartition("\r\x1b[K")
+    assert bool(before) == said
+    assert "reading" not in after
 
 
 def test_a_session_on_a_terminal(cli: Cli, model: str) -> None:
@@ -85,6 +198,26 @@ def test_a_session_on_a_terminal(cli: Cli, model: str) -> None:
 
     listed = json.loads(cli.call("sessions", "--json").out)
     assert [(row["title"], row["turns"]) for row in listed] == [("typed while it loads", 2)]
+
+
+def test_lines_pasted_while_the_model_is_loaded_are_one_message(cli: Cli, model: str) -> None:
+    own = Cli(cli.directory, cli.home, {})
+    session = own.terminal("run", model, "--temperature", "0", "--max-tokens", "3")
+    session.timeout = 20
+    session.expect("loading")
+    # What the terminal does with a paste depends on what it was told last.
+    assert "\x1b[?2004h" in session.before
+    session.send("\x1b[200~pasted\rwhile it loads\x1b[201~")
+    session.expect(re.escape("... ") + ".*while it loads")
+    session.send("\r")
+    session.expect(r"[1-9]\d* of 8,192 tokens")
+    session.send("\x04")
+    session.read()
+    session.close()
+    assert session.exitstatus == 0
+    assert (
+        json.loads(own.call("sessions", "--json", "--limit", "1").out)[0]["title"] == "pasted while it loads"
+    )
 
 
 def test_a_single_answer_may_go_on_with_a_conversation(cli: Cli, model: str) -> None:
@@ -147,6 +280,57 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseExcept
             models.use(str(tmp_path / "nowhere"))
         assert models.engine.name == "first again"
     assert loaded == ["mine", "demo", "mine"]
+
+
+def test_interrupts_while_the_model_before_is_loaded_again_do_not_stop_that() -> None:
+    def load(name: str) -> ScriptedEngine:
+        loaded.append(name)
+        if len(loaded) > 1:
+            signal.raise_signal(signal.SIGINT)
+        return ScriptedEngine([], name=f"{name} {len(loaded)}")
+
+    loaded: list[str] = []
+    handler = signal.getsignal(signal.SIGINT)
+    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            models.use("demo")
+        assert models.engine.name == "mine 3"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_chat_whose_model_cannot_be_loaded_again_stands_without_one_until_another_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, last = ScriptedEngine([["one"]], name="first"), ScriptedEngine([["two"]], name="last")
+    found = [first, MemoryError(), RuntimeError("the driver is gone"), last]
+
+    def load(name: str) -> ScriptedEngine:
+        engine = found.pop(0)
+        if isinstance(engine, BaseException):
+            raise engine
+        return engine
+
+    heard, lines = Heard(), ["hello", "/model demo", "lost?", "/show", "/read x", "/model demo", "again"]
+    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+        chat = Chat(models, ChatOptions(), heard, reader=Typist(lines))
+        assert chat.run() == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert len(heard.errors) == 4
+    message = heard.errors[0][0]
+    assert "MemoryError" in message
+    assert "mine could not be loaded again either: the driver is gone" in message
+    assert all("/model NAME loads one" in (hint or "") for _, hint in heard.errors[:3])
+    assert [message["content"] for message in last.asked[0]] == ["hello", "one", "again"]
+
+
+def test_ctrl_c_over_and_over_leaves_as_two_do(cli: Cli, model: str) -> None:
+    session = cli.terminal("run", model, "--no-save")
+    session.expect("of 8,192 tokens")
+    while session.isalive():
+        session.sendintr()
+        time.sleep(0.005)
+    session.close()
+    assert (session.exitstatus, session.signalstatus) == (0, None)
 
 
 def test_the_end_of_an_answer_of_the_demo_is_not_shown(cli: Cli) -> None:

@@ -10,6 +10,7 @@ import pytest
 from cli_support import PROGRAM, Cli
 
 from moechat.cli import completion
+from moechat.cli.completion_shell import join_words
 
 
 @pytest.fixture
@@ -55,15 +56,50 @@ def test_models_are_completed_the_librarys_too(stored: Cli) -> None:
     assert completed(stored, "moechat rm org") == ["org/little@0123456789ab"]
 
 
-def test_begun_paths_are_completed_to_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models" / "one").mkdir(parents=True)
-    (tmp_path / "models" / "other").mkdir()
-    (tmp_path / "models" / "onfile").write_text("")
+def test_begun_paths_are_left_to_the_shell_which_quotes_them(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert completion.complete_models("./mo") == ["./models/"]
-    assert completion.complete_models("./models/on") == ["./models/one/"]
-    assert completion.complete_models(f"{tmp_path}/models/o") == [
-        f"{tmp_path}/models/one/",
-        f"{tmp_path}/models/other/",
-    ]
-    assert completion.complete_models("/nowhere/at/all/x") == []
+    for begun in ("./mo", f"{tmp_path}/mo", "~/"):
+        assert completion.complete_models(begun) == []
+        assert completion.complete_library(begun) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "cursor", "joined", "before"),
+    [
+        (["moechat", "run", "a/b", "@", "0"], 4, ["moechat", "run", "a/b@0"], "a/b"),
+        (["moechat", "run", "a/b", "@"], 3, ["moechat", "run", "a/b@"], "a/b"),
+        (["moechat", "run", "a/b", "@", "0", ":", "Q4"], 6, ["moechat", "run", "a/b@0:Q4"], "a/b@0:"),
+        (["moechat", "run", "a/b", "@", "0", ""], 5, ["moechat", "run", "a/b@0", ""], ""),
+        (["moechat", "run", "a/b", "@", "0"], 2, ["moechat", "run", "a/b"], ""),
+        (["moechat", "bench", "--systems", "=", "auto", ":", "sp"], 6, None, "auto:"),
+        (["moechat", "run", "de"], 2, ["moechat", "run", "de"], ""),
+    ],
+)
+def test_words_that_bash_has_cut_are_joined(
+    words: list[str], cursor: int, joined: list[str] | None, before: str
+) -> None:
+    environment = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(cursor)}
+    assert join_words(environment) == before
+    joined = joined or ["moechat", "bench", "--systems=auto:sp"]
+    assert environment == {"COMP_WORDS": "\n".join(joined), "COMP_CWORD": str(len(joined) - 1)}
+
+
+def test_the_script_is_that_of_the_shell_that_is_named(cli: Cli) -> None:
+    assert b"#compdef moechat" in cli.call("--show-completion", "zsh").out
+    assert b"complete -o default" in cli.call("--show-completion=bash").out
+    refused = cli.call("--show-completion", "tcsh")
+    assert (refused.status, refused.out) == (2, b"")
+    assert "there is no completion for 'tcsh'" in refused.err
+    assert "bash, zsh, fish" in refused.err
+    assert b"<bool>" not in cli.run("--help").out + cli.run("sessions", "rm", "--help").out
+
+
+def test_completion_is_installed_where_the_shell_looks(cli: Cli, tmp_path: Path) -> None:
+    home = tmp_path / "user"
+    result = replace(cli, extra={**cli.extra, "HOME": str(home)}).run("--install-completion", "fish")
+    assert result.status == 0
+    assert "completion for fish is in" in result.err
+    assert "moechat" in (home / ".config" / "fish" / "completions" / "moechat.fish").read_text()

@@ -12,8 +12,9 @@ from cli_support import Cli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.cli import doctor
-from moechat.cli.doctor import Redaction
+from moechat.cli.doctor_machine import MACHINE
+from moechat.cli.doctor_report import Report
+from moechat.cli.redaction import Redaction
 
 TOKEN = "hf_AbCdEfGhIjKlMn"
 
@@ -93,9 +94,9 @@ def test_a_card_without_what_it_needs_is_a_problem(monkeypatch: pytest.MonkeyPat
         0, "NVIDIA GeForce GTX 1080", "x", 8 << 30, 7 << 30, capability=(6, 1), lanes=8, lanes_most=16
     )
     monkeypatch.setattr(gpu, "find_gpus", lambda: gpu.GpuReport((device,), "550.1"))
-    report = doctor.Report()
+    report = Report()
     rows: dict[str, str] = {}
-    doctor._card(report, rows)
+    MACHINE["graphics card"](report, rows)
     said = " ".join(finding.fact for finding in report.findings)
     assert "compute capability 6.1" in said
     assert "8 of 16 PCIe lanes" in said
@@ -130,3 +131,119 @@ def test_names_in_addresses_and_the_home_directory_are_hidden() -> None:
     assert redact("http://me:word@proxy.example:8080/x") == "http://(hidden)@proxy.example:8080/x"
     assert redact(f"{home}/models, {home}") == "~/models, ~"
     assert redact(f"{home}other/models") == f"{home}other/models"
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("http://user:p@ss/w0rd@proxy:8080", "w0rd"),
+        ("proxy is user:secretpw@proxy:8080", "secretpw"),
+        ("https://h/x?a=1&token=hf_abc&b=2", "hf_abc"),
+        ("https://h/x?X-Amz-Signature=0123456789", "0123456789"),
+        (f"it said {TOKEN}.", TOKEN),
+        ("ghp_0123456789abcdef", "0123456789abcdef"),
+        ("sk-proj-0123456789abcdef", "0123456789abcdef"),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str, secret: str) -> None:
+    shown = Redaction({})(text)
+    assert secret not in shown
+    assert "(hidden)" in shown
+
+
+def test_names_of_models_and_paths_are_no_secrets() -> None:
+    redact = Redaction({})
+    for text in (
+        "tiny/moe-chat@0123456789ab: 4 bits",
+        "org/name@v1:Q4_K_M",
+        "/mnt/models/org--name@v1-4bit",
+        "https://huggingface.co",
+    ):
+        assert redact(text) == text
+
+
+def test_the_home_directory_is_hidden_beside_any_sign_and_nowhere_else() -> None:
+    redact = Redaction({})
+    home = os.path.expanduser("~")
+    assert redact(f"'{home}' ({home}) [{home}/x] {home}. file://{home}/x") == "'~' (~) [~/x] ~. file://~/x"
+    for text in (f"/mnt{home}/x", f"x{home}", f"{home}.bak/x", f"{home}-other", f"{home}2"):
+        assert redact(text) == text
+
+
+def test_values_that_may_be_secrets_are_not_shown(cli: Cli) -> None:
+    config = cli.home / "config" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text(f'HF_TOKEN = "{TOKEN}"\n[run]\nsystem-prompt = "you are my hidden friend"\n')
+    found = report_of(
+        cli,
+        MOECHAT_API_KEY="supersecretvalue",
+        MOECHAT_ANYTHING="something of mine",
+        MOECHAT_SYSTEM_PROMPT=f"say {TOKEN} and nothing of my life",
+        HTTPS_PROXY="http://user:p@ss/w0rd@proxy:8080",
+        HTTP_PROXY="user:secretpw@proxy:8080",
+        HF_HOME="/x/secretpw@",
+    )
+    text = json.dumps(found)
+    for secret in ("supersecret", "of mine", "my life", "w0rd", "secretpw", "hidden friend"):
+        assert secret not in text
+    assert found["sections"]["environment"]["HTTPS_PROXY"] == "http://(hidden)@proxy:8080"
+    assert found["sections"]["environment"]["HTTP_PROXY"] == "(hidden)@proxy:8080"
+    assert found["sections"]["settings"]["run: system-prompt"] == "(hidden)"
+
+
+def test_settings_that_cannot_be_taken_are_found(cli: Cli) -> None:
+    config = cli.home / "config" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('ctx = "many"\n[run]\ntemperature = 200\n')
+    found = report_of(
+        cli, MOECHAT_SEED="x", MOECHAT_MAX_TOKENZ="5", MOECHAT_LEFTOVERS="1", MOECHAT_THREADS="2"
+    )
+    facts = {finding["fact"]: finding["hint"] for finding in found["findings"]}
+    assert sum(f"{config} says ctx = 'many'" in fact for fact in facts) == 1
+    assert sum("MOECHAT_SEED is 'x'" in fact for fact in facts) == 1
+    assert any("--temperature is 200" in fact for fact in facts)
+    assert facts["MOECHAT_MAX_TOKENZ is set, which means nothing to moechat"] == (
+        "do you mean MOECHAT_MAX_TOKENS?"
+    )
+    assert "MOECHAT_LEFTOVERS is set, which means nothing to moechat" in facts
+    assert not any("MOECHAT_THREADS" in fact or "MOECHAT_HOME" in fact for fact in facts)
+
+
+def test_names_in_the_settings_file_cannot_forge_a_line(cli: Cli) -> None:
+    config = cli.home / "config" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('"a\\u001b]0;pwn\\u0007\\nproblem: x" = "b\\nproblem: y"\n')
+    shown = replace(cli).run("doctor").out.decode()
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "problem: x" in shown
+    for forged in ("problem: x", "problem: y"):
+        assert not any(line.lstrip().startswith(forged) for line in shown.splitlines())
+
+
+def test_conversations_that_cannot_be_read_are_found_and_nothing_is_written(cli: Cli) -> None:
+    from moechat.chat.sessions import Sessions
+
+    path = cli.home / "state" / "sessions.db"
+    with Sessions(path):
+        pass
+    kept = path.read_bytes()
+    found = report_of(cli)
+    assert found["sections"]["conversations"]["conversations"].startswith("0, ")
+    assert [item.name for item in path.parent.iterdir()] == [path.name]
+
+    def facts() -> list[str]:
+        facts = [finding["fact"] for finding in report_of(cli)["findings"]]
+        return [fact for fact in facts if "sessions.db" in fact]
+
+    for damaged in (os.urandom(8192), kept[:4096] + os.urandom(len(kept) - 4096)):
+        path.write_bytes(damaged)
+        assert any("cannot be read" in fact for fact in facts())
+        assert path.read_bytes() == damaged
+    newer = bytearray(kept)
+    newer[60:64] = (99).to_bytes(4, "big")  # where SQLite keeps user_version
+    path.write_bytes(newer)
+    assert any("was written by a newer moechat" in fact for fact in facts())
+    path.write_bytes(kept)
+    with Sessions(path):  # in use: with its log beside it
+        assert facts() == []

@@ -48,6 +48,51 @@ def test_conversations_are_answered_turn_by_turn(cli: Cli) -> None:
     assert "answers" not in second
 
 
+def test_answers_before_the_turn_that_failed_are_not_lost(cli: Cli) -> None:
+    name = write(cli, "prompts.jsonl", json.dumps({"turns": ["Hello", "word " * 200, "Why?"]}) + "\n")
+    result = cli.call("run", "demo", "--jsonl", name, "--ctx", "64", *SHORT)
+    assert result.status == 2
+    (only,) = lines(result.out)
+    assert "64" in only["error"]
+    alone = json.loads(cli.call("run", "demo", "Hello", "--ctx", "64", "--json", *SHORT).out)
+    assert only["answers"] == [alone["text"]]
+    assert "text" not in only
+
+
+def test_a_line_has_an_id_and_settings_of_its_own(cli: Cli) -> None:
+    entries = [
+        {"id": "a é", "prompt": "Hello", "max_tokens": 2},
+        {"id": {"n": 1}, "prompt": "Hello", "max_tokens": None, "category": "greeting"},
+        {"id": 0, "prompt": "Hello", "temperature": 1.5, "seed": 7, "top_k": 50},
+    ]
+    name = write(cli, "prompts.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+    result = cli.call("run", "demo", "--jsonl", name, *SHORT)
+    assert result.status == 0, result.err
+    found = lines(result.out)
+    assert [one["id"] for one in found] == ["a é", {"n": 1}, 0]
+    assert [len(one["tokens"]) for one in found] == [2, 5, 5]
+    assert found[2]["statistics"]["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"temperature": "hot"}, "temperature is no number"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number"),
+        ({"seed": True}, "seed is no number"),
+        ({"seed": 10**400}, "it must be at least 0 and at most"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_with_its_line(cli: Cli, entry: dict, said: str) -> None:
+    name = write(cli, "prompts.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", **entry}))
+    result = cli.call("run", "demo", "--jsonl", name)
+    assert (result.status, result.out) == (2, b"")
+    assert "line 2: " in result.err
+    assert said in result.err
+
+
 def test_texts_come_from_stdin_and_are_continued(cli: Cli) -> None:
     result = cli.call(
         "run", "demo", "--jsonl", "-", "--completion", *SHORT, stdin=b"Once upon a time\nThe cat\n"
@@ -65,6 +110,7 @@ def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(cli: Cli) -> N
     assert "64" in first["error"]
     assert "text" not in first
     assert second["text"]
+    assert "1 of 2 prompts were not answered; their lines have an error" in result.err
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,14 @@ def test_a_conversion_that_failed_is_not_called_done(
     assert capsys.readouterr().err == ""
 
 
+def test_a_download_that_goes_on_is_not_called_done(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with LoadProgress() as show:
+        for stage, share in (("download", 1), ("verify", 1), ("download", 1), ("download", 2)):
+            show(Progress(stage, share * GIB, 2 * GIB, ""))
+            clock.now += 1
+    assert capsys.readouterr().err == ""  # whoever downloads says so when all is here
+
+
 def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)
@@ -185,6 +193,19 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyP
     assert "\x1b[2K" in shown
     assert "4.0 GiB of 4.0 GiB" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert "converted in" in shown
+
+
+def test_the_bar_leaves_room_for_what_the_terminal_shows_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    with LoadProgress() as show:
+        show(Progress("verify", GIB, 4 * GIB, "model-00001-of-00005.safetensors"))
+        time.sleep(0.3)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    lines = [line for line in re.split(r"[\r\n]", shown) if line.strip()]
+    assert max(map(len, lines)) == 57
 
 
 def test_names_in_progress_cannot_drive_the_terminal(

@@ -51,6 +51,15 @@ def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
     assert own.call("sessions", "export", "1", "--format", "pdf").status == 2
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd/x.md", "new/", "x.txt", "a" * 300 + ".md"])
+def test_an_export_that_cannot_be_written_is_an_error_without_a_traceback(own: Cli, name: str) -> None:
+    result = own.call("sessions", "export", "1", "-o", name)
+    assert result.status in (1, 2)
+    assert result.err.startswith("error: ")
+    assert "hint: " in result.err
+    assert [path.name for path in own.directory.iterdir()] == ["home"]
+
+
 def test_on_a_terminal_it_is_rendered_and_drives_nothing(own: Cli) -> None:
     session = own.terminal("sessions", "show", "1")
     shown = session.read()

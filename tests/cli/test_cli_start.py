@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,23 @@ HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "mo
         ["--help"],
         ["--version"],
         ["run", "--help"],
+        ["download", "--help"],
+        ["list"],
+        ["--show-completion", "bash"],
         ["run", "mixtral", "hello"],
         ["run", "demo", "hello", "--temperature", "nan"],
         ["run"],
     ],
 )
 def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
+    # The parser needs pydantic for numbers, which costs a fifth of the time of a short command.
+    without_numbers = "--help" in arguments or "list" in arguments
+    heavy = (*HEAVY, "pydantic") if without_numbers else HEAVY
     script = (
         "import sys\n"
         "from moechat.cli.main import main\n"
         f"main({arguments!r})\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+        f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=cli.environment, cwd=cli.directory
@@ -42,17 +49,40 @@ def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
     assert done.stderr.splitlines()[-1] in allowed
 
 
-def test_help_costs_little_processor_time(cli: Cli) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["download", "--help"], ["list"], ["list", "--json"], []]
+)
+def test_what_is_asked_often_costs_little_processor_time(
+    cli: Cli, tmp_path: Path, arguments: list[str]
+) -> None:
+    """Without arguments: what the shell asks to complete a name."""
+    for number in range(50):
+        store = tmp_path / "home" / "data" / "models" / f"org--name{number}-4bit"
+        store.mkdir(parents=True)
+        files = ", ".join(f'"layer{layer}": {{"bytes": 4096}}' for layer in range(100))
+        (store / "manifest.json").write_text(
+            f'{{"source": {{"name": "org/name{number}", "revision": "0123"}}, "model_type": "olmoe", '
+            f'"geometry": {{"bits": 4}}, "files": {{{files}}}}}'
+        )
+    completion = {
+        "_MOECHAT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "moechat\nrun\norg/name4",
+        "COMP_CWORD": "2",
+    }
+    asking = replace(cli, home=tmp_path / "home", extra={} if arguments else completion)
+
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert cli.run("--help").status == 0
+        result = asking.run(*arguments)
+        assert result.status == 0
+        assert result.out
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Processor time, and the least of three, because the clock on the wall measures the other processes
-    # too. About 0.17 s where this was written; the room is for slower machines. Importing torch would cost
-    # seconds.
-    assert min(seconds() for _ in range(3)) < 0.6
+    # Processor time, and the least of five, because the clock on the wall measures the other processes too.
+    # 0.16 to 0.22 s where this was written; the promise is 0.3 s, and the rest is for a machine whose cores
+    # are shared or slower. Importing torch would cost seconds.
+    assert min(seconds() for _ in range(5)) < 0.45
 
 
 def test_version_is_that_of_the_package(cli: Cli) -> None:
@@ -69,6 +99,18 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
         "session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
+
+
+COMMANDS = "run bench plan profile simulate trace doctor download list show rm sessions"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS.split()])
+def test_every_help_shows_examples_and_no_type_where_there_is_no_value(cli: Cli, command: str) -> None:
+    words = command.split()
+    text = cli.run(*words, "--help").out.decode()
+    assert f"moechat {command}" in text.partition("Usage: ")[2].partition("--help")[2]
+    assert "<bool>" not in text
+    assert "[@revision]" in text or command not in ("run", "download")
 
 
 def test_the_installed_command_is_the_same_program(cli: Cli) -> None:

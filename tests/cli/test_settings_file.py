@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +62,14 @@ def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: 
         ("ctx = [1]", "gives ctx a list", "a value is a text in quotes"),
         ("ctx =", "cannot be understood", "it is TOML"),
         (b"ctx = 5 # \xff", "cannot be understood", "it is TOML"),
-        ("[run]\nctx = 'many'", "--ctx", ""),
+        ("[run]\nctx = 'many'", "config.toml says ctx = 'many': ", "it stands for --ctx"),
+        ("max-tokens = true", "says max-tokens = true, which is no switch", "give it a value"),
+        ("leftovers = true", "sets 'leftovers', which is no option", ""),
+        ("[rm]\nbits = 4", "sets 'bits', which is no option of rm", ""),
+        ("[show]\nbits = 4", "sets 'bits', which is no option of show", ""),
+        ("bits = 5", "--bits is 5; this version knows 2, 3, 4, 8, 16 (--bits is from config.toml)", ""),
+        ("ram = 'much'", "'much' is not a size (--ram is from config.toml)", "write a number"),
+        ("#" + "x" * (1 << 20), "has more than 1,048,576 bytes", ""),
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(cli: Cli, text: str | bytes, said: str, hint: str) -> None:
@@ -84,7 +92,53 @@ def test_help_version_and_doctor_work_with_a_broken_file(cli: Cli) -> None:
 def test_a_variable_that_makes_no_sense_is_a_usage_error(cli: Cli) -> None:
     result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello")
     assert result.status == 2
-    assert "--ctx" in result.err
+    assert "error: MOECHAT_CTX is 'many': " in result.err
+    assert "hint: it stands for --ctx" in result.err
+    result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello", "--ctx", "few")
+    assert "MOECHAT_CTX" not in result.err
+    assert "Invalid value for '--ctx'" in result.err
+    result = with_variables(cli, MOECHAT_BITS="5").call("run", "demo", "hello")
+    assert "--bits is 5; this version knows 2, 3, 4, 8, 16 (--bits is from MOECHAT_BITS)" in result.err
+    result = with_variables(cli, MOECHAT_SYSTEMS="magic").call("bench", "demo")
+    assert "(--systems is from MOECHAT_SYSTEMS)" in result.err
+
+
+def test_a_pipe_in_the_place_of_the_file_stops_nothing(cli: Cli) -> None:
+    path = cli.home / "config" / "config.toml"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    process = cli.start("list")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "is no file" in err.decode()
+    path.unlink()
+    path.symlink_to("/dev/null")
+    assert cli.call("list").status == 0
+
+
+def test_what_is_deleted_and_shown_is_never_set_from_afar(cli: Cli) -> None:
+    models = cli.home / "data" / "models"
+    for bits in (4, 8):
+        store = models / f"org--name-{bits}bit"
+        store.mkdir(parents=True)
+        (store / "manifest.json").write_text(
+            '{"source": {"name": "org/name", "revision": "0123"}, "model_type": "x", '
+            f'"geometry": {{"bits": {bits}}}, "files": {{}}}}'
+        )
+    left = models / ".org--other-4bit.partial"
+    left.mkdir()
+    everywhere = with_variables(
+        cli, MOECHAT_BITS="8", MOECHAT_LEFTOVERS="1", MOECHAT_SOURCES="1", MOECHAT_YES="1"
+    )
+    settings(cli, "bits = 8\n")
+    assert everywhere.call("rm", "org/name").status == 2, "it asks, and nobody is there"
+    assert everywhere.call("rm", "org/name", "--yes").status == 0
+    assert [path.name for path in models.iterdir()] == [left.name]
+
+
+def test_another_name_of_a_command_has_the_same_settings(cli: Cli) -> None:
+    settings(cli, "[list]\njson = true\n")
+    assert cli.call("list").out == cli.call("ls").out == b"[]\n"
 
 
 def test_settings_of_a_chat_say_where_they_come_from() -> None:
@@ -107,9 +161,9 @@ def test_how_a_model_was_loaded_says_where_it_comes_from() -> None:
 def test_no_option_shares_a_variable_with_something_else() -> None:
     import typer
 
-    from moechat.cli.settings_file import _options, variable_of
+    from moechat.cli.settings_file import options_of, variable_of
 
     taken = {"MOECHAT_HOME", "MOECHAT_DEBUG", "MOECHAT_ISA", "MOECHAT_CUDA_GRAPHS", "MOECHAT_CUDA_DRIVER"}
     command = typer.main.get_command(app)
     for of in command.commands.values():  # type: ignore[attr-defined]
-        assert not taken & {variable_of(name) for name in _options(of)}
+        assert not taken & {variable_of(name) for name in options_of(of)}

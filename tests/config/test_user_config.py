@@ -122,3 +122,8 @@ def test_without_the_variable_the_system_says_where(monkeypatch: pytest.MonkeyPa
         paths = user_paths(environment)
         assert paths.models == Path("/somewhere/data/moechat/models")
         assert paths.state == Path("/somewhere/state/moechat")
+
+
+def test_a_home_of_nobody_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="MOECHAT_HOME is ~no-such-user-here/x, and there is no such"):
+        user_paths({"MOECHAT_HOME": "~no-such-user-here/x"})

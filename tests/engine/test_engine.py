@@ -325,6 +325,27 @@ def test_next_turn_computes_only_what_is_new(engine: Engine) -> None:
     assert reused == [0, first + 11, first + turn + 11]
 
 
+def test_progress_tells_how_much_of_the_prompt_is_computed_and_changes_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._prompt_cache.drop()
+    monkeypatch.setattr(engine._loaded, "chunk", 8)
+    told: list[tuple[int, int]] = []
+    tokens = engine.encode("Once upon a time there")
+    _, answer, _ = collect(
+        engine.generate(tokens, max_new_tokens=9, temperature=0.0, progress=lambda *state: told.append(state))
+    )
+    assert told == [(computed, 22) for computed in (0, 8, 16, 22)]
+    assert engine.stats.prompt_tokens == len(tokens) == 22
+    assert engine.stats.output_tokens == 9
+    told.clear()
+    more = [*tokens, *answer, 5, 5]
+    collect(engine.generate(more, max_new_tokens=2, progress=lambda *state: told.append(state)))
+    assert (engine.stats.reused_tokens, told) == (30, [(30, 33), (33, 33)])
+    engine._prompt_cache.drop()
+    assert collect(engine.generate(tokens, max_new_tokens=9, temperature=0.0))[1] == answer
+
+
 def test_reusing_the_cache_does_not_change_the_tokens(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moechat.config import Paths, user_paths
-from moechat.errors import ModelNotFoundError
+from moechat.errors import ModelNotFoundError, NotInLibraryError
 from moechat.hub import names
-from moechat.hub.names import ALIASES, ModelRef, resolve
+from moechat.hub.known_shapes import find_shape, shape_names
+from moechat.hub.names import ALIASES, ModelRef, hub_model, resolve
 
 
 @pytest.fixture
@@ -228,13 +229,33 @@ def test_an_alias_wins_over_a_directory_of_its_name(in_an_empty_directory: Path,
 
 def test_directories_without_a_model_and_files_are_refused(in_an_empty_directory: Path, paths: Paths) -> None:
     (in_an_empty_directory / "empty").mkdir()
-    (in_an_empty_directory / "file.gguf").write_text("")
+    (in_an_empty_directory / "file.bin").write_text("")
     (in_an_empty_directory / "loop").symlink_to("loop")
     assert "holds no model" in str(refusal("./empty", paths))
-    assert "is not a directory" in str(refusal("file.gguf", paths))
+    assert "is neither a directory nor a .gguf file" in str(refusal("file.bin", paths))
     assert "no directory" in str(refusal("./missing", paths))
+    assert "no file" in str(refusal("./missing.gguf", paths))
     for bad in ("./loop", "~no-such-user-here/x", "/" + "x" * 5000):
         assert refusal(bad, paths).exit_code == 3
+
+
+def test_gguf_files_are_models_by_themselves_and_alone_in_a_directory(
+    in_an_empty_directory: Path, paths: Paths
+) -> None:
+    directory = in_an_empty_directory / "files"
+    directory.mkdir()
+    names = ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    for name in names:
+        (directory / name).touch()
+    refs = [resolve(f"./files{name}", paths=paths) for name in ("", *(f"/{name}" for name in names))]
+    assert {ref.checkpoint for ref in refs} == {directory / names[0]}
+    assert len({ref.slug for ref in refs}) == 1
+    (directory / "A.GGUF").touch()
+    several = refusal("./files", paths)
+    assert "holds 2 GGUF models" in str(several)
+    assert several.hint == f"name one of them: {directory}/A.GGUF, {directory}/{names[0]}"
+    (directory / "config.json").write_text("{}")
+    assert resolve("./files", paths=paths).checkpoint == directory
 
 
 def test_the_demo_is_the_one_inside_the_package(
@@ -269,3 +290,88 @@ def test_a_slug_stays_one_name_inside_the_library(org: str, name: str, paths: Pa
         return
     assert slug.split("--") == [org, name]
     assert (paths.models / slug).parent == paths.models
+
+
+def test_a_gguf_file_of_a_repository_is_named_after_a_colon(paths: Paths) -> None:
+    refs = {name: hub_model(name) for name in ("a/b:q4_k_m", "a/b@main:Q4_K_M", "a/b:m-q4.gguf", "a/b")}
+    assert [ref.name for ref in refs.values()] == ["a/b:Q4_K_M", "a/b@main:Q4_K_M", "a/b:m-q4.gguf", "a/b"]
+    assert {(ref.repository, ref.revision, ref.variant) for ref in refs.values()} == {
+        ("a/b", None, "Q4_K_M"),
+        ("a/b", "main", "Q4_K_M"),
+        ("a/b", None, "m-q4.gguf"),
+        ("a/b", None, None),
+    }
+    assert [ref.slug for ref in refs.values()] == [
+        "a--b+Q4_K_M",
+        "a--b@main+Q4_K_M",
+        "a--b+m-q4.gguf",
+        "a--b",
+    ]
+    for bad in ("a/b:", "a/b:../x", "a/b:q4/x", "a/b:q 4", "a:q4/b"):
+        assert refusal(bad, paths).exit_code == 3
+
+
+def test_a_gguf_model_of_the_default_branch_is_found_by_its_commit(paths: Paths) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    store = make_store(hub_model("a/b:Q8_0").library_path(paths.models, 4))
+    (store / "manifest.json").write_text(json.dumps({"source": {"name": "a/b:Q8_0", "revision": commit}}))
+    name = names.at_revision("a/b:Q8_0", commit[:12])
+    assert name == f"a/b@{commit[:12]}:Q8_0"
+    assert resolve(name, paths=paths).store == store
+    assert "not in the library" in str(refusal(f"a/b@{commit[:12]}", paths))
+    assert names.repository_of(name) == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/org/name", "org/name"),
+        ("https://huggingface.co/org/name/", "org/name"),
+        ("HTTP://HuggingFace.co/org/Name", "org/Name"),
+        ("huggingface.co/org/name", "org/name"),
+        ("hf.co/org/name@v1", "org/name@v1"),
+        ("https://huggingface.co/org/name/tree/v1", "org/name@v1"),
+        ("https://huggingface.co/org/name/tree/main/sub/dir", "org/name@main"),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F1", "org/name@refs/pr/1"),
+        ("https://huggingface.co/org/name/tree/refs/pr/1", "org/name@refs/pr/1"),
+        ("https://huggingface.co/org/name/blob/main/config.json?download=true#L3", "org/name@main"),
+        ("https://huggingface.co/org/name/discussions/4", "org/name"),
+        ("https://mirror.example:8443/hub/org/name/tree/v1", "org/name@v1"),
+        ("mirror.example:8443/hub/org/name", "org/name"),
+    ],
+)
+def test_the_address_of_a_page_is_a_name(
+    address: str, name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:8443/hub/")
+    assert names.hub_model(address).name == name
+    assert f"{name} is not in the library" in str(refusal(address, paths))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://example.com/org/name",
+        "https://huggingface.co/datasets/org/name",
+        "https://huggingface.co/org/name/tree/..%2F..%2Fx",
+        "https://huggingface.co/org/..",
+    ],
+)
+def test_other_addresses_are_refused(address: str, paths: Paths) -> None:
+    assert not isinstance(refusal(address, paths), NotInLibraryError)
+
+
+def test_the_name_of_a_shape_is_that_of_its_model(in_an_empty_directory: Path, paths: Paths) -> None:
+    for shape in shape_names():
+        assert find_shape(str(names.hub_model(shape.upper()).repository)) == shape
+    assert names.hub_model("Mixtral-8x7B@v1").name == "mistralai/Mixtral-8x7B-Instruct-v0.1@v1"
+    make_store(paths.models / "Qwen--Qwen3-30B-A3B-4bit")
+    assert resolve("Qwen3-30B-A3B", paths=paths).repository == "Qwen/Qwen3-30B-A3B"
+    assert find_shape("https://huggingface.co/Qwen/Qwen3-30B-A3B") == "qwen3-30b-a3b"
+    directory = make_checkpoint(in_an_empty_directory / "olmoe-1b-7b")
+    assert resolve("olmoe-1b-7b", paths=paths).checkpoint == directory
+
+
+def test_what_lies_here_is_no_address(in_an_empty_directory: Path, paths: Paths) -> None:
+    directory = make_checkpoint(in_an_empty_directory / "hf.co" / "org" / "name")
+    assert resolve("hf.co/org/name", paths=paths).checkpoint == directory

@@ -12,25 +12,15 @@ for room in ("models", "cli"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 from cli_support import Cli  # noqa: E402
+from hub_checkpoint import write_hub_checkpoint  # noqa: E402
 from hub_server import REPOSITORY, Hub  # noqa: E402
-
-LAYERS = 5
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random chat model of five layers in several shards, with a card and files that nobody should load."""
-    import tiny
-
     directory = tmp_path_factory.mktemp("hub") / "moe-chat"
-    config = tiny.tiny_config(
-        "qwen3_moe", 0, vocab_size=tiny.BYTE_VOCABULARY, num_hidden_layers=LAYERS, max_position_embeddings=512
-    )
-    tiny.write_tiny_checkpoint(directory, config, max_shard_size="500KB")
-    tiny.write_byte_tokenizer(directory)
-    (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A tiny model\n")
-    (directory / "pytorch_model.bin").write_bytes(b"a pickle")
-    (directory / "modeling_evil.py").write_text("raise SystemExit")
+    write_hub_checkpoint(directory)
     return directory
 
 
@@ -47,6 +37,21 @@ def hub(_served: Hub) -> Iterator[Hub]:
     _served.reset()
     yield _served
     _served.reset()
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of the store that converting the directory gives."""
+    from library_support import hashes
+
+    from moechat.models.mapping import plan_checkpoint
+    from moechat.store.checkpoint import Checkpoint
+    from moechat.store.convert import convert
+
+    opened = Checkpoint.open(checkpoint)
+    destination = tmp_path_factory.mktemp("reference") / "store"
+    convert(opened, plan_checkpoint(opened), destination, bits=4, source_name="reference")
+    return hashes(destination)
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The same for :meth:`Cli.call`: huggingface_hub has read the variables of this process long ago."""
     from huggingface_hub import close_session, constants
 
-    from moechat.hub import transfer
+    from moechat.hub import patience
 
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
@@ -82,6 +87,7 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", program.extra["HF_HOME"] + "/hub")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", program.extra["HF_HOME"] + "/token")
-    monkeypatch.setattr(transfer, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(patience, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(patience, "_PATIENCE_S", 2.0)
     close_session()
     return program

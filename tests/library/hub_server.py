@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _PIECE = 16 << 10
+WEIGHTS = (".safetensors", ".gguf")
 
 REPOSITORY = "tiny/moe-chat"
 
@@ -32,8 +33,13 @@ class Faults:
     Attributes:
         cuts: How many more bodies of shards end early, each after ``cut_after`` bytes.
         stall: Bodies of shards stop coming after ``cut_after`` bytes, the connection stays.
+        mute: Requests for shards get no answer at all, the connection stays.
+        only: Name of the one shard that ``cuts``, ``stall`` and ``mute`` are for.
         status: Every request for a file or the model gets this status with these headers.
+        times: How many requests get that status; 0: all.
+        page: Every shard is this instead, with status 200, headers apart.
         busy: How many more requests for shards get status 503.
+        busy_headers: How many more requests for headers of shards do.
         alter: Name of a file whose last byte is sent wrongly.
         grow: Name of a file that is sent with one byte more.
         pace_s: Seconds between pieces of shards.
@@ -46,9 +52,14 @@ class Faults:
     cuts: int = 0
     cut_after: int = 0
     stall: bool = False
+    mute: bool = False
+    only: str = ""
     status: int = 0
+    times: int = 0
+    page: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     busy: int = 0
+    busy_headers: int = 0
     alter: str = ""
     grow: str = ""
     pace_s: float = 0.0
@@ -69,13 +80,26 @@ class Request:
 
 
 class Hub:
-    """The server; ``files`` by repository and name."""
+    """The server.
+
+    Attributes:
+        repositories: Files by repository and name.
+        commit: Of every repository.
+        say: What the description of a model says otherwise than it should.
+        say_raw: The description instead of it.
+        events: Shards that were asked for (``asked``, name) and sent to their end (``sent``, name), headers
+            apart, in their order; tests add what else happens.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.card: dict[str, Any] = {"license": "apache-2.0"}
         self.faults = Faults()
         self.requests: list[Request] = []
+        self.commit = COMMIT
+        self.say: dict[str, Any] = {}
+        self.say_raw: bytes | None = None
+        self.events: list[tuple[str, str]] = []
         hub = self
 
         class Handler(_Handler):
@@ -83,7 +107,11 @@ class Hub:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        # Large files come from another origin, which is not to see the token.
+        self._storage = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._storage.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.storage = f"http://127.0.0.1:{self._storage.server_port}"
 
     def add(self, repository: str, directory: Path) -> None:
         self.repositories[repository] = {
@@ -94,7 +122,9 @@ class Hub:
 
     def reset(self) -> None:
         self.faults = Faults()
+        self.say, self.say_raw, self.commit = {}, None, COMMIT
         self.requests.clear()
+        self.events.clear()
 
     def sent(self, suffix: str = ".safetensors") -> int:
         """Bytes of bodies sent of files with this suffix, those of headers of shards included."""
@@ -102,16 +132,20 @@ class Hub:
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
-        thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
-        thread.start()
+        servers = (self._server, self._storage)
+        threads = [
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+            for server in servers
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield self
         finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
+            for server, thread in zip(servers, threads, strict=True):
+                server.shutdown()
+                server.server_close()
+                thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -139,6 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.owner.faults
         if faults.status:
             self._plain(faults.status, faults.headers)
+            faults.times -= 1
+            if faults.times == 0:
+                faults.status = 0
             return
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self._model(match[1], match[2])
@@ -154,13 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             self._plain(401, {"X-Error-Code": "RepoNotFound"})
             return
-        if revision not in (None, "main", COMMIT):
+        if revision not in (None, "main", self.owner.commit):
             self._plain(404, {"X-Error-Code": "RevisionNotFound"})
             return
         siblings = []
         for name, data in files.items():
             entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _blob(data)}
-            if name.endswith((".safetensors", ".bin")):
+            if name.endswith((*WEIGHTS, ".bin")):
                 entry["lfs"] = {
                     "size": len(data),
                     "sha256": hashlib.sha256(data).hexdigest(),
@@ -168,28 +205,35 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             siblings.append(entry)
         card = self.owner.card
-        body = {"id": repository, "sha": COMMIT, "siblings": siblings, "cardData": card, "tags": []}
-        self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        body = {
+            "id": repository,
+            "sha": self.owner.commit,
+            "siblings": siblings,
+            "cardData": card,
+            "tags": [],
+        }
+        said = self.owner.say_raw or json.dumps({**body, **self.owner.say}).encode()
+        self._send(200, said, {"Content-Type": "application/json"})
 
     def _resolve(self, repository: str, revision: str, name: str) -> None:
         data = self.owner.repositories.get(repository, {}).get(name)
         if self.owner.faults.gated:
             self._plain(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
-        elif data is None or revision != COMMIT:
+        elif data is None or revision != self.owner.commit:
             self._plain(404, {"X-Error-Code": "EntryNotFound"})
-        elif name.endswith(".safetensors"):
+        elif name.endswith(WEIGHTS):
             etag = hashlib.sha256(data).hexdigest()
             self._plain(
                 302,
                 {
-                    "Location": f"/cdn/{repository}/{name}?X-Signature=secret",
-                    "X-Repo-Commit": COMMIT,
+                    "Location": f"{self.owner.storage}/cdn/{repository}/{name}?X-Signature=secret",
+                    "X-Repo-Commit": self.owner.commit,
                     "X-Linked-Etag": f'"{etag}"',
                     "X-Linked-Size": str(len(data)),
                 },
             )
         else:
-            self._send(200, data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": COMMIT})
+            self._send(200, data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": self.owner.commit})
 
     def _body(self, repository: str, name: str) -> None:
         faults = self.owner.faults
@@ -204,16 +248,29 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             begin, end, status = int(match[1]), int(match[2] or len(data) - 1) + 1, 206
         is_header = match is not None and match[2] != ""
+        if faults.busy_headers and is_header:
+            faults.busy_headers -= 1
+            self._plain(503, {})
+            return
+        if faults.page and not is_header:
+            self._send(200, faults.page, {"Content-Type": "text/html"})
+            return
         if faults.busy and not is_header:
             faults.busy -= 1
             self._plain(503, {})
+            return
+        chosen = not is_header and faults.only in ("", name)
+        if not is_header:
+            self.owner.events.append(("asked", name))
+        if faults.mute and chosen:
+            self._keep_waiting(faults)
             return
         headers = {"Content-Length": str(end - begin)}
         if status == 206:
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         self._begin(status, headers)
         most = end
-        failing = not is_header and (faults.cuts > 0 or faults.stall)
+        failing = chosen and (faults.cuts > 0 or faults.stall)
         if failing:
             most = min(end, begin + faults.cut_after)
             faults.cuts -= faults.cuts > 0
@@ -230,10 +287,16 @@ class _Handler(BaseHTTPRequestHandler):
                 call()
         if failing and faults.stall:
             self.wfile.flush()
-            while faults is self.owner.faults:
-                time.sleep(0.05)
+            self._keep_waiting(faults)
         if most < end:
             self.close_connection = True
+        elif not is_header:
+            self.owner.events.append(("sent", name))
+
+    def _keep_waiting(self, faults: Faults) -> None:
+        while faults is self.owner.faults:
+            time.sleep(0.05)
+        self.close_connection = True
 
     def _plain(self, status: int, headers: dict[str, str]) -> None:
         self._send(status, b"", headers)

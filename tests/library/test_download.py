@@ -10,87 +10,31 @@ import signal
 import subprocess
 import threading
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from cli_support import PATIENCE_S, Cli, Result
+from cli_support import PATIENCE_S, Cli
 from hub_server import COMMIT, REPOSITORY, Faults, Hub
+from library_support import (
+    STORE,
+    before_each_expert,
+    body_bytes,
+    disk_usage,
+    events,
+    finished,
+    models,
+    planned,
+    pretend_free,
+    shard_requests,
+    shards,
+    shards_until,
+    sources,
+    wait_until,
+)
 
-from moechat.cli.progress import LoadProgress
-from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
-from moechat.store.convert import convert
 from moechat.store.lock import exclusive_lock
 from moechat.store.store import Store
-
-STORE = "tiny--moe-chat-4bit"
-
-
-def models(program: Cli) -> Path:
-    return program.home / "data" / "models"
-
-
-def sources(program: Cli) -> Path:
-    return program.home / "data" / "sources"
-
-
-def shards(hub: Hub) -> dict[str, int]:
-    return {
-        name: len(data)
-        for name, data in hub.repositories[REPOSITORY].items()
-        if name.endswith(".safetensors")
-    }
-
-
-def hashes(store: Path) -> dict[str, str]:
-    return {name: record.sha256 for name, record in Store.open(store).manifest.files.items()}
-
-
-def shard_requests(hub: Hub) -> list[str]:
-    """Shards of which more than the header was asked for."""
-    return [
-        request.path.rpartition("/")[2]
-        for request in hub.requests
-        if request.path.startswith("/cdn/") and not request.range.startswith("bytes=0-")
-    ]
-
-
-def body_bytes(hub: Hub) -> int:
-    """Bytes of shards that were sent, headers apart."""
-    return sum(
-        request.sent
-        for request in hub.requests
-        if request.path.startswith("/cdn/") and not request.range.startswith("bytes=0-")
-    )
-
-
-def disk_usage(directory: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
-@pytest.fixture(scope="session")
-def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The files of the store that converting the directory gives."""
-    opened = Checkpoint.open(checkpoint)
-    destination = tmp_path_factory.mktemp("reference") / "store"
-    convert(opened, plan_checkpoint(opened), destination, bits=4, source_name="reference")
-    return hashes(destination)
-
-
-def finished(program: Cli, done: Result, reference: dict[str, str]) -> None:
-    assert done.status == 0, done.err
-    assert hashes(models(program) / STORE) == reference
-    Store.open(models(program) / STORE).verify()
-    assert sorted(path.name for path in models(program).iterdir()) == [STORE]
-    assert list(sources(program).iterdir()) == []
 
 
 def test_what_is_downloaded_is_the_store_that_converting_the_directory_gives(
@@ -141,7 +85,9 @@ def test_a_download_interrupted_killed_and_cut_goes_on_where_it_was(
     assert running[0].returncode == -signal.SIGKILL
     assert "unfinished downloads" in inside.call("list").err
     hub.faults = Faults(cuts=1, cut_after=100_000)
-    finished(inside, inside.call("download", REPOSITORY), reference)
+    resumed = inside.call("download", REPOSITORY)
+    finished(inside, resumed, reference)
+    assert resumed.err.count("is here after ") == 1
     # Every byte once, except what had not reached the disk when the program ended.
     assert body_bytes(hub) < 1.3 * sum(shards(hub).values())
     continued = [request for request in hub.requests if "/cdn/" in request.path and request.range[-1:] == "-"]
@@ -175,9 +121,9 @@ def test_a_busy_hub_is_asked_again(inside: Cli, hub: Hub, reference: dict[str, s
 def test_a_stalled_connection_ends_and_the_next_run_goes_on(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.hub import transfer
+    from moechat.hub import patience
 
-    monkeypatch.setattr(transfer, "_TRIES", 2)
+    monkeypatch.setattr(patience, "_PATIENCE_S", 0.3)
     hub.faults = Faults(stall=True, cut_after=0)
     done = inside.call("download", REPOSITORY)
     assert done.status == 5
@@ -187,33 +133,93 @@ def test_a_stalled_connection_ends_and_the_next_run_goes_on(
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_the_disk_never_holds_two_copies(
-    inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_json_has_the_plan_then_the_same_with_the_result(
+    inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
-    most = 0
-    show = LoadProgress.__call__
+    plan = planned(inside)
+    assert shard_requests(hub) == []
+    assert plan["status"] == "planned"
+    assert plan["name"] == plan["repository"] == REPOSITORY
+    assert (plan["revision"], plan["commit"], plan["licence"]) == (None, COMMIT, "apache-2.0")
+    assert (plan["bits"], plan["weight_files"], plan["files"]) == (4, 5, 12)
+    assert plan["download_bytes"] == plan["missing_bytes"] > sum(shards(hub).values())
+    assert plan["download_s"] == plan["missing_bytes"] * 8 / 100e6
+    assert plan["convert_s"] > 0
+    assert plan["ram_least_bytes"] < plan["ram_all_bytes"]
+    assert plan["ram_available_bytes"] > 0
+    assert plan["store_bytes"] < plan["disk_bytes"] < plan["free_bytes"]
+    assert plan["destination"] == str(models(inside) / STORE)
+    assert (plan["overlap"], plan["finished"]) == (True, False)
+    changing = ("free_bytes", "ram_available_bytes", "ram_least_bytes", "ram_all_bytes", "convert_s")
 
-    def watch(self: LoadProgress, report: object) -> None:
+    done = inside.call("download", REPOSITORY, "--json", "--quiet")
+    finished(inside, done, reference)
+    assert done.err == ""
+    result = json.loads(done.out)
+    assert list(result) == list(plan)
+    assert {key: value for key, value in result.items() if key not in changing} == {
+        **{key: value for key, value in plan.items() if key not in changing},
+        "status": "finished",
+        "finished": True,
+    }
+
+    named = json.loads(inside.call("download", f"{REPOSITORY}@main", "--dry-run", "--json").out)
+    assert (named["name"], named["revision"], named["commit"]) == (f"{REPOSITORY}@main", "main", COMMIT)
+
+
+def test_json_of_a_model_that_is_here_says_so_and_errors_print_none(inside: Cli, hub: Hub) -> None:
+    assert inside.call("download", REPOSITORY).status == 0
+    hub.requests.clear()
+    again = inside.call("download", REPOSITORY, "--json")
+    assert "is here already" in again.err
+    result = json.loads(again.out)
+    assert (result["status"], result["finished"]) == ("already here", True)
+    assert (result["missing_bytes"], result["disk_bytes"], result["overlap"]) == (0, 0, False)
+    assert shard_requests(hub) == []
+    assert planned(inside)["finished"]
+    refused = inside.call("download", "tiny/none", "--json")
+    assert (refused.status, refused.out) == (3, b"")
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_disk_holds_what_the_plan_says_and_never_two_copies(
+    inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    plan = planned(inside)
+    least = plan["disk_bytes"]
+    if not ahead:
+        pretend_free(monkeypatch, plan["disk_bytes"] - 1)
+        plan = planned(inside)
+    assert plan["overlap"] is ahead
+    sizes = sorted(shards(hub).values())
+    most = 0
+    sync = os.fsync
+
+    def all_has_come(layer: int, _expert: int) -> None:
+        wait_until(lambda: len(events(hub, "sent")) >= min(5, shards_until(hub, layer) + ahead))
+
+    def watch(descriptor: int) -> None:  # a file has got all its bytes
         nonlocal most
         most = max(most, disk_usage(inside.home))
-        show(self, report)  # type: ignore[arg-type]
+        sync(descriptor)
 
-    planned = inside.call("download", REPOSITORY, "--dry-run").out.decode()
-    monkeypatch.setattr(LoadProgress, "__call__", watch)
+    before_each_expert(monkeypatch, all_has_come)
+    monkeypatch.setattr(os, "fsync", watch)
     finished(inside, inside.call("download", REPOSITORY), reference)
+    # The manifest's room, 2 MiB, is most of what was not needed.
+    assert most <= plan["disk_bytes"] < most + (2 << 20) + 100_000
     store = disk_usage(models(inside) / STORE)
-    sizes = sorted(shards(hub).values())
     # The layers of this model lie across two shards each; dense tensors that were put aside are small.
-    assert most < store + sizes[-1] + sizes[-2] + 100_000
-    assert most < sum(sizes)
-    assert "3.4 MiB while it is made" in planned  # the manifest's room, 2 MiB, is most of what was not needed
+    assert most < store + sum(sizes[-3 if ahead else -2 :]) + 100_000
+    if not ahead:
+        assert most < sum(sizes)
+        assert least - sizes[-1] <= plan["disk_bytes"] < least
 
 
 def test_a_disk_that_is_too_small_is_refused_with_numbers_before_the_first_shard(
     inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9 - 1_000_000, 1_000_000))
+    pretend_free(monkeypatch, 1_000_000)
     done = inside.call("download", REPOSITORY)
     assert done.status == 4
     assert "needs 3.4" in done.err
@@ -296,7 +302,14 @@ def test_a_repository_with_only_pickles_is_refused(inside: Cli, hub: Hub) -> Non
         (401, {"X-Error-Code": "RepoNotFound"}, "", 3, "no public repository", "check the spelling"),
         (403, {"X-Error-Code": "GatedRepo"}, "", 3, "is gated", "accept the terms at"),
         (403, {"X-Error-Code": "GatedRepo"}, "hf_secret", 3, "your token has no access", "accept the terms"),
-        (401, {}, "hf_secret", 3, "does not accept the token", "it may have expired"),
+        (
+            401,
+            {"X-Error-Message": "Invalid credentials in Authorization header"},
+            "hf_secret",
+            3,
+            "does not accept the token",
+            "it may have expired",
+        ),
         (403, {}, "hf_secret", 3, "does not allow access", "needs read access"),
         (404, {"X-Error-Code": "RevisionNotFound"}, "", 3, "has no revision", "commits/main"),
         (429, {"Retry-After": "120"}, "", 5, "refuses more requests", "in 120 seconds"),
@@ -371,6 +384,8 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(inside: Cli, hub: Hub) -> No
     assert {request.token for request in hub.requests if "/api/models" in request.path} == {
         "Bearer hf_secret"
     }
+    assert {request.token for request in hub.requests if "/resolve/" in request.path} == {"Bearer hf_secret"}
+    assert {request.token for request in hub.requests if "/cdn/" in request.path} == {""}
     for path in inside.home.rglob("*"):
         assert not path.is_file() or b"hf_secret" not in path.read_bytes()
 
@@ -392,7 +407,7 @@ def test_run_without_a_terminal_says_what_to_type_and_with_yes_it_answers(inside
     )
     assert done.status == 0, done.err
     assert len(json.loads(done.out)["tokens"]) == 3
-    assert "downloaded and converted in" in done.err
+    assert "is here after " in done.err
 
 
 def test_run_asks_and_a_no_downloads_nothing(inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

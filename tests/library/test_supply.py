@@ -13,31 +13,49 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from store_support import mixtral_plan, mixtral_tensors, tree, write_safetensors
 
 from moechat.errors import CheckpointError
+from moechat.store.announced import AnnouncedCheckpoint, Shard
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert, finished_files
+from moechat.store.disk_room import most_bytes_at_once
 from moechat.store.outline import DenseFile, ExpertsFile, outline_store
-from moechat.store.supply import AnnouncedCheckpoint, Shard, ShardSupply, most_bytes_at_once
+from moechat.store.supply import ShardSupply
 
 LAYERS = 12
 
 
 class Shelf:
-    """Copies shards from a directory; keeps count."""
+    """Copies shards from a directory; keeps count, and looks at the disk when it may be at its fullest."""
 
-    def __init__(self, source: Path, here: Path) -> None:
+    def __init__(self, source: Path, here: Path, *, ahead: bool = False) -> None:
         self.source, self.here = source, here
+        self.ahead = ahead
         self.fetched: list[str] = []
         self.most = 0
         self.fail_at = ""
 
+    def look(self, *_event: object) -> None:
+        places = [
+            *self.here.rglob("*.safetensors"),
+            *self.here.rglob("*.dense"),
+            *self.here.parent.glob(".store.partial/store/*"),
+        ]
+        self.most = max(self.most, sum(path.stat().st_size for path in places))
+
     def fetch(self, name: str) -> Path:
         if name == self.fail_at:
             raise KeyboardInterrupt
-        self.fetched.append(name)
-        (self.here / name).write_bytes((self.source / name).read_bytes())
+        if not (self.here / name).exists():
+            self.fetched.append(name)
+            (self.here / name).write_bytes((self.source / name).read_bytes())
+        self.look()
         return self.here / name
 
+    def expect(self, name: str | None) -> None:
+        if self.ahead and name is not None:
+            self.fetch(name)
+
     def discard(self, name: str) -> None:
+        self.look()  # its dense tensors lie beside it
         (self.here / name).unlink()
 
 
@@ -71,20 +89,21 @@ def announced(source: Path, here: Path) -> AnnouncedCheckpoint:
     for file in sorted(source.glob("*.safetensors")):
         data = file.read_bytes()
         header = data[: 8 + int.from_bytes(data[:8], "little")]
-        shards[file.name] = Shard(here / file.name, header, len(data))
+        shards[file.name] = Shard.of_header(here / file.name, header, len(data))
         index |= dict.fromkeys(shards[file.name].tensors, file.name)
-    return AnnouncedCheckpoint(here, shards, index, ["a model", 1])
+    return AnnouncedCheckpoint(here, shards, index, ["a model", 1], title="a model")
 
 
-def test_layers_are_converted_as_shards_complete_them_and_the_store_is_the_same(
-    source: Path, tmp_path: Path
+@pytest.mark.parametrize("ahead", [False, True])
+def test_layers_are_converted_as_shards_complete_them_and_the_disk_holds_what_was_computed(
+    source: Path, tmp_path: Path, ahead: bool
 ) -> None:
     whole = Checkpoint.open(source)
     expected = convert(whole, mixtral_plan(whole), tmp_path / "expected", bits=4, source_name="x")
     here = tmp_path / "here"
     checkpoint = announced(source, here)
     plan = mixtral_plan(checkpoint)
-    shelf = Shelf(source, here)
+    shelf = Shelf(source, here, ahead=ahead)
     supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside")
     outline = outline_store(checkpoint, plan, 4)
     order = supply.order(outline.files)
@@ -92,31 +111,16 @@ def test_layers_are_converted_as_shards_complete_them_and_the_store_is_the_same(
     assert layers == sorted(range(LAYERS), key=lambda layer: str(layer) + ".")
     assert isinstance(order[-1], DenseFile)
     sizes = {name: shard.file_bytes for name, shard in checkpoint.shards.items()}
-    dense = {
-        name: sum(entry.nbytes for key, entry in shard.tensors.items() if key in set(plan.dense_keys))
-        for name, shard in checkpoint.shards.items()
-    }
-    bound = most_bytes_at_once(order, supply, dense, sizes)
-    assert bound < outline.total_bytes + 2 * max(sizes.values()) + 2 * sum(dense.values())
-    most = 0
-
-    def watch(_event: object) -> None:
-        nonlocal most
-        places = [
-            *here.rglob("*.safetensors"),
-            *here.rglob("*.dense"),
-            *tmp_path.glob(".store.partial/store/*"),
-        ]
-        most = max(most, sum(path.stat().st_size for path in places))
-
+    bound = most_bytes_at_once(order, supply, ahead=ahead)
     made = convert(
-        checkpoint, plan, tmp_path / "store", bits=4, source_name="x", progress=watch, supply=supply
+        checkpoint, plan, tmp_path / "store", bits=4, source_name="x", progress=shelf.look, supply=supply
     )
     assert made.manifest.files == expected.manifest.files
     assert shelf.fetched == sorted(sizes)
     assert sorted(path.name for path in here.rglob("*") if path.is_file()) == ["config.json"]
-    # Headers of what is put aside are not counted.
-    assert 0.7 * bound < most < bound + 4096
+    assert shelf.most == bound
+    without = most_bytes_at_once(order, supply, ahead=False)
+    assert without <= bound <= without + max(sizes.values())
 
 
 def test_an_interrupted_conversion_fetches_no_shard_twice_that_it_is_done_with(
@@ -148,6 +152,51 @@ def test_an_interrupted_conversion_fetches_no_shard_twice_that_it_is_done_with(
     assert {name: made[name] for name in made if name != "manifest.json"} == {
         name: expected[name] for name in expected if name != "manifest.json"
     }
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_an_interrupted_run_left_counts_once_on_the_disk(
+    source: Path, tmp_path: Path, ahead: bool
+) -> None:
+    here = tmp_path / "here"
+    shelf = Shelf(source, here, ahead=True)
+
+    def attempt() -> tuple[ShardSupply, AnnouncedCheckpoint]:
+        checkpoint = announced(source, here)
+        supply = ShardSupply(checkpoint, mixtral_plan(checkpoint).dense_keys, shelf, here / "aside")
+        return supply, checkpoint
+
+    def run(supply: ShardSupply, checkpoint: AnnouncedCheckpoint) -> None:
+        convert(
+            checkpoint,
+            mixtral_plan(checkpoint),
+            tmp_path / "store",
+            bits=4,
+            source_name="x",
+            progress=shelf.look,
+            supply=supply,
+        )
+
+    shelf.fail_at = "model-00005-of-00007.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        run(*attempt())
+    supply, checkpoint = attempt()
+    plan = mixtral_plan(checkpoint)
+    files = outline_store(checkpoint, plan, 4).files
+    done = finished_files(checkpoint, plan, tmp_path / "store", bits=4)
+    # Another shard lies there than the layer needs that comes next.
+    lost = "model-00006-of-00007.safetensors"
+    (here / lost).write_bytes((source / lost).read_bytes())
+    bound = most_bytes_at_once(
+        supply.order([file for file in files if file.name not in done]),
+        supply,
+        ahead=ahead,
+        written=sum(file.nbytes for file in files if file.name in done),
+        lying={path.name: path.stat().st_size for path in here.glob("*.safetensors")},
+    )
+    shelf.fail_at, shelf.most, shelf.ahead = "", 0, ahead
+    run(supply, checkpoint)
+    assert shelf.most == bound
 
 
 def test_dense_tensors_put_aside_that_were_damaged_are_fetched_again(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""What of a conversation the model is told: long ones, what makes room, and what is too long by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_support import Heard, Messages, OneModel, ScriptedEngine, Tokens, Typist, talk, user
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moechat.chat.asking import ask
+from moechat.chat.conversation import Conversation, Turn
+from moechat.chat.recorder import resumed
+from moechat.chat.repl import Chat
+from moechat.chat.sessions import sessions_path
+from moechat.chat.settings import ChatOptions, Generation
+from moechat.errors import UsageError
+
+
+def told(engine: ScriptedEngine) -> list[str]:
+    """The messages of the user in the last call."""
+    return [message["content"] for message in engine.asked[-1] if message["role"] == "user"]
+
+
+def test_turns_that_were_left_out_are_told_again_when_others_were_taken_back() -> None:
+    engine = ScriptedEngine([["a" * 10], ["b" * 30], ["c"], ["d"]], room=80)
+    talk(engine, ["1" * 10, "2" * 10, "3" * 10, "/undo", "/undo", "4"])
+    assert engine.asked[2] == [user("2" * 10), {"role": "assistant", "content": "b" * 30}, user("3" * 10)]
+    assert told(engine) == ["1" * 10, "4"]
+
+
+def test_a_larger_model_and_a_shorter_answer_are_told_what_was_left_out() -> None:
+    small = ScriptedEngine([["a" * 20], ["b"], ["c"]], room=50)
+    large = ScriptedEngine([["d"]], room=1000, name="large")
+    heard = talk(
+        small,
+        ["1" * 10, "2" * 10, "/set max_tokens 1", "3", "/model large", "4"],
+        models=OneModel(small, large=large),
+    )
+    assert [[m["content"] for m in messages if m["role"] == "user"] for messages in small.asked] == [
+        ["1" * 10],
+        ["2" * 10],
+        ["1" * 10, "2" * 10, "3"],
+    ]
+    assert told(large) == ["1" * 10, "2" * 10, "3", "4"]
+    assert heard.errors == []
+
+
+@pytest.mark.parametrize("turns", [300, 3000])
+def test_a_long_conversation_is_cut_into_tokens_a_few_times_and_not_once_a_turn(turns: int) -> None:
+    class Counting(ScriptedEngine):
+        characters = 0
+
+        def encode(self, messages: Messages | str) -> Tokens:
+            tokens = super().encode(messages)
+            self.characters += len(tokens)
+            return tokens
+
+    engine = Counting([["yes"]], room=500, context_length=500)
+    long = Conversation([Turn(f"question {n}", "x" * (n % 40)) for n in range(turns)])
+    whole = sum(len(turn.question) + len(turn.answer) for turn in long.turns)
+    asked = ask(engine, long, "and now?", Generation())  # type: ignore[arg-type]
+    assert engine.encoded <= 12
+    assert engine.characters <= 2 * whole + 12 * 600
+    kept = long.turns[asked.told_from - 1 :]  # one more would not fit
+    assert sum(len(turn.question) + len(turn.answer) for turn in kept) + len("and now?") + 125 > 500
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 60)), max_size=40),
+    st.integers(1, 60),
+    st.integers(61, 400),
+)
+def test_no_turn_is_left_out_that_would_fit(turns: list[tuple[int, int]], question: int, room: int) -> None:
+    engine = ScriptedEngine([["yes"]], room=room, context_length=room)
+    talked = Conversation([Turn("q" * asked, "a" * answered) for asked, answered in turns])
+    asked = ask(engine, talked, "?" * question, Generation())  # type: ignore[arg-type]
+
+    def fits(told_from: int) -> bool:
+        size = sum(len(turn.question) + len(turn.answer) for turn in talked.turns[told_from:])
+        return size + question + (room // 4 if told_from < len(turns) else 1) <= room
+
+    expected = next(place for place in range(len(turns) + 1) if fits(place))
+    assert asked.told_from == expected
+
+
+def test_what_is_more_than_the_context_is_not_given_as_a_share_of_it() -> None:
+    engine = ScriptedEngine([["yes"]])
+    before = Conversation([Turn("q" * 200, "a")])
+    chat = Chat(OneModel(engine), ChatOptions(), Heard(), conversation=before, reader=Typist([]))
+    assert chat.context_line() == "scripted  more than 100 tokens"
+
+
+def test_a_template_that_refuses_a_conversation_is_asked_once() -> None:
+    class Refusing(ScriptedEngine):
+        def encode(self, messages: Messages | str) -> Tokens:
+            self.encoded += 1
+            raise UsageError("roles must alternate")
+
+    engine = Refusing([])
+    talked = Conversation([Turn("q", "a")])
+    chat = Chat(OneModel(engine), ChatOptions(), Heard(), conversation=talked, reader=Typist([]))
+    assert [chat.context_line() for _ in range(5)] == ["scripted  100 tokens"] * 5
+    assert engine.encoded == 1
+    chat.changed()
+    assert chat.context_used() is None
+    assert engine.encoded == 2
+
+
+def test_files_that_make_a_message_too_long_are_taken_off_and_the_next_one_is_sent(tmp_path: Path) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("x" * 30)
+    engine = ScriptedEngine([["yes"]], room=60)
+    lines = [f"/read {tmp_path}/one.txt", f"/read {tmp_path}/two.txt", "/read", "what?", "/read", "hello"]
+    heard = talk(engine, lines)
+    assert told(engine) == ["hello"]
+    assert len(heard.errors) == 1
+    assert "(not sent, and no longer attached: one.txt, two.txt)" in heard.notices
+    assert "with your next message: one.txt, two.txt" in heard.notices
+    assert heard.notices.count("no file goes with your next message") == 1
+    assert "one.txt goes with your next message: 1 line, 30 B, 30 tokens" in heard.notices
+
+
+def test_a_file_larger_than_the_context_is_refused_at_once_and_others_are_taken_back(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_text("x" * 100)
+    (tmp_path / "small.txt").write_text("x")
+    (tmp_path / "empty.txt").write_text("")
+    engine = ScriptedEngine([["yes"]])
+    lines = [f"/read {tmp_path}/{name}.txt" for name in ("large", "small", "empty")]
+    heard = talk(engine, [*lines, '/read ""', "hello"])
+    assert heard.errors[0][0] == "large.txt has 100 tokens; the context holds 100"
+    assert told(engine) == ["hello"]
+
+
+def test_quiet_says_nothing_of_stopped_answers_and_old_turns() -> None:
+    engine = ScriptedEngine([["a" * 10], ["b", KeyboardInterrupt()], [KeyboardInterrupt()]], room=40)
+    heard = talk(engine, ["1" * 10, "2" * 10, "3"], quiet=True)
+    assert len(engine.asked[1]) == 1
+    assert heard.notices == []
+    options = ChatOptions(resume=True, quiet=True)
+    assert resumed(sessions_path(), options, "demo", lambda text, hint: heard.notice(text)) is None
+    assert heard.notices == []
+
+
+def test_a_setting_that_does_not_exist_needs_no_value() -> None:
+    heard = talk(ScriptedEngine([]), ["/set heat", "/set top-k"])
+    assert [error[0] for error in heard.errors] == ["there is no setting heat", "/set top_k needs a value"]

@@ -1,0 +1,36 @@
+"""The command over a card that is not there (see ``interpreted_card.py``) and that fails after some copies.
+
+Usage: ``python failing_card_child.py COPIES ARGUMENTS...``; the arguments are moechat's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "native")]
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
+
+def main() -> int:
+    from fake_cuda import VARIABLE, FakeCuda
+
+    cuda = FakeCuda()
+    os.environ[VARIABLE] = str(cuda.path)
+
+    from interpreted_card import InterpretedCard
+
+    import moechat.engine
+    from moechat.cli.main import main as moechat_main
+    from moechat.offload.kernels import launch, packed_linear
+
+    # The interpreter takes a millisecond a program, whatever its size.
+    launch.FEW_ROWS = packed_linear.ROWS = 64
+    moechat.engine.Accelerator = lambda _ordinal: InterpretedCard(cuda)  # type: ignore[attr-defined]
+    cuda.set(fail_after=float(sys.argv[1]))
+    return moechat_main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Models from GGUF files: the same stores, words and logits as from the checkpoint that a file decodes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf_support import ARCHITECTURES, encode, save_model, tensors_of, write_gguf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import moechat
+from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.hub.names import resolve
+from moechat.loading.stores import open_store
+from moechat.models.gguf_source import opened_gguf
+from moechat.models.mapping import plan_checkpoint
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import convert
+
+DEMO = Path(moechat.__file__).parent / "hub" / "demo"
+TOKENS = [5, 17, 30, 42, 77, 12, 9, 33]
+FAMILIES = sorted(ARCHITECTURES)
+
+
+def choose(kind: Kind, down: Kind | None = None) -> Any:
+    """Types as llama.cpp gives them: vectors and routers stay float32."""
+
+    def chosen(name: str, shape: tuple[int, ...]) -> Kind:
+        if len(shape) == 1 or "ffn_gate_inp" in name:
+            return Kind.F32
+        return down if down is not None and "ffn_down" in name else kind
+
+    return chosen
+
+
+def decoded_checkpoint(
+    source: Path, target: Path, kind: Kind, down: Kind | None, dense: torch.dtype, experts: torch.dtype
+) -> Path:
+    """The checkpoint that a GGUF file of these types decodes to, written as safetensors."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, target)
+    for file in source.glob("*.safetensors"):
+        changed = {}
+        for name, tensor in load_file(file).items():
+            values = tensor.float().numpy()
+            is_expert = ".experts." in name
+            if tensor.dim() == 1 or (name.endswith("gate.weight") and not is_expert):
+                changed[name] = tensor
+                continue
+            used = down if down is not None and name.endswith(("w2.weight", "down_proj.weight")) else kind
+            back = torch.from_numpy(np.array(gguf.dequantize(encode(values, used), used)))
+            changed[name] = back.to(experts if is_expert else dense)
+        save_file(changed, target / file.name, metadata={"format": "pt"})
+    return target
+
+
+def stored_tensors(store: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in store.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            found[f"{file.stem}/{name}" if file.name.startswith("experts") else name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "down"),
+    [
+        (Kind.Q4_0, None),
+        (Kind.Q8_0, None),
+        (Kind.Q4_K, Kind.Q6_K),  # as in Q4_K_M
+        (Kind.Q6_K, None),
+        (Kind.F16, None),
+        (Kind.BF16, None),
+        (Kind.F16, Kind.Q8_0),
+    ],
+    ids=lambda kind: kind.name if isinstance(kind, Kind) else "all",
+)
+def test_its_store_is_that_of_the_checkpoint_it_decodes_to(
+    tmp_path: Path, family: str, kind: Kind, down: Kind | None
+) -> None:
+    source = tmp_path / "source"
+    config = save_model(family, source)
+    write_gguf(family, config, tensors_of(source), tmp_path / "m.gguf", choose(kind, down))
+    floats = {Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+    dense = floats.get(kind, torch.float16)
+    experts = floats.get(kind, torch.float32) if down is None else torch.float32
+    reference = decoded_checkpoint(source, tmp_path / "decoded", kind, down, dense, experts)
+    checkpoint = Checkpoint.open(reference)
+    expected = convert(checkpoint, plan_checkpoint(checkpoint), tmp_path / "a", bits=4, source_name="a")
+    with opened_gguf(tmp_path / "m.gguf") as opened:
+        made = convert(opened, plan_checkpoint(opened), tmp_path / "b", bits=4, source_name="b")
+    assert made.geometry == expected.geometry
+    theirs, ours = stored_tensors(expected.path), stored_tensors(made.path)
+    if down is not None and kind is Kind.F16:  # attention keeps its type, whatever experts are
+        assert ours["lm_head.weight"].dtype == torch.float16
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path: Path, family: str, moechat_home: Path) -> None:
+    source = tmp_path / "source"
+    config = save_model(family, source)
+    write_gguf(family, config, tensors_of(source), tmp_path / "m.gguf", choose(Kind.F16))
+    reference = decoded_checkpoint(source, tmp_path / "decoded", Kind.F16, None, torch.float16, torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    with moechat.load(tmp_path / "m.gguf", bits=16, dtype="float32") as engine:
+        ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(DEMO)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def with_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file with the demo's tokenizer and chat template."""
+    directory = tmp_path_factory.mktemp("words")
+    tokenizer = byte_tokenizer()
+    config = save_model("olmoe", directory / "source", vocab_size=len(tokenizer))
+    write_gguf(
+        "olmoe",
+        config,
+        tensors_of(directory / "source"),
+        directory / "m.gguf",
+        choose(Kind.Q8_0),
+        tokenizer=tokenizer,
+        extra=lambda writer: (writer.add_float32("general.sampling.temp", 0.6), writer.add_eot_token_id(3)),
+    )
+    return directory / "m.gguf"
+
+
+def test_words_and_chat_template_are_those_of_the_file(with_words: Path) -> None:
+    theirs = byte_tokenizer()
+    with opened_gguf(with_words) as opened:
+        ours = AutoTokenizer.from_pretrained(opened.path)
+        generation = json.loads((opened.path / "generation_config.json").read_text())
+    for text in ("Once upon a time, there were 12 foxes.\n\n  Hello!", "héllo 日本 \t x", "<|endoftext|>a"):
+        assert ours(text).input_ids == theirs(text).input_ids
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
+        messages, tokenize=False
+    )
+    assert generation["eos_token_id"] == [theirs.eos_token_id, 3]
+    assert (generation["temperature"], generation["do_sample"]) == (0.6, True)
+
+
+def test_a_sentencepiece_vocabulary_has_its_beginning_bytes_and_merges(tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    words = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello"]
+    config = save_model("mixtral", tmp_path / "source", vocab_size=len(pieces) + len(words))
+
+    def vocabulary(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(pieces + words)
+        writer.add_token_scores([0.0] * len(pieces) + [-float(number) for number in range(len(words))])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+
+    write_gguf(
+        "mixtral",
+        config,
+        tensors_of(tmp_path / "source"),
+        tmp_path / "m.gguf",
+        choose(Kind.Q8_0),
+        extra=vocabulary,
+    )
+    with opened_gguf(tmp_path / "m.gguf") as opened:
+        tokenizer = AutoTokenizer.from_pretrained(opened.path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hello hé").input_ids) == [
+        "<s>", "▁hello", "▁h", "<0xC3>", "<0xA9>",
+    ]  # fmt: skip
+
+
+def test_a_model_in_parts_is_named_by_any_of_them(tmp_path: Path, moechat_home: Path) -> None:
+    config = save_model("qwen3_moe", tmp_path / "source")
+    tensors = tensors_of(tmp_path / "source")
+    whole = write_gguf("qwen3_moe", config, tensors, tmp_path / "w.gguf", choose(Kind.Q8_0))
+    (tmp_path / "split").mkdir()
+    parts = write_gguf(
+        "qwen3_moe", config, tensors, tmp_path / "split" / "p.gguf", choose(Kind.Q8_0), parts=3
+    )
+    assert [part.name for part in parts] == [f"p-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    stores = [
+        open_store(resolve(str(name)), 4, lambda _: None)
+        for name in (*whole, parts[2], parts[0], tmp_path / "split")
+    ]
+    assert len({store.path for store in stores}) == 2
+    first, second = stored_tensors(stores[0].path), stored_tensors(stores[1].path)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"lacks p-00002-of-00003.gguf \(1 of 3 parts"):
+        open_store(resolve(str(parts[0])), 8, lambda _: None)
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(CheckpointError, match=r"file 2 of 3 says it is number 2"):
+        open_store(resolve(str(parts[0])), 8, lambda _: None)
+
+
+def test_files_with_a_tensor_an_expert_are_read(tmp_path: Path) -> None:
+    config = save_model("mixtral", tmp_path / "source")
+    tensors = tensors_of(tmp_path / "source")
+    write_gguf("mixtral", config, tensors, tmp_path / "m.gguf", choose(Kind.F16), merged=False)
+    with opened_gguf(tmp_path / "m.gguf") as opened:
+        plan_checkpoint(opened)
+        assert set(opened.keys()) == set(tensors)
+        for name, values in tensors.items():
+            assert np.array_equal(opened.array(name), values.astype(opened.array(name).dtype)), name
+
+
+def test_it_is_converted_once_and_again_when_it_changes(
+    with_words: Path, tmp_path: Path, moechat_home: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(with_words, path)
+    ref = resolve(str(path))
+    manifest = open_store(ref, 4, lambda _: None).path / "manifest.json"
+    made = manifest.stat().st_mtime_ns
+    assert open_store(ref, 4, lambda _: None).path / "manifest.json" == manifest
+    assert manifest.stat().st_mtime_ns == made
+    os.utime(path, (1, 1))
+    open_store(ref, 4, lambda _: None)
+    assert manifest.stat().st_mtime_ns != made
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (lambda w: w.add_bool("olmoe.expert_weights_norm", True), "expert_weights_norm is True"),
+        (lambda w: w.add_uint32("olmoe.expert_gating_func", 2), "expert_gating_func is 2"),
+        (lambda w: w.add_string("olmoe.rope.scaling.type", "longrope"), "rotary scaling is 'longrope'"),
+        (lambda w: w.add_uint32("olmoe.attention.value_length", 48), "value_length is 48, heads have 64"),
+        (lambda w: w.add_string("general.type", "adapter"), "GGUF file of type 'adapter'"),
+        (
+            lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(256, np.float32)),
+            r"1 tensors that a olmoe model does not have, first 'blk.0.attn_q.bias'",
+        ),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)),
+            r"first 'rope_freqs\.weight'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_states_and_we_do_not_compute_is_refused(tmp_path: Path, extra: Any, message: str) -> None:
+    config = save_model("olmoe", tmp_path / "source")
+    write_gguf(
+        "olmoe", config, tensors_of(tmp_path / "source"), tmp_path / "m.gguf", choose(Kind.Q8_0), extra=extra
+    )
+    with pytest.raises(UnsupportedModelError, match=message), opened_gguf(tmp_path / "m.gguf"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("llama", "has no experts: moechat is for mixture-of-experts models"),
+        ("gemma3", "architecture 'gemma3'; from GGUF files moechat reads mixtral, olmoe, qwen3_moe"),
+    ],
+)
+def test_other_models_are_refused_with_what_is_read(tmp_path: Path, architecture: str, message: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=message), opened_gguf(tmp_path / "m.gguf"):
+        pass
+
+
+def test_scales_too_large_for_what_is_kept_are_an_error_and_no_infinity(tmp_path: Path) -> None:
+    config = save_model("olmoe", tmp_path / "source")
+    path = tmp_path / "m.gguf"
+    write_gguf("olmoe", config, tensors_of(tmp_path / "source"), path, choose(Kind.Q8_0))
+    content = bytearray(path.read_bytes())
+    place = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "output.weight")
+    content[place.data_offset : place.data_offset + 2] = np.float16(60000).tobytes()
+    path.write_bytes(content)
+    with opened_gguf(path) as opened:
+        with pytest.raises(CheckpointError, match=r"output\.weight has values that are not finite or above"):
+            opened.array("lm_head.weight")
+        with pytest.raises(CheckpointError, match=r"output\.weight has values"):
+            list(opened.tensors.chunks("lm_head.weight"))
+
+
+def test_the_program_runs_a_file_and_lists_it(with_words: Path, moechat_home: Path) -> None:
+    def moechat_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "moechat", *arguments],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+        )
+
+    answer = moechat_command("run", str(with_words), "--completion", "Once", "--max-tokens", "4", "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["statistics"]["output_tokens"] == 4
+    assert [model["name"] for model in json.loads(moechat_command("list", "--json").stdout)] == ["m"]
+    planned = moechat_command("plan", str(with_words))
+    assert planned.returncode == 0, planned.stderr
+    cut = with_words.with_name("cut.gguf")
+    cut.write_bytes(with_words.read_bytes()[:-100])
+    refused = moechat_command("run", str(cut), "hi")
+    assert refused.returncode == 3
+    assert "cut.gguf is damaged: the tensor" in refused.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, family: str, moechat_home: Path) -> None:
+    """What a file does not say (norms of routed weights, order of rotary halves) is as in llama.cpp."""
+    python = os.environ.get("LLAMA_PYTHON")
+    if python is None:
+        pytest.skip("LLAMA_PYTHON names no interpreter with llama-cpp-python")
+    tokenizer = byte_tokenizer()
+    config = save_model(family, tmp_path / "source", vocab_size=len(tokenizer))
+    write_gguf(
+        family,
+        config,
+        tensors_of(tmp_path / "source"),
+        tmp_path / "m.gguf",
+        choose(Kind.F16),
+        tokenizer=tokenizer,
+    )
+    script = (
+        "import sys, json, llama_cpp\n"
+        "m = llama_cpp.Llama(sys.argv[1], n_ctx=64, logits_all=True, verbose=False, n_threads=1)\n"
+        f"m.eval({TOKENS})\n"
+        f"print(json.dumps(m.scores[:{len(TOKENS)}].tolist()))\n"
+    )
+    theirs = subprocess.run(
+        [python, "-c", script, str(tmp_path / "m.gguf")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    expected = np.array(json.loads(theirs.stdout.splitlines()[-1]))
+    with moechat.load(tmp_path / "m.gguf", bits=16) as engine:
+        ours = np.asarray(engine.logits(TOKENS))
+    # It rounds activations to float16; exchanged halves or norms give errors as large as the logits.
+    assert np.abs(ours - expected).max() < 0.05 * np.abs(expected).max()
+    assert (ours.argmax(axis=1) == expected.argmax(axis=1)).all()

@@ -1,0 +1,51 @@
+"""Stopping a transfer from another thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from moechat.hub.stop import Stopped, StopSwitch
+
+PATIENCE_S = 60
+
+
+class Stream:
+    """A network stream of the HTTP client, as far as it matters."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def get_extra_info(self, name: str) -> object:
+        return self.connection if name == "socket" else None
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_who_waits_for_bytes_is_woken_whenever_the_socket_becomes_known(known_before: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        received: list[bytes] = []
+        reader = threading.Thread(target=lambda: received.append(ours.recv(1)))
+        reader.start()
+        switch = StopSwitch()
+        if known_before:
+            switch.trace("connection.connect_tcp.complete", {"return_value": Stream(ours)})
+        switch.stop()
+        if not known_before:
+            assert reader.is_alive()
+            switch.watch(Stream(ours))
+        reader.join(PATIENCE_S)
+        assert received == [b""]
+
+
+def test_after_stop_nothing_goes_on() -> None:
+    switch = StopSwitch()
+    switch.check()
+    switch.sleep(0)
+    switch.stop()
+    with pytest.raises(Stopped):
+        switch.check()
+    with pytest.raises(Stopped):
+        switch.sleep(PATIENCE_S)

@@ -1,0 +1,130 @@
+"""What tests of downloads look at."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import PATIENCE_S, Cli, Result
+from hub_server import REPOSITORY, Hub
+
+from moechat.store.store import Store
+
+STORE = "tiny--moe-chat-4bit"
+EXPERTS = 8
+
+
+def models(program: Cli) -> Path:
+    return program.home / "data" / "models"
+
+
+def sources(program: Cli) -> Path:
+    return program.home / "data" / "sources"
+
+
+def shards(hub: Hub) -> dict[str, int]:
+    return {
+        name: len(data)
+        for name, data in hub.repositories[REPOSITORY].items()
+        if name.endswith(".safetensors")
+    }
+
+
+def hashes(store: Path) -> dict[str, str]:
+    return {name: record.sha256 for name, record in Store.open(store).manifest.files.items()}
+
+
+def shard_requests(hub: Hub) -> list[str]:
+    """Shards of which more than the header was asked for."""
+    return [
+        request.path.rpartition("/")[2]
+        for request in hub.requests
+        if request.path.startswith("/cdn/") and not request.range.startswith("bytes=0-")
+    ]
+
+
+def body_bytes(hub: Hub) -> int:
+    """Bytes of shards that were sent, headers apart."""
+    return sum(
+        request.sent
+        for request in hub.requests
+        if request.path.startswith("/cdn/") and not request.range.startswith("bytes=0-")
+    )
+
+
+def disk_usage(directory: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def planned(program: Cli, *options: str) -> dict[str, Any]:
+    """What a dry run says, as JSON."""
+    done = program.call("download", REPOSITORY, "--dry-run", "--json", *options)
+    assert done.status == 0, done.err
+    plan: dict[str, Any] = json.loads(done.out)
+    return plan
+
+
+def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9 - free, free))
+
+
+def finished(program: Cli, done: Result, reference: dict[str, str]) -> None:
+    assert done.status == 0, done.err
+    assert hashes(models(program) / STORE) == reference
+    Store.open(models(program) / STORE).verify()
+    assert sorted(path.name for path in models(program).iterdir()) == [STORE]
+    assert list(sources(program).iterdir()) == []
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.002)
+
+
+def before_each_expert(monkeypatch: pytest.MonkeyPatch, call: Callable[[int, int], None]) -> None:
+    """Call with layer and expert before an expert is quantised; in this process."""
+    from moechat.store import convert
+
+    make = convert.make_packer
+    numbers = itertools.count()
+
+    def make_packer(*arguments: Any) -> Any:
+        pack = make(*arguments)
+
+        def packer(*arguments: Any) -> None:
+            call(*divmod(next(numbers), EXPERTS))
+            pack(*arguments)
+
+        return packer
+
+    monkeypatch.setattr(convert, "make_packer", make_packer)
+
+
+def shards_until(hub: Hub, layer: int) -> int:
+    """How many shards have to be here before a layer can be converted, after those before it."""
+    index = json.loads(hub.repositories[REPOSITORY]["model.safetensors.index.json"])["weight_map"]
+    names = sorted(set(index.values()))
+    return max(names.index(name) + 1 for key, name in index.items() if f"layers.{layer}.mlp.experts" in key)
+
+
+def events(hub: Hub, kind: str) -> list[str]:
+    """Names in the hub's events of this kind."""
+    return [name for what, name in hub.events if what == kind]

@@ -1,0 +1,232 @@
+"""What lies beside the models of the library: unfinished work, kept checkpoints, links, hostile names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_support import Cli
+from hub_server import COMMIT, REPOSITORY, Hub
+
+from moechat.store.lock import exclusive_lock
+
+STORE = "tiny--moe-chat-4bit"
+
+
+def manifest(name: str = REPOSITORY, **other: object) -> str:
+    content = {
+        "source": {"name": name, "revision": COMMIT},
+        "model_type": "olmoe",
+        "geometry": {"bits": 4},
+        "files": {"layer": {"bytes": 3 << 20}},
+        **other,
+    }
+    return json.dumps(content)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Cli:
+    """The program with a store in its library, as far as lists look at one."""
+    cli = Cli(directory=tmp_path, home=tmp_path / "home")
+    add_store(cli)
+    return cli
+
+
+def models(cli: Cli) -> Path:
+    return cli.home / "data" / "models"
+
+
+def sources(cli: Cli) -> Path:
+    return cli.home / "data" / "sources"
+
+
+def add_store(cli: Cli, directory: str = STORE, text: str | None = None) -> Path:
+    place = models(cli) / directory
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text(text or manifest())
+    return place
+
+
+def fill(directory: Path, *, kept: bool = False) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "shard").write_bytes(bytes(2 << 20))
+    if kept:
+        (directory / ".kept").touch()
+    return directory
+
+
+def test_rm_leaves_the_unfinished_work_of_other_models(library: Cli) -> None:
+    own = fill(models(library) / ".tiny--moe-chat-4bit.partial")
+    others = [
+        fill(models(library) / name)
+        for name in (
+            ".tiny--moe-chat--v2-4bit.partial",
+            ".tiny--moe-chat-v2-4bit.partial",
+            ".tiny--moe-chat@v1-4bit.partial",
+            ".tiny--moe-chat+Q4_K_M-4bit.partial",
+        )
+    ]
+    assert library.call("rm", REPOSITORY, "--yes").status == 0
+    assert not own.exists()
+    assert all(other.exists() for other in others)
+
+
+def test_rm_of_a_revision_takes_only_the_shards_of_that_commit(library: Cli) -> None:
+    one, two = (fill(sources(library) / f"tiny--moe-chat@{digit * 12}") for digit in "ab")
+    other = fill(sources(library) / f"tiny--moe-chat-v2@{'a' * 12}")
+    work = fill(models(library) / ".tiny--moe-chat@v1-4bit.partial")
+    assert library.call("rm", f"{REPOSITORY}@v1", "--yes").status == 0
+    assert not work.exists()
+    assert one.exists()
+    assert library.call("rm", f"{REPOSITORY}@{'a' * 40}", "--yes").status == 0
+    assert not one.exists()
+    assert two.exists()
+    assert library.call("rm", f"{REPOSITORY}@{'b' * 7}", "--yes").status == 0
+    assert not two.exists()
+    assert other.exists()
+    assert (models(library) / STORE).exists()
+
+
+def test_leftovers_that_somebody_works_on_are_passed_over(library: Cli) -> None:
+    busy = fill(models(library) / ".org--a-4bit.partial")
+    shards = fill(sources(library) / f"org--a@{'a' * 12}")
+    free = fill(models(library) / ".org--b-4bit.partial")
+    with (
+        exclusive_lock(models(library) / ".org--a-4bit.lock"),
+        exclusive_lock(sources(library) / f".org--a@{'a' * 12}.lock"),
+    ):
+        said = library.call("list").err
+        assert "downloads and conversions that are running take 4.0 MiB so far" in said
+        assert "unfinished downloads and conversions take 2.0 MiB" in said
+        done = library.call("rm", "--leftovers", "--yes")
+        assert done.status == 0
+        assert f"a conversion that is running works on it: {busy}" in " ".join(done.err.split())
+        assert not free.exists()
+        assert busy.exists()
+        assert shards.exists()
+        assert "unfinished" not in library.call("list").err
+        other = fill(models(library) / ".org--c-4bit.partial")
+        named = library.call("rm", "org/a", "org/c", "--yes")
+        assert named.status == 1
+        assert "that is running" in named.err
+        assert not other.exists()
+    assert library.call("rm", "--leftovers", "--yes").status == 0
+    assert not busy.exists()
+    assert not shards.exists()
+
+
+def test_kept_checkpoints_are_listed_and_removed_when_that_is_said(library: Cli) -> None:
+    kept = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}", kept=True)
+    other = fill(sources(library) / f"org--other@{COMMIT[:12]}", kept=True)
+    listed = library.call("list")
+    assert f"the checkpoint of {REPOSITORY}@{COMMIT[:12]} is kept, 2.0 MiB: {kept}" in listed.err
+    entries = json.loads(library.call("list", "--json").out)
+    assert [entry["kind"] for entry in entries] == ["store", "checkpoint", "checkpoint"]
+    assert {tuple(entry) for entry in entries} == {tuple(entries[0])}, "the same keys"
+    (shown,) = [entry for entry in entries if entry["path"] == str(kept)]
+    assert (shown["repository"], shown["commit"], shown["bytes"]) == (REPOSITORY, COMMIT[:12], 2 << 20)
+
+    looked_into = json.loads(library.call("doctor", "--json").out)["sections"]["library"]
+    assert looked_into["kept checkpoints"] == "2, 4.0 MiB"
+
+    terminal = library.terminal("rm", REPOSITORY)
+    terminal.expect("stays, 2.0 MiB")
+    terminal.expect("Remove 3.0 MiB")
+    terminal.sendline("n")
+    terminal.wait()
+    done = library.call("rm", REPOSITORY, "--yes")
+    assert done.status == 0
+    assert "--sources removes it too" in " ".join(done.err.split())
+    assert kept.exists()
+    only = library.call("rm", REPOSITORY, "--yes")
+    assert only.status == 3
+    assert "--sources" in only.err
+    removed = library.call("rm", REPOSITORY, "--sources", "--yes")
+    assert removed.status == 0
+    assert "2.0 MiB are free again" in removed.err
+    assert not kept.exists()
+    assert other.exists()
+    assert library.call("rm", "--sources", "--yes").status == 2
+
+
+def test_a_model_and_its_checkpoint_go_with_one_question(library: Cli) -> None:
+    kept = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}", kept=True)
+    terminal = library.terminal("rm", f"{REPOSITORY}@{COMMIT}", "--sources")
+    terminal.expect("the kept checkpoint of")
+    terminal.expect("Remove 5.0 MiB")
+    terminal.sendline("y")
+    terminal.wait()
+    assert terminal.exitstatus == 0
+    assert not kept.exists()
+    assert not (models(library) / STORE).exists()
+
+
+def test_a_store_on_another_disk_is_listed_and_only_its_link_removed(library: Cli, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    shutil.move(models(library) / STORE, disk)
+    (models(library) / STORE).symlink_to(disk)
+    (models(library) / "org--gone-4bit").symlink_to(tmp_path / "nowhere")
+    assert [entry["name"] for entry in json.loads(library.call("list", "--json").out)] == [REPOSITORY]
+    done = library.call("rm", REPOSITORY, "--yes")
+    assert done.status == 0
+    assert f"what it pointed to stays: {disk}" in " ".join(done.err.split())
+    assert not (models(library) / STORE).is_symlink()
+    assert (disk / "manifest.json").exists()
+
+
+def test_a_link_within_the_library_goes_with_what_it_points_to(library: Cli) -> None:
+    hidden = models(library) / ".somewhere"
+    shutil.move(models(library) / STORE, hidden)
+    (models(library) / STORE).symlink_to(hidden)
+    assert library.call("rm", REPOSITORY, "--yes").status == 0
+    assert list(models(library).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"files": {"layer": {"bytes": float("inf")}}},
+        {"files": {"layer": {"bytes": -1}}},
+        {"files": {"layer": {"bytes": True}}},
+        {"files": {"layer": {"bytes": 10**400}}},
+        {"files": {"a": {"bytes": 1 << 62}, "b": {"bytes": 1 << 62}}},
+        {"geometry": {"bits": -4}},
+        {"geometry": {"bits": 4.0}},
+        {"source": {"name": ["a"], "revision": None}},
+    ],
+)
+def test_one_bad_manifest_leaves_the_others_listed(library: Cli, other: dict[str, object]) -> None:
+    text = manifest(**other).replace("Infinity", "1e400")
+    add_store(library, "org--bad-4bit", text)
+    listed = library.call("list")
+    assert listed.status == 0
+    assert "org--bad-4bit (damaged)" in listed.out.decode()
+    assert REPOSITORY in listed.out.decode()
+    found = json.loads(library.call("doctor", "--json").out)
+    assert any("org--bad-4bit is damaged" in finding["fact"] for finding in found["findings"])
+    assert any(REPOSITORY in name for name in found["sections"]["library"])
+
+
+def test_what_a_licence_says_stays_on_its_line(
+    program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "card", {"license": "mit\n\nall good, now run: curl evil\x1b[8m"})
+    done = program.run("download", REPOSITORY, "--dry-run")
+    assert done.status == 0, done.err
+    first = done.out.decode().splitlines()[0]
+    assert "all good" in first
+    assert b"\x1b" not in done.out
+
+
+def test_names_in_manifests_stay_on_their_line_and_say_nothing_to_the_terminal(library: Cli) -> None:
+    name = "a\x1b]0;pwn\x07\x9b31m\nproblem: x\u2028y"
+    add_store(library, "evil-4bit", manifest(name))
+    lines = library.call("list").out.decode().splitlines()
+    assert len(lines) == 3
+    for command in ("list", "doctor"):
+        shown = library.call(command).out.decode()
+        assert "problem: x" in shown
+        assert not any(line.lstrip().startswith("problem: x") for line in shown.splitlines())
+        assert not {"\x1b", "\x07", "\x9b", "\u2028"} & set(shown)
