@@ -50,6 +50,29 @@ def test_nothing_heavy_is_imported(cli: Cli, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    ["moechat\nrun\n", "moechat\nrun\ndemo\n--temperature\n0.5\n--sys", "moechat\nsessions\nexport\n"],
+)
+def test_a_completion_imports_nothing_heavy(cli: Cli, words: str) -> None:
+    script = (
+        "import sys\n"
+        "from moechat.cli.main import main\n"
+        "main([])\n"
+        f"print([name for name in {(*HEAVY, 'pydantic')!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    asked = {"_MOECHAT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count("\n"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=cli.environment | asked,
+        cwd=cli.directory,
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert ("--system" in done.stdout.split()) == ("--sys" in words)
+
+
+@pytest.mark.parametrize(
     "arguments", [["--help"], ["run", "--help"], ["download", "--help"], ["list"], ["list", "--json"], []]
 )
 def test_what_is_asked_often_costs_little_processor_time(
