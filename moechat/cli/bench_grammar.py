@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moechat.cli.completion import (
+    answering,
     complete_activation_bits,
     complete_bits,
     complete_dense_bits,
@@ -53,7 +54,7 @@ def _bench(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            autocompletion=complete_models,
+            shell_complete=answering(complete_models),
             help="As for run; or --synthetic.",
             show_default=False,
         ),
@@ -62,7 +63,7 @@ def _bench(
         str | None,
         typer.Option(
             metavar="SHAPE",
-            autocompletion=complete_shapes,
+            shell_complete=answering(complete_shapes),
             help="Random weights in a known model's shape: qwen3-30b-a3b, ...",
         ),
     ] = None,
@@ -77,7 +78,7 @@ def _bench(
         typer.Option(metavar="DIR", help="Where synthetic stores are kept; else moechat's cache."),
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(metavar="BITS", autocompletion=complete_bits, help="As for run.")
+        int | None, typer.Option(metavar="BITS", shell_complete=answering(complete_bits), help="As for run.")
     ] = None,
     ram: Annotated[
         str | None,
@@ -91,7 +92,7 @@ def _bench(
         str,
         typer.Option(
             metavar="S,S",
-            autocompletion=complete_system_list,
+            shell_complete=answering(complete_system_list),
             help="NAME or NAME:KEY=VALUE,KEY=VALUE; the first one is compared with.",
         ),
     ] = "mixtral-offloading,auto",
@@ -122,13 +123,14 @@ def _bench(
     seed: Annotated[int, typer.Option(metavar="N", help="Of everything that is drawn.")] = 0,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", autocompletion=complete_dtypes, help="As for run.")
+        str, typer.Option(metavar="TYPE", shell_complete=answering(complete_dtypes), help="As for run.")
     ] = "auto",
     dense_bits: Annotated[
-        int, typer.Option(metavar="BITS", autocompletion=complete_dense_bits, help="As for run.")
+        int, typer.Option(metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run.")
     ] = 16,
     activation_bits: Annotated[
-        int, typer.Option(metavar="BITS", autocompletion=complete_activation_bits, help="As for run.")
+        int,
+        typer.Option(metavar="BITS", shell_complete=answering(complete_activation_bits), help="As for run."),
     ] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")

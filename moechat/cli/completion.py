@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS
@@ -18,6 +19,15 @@ from moechat.hub.names import ALIASES, DEMO
 # Names come from manifests, which others may have written: `$(…)` in one must not reach a command line.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./@:+=,%][A-Za-z0-9_./@:+=,%-]*", re.ASCII)
 _PATH = (".", "/", "~")
+
+
+def answering(complete: Callable[[str], list[str]]) -> Callable[[Any, Any, str], list[str]]:
+    """What the parser of the command line asks, for one of the functions below.
+
+    Its ``autocompletion`` would take them as they are, but reads the signature of each at every start: a
+    tenth of the time of a short command.
+    """
+    return lambda context, parameter, incomplete: complete(incomplete)
 
 
 def complete_models(incomplete: str) -> list[str]:

@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from moechat.cli.completion import complete_aliases, complete_bits, complete_library, complete_models
+from moechat.cli.completion import (
+    answering,
+    complete_aliases,
+    complete_bits,
+    complete_library,
+    complete_models,
+)
 
 Action = Callable[[], int]
 
@@ -75,7 +81,7 @@ _Bits = Annotated[
     int | None,
     typer.Option(
         metavar="BITS",
-        autocompletion=complete_bits,
+        shell_complete=answering(complete_bits),
         help="Only the store with so many bits.",
         show_default=False,
     ),
@@ -98,7 +104,7 @@ def _download(
         str,
         typer.Argument(
             metavar="MODEL",
-            autocompletion=complete_aliases,
+            shell_complete=answering(complete_aliases),
             help="An alias ('mixtral') or org/name\\[@revision].",
             show_default=False,
         ),
@@ -106,7 +112,9 @@ def _download(
     bits: Annotated[
         int,
         typer.Option(
-            metavar="BITS", autocompletion=complete_bits, help="Bits of an expert weight: 2, 3, 4, 8 or 16."
+            metavar="BITS",
+            shell_complete=answering(complete_bits),
+            help="Bits of an expert weight: 2, 3, 4, 8 or 16.",
         ),
     ] = 4,
     dry_run: Annotated[
@@ -140,7 +148,7 @@ def _show(
         str,
         typer.Argument(
             metavar="MODEL",
-            autocompletion=complete_models,
+            shell_complete=answering(complete_models),
             help="A name from the list, or as for run.",
             show_default=False,
         ),
@@ -158,7 +166,7 @@ def _rm(
         list[str] | None,
         typer.Argument(
             metavar="MODEL...",
-            autocompletion=complete_library,
+            shell_complete=answering(complete_library),
             help="Names from the list.",
             show_default=False,
         ),

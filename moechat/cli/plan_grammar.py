@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moechat.cli.completion import (
+    answering,
     complete_activation_bits,
     complete_bits,
     complete_dense_bits,
@@ -76,7 +77,7 @@ def _plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            autocompletion=complete_plannable,
+            shell_complete=answering(complete_plannable),
             help="As for run; or a known shape, a directory with a config.json, or such a file.",
             show_default=False,
         ),
@@ -91,7 +92,7 @@ def _plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=complete_machines,
+            shell_complete=answering(complete_machines),
             help="Plan for a reference machine, or for one in a .toml file of that form, "
             "instead of this one.",
         ),
@@ -107,16 +108,20 @@ def _plan(
     bits: Annotated[
         int | None,
         typer.Option(
-            metavar="BITS", autocompletion=complete_bits, help="Bits of an expert weight: 2, 3, 4, 8 or 16."
+            metavar="BITS",
+            shell_complete=answering(complete_bits),
+            help="Bits of an expert weight: 2, 3, 4, 8 or 16.",
         ),
     ] = None,
     dense_bits: Annotated[
-        int, typer.Option(metavar="BITS", autocompletion=complete_dense_bits, help="As for run.")
+        int, typer.Option(metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run.")
     ] = 16,
     system: Annotated[
         str,
         typer.Option(
-            metavar="NAME", autocompletion=complete_systems, help=f"As for run. One of: {', '.join(SYSTEMS)}."
+            metavar="NAME",
+            shell_complete=answering(complete_systems),
+            help=f"As for run. One of: {', '.join(SYSTEMS)}.",
         ),
     ] = "auto",
     json: Annotated[
@@ -155,7 +160,7 @@ def _profile(
         str | None,
         typer.Option(
             metavar="MODEL",
-            autocompletion=complete_models,
+            shell_complete=answering(complete_models),
             help="Time the layers of a model as well; named as for run.",
         ),
     ] = None,
@@ -168,20 +173,29 @@ def _profile(
     ] = False,
     bits: Annotated[
         int | None,
-        typer.Option(metavar="BITS", autocompletion=complete_bits, help="As for run; with --model."),
+        typer.Option(
+            metavar="BITS", shell_complete=answering(complete_bits), help="As for run; with --model."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run; with --model.")] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", autocompletion=complete_dtypes, help="As for run; with --model.")
+        str,
+        typer.Option(
+            metavar="TYPE", shell_complete=answering(complete_dtypes), help="As for run; with --model."
+        ),
     ] = "auto",
     dense_bits: Annotated[
         int,
-        typer.Option(metavar="BITS", autocompletion=complete_dense_bits, help="As for run; with --model."),
+        typer.Option(
+            metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run; with --model."
+        ),
     ] = 16,
     activation_bits: Annotated[
         int,
         typer.Option(
-            metavar="BITS", autocompletion=complete_activation_bits, help="As for run; with --model."
+            metavar="BITS",
+            shell_complete=answering(complete_activation_bits),
+            help="As for run; with --model.",
         ),
     ] = 16,
     json: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moechat.cli.completion import complete_formats
+from moechat.cli.completion import answering, complete_formats
 
 Action = Callable[[], int]
 
@@ -72,7 +72,7 @@ def _export(
         typer.Option(
             "--format",
             metavar="md|json",
-            autocompletion=complete_formats,
+            shell_complete=answering(complete_formats),
             help="By the file's name if not given; else md.",
             show_default=False,
         ),
