@@ -54,7 +54,7 @@ def _bench(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            shell_complete=answering(complete_models),
+            autocompletion=answering(complete_models),
             help="As for run; or --synthetic.",
             show_default=False,
         ),
@@ -63,7 +63,7 @@ def _bench(
         str | None,
         typer.Option(
             metavar="SHAPE",
-            shell_complete=answering(complete_shapes),
+            autocompletion=answering(complete_shapes),
             help="Random weights in a known model's shape: qwen3-30b-a3b, ...",
         ),
     ] = None,
@@ -78,7 +78,7 @@ def _bench(
         typer.Option(metavar="DIR", help="Where synthetic stores are kept; else moechat's cache."),
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(metavar="BITS", shell_complete=answering(complete_bits), help="As for run.")
+        int | None, typer.Option(metavar="BITS", autocompletion=answering(complete_bits), help="As for run.")
     ] = None,
     ram: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def _bench(
         str,
         typer.Option(
             metavar="S,S",
-            shell_complete=answering(complete_system_list),
+            autocompletion=answering(complete_system_list),
             help="NAME or NAME:KEY=VALUE,KEY=VALUE; the first one is compared with.",
         ),
     ] = "mixtral-offloading,auto",
@@ -123,14 +123,14 @@ def _bench(
     seed: Annotated[int, typer.Option(metavar="N", help="Of everything that is drawn.")] = 0,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", shell_complete=answering(complete_dtypes), help="As for run.")
+        str, typer.Option(metavar="TYPE", autocompletion=answering(complete_dtypes), help="As for run.")
     ] = "auto",
     dense_bits: Annotated[
-        int, typer.Option(metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run.")
+        int, typer.Option(metavar="BITS", autocompletion=answering(complete_dense_bits), help="As for run.")
     ] = 16,
     activation_bits: Annotated[
         int,
-        typer.Option(metavar="BITS", shell_complete=answering(complete_activation_bits), help="As for run."),
+        typer.Option(metavar="BITS", autocompletion=answering(complete_activation_bits), help="As for run."),
     ] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")

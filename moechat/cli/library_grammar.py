@@ -81,7 +81,7 @@ _Bits = Annotated[
     int | None,
     typer.Option(
         metavar="BITS",
-        shell_complete=answering(complete_bits),
+        autocompletion=answering(complete_bits),
         help="Only the store with so many bits.",
         show_default=False,
     ),
@@ -104,7 +104,7 @@ def _download(
         str,
         typer.Argument(
             metavar="MODEL",
-            shell_complete=answering(complete_aliases),
+            autocompletion=answering(complete_aliases),
             help="An alias ('mixtral') or org/name\\[@revision].",
             show_default=False,
         ),
@@ -113,7 +113,7 @@ def _download(
         int,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_bits),
+            autocompletion=answering(complete_bits),
             help="Bits of an expert weight: 2, 3, 4, 8 or 16.",
         ),
     ] = 4,
@@ -148,7 +148,7 @@ def _show(
         str,
         typer.Argument(
             metavar="MODEL",
-            shell_complete=answering(complete_models),
+            autocompletion=answering(complete_models),
             help="A name from the list, or as for run.",
             show_default=False,
         ),
@@ -166,7 +166,7 @@ def _rm(
         list[str] | None,
         typer.Argument(
             metavar="MODEL...",
-            shell_complete=answering(complete_library),
+            autocompletion=answering(complete_library),
             help="Names from the list.",
             show_default=False,
         ),

@@ -77,7 +77,7 @@ def _plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            shell_complete=answering(complete_plannable),
+            autocompletion=answering(complete_plannable),
             help="As for run; or a known shape, a directory with a config.json, or such a file.",
             show_default=False,
         ),
@@ -92,7 +92,7 @@ def _plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            shell_complete=answering(complete_machines),
+            autocompletion=answering(complete_machines),
             help="Plan for a reference machine, or for one in a .toml file of that form, "
             "instead of this one.",
         ),
@@ -109,18 +109,18 @@ def _plan(
         int | None,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_bits),
+            autocompletion=answering(complete_bits),
             help="Bits of an expert weight: 2, 3, 4, 8 or 16.",
         ),
     ] = None,
     dense_bits: Annotated[
-        int, typer.Option(metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run.")
+        int, typer.Option(metavar="BITS", autocompletion=answering(complete_dense_bits), help="As for run.")
     ] = 16,
     system: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            shell_complete=answering(complete_systems),
+            autocompletion=answering(complete_systems),
             help=f"As for run. One of: {', '.join(SYSTEMS)}.",
         ),
     ] = "auto",
@@ -160,7 +160,7 @@ def _profile(
         str | None,
         typer.Option(
             metavar="MODEL",
-            shell_complete=answering(complete_models),
+            autocompletion=answering(complete_models),
             help="Time the layers of a model as well; named as for run.",
         ),
     ] = None,
@@ -174,27 +174,27 @@ def _profile(
     bits: Annotated[
         int | None,
         typer.Option(
-            metavar="BITS", shell_complete=answering(complete_bits), help="As for run; with --model."
+            metavar="BITS", autocompletion=answering(complete_bits), help="As for run; with --model."
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run; with --model.")] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="TYPE", shell_complete=answering(complete_dtypes), help="As for run; with --model."
+            metavar="TYPE", autocompletion=answering(complete_dtypes), help="As for run; with --model."
         ),
     ] = "auto",
     dense_bits: Annotated[
         int,
         typer.Option(
-            metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run; with --model."
+            metavar="BITS", autocompletion=answering(complete_dense_bits), help="As for run; with --model."
         ),
     ] = 16,
     activation_bits: Annotated[
         int,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_activation_bits),
+            autocompletion=answering(complete_activation_bits),
             help="As for run; with --model.",
         ),
     ] = 16,

@@ -69,7 +69,7 @@ def _simulate(
         str,
         typer.Option(
             metavar="S,S",
-            shell_complete=answering(complete_system_list),
+            autocompletion=answering(complete_system_list),
             help="NAME or NAME:KEY=VALUE,KEY=VALUE; the first one is compared with.",
         ),
     ] = ",".join(SYSTEMS),
@@ -80,7 +80,7 @@ def _simulate(
         str | None,
         typer.Option(
             metavar="NAME",
-            shell_complete=answering(complete_machines),
+            autocompletion=answering(complete_machines),
             help="A reference machine (moechat profile --list), a .toml file of that form, or, if not "
             "given, this machine as it was measured.",
         ),
@@ -89,7 +89,7 @@ def _simulate(
         str | None,
         typer.Option(
             metavar="MODEL",
-            shell_complete=answering(complete_plannable),
+            autocompletion=answering(complete_plannable),
             help="A known shape, or a config.json: whose sizes count. The known model that has the trace's "
             "layers and experts if not given; a trace of others is mapped.",
         ),
@@ -97,14 +97,14 @@ def _simulate(
     bits: Annotated[
         int,
         typer.Option(
-            metavar="BITS", shell_complete=answering(complete_bits), help="Bits of an expert weight."
+            metavar="BITS", autocompletion=answering(complete_bits), help="Bits of an expert weight."
         ),
     ] = 4,
     near: Annotated[
         str | None,
         typer.Option(
             metavar="TIER",
-            shell_complete=answering(complete_tiers),
+            autocompletion=answering(complete_tiers),
             help="What computes: gpu (experts come from RAM) or ram (from the disk); gpu if there is one.",
         ),
     ] = None,
@@ -163,7 +163,7 @@ def _trace(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", shell_complete=answering(complete_models), help="As for run.", show_default=False
+            metavar="MODEL", autocompletion=answering(complete_models), help="As for run.", show_default=False
         ),
     ],
     prompts: Annotated[
@@ -195,24 +195,24 @@ def _trace(
     ] = None,
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As for run.")] = None,
     system: Annotated[
-        str, typer.Option(metavar="NAME", shell_complete=answering(complete_systems), help="As for run.")
+        str, typer.Option(metavar="NAME", autocompletion=answering(complete_systems), help="As for run.")
     ] = "auto",
     bits: Annotated[
-        int | None, typer.Option(metavar="BITS", shell_complete=answering(complete_bits), help="As for run.")
+        int | None, typer.Option(metavar="BITS", autocompletion=answering(complete_bits), help="As for run.")
     ] = None,
     ctx: Annotated[int | None, typer.Option(metavar="TOKENS", help="As for run.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="As for run.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", shell_complete=answering(complete_dtypes), help="As for run.")
+        str, typer.Option(metavar="TYPE", autocompletion=answering(complete_dtypes), help="As for run.")
     ] = "auto",
     dense_bits: Annotated[
-        int, typer.Option(metavar="BITS", shell_complete=answering(complete_dense_bits), help="As for run.")
+        int, typer.Option(metavar="BITS", autocompletion=answering(complete_dense_bits), help="As for run.")
     ] = 16,
     activation_bits: Annotated[
         int,
-        typer.Option(metavar="BITS", shell_complete=answering(complete_activation_bits), help="As for run."),
+        typer.Option(metavar="BITS", autocompletion=answering(complete_activation_bits), help="As for run."),
     ] = 16,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")

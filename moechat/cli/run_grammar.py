@@ -51,7 +51,7 @@ def _run(
         str,
         typer.Argument(
             metavar="MODEL",
-            shell_complete=answering(complete_models),
+            autocompletion=answering(complete_models),
             help="'demo', an alias ('mixtral'), org/name\\[@revision], or a directory with a transformers "
             "checkpoint or a block store, or a GGUF file.",
             show_default=False,
@@ -69,7 +69,7 @@ def _run(
         int | None,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_bits),
+            autocompletion=answering(complete_bits),
             help="Bits of an expert weight: 2, 3, 4, 8 or 16 (4 if it has to be converted).",
         ),
     ] = None,
@@ -77,7 +77,7 @@ def _run(
         str | None,
         typer.Option(
             metavar="DEVICE",
-            shell_complete=answering(complete_devices),
+            autocompletion=answering(complete_devices),
             help="Where to compute: cpu, or cuda (cuda:1) for a graphics card; the card if a budget for it "
             "is given.",
         ),
@@ -102,7 +102,7 @@ def _run(
         str,
         typer.Option(
             metavar="NAME",
-            shell_complete=answering(complete_systems),
+            autocompletion=answering(complete_systems),
             help="How experts are kept and fetched ahead; the answer is the same for all. "
             f"One of: {', '.join(name for name in SYSTEMS if name != 'oracle')}.",
         ),
@@ -144,7 +144,7 @@ def _run(
         str,
         typer.Option(
             metavar="TYPE",
-            shell_complete=answering(complete_dtypes),
+            autocompletion=answering(complete_dtypes),
             help="Type the dense part computes in: auto, float32, bfloat16 or float16.",
         ),
     ] = "auto",
@@ -152,7 +152,7 @@ def _run(
         int,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_dense_bits),
+            autocompletion=answering(complete_dense_bits),
             help="Bits of a dense weight: 16 as in the checkpoint; 8 or 4 are smaller, faster, less exact.",
         ),
     ] = 16,
@@ -160,7 +160,7 @@ def _run(
         int,
         typer.Option(
             metavar="BITS",
-            shell_complete=answering(complete_activation_bits),
+            autocompletion=answering(complete_activation_bits),
             help="How inputs meet quantised weights: integers of 16 or 8 bits, or 32: float32.",
         ),
     ] = 16,

@@ -72,7 +72,7 @@ def _export(
         typer.Option(
             "--format",
             metavar="md|json",
-            shell_complete=answering(complete_formats),
+            autocompletion=answering(complete_formats),
             help="By the file's name if not given; else md.",
             show_default=False,
         ),
