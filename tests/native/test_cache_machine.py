@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
         members = sorted((keys[expert], expert) for layer, expert in model.kept if layer == who[0])
         if room and who not in model.kept and model.held[who]:
             if len(members) == room:
-                if keys[who[1]] <= members[0][0]:
+                if (keys[who[1]], who[1]) <= members[0]:
                     return
                 model.kept.remove((who[0], members[0][1]))
             model.kept.add(who)
@@ -593,6 +594,20 @@ def test_an_expert_without_blocks_is_not_let_in() -> None:
     cache.release(0, 1)
     assert cache.is_protected(0, 0)
     assert not cache.is_protected(0, 1)
+
+
+@pytest.mark.parametrize("order", permutations(range(4)))
+def test_experts_that_rank_alike_are_let_in_whatever_the_order_of_their_release(
+    order: tuple[int, ...],
+) -> None:
+    """Blocks arrive in an order of their own: it must not decide what stays."""
+    cache = make_cache(1, 4, 2, 8, [(2, 1)])
+    cache.access(0, ints(0, 1, 2, 3))
+    bring(cache, 0, 0, 1, 2, 3)
+    assert len(set(cache.keys(0))) == 1
+    for expert in order:
+        cache.release(0, expert)
+    assert [cache.is_protected(0, expert) for expert in range(4)] == [False, False, True, True]
 
 
 def test_surplus_stays_until_a_page_is_needed() -> None:

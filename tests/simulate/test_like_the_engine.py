@@ -136,7 +136,7 @@ class Case:
 
 
 def random_case(draw: st.DrawFn) -> Case:
-    layers, count, blocks = draw(st.integers(1, 4)), draw(st.integers(2, 8)), draw(st.integers(1, 4))
+    layers, count, blocks = draw(st.integers(1, 7)), draw(st.integers(2, 8)), draw(st.integers(1, 4))
     k = draw(st.integers(1, min(3, count)))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     longest = draw(st.sampled_from([1, 1, 5]))
@@ -173,9 +173,7 @@ def random_case(draw: st.DrawFn) -> Case:
     )
 
 
-# Always the same 60 cases. In about 3 of 1,000 others, all with nearly every page in use, the two choose
-# another victim at some token, which is still to be explained.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_blocks_and_hits_are_those_of_the_engine_where_time_decides_nothing(data: st.DataObject) -> None:
     case = random_case(data.draw)

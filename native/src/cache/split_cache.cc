@@ -178,14 +178,17 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
     if (kept_count_[size_of(layer)] < room) {
       keep(layer, expert);
     } else {
+      // Of equal keys the higher number stays, as among victims: else the order in which blocks happen to
+      // arrive, and with it their experts are released, would decide.
       const double* keys = policy_->keys(layer);
+      const auto below = [keys](std::int32_t one, std::int32_t other) {
+        return keys[one] != keys[other] ? keys[one] < keys[other] : one < other;
+      };
       std::int32_t lowest = 0;
       for (std::int32_t slot = 1; slot < room; ++slot) {
-        const std::int32_t one = kept_[place(layer, slot)];
-        const std::int32_t other = kept_[place(layer, lowest)];
-        if (keys[one] < keys[other] || (keys[one] == keys[other] && one < other)) lowest = slot;
+        if (below(kept_[place(layer, slot)], kept_[place(layer, lowest)])) lowest = slot;
       }
-      if (keys[expert] > keys[kept_[place(layer, lowest)]]) {
+      if (below(kept_[place(layer, lowest)], expert)) {
         unkeep(layer, lowest);
         keep(layer, expert);
       }

@@ -134,8 +134,8 @@ class SplitExpertCache {
   void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
               std::int64_t pass_tokens, HitKind* kinds /* [count], may be null */);
   // The blocks of one expert of the access have been used, or the access was given up. Unpins, and lets the
-  // expert in if it holds blocks and its key is above the lowest of the C experts that were let in, which
-  // then leaves: a change of ownership, never a copy. Throws std::logic_error if the expert is not pinned.
+  // expert in if it holds blocks and its key is above the lowest of the C experts that were let in (of equal
+  // keys the higher number counts as above), which then leaves: a change of ownership, never a copy. Throws std::logic_error if the expert is not pinned.
   void release(std::int32_t layer, std::int32_t expert);
 
   // ---- moving blocks
