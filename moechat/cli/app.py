@@ -10,6 +10,7 @@ import typer
 from moechat.cli.bench_grammar import register_bench
 from moechat.cli.completion_shell import VARIABLE as COMPLETE_VARIABLE
 from moechat.cli.completion_shell import answer_shell, install_completion, show_completion
+from moechat.cli.lazy_group import LazyGroup
 from moechat.cli.library_grammar import register_library
 from moechat.cli.plan_grammar import register_plan
 from moechat.cli.replay_grammar import register_replay
@@ -45,7 +46,8 @@ _HELP_NAMES = ["-h", "--help"]
 # Either may be followed by the name of a shell.
 _FOR_SHELLS = {"--install-completion": install_completion, "--show-completion": show_completion}
 
-app = typer.Typer(
+_root_app = typer.Typer(
+    cls=LazyGroup,
     name="moechat",
     help="Chat with Mixture-of-Experts models that are far larger than the GPU's memory.",
     epilog=_EPILOG,
@@ -54,6 +56,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": _HELP_NAMES},
 )
+_commands = typer.Typer()
 
 
 def parse(arguments: list[str]) -> Action:
@@ -66,8 +69,7 @@ def parse(arguments: list[str]) -> Action:
     Raises:
         Exception: A usage error, with ``exit_code`` and ``format_message()``.
     """
-    command = typer.main.get_command(app)
-    _mend_help(command)
+    command = grammar()
     if COMPLETE_VARIABLE in os.environ:
         answer_shell(command, arguments)
     option, equals, shell = (arguments[0] if arguments else "").partition("=")
@@ -99,6 +101,16 @@ def parse(arguments: list[str]) -> Action:
         return lambda: status
 
 
+def grammar() -> LazyGroup:
+    """The commands and their options."""
+    group = typer.main.get_command(_root_app)
+    assert isinstance(group, LazyGroup)
+    group.add_commands_of(_commands)
+    _mend_help(group)
+    group.prepare(_mend_help)
+    return group
+
+
 def _mend_help(command: Any) -> None:
     """Keep the help from showing a type for ``--help``, which takes no value.
 
@@ -109,8 +121,9 @@ def _mend_help(command: Any) -> None:
     if option is not None:
         option.metavar = ""
         option.default = False
-    for inner in getattr(command, "commands", {}).values():
-        _mend_help(inner)
+    if not isinstance(command, LazyGroup):  # whose commands are mended when they are built
+        for inner in getattr(command, "commands", {}).values():
+            _mend_help(inner)
 
 
 def _show_version(wanted: bool) -> None:
@@ -121,7 +134,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@_root_app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -147,13 +160,13 @@ def _root(
     pass
 
 
-register_run(app)
-register_bench(app)
-register_plan(app)
-register_replay(app)
+register_run(_commands)
+register_bench(_commands)
+register_plan(_commands)
+register_replay(_commands)
 
 
-@app.command("doctor", help=_DOCTOR_HELP, epilog=_DOCTOR_EXAMPLES)
+@_commands.command("doctor", help=_DOCTOR_HELP, epilog=_DOCTOR_EXAMPLES)
 def _doctor(
     json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> Action:
@@ -165,7 +178,7 @@ def _doctor(
     return action
 
 
-register_library(app)
-for _registered in app.registered_commands:
+register_library(_commands)
+for _registered in _commands.registered_commands:
     _registered.cls = ExplainingCommand
-app.add_typer(sessions_app, name="sessions")
+_commands.add_typer(sessions_app, name="sessions")

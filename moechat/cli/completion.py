@@ -1,4 +1,4 @@
-"""What the shell completes: models, systems, values of options. Imports nothing slow.
+"""What the shell completes: models, systems, values of options. Imports nothing before it is asked.
 
 Names of files are left to the shell: it knows how to quote them. What is offered here is never quoted by
 bash, so nothing is offered that a shell would read as more than one plain word.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from moechat.config import user_paths
 from moechat.configurator.systems import SYSTEMS
-from moechat.errors import UsageError
-from moechat.hub.library import LibraryEntry, list_stores
-from moechat.hub.names import ALIASES, DEMO
+
+if TYPE_CHECKING:
+    from moechat.hub.library import LibraryEntry
 
 # Names come from manifests, which others may have written: `$(…)` in one must not reach a command line.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./@:+=,%][A-Za-z0-9_./@:+=,%-]*", re.ASCII)
@@ -32,6 +32,8 @@ def complete_models(incomplete: str) -> list[str]:
     """Names that ``run`` takes: models here, and aliases; none where a path is begun."""
     if incomplete.startswith(_PATH):
         return []
+    from moechat.hub.names import ALIASES, DEMO
+
     here = _of_library(lambda entry: not entry.damaged)
     return _beginning_with(incomplete, [DEMO, *here, *sorted(ALIASES)])
 
@@ -45,6 +47,8 @@ def complete_plannable(incomplete: str) -> list[str]:
 
 def complete_aliases(incomplete: str) -> list[str]:
     """Names of known models on the hub."""
+    from moechat.hub.names import ALIASES
+
     return _beginning_with(incomplete, sorted(ALIASES))
 
 
@@ -122,6 +126,10 @@ def complete_formats(incomplete: str) -> list[str]:
 
 
 def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
+    from moechat.config import user_paths
+    from moechat.errors import UsageError
+    from moechat.hub.library import list_stores
+
     try:
         entries = list_stores(user_paths())
     except UsageError:  # MOECHAT_HOME is no directory; a completion has nobody to tell

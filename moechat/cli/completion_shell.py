@@ -16,6 +16,7 @@ from collections.abc import MutableMapping
 from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
+from moechat.cli.lazy_group import LazyGroup
 from moechat.cli.terminal import print_notice, write_output
 from moechat.errors import UsageError
 
@@ -25,7 +26,7 @@ _PROGRAM = "moechat"
 _BREAKS = re.compile(r"[@:=]+")
 
 
-def answer_shell(command: Any, arguments: list[str]) -> NoReturn:
+def answer_shell(command: LazyGroup, arguments: list[str]) -> NoReturn:
     """Print what the shell asks for, and end.
 
     Args:
@@ -37,6 +38,7 @@ def answer_shell(command: Any, arguments: list[str]) -> NoReturn:
     """
     _typer().completion_init()
     _take_as_text(command)
+    command.prepare(_take_as_text)
     before = join_words(os.environ) if os.environ.get(VARIABLE) == "complete_bash" else ""
     said = io.BytesIO()
     answer = io.TextIOWrapper(said, "utf-8", errors="replace")
@@ -56,8 +58,9 @@ def _take_as_text(command: Any) -> None:
     """Let no value be checked or acted on: checking imports pydantic, half of the time of a completion."""
     for parameter in command.params:
         parameter.process_value = lambda context, value: value
-    for inner in getattr(command, "commands", {}).values():
-        _take_as_text(inner)
+    if not isinstance(command, LazyGroup):
+        for inner in getattr(command, "commands", {}).values():
+            _take_as_text(inner)
 
 
 def show_completion(shell: str | None) -> int:

@@ -43,15 +43,13 @@ def _files(report: Report, rows: dict[str, str]) -> None:
 
 
 def _settings(report: Report, rows: dict[str, str]) -> None:
-    import typer
-
-    from moechat.cli.app import app
+    from moechat.cli.app import grammar
     from moechat.cli.setting_origins import check_settings
     from moechat.cli.settings_file import FILE, Settings, apply_settings, read_settings
 
     path = user_paths().config / FILE
     rows["file"] = str(path)
-    grammar = typer.main.get_command(app)
+    group = grammar()
     settings = Settings(path)
     try:
         settings = read_settings(user_paths())
@@ -60,11 +58,11 @@ def _settings(report: Report, rows: dict[str, str]) -> None:
         rows |= {name: _shown(name, value) for name, value in settings.general.items()}
         for command, values in settings.of.items():
             rows |= {f"{command}: {name}": _shown(name, value) for name, value in values.items()}
-        apply_settings(grammar, settings)
+        apply_settings(group, settings)
     except MoechatError as error:
         report.problem(f"settings: {error}", error.hint or "correct that line")
         settings = Settings(path)  # what variables say is looked into all the same
-    for problem in check_settings(grammar, settings, os.environ):
+    for problem in check_settings(group, settings, os.environ):
         report.problem(str(problem), problem.hint or "correct it")
 
 

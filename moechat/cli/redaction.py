@@ -103,9 +103,7 @@ def shown_variable(name: str, value: str, options: Collection[str]) -> str:
 @cache
 def option_variables() -> frozenset[str]:
     """Names of variables that give options of ours."""
-    import typer
+    from moechat.cli.app import grammar
 
-    from moechat.cli.app import app
-
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    commands = grammar().built().values()
     return frozenset(variable_of(option) for command in commands for option in options_of(command))

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from moechat.cli.lazy_group import LazyGroup
 from moechat.cli.settings_file import (
     FILE,
     OWN_VARIABLES,
@@ -78,7 +79,9 @@ def wrong_value(error: Any, settings: Settings) -> Exception:
     return error  # type: ignore[no-any-return]
 
 
-def check_settings(group: Any, settings: Settings, environment: Mapping[str, str]) -> Iterator[UsageError]:
+def check_settings(
+    group: LazyGroup, settings: Settings, environment: Mapping[str, str]
+) -> Iterator[UsageError]:
     """What variables and file say that no command can take.
 
     Args:
@@ -90,7 +93,7 @@ def check_settings(group: Any, settings: Settings, environment: Mapping[str, str
         Errors that would be raised, each once.
     """
     said = set()
-    for name, command in group.commands.items():
+    for name, command in group.built().items():
         context = typer.Context(command, info_name=name)
         values = values_of(name, settings)
         taken = {}
@@ -110,7 +113,7 @@ def check_settings(group: Any, settings: Settings, environment: Mapping[str, str
                 yield problem
         if name == "run":
             yield from _check_run(taken)
-    known = {variable_of(option) for of in group.commands.values() for option in options_of(of)}
+    known = {variable_of(option) for of in group.built().values() for option in options_of(of)}
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in known | OWN_VARIABLES:
             near = difflib.get_close_matches(variable, sorted(known | OWN_VARIABLES), n=1, cutoff=0.8)

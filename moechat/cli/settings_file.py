@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moechat.cli.lazy_group import LazyGroup
 from moechat.config import Paths
 from moechat.errors import UsageError
 
@@ -83,11 +84,11 @@ def read_settings(paths: Paths) -> Settings:
     )
 
 
-def apply_settings(group: Any, settings: Settings) -> dict[str, dict[str, Any]]:
+def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, Any]]:
     """Let options take their values from variables, and find those that the file gives.
 
     Args:
-        group: The command line's grammar: its ``commands`` get the names of variables.
+        group: The command line's grammar: its commands get the names of variables.
         settings: Of the user.
 
     Returns:
@@ -96,11 +97,10 @@ def apply_settings(group: Any, settings: Settings) -> dict[str, dict[str, Any]]:
     Raises:
         UsageError: The file names what is no option or command, or has a table or list for a value.
     """
-    options = {name: options_of(command) for name, command in group.commands.items()}
-    for of in options.values():
-        for name, parameter in of.items():
-            parameter.envvar = variable_of(name)
-            parameter.show_envvar = False
+    group.prepare(_name_variables)
+    if not settings.general and not settings.of:
+        return {}
+    options = {name: options_of(command) for name, command in group.built().items()}
     known = {name for of in options.values() for name in of}
     for name in settings.general:
         _require(name, known, settings.path, "option")
@@ -118,6 +118,12 @@ def apply_settings(group: Any, settings: Settings) -> dict[str, dict[str, Any]]:
         if found:
             chosen[command] = found
     return chosen
+
+
+def _name_variables(command: Any) -> None:
+    for name, parameter in options_of(command).items():
+        parameter.envvar = variable_of(name)
+        parameter.show_envvar = False
 
 
 def values_of(command: str, settings: Settings) -> dict[str, Any]:

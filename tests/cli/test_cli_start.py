@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,18 +95,25 @@ def test_what_is_asked_often_costs_little_processor_time(
     }
     asking = replace(cli, home=tmp_path / "home", extra={} if arguments else completion)
 
-    def seconds() -> float:
+    def seconds(run: Callable[[], object]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = asking.run(*arguments)
-        assert result.status == 0
-        assert result.out
+        run()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Processor time, and the least of five, because the clock on the wall measures the other processes too.
-    # 0.16 to 0.22 s where this was written; the promise is 0.3 s, and the rest is for a machine whose cores
-    # are shared or slower. Importing torch would cost seconds.
-    assert min(seconds() for _ in range(5)) < 0.45
+    def ours() -> None:
+        result = asking.run(*arguments)
+        assert result.status == 0
+        assert result.out
+
+    def parser_alone() -> None:
+        subprocess.run([sys.executable, "-c", "import typer.main, rich.console"], check=True)
+
+    # Processor time beside that of importing the parser, in turns, and the least of five: the clock on the
+    # wall measures other processes too, and shared cores have slow hours. 1.2 to 2.2 where this was written,
+    # where the parser takes 0.10 s and the promise is 0.3. Importing torch would make it 20.
+    ratios = [seconds(ours) / seconds(parser_alone) for _ in range(5)]
+    assert min(ratios) < 3
 
 
 def test_version_is_that_of_the_package(cli: Cli) -> None:

@@ -11,7 +11,7 @@ import pytest
 from cli_support import Cli, Result
 
 from moechat.chat.settings import Generation
-from moechat.cli.app import app
+from moechat.cli.app import grammar
 from moechat.cli.options import RunOptions
 
 STORY = ("run", "demo", "Once upon a time", "--completion", "--json")
@@ -159,11 +159,8 @@ def test_how_a_model_was_loaded_says_where_it_comes_from() -> None:
 
 
 def test_no_option_shares_a_variable_with_something_else() -> None:
-    import typer
-
     from moechat.cli.settings_file import options_of, variable_of
 
     taken = {"MOECHAT_HOME", "MOECHAT_DEBUG", "MOECHAT_ISA", "MOECHAT_CUDA_GRAPHS", "MOECHAT_CUDA_DRIVER"}
-    command = typer.main.get_command(app)
-    for of in command.commands.values():  # type: ignore[attr-defined]
+    for of in grammar().built().values():
         assert not taken & {variable_of(name) for name in options_of(of)}
