@@ -12,7 +12,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
@@ -37,8 +37,11 @@ def answer_shell(command: LazyGroup, arguments: list[str]) -> NoReturn:
         SystemExit: Always.
     """
     _typer().completion_init()
-    _take_as_text(command)
     command.prepare(_take_as_text)
+    _take_as_text(command)
+    option = _option_begun(os.environ)
+    if option:
+        command.prepare(lambda built: _offer_behind(option, built))
     before = join_words(os.environ) if os.environ.get(VARIABLE) == "complete_bash" else ""
     said = io.BytesIO()
     answer = io.TextIOWrapper(said, "utf-8", errors="replace")
@@ -63,16 +66,37 @@ def _take_as_text(command: Any) -> None:
             _take_as_text(inner)
 
 
+def _option_begun(environment: Mapping[str, str]) -> str:
+    """``--option=`` where the cursor is in its value and the shell replaces the whole word, unlike bash."""
+    word = environment.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")[2]
+    option, equals, _ = word.partition("=")
+    return option + equals if option.startswith("--") and equals else ""
+
+
+def _offer_behind(option: str, command: Any) -> None:
+    """Let what is offered for values begin with the option."""
+    for parameter in command.params:
+
+        def offered(context: Any, incomplete: str, ask: Any = parameter.shell_complete) -> Any:
+            items = ask(context, incomplete)
+            for item in items:
+                item.value = option + item.value
+            return items
+
+        parameter.shell_complete = offered
+    for inner in getattr(command, "commands", {}).values():
+        _offer_behind(option, inner)
+
+
 def show_completion(shell: str | None) -> int:
     """Print the script that completes for a shell; ``None`` for the current one. Returns the exit status.
 
     Raises:
         UsageError: It is not known, or there is no script for it.
     """
-    script = _typer().get_completion_script(
-        prog_name=_PROGRAM, complete_var=VARIABLE, shell=_known(shell, "--show-completion")
-    )
-    write_output(sys.stdout, script + "\n")
+    name = _known(shell, "--show-completion")
+    script = _typer().get_completion_script(prog_name=_PROGRAM, complete_var=VARIABLE, shell=name)
+    write_output(sys.stdout, (_at_first_call(script) if name == "zsh" else script) + "\n")
     return 0
 
 
@@ -86,8 +110,19 @@ def install_completion(shell: str | None) -> int:
     name, path = _typer().install(
         shell=_known(shell, "--install-completion"), prog_name=_PROGRAM, complete_var=VARIABLE
     )
+    if name == "zsh":
+        path.write_text(_at_first_call(path.read_text()))
     print_notice(f"completion for {name} is in {path}: it works in shells that you start from now on")
     return 0
+
+
+def _at_first_call(script: str) -> str:
+    """Typer's script for zsh, which from a directory of functions only registers itself when it is first
+    called: in every new shell the first Tab would complete nothing.
+    """
+    register = f"compdef _{_PROGRAM}_completion {_PROGRAM}"
+    complete = f'if [[ $funcstack[1] = _{_PROGRAM} ]]; then _{_PROGRAM}_completion "$@"; fi'
+    return script.replace(register, f"{register}\n{complete}")
 
 
 def _known(shell: str | None, option: str) -> str:

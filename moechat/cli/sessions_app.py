@@ -24,7 +24,7 @@ moechat sessions search fox garden
 moechat sessions export 12 -o fox.md
 """
 
-sessions_app = typer.Typer(help=_HELP, epilog=_EXAMPLES, invoke_without_command=True)
+sessions_app = typer.Typer(help=_HELP, epilog=_EXAMPLES, invoke_without_command=True, add_completion=False)
 
 _Id = Annotated[int, typer.Argument(metavar="ID", help="Its number.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON list.")]

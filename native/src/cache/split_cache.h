@@ -135,7 +135,8 @@ class SplitExpertCache {
               std::int64_t pass_tokens, HitKind* kinds /* [count], may be null */);
   // The blocks of one expert of the access have been used, or the access was given up. Unpins, and lets the
   // expert in if it holds blocks and its key is above the lowest of the C experts that were let in (of equal
-  // keys the higher number counts as above), which then leaves: a change of ownership, never a copy. Throws std::logic_error if the expert is not pinned.
+  // keys the higher number counts as above), which then leaves: a change of ownership, never a copy. Throws
+  // std::logic_error if the expert is not pinned.
   void release(std::int32_t layer, std::int32_t expert);
 
   // ---- moving blocks
