@@ -118,10 +118,12 @@ def _measurements(report: Report, rows: dict[str, str]) -> None:
 
 
 def _hub(report: Report, rows: dict[str, str]) -> None:
-    from moechat.hub.failures import endpoint, has_token, is_offline
+    from moechat.hub.failures import endpoint, has_token, is_offline, withholds_token
 
     rows["address"] = endpoint()
     rows["token"] = "there is one" if has_token() else "none"
+    if withholds_token():
+        rows["token"] = "none is sent: HF_HUB_DISABLE_IMPLICIT_TOKEN is set"
     if is_offline():
         rows["offline"] = "HF_HUB_OFFLINE is set"
         report.advice("HF_HUB_OFFLINE is set: no model can be downloaded", "unset it")

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import moechat
 from moechat.errors import ModelNotFoundError, MoechatError, NotAllowedError, OfflineError, UsageError
 
-_TOKEN_HINT = "create a token at {endpoint}/settings/tokens and set HF_TOKEN, or run `hf auth login`"
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
 _CERTIFICATE_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
@@ -109,7 +108,7 @@ def shown_endpoint() -> str:
 
 
 def has_token() -> bool:
-    """Whether a token is set for the hub (``HF_TOKEN``, or a saved login).
+    """Whether a token is sent to the hub (``HF_TOKEN``, or a saved login).
 
     Raises:
         UsageError: It cannot be read, or is none.
@@ -127,9 +126,23 @@ def has_token() -> bool:
     if token is not None and not (token.isascii() and token.isprintable()):
         raise UsageError(
             "the token that is set for the hub holds characters that no token has",
-            hint="copy it again: " + _TOKEN_HINT.format(endpoint=shown_endpoint()),
+            hint="copy it again: " + _how_to_set_token(),
         )
-    return token is not None
+    return token is not None and not withholds_token()
+
+
+def withholds_token() -> bool:
+    """Whether ``HF_HUB_DISABLE_IMPLICIT_TOKEN`` keeps a token from being sent."""
+    endpoint()  # as above
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
+
+
+def _how_to_set_token() -> str:
+    if withholds_token():
+        return "unset HF_HUB_DISABLE_IMPLICIT_TOKEN: it keeps any token from being sent"
+    return f"create a token at {shown_endpoint()}/settings/tokens and set HF_TOKEN, or run `hf auth login`"
 
 
 def is_offline() -> bool:
@@ -208,8 +221,8 @@ def _explain(problem: Any, repository: str, revision: str | None) -> MoechatErro
                 hint=f"{terms} with the account of your token; some makers then have to approve",
             )
         return NotAllowedError(
-            f"{repository} is gated: its makers ask who you are, and no token is set",
-            hint=f"{terms}, then {_TOKEN_HINT.format(endpoint=shown_endpoint())}",
+            f"{repository} is gated: its makers ask who you are, and no token is sent",
+            hint=f"{terms}, then {_how_to_set_token()}",
         )
     if isinstance(problem, errors.RevisionNotFoundError):
         return ModelNotFoundError(
@@ -234,7 +247,7 @@ def _no_repository(repository: str) -> MoechatError:
         )
     return ModelNotFoundError(
         f"there is no public repository {repository} on {_host()}",
-        hint=f"check the spelling; if it is private, {_TOKEN_HINT.format(endpoint=shown_endpoint())}",
+        hint=f"check the spelling; if it is private, {_how_to_set_token()}",
     )
 
 
@@ -244,7 +257,7 @@ def _explain_status(status: int, response: Any, repository: str) -> MoechatError
             return _no_repository(repository)
         return NotAllowedError(
             f"{_host()} does not accept the token that is set (status 401)",
-            hint="it may have expired: " + _TOKEN_HINT.format(endpoint=shown_endpoint()),
+            hint="it may have expired: " + _how_to_set_token(),
         )
     if status == 403:
         return NotAllowedError(

@@ -342,9 +342,23 @@ def test_a_gated_model_is_shown_but_not_given(inside: Cli, hub: Hub) -> None:
     hub.faults.gated = True
     done = inside.call("download", REPOSITORY)
     assert done.status == 3
-    assert f"{REPOSITORY} is gated: its makers ask who you are, and no token is set" in done.err
+    assert f"{REPOSITORY} is gated: its makers ask who you are, and no token is sent" in done.err
     assert f"accept the terms at {hub.endpoint}/{REPOSITORY}" in done.err
     assert not inside.home.exists()
+
+
+def test_a_token_that_is_kept_from_being_sent_is_named(program: Cli, hub: Hub) -> None:
+    hub.faults.gated = True
+    program.extra |= {
+        "HF_TOKEN": "hf_secret",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "HF_ENDPOINT": hub.endpoint,
+    }
+    done = program.run("download", REPOSITORY)
+    assert done.status == 3
+    assert "no token is sent" in done.err
+    assert "unset HF_HUB_DISABLE_IMPLICIT_TOKEN" in done.err
+    assert "HF_HUB_DISABLE_IMPLICIT_TOKEN is set" in program.run("doctor").out.decode()
 
 
 def test_a_hub_that_is_not_there_a_proxy_and_offline_mode_have_their_own_words(
