@@ -28,11 +28,27 @@ from transformers.utils import logging as transformers_logging
 from moechat import _native
 from moechat.config import DEVICE, active_isa
 from moechat.configurator.systems import settings_of
-from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError, PromptTooLongError, UsageError
+from moechat.errors import (
+    DeviceLostError,
+    DoesNotFitError,
+    MoechatError,
+    PromptTooLongError,
+    StoreDamagedError,
+    UsageError,
+)
 from moechat.geometry import SUPPORTED_BITS
 from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
-from moechat.loading import DTYPES, LoadedModel, Progress, dense_type, load_model, open_store, parse_budget
+from moechat.loading import (
+    DTYPES,
+    LoadedModel,
+    Progress,
+    dense_type,
+    load_model,
+    open_store,
+    parse_budget,
+    require_in_place,
+)
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
 from moechat.models.attention_cache import cut, lengths
 from moechat.models.dense_form import check_activation_bits, check_dense_bits
@@ -202,6 +218,11 @@ def load(
         started=started,
         link=offload.link,
     )
+    try:
+        require_in_place(store)
+    except StoreDamagedError:
+        engine.close()
+        raise
     if tune:
         engine.tune(progress=report)
     report(Progress("load", 1, 1, "ready"))

@@ -107,7 +107,7 @@ def _run(
     plan = work.plan
     if plan.finished:
         progress.stop()
-        work.note_commit()
+        work.note()
         _say_here(plan.remote.title, command)
         if command.json:
             write_json(_plan_json(plan, "already here"))

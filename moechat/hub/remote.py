@@ -141,6 +141,8 @@ def _ask(repository: str, revision: str | None) -> RemoteRepository:
 def _repository(info: Any, repository: str, revision: str | None) -> RemoteRepository:
     """Take what was said apart; a mirror may say anything, and names and commits become paths.
 
+    Files whose names are no plain paths below a directory are left out.
+
     Raises:
         CheckpointError: No files, or a commit or a file that cannot be one.
         ValueError: As other exceptions of :data:`_NONSENSE`: it has another form.
@@ -148,7 +150,8 @@ def _repository(info: Any, repository: str, revision: str | None) -> RemoteRepos
     files: dict[str, RemoteFile] = {}
     for entry in info.siblings or ():
         file = _file(entry)
-        files[file.path] = file
+        if _stays_inside(file.path):
+            files[file.path] = file
     if not files or info.sha is None:
         wish = "" if has_token() else "; without a token some repositories show no files"
         raise CheckpointError(f"the hub lists no files of {repository}{wish}")
@@ -164,6 +167,12 @@ def _repository(info: Any, repository: str, revision: str | None) -> RemoteRepos
         files=files,
         licence=licence if isinstance(licence, str) else None,
     )
+
+
+def _stays_inside(path: str) -> bool:
+    """Whether a name means a file below whatever directory it is joined to."""
+    parts = path.split("/")  # an absolute one has an empty part
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
 
 def _file(entry: Any) -> RemoteFile:

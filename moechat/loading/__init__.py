@@ -2,6 +2,15 @@
 
 from moechat.loading.model import DTYPES, LoadedModel, Progress, dense_type, parse_budget
 from moechat.loading.on_cpu import load_model
-from moechat.loading.stores import open_store
+from moechat.loading.stores import open_store, require_in_place
 
-__all__ = ["DTYPES", "LoadedModel", "Progress", "dense_type", "load_model", "open_store", "parse_budget"]
+__all__ = [
+    "DTYPES",
+    "LoadedModel",
+    "Progress",
+    "dense_type",
+    "load_model",
+    "open_store",
+    "parse_budget",
+    "require_in_place",
+]

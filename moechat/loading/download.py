@@ -14,7 +14,7 @@ from moechat.config import Paths
 from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
 from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.transfer import Transfer, is_whole
+from moechat.hub.transfer import PART_SUFFIX, Transfer, is_whole
 from moechat.loading.download_plan import ASIDE, DownloadPlan, make_plan
 from moechat.loading.model import Progress, Report
 from moechat.loading.read_ahead import Background, ReadAhead
@@ -30,9 +30,9 @@ from moechat.loading.selection import (
 )
 from moechat.models.mapping import plan_checkpoint
 from moechat.store.convert import ConvertProgress, convert
-from moechat.store.files import DurableFile, called, explained
+from moechat.store.files import called, explained
 from moechat.store.lock import exclusive_lock
-from moechat.store.manifest import MANIFEST_NAME
+from moechat.store.renewal import note_revision
 from moechat.store.store import Store
 from moechat.store.supply import ShardSupply
 
@@ -65,7 +65,9 @@ class Download:
         self._selection = selection
         self._headers = headers
         self._source = source_path(paths, transfer.remote, selection)
+        self._asked_to_keep = keep_source
         self._keep = keep_source or (self._source / KEPT).exists()
+        self._state = paths.state
         self._needed = needed
 
     def run(self, report: Report, notice: Notice) -> Store:
@@ -88,6 +90,8 @@ class Download:
             lock = source.parent / f".{source.name}.lock"
             waiting = Progress("wait", 0, None, "another process is downloading this model")
             with exclusive_lock(lock, lambda: report(waiting)):
+                # Whoever worked on it before may have been asked to keep it.
+                self._keep = self._keep or (source / KEPT).exists()
                 source.mkdir(exist_ok=True)
                 (source / MARK).write_text(weights_mark(self._selection), "ascii")
                 with Background(self._transfer.stop.stop) as background:
@@ -99,20 +103,17 @@ class Download:
                     shutil.rmtree(source, ignore_errors=True)
         return store
 
-    def note_commit(self) -> None:
-        """Let the finished store know that the commit asked for has the same weights.
+    def note(self) -> None:
+        """Where nothing is left to do: let the store know that the commit asked for has the same weights,
+        and shards that were asked for stay, though the run that fetched them did not come to its end.
 
         Raises:
             MoechatError: It cannot be written, or is damaged.
         """
-        store = Store.open(self.plan.destination)
-        commit = self._transfer.remote.commit
-        if store.manifest.source.revision == commit:
-            return
-        changed = replace(store.manifest, source=replace(store.manifest.source, revision=commit))
-        with explained("updating", store.path), DurableFile(store.path / MANIFEST_NAME) as file:
-            file.write(changed.to_bytes())
-            file.commit()
+        note_revision(self.plan.destination, self._transfer.remote.commit, self._state)
+        if self._asked_to_keep and self._source.is_dir():
+            with explained("keeping shards", self._source):
+                (self._source / KEPT).touch()
 
     def _fetch_and_convert(self, background: Background, report: Report, notice: Notice) -> Store:
         state = _State(self.plan.download_bytes, report)
@@ -197,6 +198,7 @@ class _HubShards:
         self._directory = directory
         self._files = files
         self._transfer = transfer
+        self._whole: set[str] = set()  # checked by this run
 
     def fetch(self, name: str) -> Path:
         cached = self._cached(name)
@@ -211,16 +213,22 @@ class _HubShards:
         own = self._directory / name
         cached = self._cached(name)
         if cached is not None:
-            with open(cached, "rb") as source, open(own, "wb") as target:
+            # Under the name of what is not whole yet: it goes on from there, as after any other end.
+            part = own.with_name(own.name + PART_SUFFIX)
+            part.unlink(missing_ok=True)
+            with open(cached, "rb") as source, open(part, "wb") as target:
                 while data := source.read(_COPY_CHUNK):
                     self._transfer.stop.check()
                     target.write(data)
-        self._transfer.fetch(self._files[name], own)
+        if name not in self._whole or not own.exists():
+            self._transfer.fetch(self._files[name], own)
+            self._whole.add(name)
 
     def expect(self, name: str | None) -> None:
         """It comes when it is asked for."""
 
     def discard(self, name: str) -> None:
+        self._whole.discard(name)
         (self._directory / name).unlink(missing_ok=True)
 
     def _cached(self, name: str) -> Path | None:

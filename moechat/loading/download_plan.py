@@ -135,7 +135,7 @@ def make_plan(
         else:
             written = outline.total_bytes - sum(file.nbytes for file in missing)
             most = side_bytes * 2 + most_bytes_at_once(
-                order, supply, ahead=ahead, written=written, lying=lying
+                order, supply, ahead=ahead, written=written, lying=lying, elsewhere=cached
             )
         return max(0, most + _MANIFEST_ROOM - taken)
 

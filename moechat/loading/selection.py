@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from moechat.config import Paths
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.hub.remote import RemoteFile, RemoteRepository
 from moechat.hub.transfer import Transfer
+from moechat.loading.at_once import at_once
 from moechat.loading.gguf_repository import announced_gguf, choose_gguf, gguf_models, read_gguf_header
 from moechat.store.announced import AnnouncedCheckpoint, Shard
 from moechat.store.checkpoint import (
@@ -185,19 +185,8 @@ def _other_formats(remote: RemoteRepository) -> str:
 def read_headers(transfer: Transfer, selection: Selection) -> dict[str, bytes]:
     """The first bytes of every file of weights, as far as its header reaches, several at once."""
     read = partial(read_gguf_header, transfer) if selection.is_gguf else transfer.read_header
-    with ThreadPoolExecutor(_READERS) as pool:
-        try:
-            return dict(
-                zip(
-                    selection.shards,
-                    pool.map(read, selection.shards.values()),
-                    strict=True,
-                )
-            )
-        except BaseException:
-            transfer.stop.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    headers = at_once(read, selection.shards.values(), threads=_READERS, stop=transfer.stop.stop)
+    return dict(zip(selection.shards, headers, strict=True))
 
 
 def announced(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moechat.config import user_paths
-from moechat.errors import UsageError
+from moechat.errors import StoreDamagedError, UsageError
 from moechat.hub.library import note_use
 from moechat.hub.names import ModelRef
 from moechat.loading.model import Progress, Report
@@ -17,6 +17,7 @@ from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
 _DEFAULT_BITS = 4
+_TRIES = 3  # of a store that others keep replacing
 
 
 def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
@@ -25,14 +26,34 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
-    store = _find_store(ref, bits, report)
-    store.ensure_verified(
-        user_paths().state,
-        lambda done, total, name: report(Progress("verify", done, total, name)),
+    for _ in range(_TRIES):
+        store = _find_store(ref, bits, report)
+        store.hold()
+        store.ensure_verified(
+            user_paths().state,
+            lambda done, total, name: report(Progress("verify", done, total, name)),
+        )
+        if store.is_in_place():
+            note_use(store.path, user_paths())
+            return store
+        store.release()
+    raise _replaced(store)
+
+
+def require_in_place(store: Store) -> None:
+    """Check after loading that what was loaded is one store.
+
+    Raises:
+        StoreDamagedError: Another process has put another one in its place meanwhile.
+    """
+    if not store.is_in_place():
+        raise _replaced(store)
+
+
+def _replaced(store: Store) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"{store.path} was replaced by another process while it was loaded", hint="run the same command again"
     )
-    store.hold()
-    note_use(store.path, user_paths())
-    return store
 
 
 def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:

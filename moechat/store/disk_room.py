@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile
 from moechat.store.supply import ShardSupply
@@ -15,6 +15,7 @@ def most_bytes_at_once(
     ahead: bool,
     written: int = 0,
     lying: Mapping[str, int] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> int:
     """Bytes of the disk that a conversion takes at most: store, shards, dense tensors put aside.
 
@@ -27,8 +28,9 @@ def most_bytes_at_once(
         ahead: The next shard comes while a file is written.
         written: Bytes of files of the store that are finished.
         lying: Bytes that are here already of each shard, whole or not.
+        elsewhere: Shards that are only read, where they lie.
     """
-    room = _Room(files, supply, written, dict(lying or {}))
+    room = _Room(files, supply, written, dict(lying or {}), frozenset(elsewhere))
     while room.waiting:
         room.write(room.waiting[0], ahead=ahead)
     return room.most
@@ -43,12 +45,18 @@ class _Room:
     """
 
     def __init__(
-        self, files: Sequence[PlannedFile], supply: ShardSupply, written: int, lying: dict[str, int]
+        self,
+        files: Sequence[PlannedFile],
+        supply: ShardSupply,
+        written: int,
+        lying: dict[str, int],
+        elsewhere: frozenset[str],
     ) -> None:
         self.most = 0
         self.waiting = list(files)
         self._supply = supply
         self._written = written
+        self._elsewhere = elsewhere
         self._lying = lying  # of an earlier run, and not needed yet
         self._coming: dict[str, int] = {}  # one at most, which no file has needed yet
         self._here: dict[str, int] = {}
@@ -73,8 +81,11 @@ class _Room:
     def _come(self, name: str) -> None:
         self._coming.pop(name, None)
         self._lying.pop(name, None)
-        self._here[name] = self._supply.shard_bytes(name)
+        self._here[name] = self._taken_by(name)
         self._look()
+
+    def _taken_by(self, name: str) -> int:
+        return 0 if name in self._elsewhere else self._supply.shard_bytes(name)
 
     def _come_ahead(self) -> None:
         name = self._supply.first_missing(
@@ -82,7 +93,7 @@ class _Room:
         )
         if name is not None:
             self._lying.pop(name, None)
-            self._coming[name] = self._supply.shard_bytes(name)
+            self._coming[name] = self._taken_by(name)
             self._look()
 
     def _let_go(self, name: str) -> None:

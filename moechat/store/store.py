@@ -10,6 +10,7 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -81,6 +82,17 @@ class Store:
             descriptor = hold_shared(self.path / MANIFEST_NAME)
             if descriptor is not None:
                 self._use = weakref.finalize(self, os.close, descriptor)
+
+    def is_in_place(self) -> bool:
+        """Whether the store that is held is still the one at its path; ``True`` where none could be held."""
+        held = None if self._use is None else self._use.peek()
+        if held is None:
+            return True
+        (descriptor,) = held[2]
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path / MANIFEST_NAME))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """The end of :meth:`hold`."""
@@ -235,23 +247,44 @@ class Store:
                 raise
             return self._verify_unless_stamped(state_dir, progress)
 
+    def is_verified(self, state_dir: Path) -> bool:
+        """Whether no file has changed since the last verification.
+
+        Raises:
+            StoreDamagedError: As :meth:`open`.
+        """
+        return self._is_stamped(state_dir, self._stamp())
+
+    def note_verified(self, state_dir: Path) -> None:
+        """Let the files as they are now count as verified: for whoever knows that they are.
+
+        Raises:
+            StoreDamagedError: As :meth:`open`.
+        """
+        self._write_stamp(state_dir, self._stamp())
+
     def _verify_unless_stamped(self, state_dir: Path, progress: VerifyCallback | None) -> bool:
-        stamp_path = self._stamp_path(state_dir)
         stamp = self._stamp()
-        try:
-            if stamp_path.read_bytes() == stamp:
-                return False
-        except OSError:
-            pass
+        if self._is_stamped(state_dir, stamp):
+            return False
         self.verify(progress)
         if self._stamp() != stamp:
             raise StoreDamagedError(f"{self.path} was changed while it was verified", hint="try again")
-        try:
-            stamp_path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(stamp_path, stamp)
-        except (OSError, MoechatError):
-            pass  # A read-only home costs a verification at every start, nothing else.
+        self._write_stamp(state_dir, stamp)
         return True
+
+    def _is_stamped(self, state_dir: Path, stamp: bytes) -> bool:
+        try:
+            return self._stamp_path(state_dir).read_bytes() == stamp
+        except OSError:
+            return False
+
+    def _write_stamp(self, state_dir: Path, stamp: bytes) -> None:
+        path = self._stamp_path(state_dir)
+        # A read-only home costs a verification at every start, nothing else.
+        with suppress(OSError, MoechatError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, stamp)
 
     def remove(self) -> None:
         """Delete the store; its name is free at once, even if the deletion is interrupted.
