@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +68,10 @@ __all__ = ["Engine", "Message", "Progress", "Replanned", "Stats", "Step", "Tunin
 Message = dict[str, str]
 FinishReason = Literal["stop", "length"]
 _DEFAULT_THREADS = _native.num_threads()
+# Characters of a text that are cut into tokens in one call, which takes about 0.1 s; and the tokens that
+# cutting it there may have made more than there are.
+_CUT_AT_ONCE = 1 << 16
+_OF_A_CUT = 16
 _MOST_THREADS = 1024
 _TUNE_SECONDS = 5.0
 # Of the pages on a card whose memory ran out.
@@ -553,11 +557,17 @@ class Engine:
 
         Raises:
             UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+            PromptTooLongError: A text alone is far longer than the context. Cutting all of it into tokens
+                would take minutes and gigabytes, and nothing could interrupt it.
         """
         if self._tokenizer is None:
             raise UsageError(
                 f"{self.name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
             )
+        for part in [prompt] if isinstance(prompt, str) else prompt:
+            text = part.get("content") if isinstance(part, Mapping) else part
+            if isinstance(text, str) and len(text) > _CUT_AT_ONCE:
+                self._refuse_what_is_far_too_long(text)
         if isinstance(prompt, str):
             try:
                 tokens = list(self._tokenizer(prompt)["input_ids"])
@@ -580,6 +590,21 @@ class Engine:
         if not tokens:
             raise UsageError("the prompt is empty")
         return tokens
+
+    def _refuse_what_is_far_too_long(self, text: str) -> None:
+        tokens = 0
+        for begin in range(0, len(text), _CUT_AT_ONCE):
+            try:
+                piece = self._tokenizer(text[begin : begin + _CUT_AT_ONCE], add_special_tokens=False)
+            except (TypeError, UnicodeError) as error:
+                raise UsageError(f"the prompt is not Unicode text: {error}") from error
+            tokens += max(0, len(piece["input_ids"]) - _OF_A_CUT)
+            if tokens > self.context_length:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text):,} characters, the first {begin + _CUT_AT_ONCE:,} of them "
+                    f"more than {tokens:,} tokens; the context holds {self.context_length}",
+                    hint="shorten the prompt, or raise the context with --ctx where the model allows it",
+                )
 
     def token_text(self, token: int) -> str:
         """One token as text, special ones too, which steps leave out; empty without a tokenizer.

@@ -63,10 +63,11 @@ def ask(
 
     def start(told_from: int) -> Asked | None:
         nonlocal tokens
-        prompt = engine.encode([*conversation.messages(told_from), {"role": "user", "content": question}])
-        tokens = len(prompt)
+        tokens = 2 * engine.context_length  # at least, where it is refused before it is counted
         room = 1 if told_from == end else reserve
         try:
+            prompt = engine.encode([*conversation.messages(told_from), {"role": "user", "content": question}])
+            tokens = len(prompt)
             steps = engine.generate(prompt, reserve=room, progress=progress, **generation.arguments)
         except PromptTooLongError:
             if told_from == end:

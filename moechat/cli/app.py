@@ -142,8 +142,9 @@ def _root(
             "--version", metavar="", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    # Both are dealt with before: see _FOR_SHELLS. They stand here for the help.
-    install: Annotated[
+    # Both are dealt with before: see _FOR_SHELLS. They stand here for the help. No parameter here may have
+    # the name of a command: settings are given by command.
+    completion_installed: Annotated[
         bool,
         typer.Option(
             "--install-completion",
@@ -152,7 +153,7 @@ def _root(
             "current one if not given.",
         ),
     ] = False,
-    show: Annotated[
+    completion_shown: Annotated[
         bool,
         typer.Option("--show-completion", metavar="[SHELL]", help="Show what that would install."),
     ] = False,

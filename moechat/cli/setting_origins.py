@@ -22,9 +22,29 @@ from moechat.cli.settings_file import (
     values_of,
     variable_of,
 )
-from moechat.errors import UsageError
+from moechat.errors import MoechatError, UsageError
 
 _NAMED = re.compile(r"--([a-z][a-z-]*)")
+# How errors speak of what some options set, where they do not name the option.
+_WORDS = {
+    "ctx": re.compile("the context (is|of|needs)"),
+    "ram": re.compile("memory budget|RAM"),
+    "vram": re.compile("graphics memory|CUDA|card"),
+    "device": re.compile("CUDA|card"),
+    "system": re.compile("the system "),
+    "system-prompt": re.compile("the system prompt"),
+}
+# Parameters of which only one can be meant; a device of "cpu" beside vram is one more.
+_EXCLUDING = (
+    ("completion", "resume"),
+    ("completion", "session"),
+    ("completion", "system_prompt"),
+    ("jsonl", "resume"),
+    ("jsonl", "session"),
+    ("jsonl", "json"),
+    ("jsonl", "prompt"),
+    ("quiet", "verbose"),
+)
 
 
 class ExplainingCommand(TyperCommand):
@@ -32,6 +52,7 @@ class ExplainingCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Understand the arguments; what is returned does what was asked for."""
+        _give_way(ctx)
         with _explained(ctx):
             action = super().invoke(ctx)
         if not callable(action):
@@ -42,6 +63,20 @@ class ExplainingCommand(TyperCommand):
                 return action()
 
         return explaining
+
+
+def _give_way(context: Any) -> None:
+    """Drop what a variable or the file says where it excludes what was typed: the command line wins."""
+    params = context.params
+    pairs = [pair for pair in _EXCLUDING if all(params.get(name) for name in pair)]
+    if params.get("device") == "cpu" and params.get("vram"):
+        pairs.append(("device", "vram"))
+    for pair in pairs:
+        for typed, other in (pair, pair[::-1]):
+            source = context.get_parameter_source(other)
+            if context.get_parameter_source(typed).name == "COMMANDLINE" != source.name:
+                params[other] = False if params[other] is True else None
+                context.set_parameter_source(other, type(source)["DEFAULT"])
 
 
 def origins_of(context: Any) -> dict[str, str]:
@@ -160,12 +195,13 @@ def _wrong_line(command: str, option: str, settings: Settings, error: Any) -> Us
 
 @contextmanager
 def _explained(context: Any) -> Iterator[None]:
-    """Add to a usage error which of the options that it is about nobody has typed."""
+    """Add to an error which of the options that it is about nobody has typed."""
     try:
         yield
-    except UsageError as error:
+    except MoechatError as error:
         text = str(error)
         named = set(_NAMED.findall(text))
+        named |= {option for option, words in _WORDS.items() if words.search(text)}
         untyped = origins_of(context)
         told = [
             f"--{option} is {untyped[parameter.name]}"

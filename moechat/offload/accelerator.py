@@ -56,7 +56,7 @@ class Accelerator:
             why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no card"
             raise DeviceUnavailableError(
                 f"no CUDA card can be used: {why}",
-                hint="`moechat profile` shows what the driver reports; --device cpu works",
+                hint="`moechat profile` shows what the driver reports; without --vram, --device cpu works",
             )
         if ordinal >= torch.cuda.device_count():
             raise DeviceUnavailableError(
@@ -69,7 +69,7 @@ class Accelerator:
             raise DeviceUnavailableError(
                 f"{torch.cuda.get_device_name(self.device)} has compute capability "
                 f"{capability[0]}.{capability[1]}; the kernels need 7.5 (Turing) or newer",
-                hint="--device cpu works",
+                hint="without --vram, --device cpu works",
             )
         try:
             import triton  # noqa: F401
@@ -81,7 +81,7 @@ class Accelerator:
         try:
             _native.cuda_driver_version()
         except _native.CudaUnavailableError as error:
-            raise DeviceUnavailableError(str(error), hint="--device cpu works") from error
+            raise DeviceUnavailableError(str(error), hint="without --vram, --device cpu works") from error
         if ordinal not in _CONTEXTS:
             _CONTEXTS[ordinal] = self._measure_context()
         self.context_bytes = _CONTEXTS[ordinal]

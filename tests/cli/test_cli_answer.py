@@ -129,6 +129,13 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(cli: Cli,
     assert "100" in result.err
 
 
+def test_a_prompt_of_megabytes_is_refused_by_its_beginning(cli: Cli, model: str) -> None:
+    result = cli.call("run", model, "--completion", "--ctx", "100", stdin=b"x" * 8_000_000)
+    assert (result.status, result.out) == (2, b"")
+    assert "8,000,000 characters, the first 65,536 of them more than" in result.err
+    assert "the context holds 100" in result.err
+
+
 def test_a_context_beyond_the_model_does_not_fit(cli: Cli, model: str) -> None:
     result = cli.call("run", model, "hello", "--ctx", "8193")
     assert (result.status, result.out) == (4, b"")

@@ -141,6 +141,40 @@ def test_another_name_of_a_command_has_the_same_settings(cli: Cli) -> None:
     assert cli.call("list").out == cli.call("ls").out == b"[]\n"
 
 
+def test_what_was_typed_wins_over_settings_that_exclude_it(cli: Cli, tmp_path: Path) -> None:
+    settings(cli, '[run]\ncontinue = true\nquiet = true\nvram = "10G"\n')
+    typed = ("--device", "cpu", "--max-tokens", "2")
+    done = cli.run("run", "demo", "--completion", "Once", *typed)
+    assert (done.status, done.err) == (0, "")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    done = cli.run("run", "demo", "--jsonl", str(prompts), "-v", *typed)
+    assert done.status == 0, done.err
+    assert done.out.startswith(b'{"line": 1')
+    # Of two that were typed none gives way, and neither of two that were not.
+    assert cli.run("run", "demo", "hi", "--vram", "1G", "--device", "cpu").status == 2
+    settings(cli, "[run]\nquiet = true\nverbose = true\n")
+    assert "--quiet and --verbose exclude each other" in cli.run("run", "demo", "hi").err
+
+
+def test_json_for_all_commands_is_no_setting_of_the_program_itself(cli: Cli) -> None:
+    settings(cli, "json = true\n")
+    assert cli.run("list").out == b"[]\n"
+    assert cli.run("doctor").out.startswith(b"{")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [("CTX", "5000", 4), ("RAM", "100M", 4), ("SYSTEM", "oracle", 2), ("CTX", "1", 2)],
+)
+def test_an_error_says_that_the_value_came_from_a_variable(
+    cli: Cli, variable: str, value: str, status: int
+) -> None:
+    done = with_variables(cli, **{f"MOECHAT_{variable}": value}).run("run", "demo", "hi")
+    assert done.status == status
+    assert f"(--{variable.lower()} is from MOECHAT_{variable})" in done.err
+
+
 def test_settings_of_a_chat_say_where_they_come_from() -> None:
     chosen = Generation({"top_p": 0.5, "seed": 1}, {"seed": "from MOECHAT_SEED"})
     assert chosen.origin("seed") == "from MOECHAT_SEED"
