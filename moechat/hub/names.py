@@ -42,7 +42,7 @@ _PREFERRED_BITS = (4, 8, 16, 3, 2)
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", re.ASCII)
 _GGUF_PART = re.compile(
-    r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<end>\.gguf)", re.IGNORECASE
+    r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)", re.IGNORECASE
 )  # of gguf-split
 _MAX_PARTS = 1000
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}", re.ASCII)
@@ -197,10 +197,13 @@ def _gguf_models(path: Path) -> list[Path]:
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Names of all files of the GGUF model that a file of this name is, or is a part of, in order."""
+    """Names of all files of the GGUF model that a file of this name is, or is a part of, in order.
+
+    A repository may name its files as it likes: a part 5 of 3, or 1 of 0, is a model in one file.
+    """
     match = _GGUF_PART.fullmatch(name)
-    count = 1 if match is None else int(match["count"])
-    if match is None or count > _MAX_PARTS:  # a repository may name its files as it likes
+    count = 0 if match is None else int(match["count"])
+    if match is None or not 1 <= int(match["number"]) <= count <= _MAX_PARTS:
         return [name]
     return [f"{match['stem']}-{number:05d}-of-{count:05d}{match['end']}" for number in range(1, count + 1)]
 

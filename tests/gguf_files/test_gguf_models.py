@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.hub.names import resolve
+from moechat.hub.names import gguf_parts, resolve
 from moechat.loading.stores import open_store
 from moechat.models.gguf_source import opened_gguf
 from moechat.models.mapping import plan_checkpoint
@@ -218,6 +218,23 @@ def test_a_model_in_parts_is_named_by_any_of_them(tmp_path: Path, moechat_home: 
     shutil.copy(parts[2], parts[1])
     with pytest.raises(CheckpointError, match=r"file 2 of 3 says it is number 2"):
         open_store(resolve(str(parts[0])), 8, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-00001-of-00000.gguf",
+        "x-00000-of-00002.gguf",
+        "x-00003-of-00002.gguf",
+        "x-00001-of-01001.gguf",
+        "x-0000١-of-0000٢.gguf",
+        "x-1-of-2.gguf",
+    ],
+)
+def test_a_name_like_that_of_a_part_that_cannot_be_is_one_of_a_whole_file(tmp_path: Path, name: str) -> None:
+    assert gguf_parts(name) == [name]
+    (tmp_path / name).touch()
+    assert resolve(str(tmp_path)).checkpoint == tmp_path / name
 
 
 def test_files_with_a_tensor_an_expert_are_read(tmp_path: Path) -> None:

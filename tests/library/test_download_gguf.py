@@ -129,6 +129,14 @@ def test_it_is_said_which_there_are_where_none_or_several_fit(inside: Cli, quant
     assert alone.status == 0, alone.err
 
 
+def test_a_file_named_as_part_1_of_0_does_not_hide_the_others(inside: Cli, quants: Hub) -> None:
+    quants.repositories[REPOSITORY]["x-00001-of-00000.gguf"] = b"GGUF"
+    done = inside.call("download", f"{REPOSITORY}:Q4_K_M", "--dry-run")
+    assert done.status == 0, done.err
+    several = inside.call("download", REPOSITORY)
+    assert (several.status, "has 3 GGUF models" in several.err) == (2, True), several.err
+
+
 def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
     name = f"{REPOSITORY}:Q4_K_M"
     size = len(quants.repositories[REPOSITORY]["moe-Q4_K_M.gguf"])
