@@ -18,11 +18,17 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_file import BF16, F16, PLAIN, GgufSource
 from moechat.store.gguf_header import GgufHeader
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Numbers as llama.cpp writes them: with leading zeros a layer or an expert would have many names.
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
 _MAX_BLOCKS = 10_000
+# A header is small whatever it claims; each expert of a layer gets three names here. The largest models have
+# some 30,000 experts in all.
+_MAX_EXPERTS = 65_536
+_MAX_EXPERTS_IN_ALL = 1 << 18
 _EXPERTS = {"ffn_gate_exps.weight": "gate", "ffn_up_exps.weight": "up", "ffn_down_exps.weight": "down"}
 # Files of early 2024 have a tensor an expert.
-_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
+_EXPERT = re.compile(rf"ffn_(gate|up|down)\.{_NUMBER}\.weight")
 # Tables of old files that llama.cpp computes anew from the metadata.
 _PASSED_OVER = re.compile(r"blk\.\d+\.attn_rot_embd(\..+)?")
 
@@ -204,7 +210,7 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
         )
     architecture = ARCHITECTURES[name]
     config = _config(architecture, metadata, header, where)
-    sources = _sources(architecture, header, config, where)
+    sources = _sources(architecture, header, config, metadata.number("expert_count"), where)
     return GgufModel(config, _generation(metadata), sources, "tokenizer.ggml.tokens" in header.metadata)
 
 
@@ -212,8 +218,14 @@ def _config(
     architecture: Architecture, metadata: _Metadata, header: GgufHeader, where: str
 ) -> dict[str, Any]:
     blocks = metadata.number("block_count")
-    if not isinstance(blocks, int) or blocks > _MAX_BLOCKS:
-        raise CheckpointError(f"{where} claims {blocks} layers")
+    if not isinstance(blocks, int) or blocks > min(_MAX_BLOCKS, len(header.tensors)):
+        raise CheckpointError(f"{where} claims {blocks} layers, with {len(header.tensors)} tensors")
+    experts = metadata.number("expert_count")
+    if not isinstance(experts, int) or experts > min(_MAX_EXPERTS, _MAX_EXPERTS_IN_ALL // blocks):
+        raise CheckpointError(
+            f"{where} claims {experts} experts in each of {blocks} layers; moechat reads up to "
+            f"{_MAX_EXPERTS} in a layer and {_MAX_EXPERTS_IN_ALL} in all"
+        )
     heads, hidden = metadata.number("attention.head_count"), metadata.number("embedding_length")
     head_dim = metadata.number(
         "attention.key_length", metadata.get("rope.dimension_count") or hidden // heads
@@ -301,8 +313,9 @@ def _generation(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _sources(
-    architecture: Architecture, header: GgufHeader, config: dict[str, Any], where: str
+    architecture: Architecture, header: GgufHeader, config: dict[str, Any], experts: int, where: str
 ) -> dict[str, GgufSource]:
+    blocks = config["num_hidden_layers"]
     heads = {}
     if architecture.interleaved:
         heads = {
@@ -318,6 +331,11 @@ def _sources(
         number, part = (int(match[1]), match[2]) if match else (None, tensor)
         prefix = f"model.layers.{number}."
         single = _EXPERT.fullmatch(part)
+        if number is not None and number >= blocks:
+            raise CheckpointError(
+                f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {blocks}",
+                hint="download or copy the file again",
+            )
         if number is None and part in _AROUND:
             found[_AROUND[part]] = GgufSource(tensor, _dense_type(described.kind))
         elif number is not None and part in layer:
@@ -329,10 +347,20 @@ def _sources(
                 tensor, _dense_type(described.kind), heads=heads.get(part, 0)
             )
         elif number is not None and part in _EXPERTS and len(described.shape) == 3:
+            if described.shape[0] != experts:
+                raise CheckpointError(
+                    f"{where}: {tensor} holds {described.shape[0]} experts, the model has {experts} a layer",
+                    hint="download or copy the file again",
+                )
             name = prefix + architecture.experts[_EXPERTS[part]]
-            for expert in range(described.shape[0]):
+            for expert in range(experts):
                 found[name.format(expert=expert)] = GgufSource(tensor, expert_type, expert)
         elif number is not None and single:
+            if int(single[2]) >= experts:
+                raise CheckpointError(
+                    f"{where}: {tensor} belongs to expert {single[2]} (from 0) of {experts}",
+                    hint="download or copy the file again",
+                )
             name = prefix + architecture.experts[single[1]]
             found[name.format(expert=int(single[2]))] = GgufSource(tensor, expert_type)
         elif not _PASSED_OVER.fullmatch(tensor):

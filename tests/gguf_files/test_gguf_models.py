@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.hub.names import gguf_parts, resolve
 from moechat.loading.stores import open_store
+from moechat.models.gguf import describe_gguf
 from moechat.models.gguf_source import opened_gguf
 from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
+from moechat.store.gguf_file import GgufFile
+from moechat.store.gguf_header import GgufTensor
 
 DEMO = Path(moechat.__file__).parent / "hub" / "demo"
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33]
@@ -288,6 +292,39 @@ def test_what_it_states_and_we_do_not_compute_is_refused(tmp_path: Path, extra: 
     )
     with pytest.raises(UnsupportedModelError, match=message), opened_gguf(tmp_path / "m.gguf"):
         pass
+
+
+GATES = "blk.0.ffn_gate_exps.weight"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({}, {GATES: (400_000, 1, 1)}, r"gate_exps\.weight holds 400000 experts, the model has 6 a layer"),
+        ({"olmoe.expert_count": 400_000}, {GATES: (400_000, 1, 1)}, "claims 400000 experts in each of 2 lay"),
+        ({"olmoe.expert_count": 2.5}, {}, r"claims 2\.5 experts"),
+        (
+            {"olmoe.block_count": 9000, "olmoe.expert_count": 60_000},
+            {f"blk.{number}.ffn_gate_exps.weight": (60_000, 1, 1) for number in range(9000)},
+            "claims 60000 experts in each of 9000 layers; moechat reads up to 65536 in a layer and 262144 in",
+        ),
+        ({"olmoe.block_count": 9000}, {}, r"claims 9000 layers, with 2\d tensors"),
+        ({"olmoe.block_count": 1}, {}, r"'blk\.1\.[a-z_.]+' belongs to layer 1 \(from 0\) of 1"),
+        ({}, {"blk.1.ffn_gate.6.weight": (1, 1)}, r"gate\.6\.weight belongs to expert 6 \(from 0\) of 6"),
+        ({}, {"blk.007.ffn_gate_exps.weight": (6, 1, 1)}, "1 tensors that a olmoe model does not have"),
+    ],
+)  # fmt: skip
+def test_what_it_claims_of_layers_and_experts_has_to_fit_its_tensors(
+    with_words: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], message: str
+) -> None:
+    header = GgufFile.open(with_words).header
+    changed = replace(
+        header,
+        metadata=header.metadata | metadata,
+        tensors=header.tensors | {name: GgufTensor(1, shape, 0, 0) for name, shape in tensors.items()},
+    )
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        describe_gguf(changed, "m.gguf")
 
 
 @pytest.mark.parametrize(
