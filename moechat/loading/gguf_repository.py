@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -146,14 +147,13 @@ def announced_gguf(
         require_decodable(header, name)
     first = next(iter(files))
     # transformers reads the vocabulary from a file: one of the right size, with a hole in place of its data.
-    stand_in = directory / "header.gguf"
-    with open(stand_in, "wb") as target:
-        target.write(headers[first])
-        target.truncate(files[first].size)
-    try:
+    # Not in the directory, where any name may be that of another file of the repository.
+    with tempfile.TemporaryDirectory(prefix="moechat-") as temporary:
+        stand_in = Path(temporary, PurePosixPath(first).name)
+        with open(stand_in, "wb") as target:
+            target.write(headers[first])
+            target.truncate(files[first].size)
         write_side_files(directory, stand_in, model)
-    finally:
-        stand_in.unlink()
     shards: dict[str, Shard] = {
         name: GgufShard(directory / name, header, files[name].size, sources_in(header, model.sources))
         for name, header in parsed.items()

@@ -169,6 +169,40 @@ def test_words_and_chat_template_are_those_of_the_file(with_words: Path) -> None
     assert (generation["temperature"], generation["do_sample"]) == (0.6, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", None),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "<other>", "chat_template": "other", "model_max_length": 7}',
+        ),
+        ("special_tokens_map.json", '{"bos_token": "<other>"}'),
+        ("added_tokens.json", '{"<other>": 99999}'),
+        ("chat_template.jinja", "other"),
+    ],
+)
+def test_its_vocabulary_is_its_own_whatever_lies_beside_it(
+    with_words: Path, tmp_path: Path, name: str, content: str | None
+) -> None:
+    def words(path: Path) -> dict[str, bytes]:
+        with opened_gguf(path) as opened:
+            return {file.name: file.read_bytes() for file in opened.path.iterdir()}
+
+    expected = words(with_words)
+    shutil.copy(with_words, tmp_path)
+    if content is None:  # a whole one, of another model
+        other = json.loads(expected[name])
+        other["added_tokens"][0]["content"] = "<other>"
+        content = json.dumps(other)
+    (tmp_path / name).write_text(content)
+    assert words(tmp_path / with_words.name) == expected
+    assert "moechat-" not in "".join(
+        text.decode() for file, text in expected.items() if file.endswith(".json")
+    )
+
+
 def test_a_sentencepiece_vocabulary_has_its_beginning_bytes_and_merges(tmp_path: Path) -> None:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
     words = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -135,6 +136,36 @@ def test_a_file_named_as_part_1_of_0_does_not_hide_the_others(inside: Cli, quant
     assert done.status == 0, done.err
     several = inside.call("download", REPOSITORY)
     assert (several.status, "has 3 GGUF models" in several.err) == (2, True), several.err
+
+
+def test_what_is_kept_stays_whatever_its_name(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
+    name = "header.gguf"
+    content = (gguf_directory / "moe-Q4_K_M.gguf").read_bytes()
+    quants.repositories[REPOSITORY] = {name: content}
+    assert inside.call("download", REPOSITORY, "--keep-source").status == 0
+    (directory,) = (path for path in sources(inside).iterdir() if path.is_dir())
+    assert (directory / name).read_bytes() == content
+    (store,) = models(inside).iterdir()
+    shutil.rmtree(store)
+    quants.requests.clear()
+    again = inside.call("download", REPOSITORY)
+    assert again.status == 0, again.err
+    asked = [request.range for request in quants.requests if "/cdn/" in request.path]
+    assert not any(wanted.endswith("-") or not wanted for wanted in asked), asked  # headers only
+    assert (directory / name).read_bytes() == content
+
+
+def test_a_tokenizer_that_was_half_written_is_written_anew(inside: Cli, quants: Hub) -> None:
+    name = f"{REPOSITORY}:Q4_K_M"
+    assert inside.call("download", name, "--keep-source").status == 0
+    (directory,) = (path for path in sources(inside).iterdir() if path.is_dir())
+    (store,) = models(inside).iterdir()
+    expected = (store / "tokenizer.json").read_bytes()
+    shutil.rmtree(store)
+    (directory / "tokenizer.json").write_bytes(expected[: len(expected) // 2])
+    again = inside.call("download", name)
+    assert again.status == 0, again.err
+    assert (store / "tokenizer.json").read_bytes() == expected
 
 
 def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
