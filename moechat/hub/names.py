@@ -192,7 +192,7 @@ def _gguf_models(path: Path) -> list[Path]:
         found = [path] if path.suffix.lower() == GGUF_SUFFIX else []
     else:
         found = sorted(entry for entry in path.glob("*") if entry.suffix.lower() == GGUF_SUFFIX)
-    first = {gguf_parts(entry.name)[0]: entry for entry in reversed(found)}
+    first = {first_gguf_part(entry.name): entry for entry in reversed(found)}
     return [entry.with_name(name) for name, entry in sorted(first.items())]
 
 
@@ -201,11 +201,23 @@ def gguf_parts(name: str) -> list[str]:
 
     A repository may name its files as it likes: a part 5 of 3, or 1 of 0, is a model in one file.
     """
+    match = _gguf_part(name)
+    return [name] if match is None else [_part_name(match, n) for n in range(1, int(match["count"]) + 1)]
+
+
+def first_gguf_part(name: str) -> str:
+    """The first of :func:`gguf_parts`, by which the files of many models are told apart in one pass."""
+    match = _gguf_part(name)
+    return name if match is None else _part_name(match, 1)
+
+
+def _gguf_part(name: str) -> re.Match[str] | None:
     match = _GGUF_PART.fullmatch(name)
-    count = 0 if match is None else int(match["count"])
-    if match is None or not 1 <= int(match["number"]) <= count <= _MAX_PARTS:
-        return [name]
-    return [f"{match['stem']}-{number:05d}-of-{count:05d}{match['end']}" for number in range(1, count + 1)]
+    return match if match and 1 <= int(match["number"]) <= int(match["count"]) <= _MAX_PARTS else None
+
+
+def _part_name(match: re.Match[str], number: int) -> str:
+    return f"{match['stem']}-{number:05d}-of-{match['count']}{match['end']}"
 
 
 def _is_store(path: Path) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from moechat.errors import CheckpointError, UsageError
-from moechat.hub.names import GGUF_SUFFIX, gguf_parts
+from moechat.hub.names import GGUF_SUFFIX, first_gguf_part, gguf_parts
 from moechat.hub.remote import RemoteFile, RemoteRepository
 from moechat.hub.transfer import Transfer
 from moechat.models.gguf import describe_gguf
@@ -39,11 +39,10 @@ def gguf_models(remote: RemoteRepository) -> dict[str, list[RemoteFile]]:
         if name.lower().endswith(GGUF_SUFFIX) and not _OTHERS.search(PurePosixPath(name).name)
     )
     models: dict[str, list[RemoteFile]] = {}
-    for name in names:
+    for name in names:  # sorted: numbers of parts have five digits
         path = PurePosixPath(name)
-        parts = [str(path.with_name(part)) for part in gguf_parts(path.name)]
-        if parts[0] not in models:
-            models[parts[0]] = [remote.files[part] for part in parts if part in remote.files]
+        first = str(path.with_name(first_gguf_part(path.name)))
+        models.setdefault(first, []).append(remote.files[name])
     return models
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from transformers import AutoTokenizer  # noqa: E402
 
 import moechat  # noqa: E402
 from moechat.hub.names import resolve  # noqa: E402
+from moechat.hub.remote import RemoteFile, RemoteRepository  # noqa: E402
+from moechat.loading.gguf_repository import gguf_models  # noqa: E402
 from moechat.loading.stores import open_store  # noqa: E402
 
 REPOSITORY = "tiny/moe-GGUF"
@@ -128,6 +131,22 @@ def test_it_is_said_which_there_are_where_none_or_several_fit(inside: Cli, quant
     del quants.repositories[REPOSITORY]["Q8_0/moe-Q8_0-00001-of-00002.gguf"]
     alone = inside.call("download", REPOSITORY, "--dry-run")
     assert alone.status == 0, alone.err
+
+
+def test_models_in_a_thousand_parts_are_told_apart_at_once() -> None:
+    def parts(stem: str, count: int) -> list[str]:
+        return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+    expected = {stem: parts(stem, 1000) for stem in ("Q8_0/a", "Q8_0/b", "a", "b")}
+    expected["Q8_0/a-less"] = parts("Q8_0/a", 999)
+    expected["b-lacking"] = parts("b", 500)[1:]
+    names = [name for model in expected.values() for name in reversed(model)]
+    files = {name: RemoteFile(name, 1, "0", None) for name in names}
+    started = time.process_time()
+    found = gguf_models(RemoteRepository(REPOSITORY, None, COMMIT, files, None))
+    assert time.process_time() - started < 2
+    assert sorted([file.path for file in model] for model in found.values()) == sorted(expected.values())
+    assert "b-00001-of-00500.gguf" in found  # the first part's name, though it is not there
 
 
 def test_a_file_named_as_part_1_of_0_does_not_hide_the_others(inside: Cli, quants: Hub) -> None:
