@@ -113,6 +113,11 @@ class _Metadata:
         """A value of the architecture, or ``None``."""
         return self._values.get(f"{self._architecture}.{key}")
 
+    def names(self, prefix: str) -> list[str]:
+        """Which values of the architecture have keys that begin so."""
+        whole = f"{self._architecture}.{prefix}"
+        return [key.removeprefix(f"{self._architecture}.") for key in self._values if key.startswith(whole)]
+
     def token(self, key: str) -> int | None:
         """Number of a special token."""
         value = self._values.get(f"tokenizer.ggml.{key}")
@@ -281,20 +286,44 @@ def _require_known_routing(config: dict[str, Any], metadata: _Metadata, where: s
 
 def _rotary(metadata: _Metadata, where: str) -> dict[str, Any]:
     rotary: dict[str, Any] = {"rope_theta": float(metadata.number("rope.freq_base", 10000.0))}
-    kind = metadata.get("rope.scaling.type") or "none"
-    if kind == "none":
-        return rotary | {"rope_type": "default"}
-    if kind not in ("linear", "yarn"):
+    kind = metadata.get("rope.scaling.type")
+    if kind is None:  # as llama.cpp takes it; without a factor it scales nothing
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{where}: its rotary scaling is {_shown(kind)}, which moechat does not read"
         )
-    rotary |= {"rope_type": kind, "factor": float(metadata.number("rope.scaling.factor"))}
+    _require_known_scaling(metadata, kind, where)
+    # Files of 2023 have the old key.
+    key = "rope.scaling.factor" if metadata.get("rope.scaling.factor") is not None else "rope.scale_linear"
     if kind == "yarn":
+        rotary |= {"rope_type": "yarn", "factor": float(metadata.number(key))}
         rotary["original_max_position_embeddings"] = metadata.number("rope.scaling.original_context_length")
-        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if metadata.get(f"rope.scaling.{key}") is not None:
-                rotary[name] = float(metadata.number(f"rope.scaling.{key}"))
-    return rotary
+        for own, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if metadata.get(f"rope.scaling.{own}") is not None:
+                rotary[name] = float(metadata.number(f"rope.scaling.{own}"))
+        return rotary
+    unscaled = kind == "none" or metadata.get(key) in (None, 0)  # 0: not given
+    factor = 1.0 if unscaled else float(metadata.number(key))
+    return rotary | ({"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor})
+
+
+def _require_known_scaling(metadata: _Metadata, kind: str, where: str) -> None:
+    """Refuse what a file says of its rotary scaling that :func:`_rotary` does not use and that matters."""
+    used = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
+    neutral = {
+        "alpha": (0,),
+        "attn_factor": (1,),
+        "yarn_attn_factor": (1,),
+        "yarn_ext_factor": (-1, 1 if kind == "yarn" else 0),  # -1: as the type has it
+        "yarn_log_multiplier": (0,),
+    }
+    for key in metadata.names("rope.scaling."):
+        name = key.removeprefix("rope.scaling.")
+        if name not in used and metadata.get(key) not in neutral.get(name, ()):
+            raise UnsupportedModelError(
+                f"{where}: {key[:200]} is {_shown(metadata.get(key))}, which moechat does not compute"
+            )
 
 
 def _generation(metadata: _Metadata) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from moechat.store.gguf_header import GgufHeader
 from moechat.store.tensors import TensorSet
 
 # Part of every identity: stores of files that were understood differently are made anew.
-VERSION = 1
+VERSION = 2
 
 
 class GgufCheckpoint(Checkpoint):

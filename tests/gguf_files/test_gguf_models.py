@@ -328,6 +328,71 @@ def test_what_it_states_and_we_do_not_compute_is_refused(tmp_path: Path, extra: 
         pass
 
 
+DEFAULT = {"rope_type": "default"}
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+
+
+def rotary_of(path: Path, **scaling: Any) -> dict[str, Any]:
+    """Rotary parameters of a file with these values; ``old`` is the key of 2023."""
+    header = GgufFile.open(path).header
+    keys = {
+        "olmoe.rope.scale_linear" if key == "old" else f"olmoe.rope.scaling.{key}": value
+        for key, value in scaling.items()
+    }
+    found: dict[str, Any] = describe_gguf(replace(header, metadata=header.metadata | keys), "m.gguf").config[
+        "rope_parameters"
+    ]
+    assert found.pop("rope_theta") == 10000
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({}, DEFAULT),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"old": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 2.0, "old": 4.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"factor": 1.0}, DEFAULT),
+        ({"factor": 0.0}, DEFAULT),
+        ({"type": "linear"}, DEFAULT),
+        ({"type": "none", "factor": 4.0}, DEFAULT),
+        ({"factor": 4.0, "attn_factor": 1.0, "finetuned": True}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            YARN | {"yarn_ext_factor": 1.0, "yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_rotary_scaling_is_that_of_llama_cpp(
+    with_words: Path, scaling: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert rotary_of(with_words, **scaling) == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        ({"type": "none", "attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        (YARN | {"attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        (YARN | {"yarn_attn_factor": 0.5}, r"yarn_attn_factor is 0\.5"),
+        (YARN | {"yarn_ext_factor": 0.0}, r"yarn_ext_factor is 0\.0"),
+        (YARN | {"yarn_log_multiplier": 0.1}, r"yarn_log_multiplier is 0\.1"),
+        ({"factor": 4.0, "yarn_ext_factor": 1.0}, r"yarn_ext_factor is 1\.0"),
+        ({"alpha": 1000.0}, r"alpha is 1000\.0"),
+        ({"of_tomorrow": "text"}, "of_tomorrow is 'text'"),
+        ({"type": ""}, "rotary scaling is ''"),
+        ({"old": -2.0}, r"rope\.scale_linear is -2\.0; a positive number"),
+    ],
+)
+def test_rotary_scaling_that_we_do_not_compute_is_refused(
+    with_words: Path, scaling: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        rotary_of(with_words, **scaling)
+
+
 GATES = "blk.0.ffn_gate_exps.weight"
 
 
