@@ -42,7 +42,7 @@ _PREFERRED_BITS = (4, 8, 16, 3, 2)
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", re.ASCII)
 _GGUF_PART = re.compile(
-    r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<end>\.gguf)", re.IGNORECASE
+    r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)", re.IGNORECASE
 )  # of gguf-split
 _MAX_PARTS = 1000
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}", re.ASCII)
@@ -192,17 +192,32 @@ def _gguf_models(path: Path) -> list[Path]:
         found = [path] if path.suffix.lower() == GGUF_SUFFIX else []
     else:
         found = sorted(entry for entry in path.glob("*") if entry.suffix.lower() == GGUF_SUFFIX)
-    first = {gguf_parts(entry.name)[0]: entry for entry in reversed(found)}
+    first = {first_gguf_part(entry.name): entry for entry in reversed(found)}
     return [entry.with_name(name) for name, entry in sorted(first.items())]
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Names of all files of the GGUF model that a file of this name is, or is a part of, in order."""
+    """Names of all files of the GGUF model that a file of this name is, or is a part of, in order.
+
+    A repository may name its files as it likes: a part 5 of 3, or 1 of 0, is a model in one file.
+    """
+    match = _gguf_part(name)
+    return [name] if match is None else [_part_name(match, n) for n in range(1, int(match["count"]) + 1)]
+
+
+def first_gguf_part(name: str) -> str:
+    """The first of :func:`gguf_parts`, by which the files of many models are told apart in one pass."""
+    match = _gguf_part(name)
+    return name if match is None else _part_name(match, 1)
+
+
+def _gguf_part(name: str) -> re.Match[str] | None:
     match = _GGUF_PART.fullmatch(name)
-    count = 1 if match is None else int(match["count"])
-    if match is None or count > _MAX_PARTS:  # a repository may name its files as it likes
-        return [name]
-    return [f"{match['stem']}-{number:05d}-of-{count:05d}{match['end']}" for number in range(1, count + 1)]
+    return match if match and 1 <= int(match["number"]) <= int(match["count"]) <= _MAX_PARTS else None
+
+
+def _part_name(match: re.Match[str], number: int) -> str:
+    return f"{match['stem']}-{number:05d}-of-{match['count']}{match['end']}"
 
 
 def _is_store(path: Path) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from moechat.errors import CheckpointError, UsageError
-from moechat.hub.names import GGUF_SUFFIX, gguf_parts
+from moechat.hub.names import GGUF_SUFFIX, first_gguf_part, gguf_parts
 from moechat.hub.remote import RemoteFile, RemoteRepository
 from moechat.hub.transfer import Transfer
 from moechat.models.gguf import describe_gguf
@@ -38,11 +39,10 @@ def gguf_models(remote: RemoteRepository) -> dict[str, list[RemoteFile]]:
         if name.lower().endswith(GGUF_SUFFIX) and not _OTHERS.search(PurePosixPath(name).name)
     )
     models: dict[str, list[RemoteFile]] = {}
-    for name in names:
+    for name in names:  # sorted: numbers of parts have five digits
         path = PurePosixPath(name)
-        parts = [str(path.with_name(part)) for part in gguf_parts(path.name)]
-        if parts[0] not in models:
-            models[parts[0]] = [remote.files[part] for part in parts if part in remote.files]
+        first = str(path.with_name(first_gguf_part(path.name)))
+        models.setdefault(first, []).append(remote.files[name])
     return models
 
 
@@ -146,14 +146,13 @@ def announced_gguf(
         require_decodable(header, name)
     first = next(iter(files))
     # transformers reads the vocabulary from a file: one of the right size, with a hole in place of its data.
-    stand_in = directory / "header.gguf"
-    with open(stand_in, "wb") as target:
-        target.write(headers[first])
-        target.truncate(files[first].size)
-    try:
+    # Not in the directory, where any name may be that of another file of the repository.
+    with tempfile.TemporaryDirectory(prefix="moechat-") as temporary:
+        stand_in = Path(temporary, PurePosixPath(first).name)
+        with open(stand_in, "wb") as target:
+            target.write(headers[first])
+            target.truncate(files[first].size)
         write_side_files(directory, stand_in, model)
-    finally:
-        stand_in.unlink()
     shards: dict[str, Shard] = {
         name: GgufShard(directory / name, header, files[name].size, sources_in(header, model.sources))
         for name, header in parsed.items()

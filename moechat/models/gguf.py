@@ -18,11 +18,17 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_file import BF16, F16, PLAIN, GgufSource
 from moechat.store.gguf_header import GgufHeader
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Numbers as llama.cpp writes them: with leading zeros a layer or an expert would have many names.
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
 _MAX_BLOCKS = 10_000
+# A header is small whatever it claims; each expert of a layer gets three names here. The largest models have
+# some 30,000 experts in all.
+_MAX_EXPERTS = 65_536
+_MAX_EXPERTS_IN_ALL = 1 << 18
 _EXPERTS = {"ffn_gate_exps.weight": "gate", "ffn_up_exps.weight": "up", "ffn_down_exps.weight": "down"}
 # Files of early 2024 have a tensor an expert.
-_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
+_EXPERT = re.compile(rf"ffn_(gate|up|down)\.{_NUMBER}\.weight")
 # Tables of old files that llama.cpp computes anew from the metadata.
 _PASSED_OVER = re.compile(r"blk\.\d+\.attn_rot_embd(\..+)?")
 
@@ -106,6 +112,11 @@ class _Metadata:
     def get(self, key: str) -> Any:
         """A value of the architecture, or ``None``."""
         return self._values.get(f"{self._architecture}.{key}")
+
+    def names(self, prefix: str) -> list[str]:
+        """Which values of the architecture have keys that begin so."""
+        whole = f"{self._architecture}.{prefix}"
+        return [key.removeprefix(f"{self._architecture}.") for key in self._values if key.startswith(whole)]
 
     def token(self, key: str) -> int | None:
         """Number of a special token."""
@@ -204,7 +215,7 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
         )
     architecture = ARCHITECTURES[name]
     config = _config(architecture, metadata, header, where)
-    sources = _sources(architecture, header, config, where)
+    sources = _sources(architecture, header, config, metadata.number("expert_count"), where)
     return GgufModel(config, _generation(metadata), sources, "tokenizer.ggml.tokens" in header.metadata)
 
 
@@ -212,8 +223,14 @@ def _config(
     architecture: Architecture, metadata: _Metadata, header: GgufHeader, where: str
 ) -> dict[str, Any]:
     blocks = metadata.number("block_count")
-    if not isinstance(blocks, int) or blocks > _MAX_BLOCKS:
-        raise CheckpointError(f"{where} claims {blocks} layers")
+    if not isinstance(blocks, int) or blocks > min(_MAX_BLOCKS, len(header.tensors)):
+        raise CheckpointError(f"{where} claims {blocks} layers, with {len(header.tensors)} tensors")
+    experts = metadata.number("expert_count")
+    if not isinstance(experts, int) or experts > min(_MAX_EXPERTS, _MAX_EXPERTS_IN_ALL // blocks):
+        raise CheckpointError(
+            f"{where} claims {experts} experts in each of {blocks} layers; moechat reads up to "
+            f"{_MAX_EXPERTS} in a layer and {_MAX_EXPERTS_IN_ALL} in all"
+        )
     heads, hidden = metadata.number("attention.head_count"), metadata.number("embedding_length")
     head_dim = metadata.number(
         "attention.key_length", metadata.get("rope.dimension_count") or hidden // heads
@@ -269,20 +286,44 @@ def _require_known_routing(config: dict[str, Any], metadata: _Metadata, where: s
 
 def _rotary(metadata: _Metadata, where: str) -> dict[str, Any]:
     rotary: dict[str, Any] = {"rope_theta": float(metadata.number("rope.freq_base", 10000.0))}
-    kind = metadata.get("rope.scaling.type") or "none"
-    if kind == "none":
-        return rotary | {"rope_type": "default"}
-    if kind not in ("linear", "yarn"):
+    kind = metadata.get("rope.scaling.type")
+    if kind is None:  # as llama.cpp takes it; without a factor it scales nothing
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{where}: its rotary scaling is {_shown(kind)}, which moechat does not read"
         )
-    rotary |= {"rope_type": kind, "factor": float(metadata.number("rope.scaling.factor"))}
+    _require_known_scaling(metadata, kind, where)
+    # Files of 2023 have the old key.
+    key = "rope.scaling.factor" if metadata.get("rope.scaling.factor") is not None else "rope.scale_linear"
     if kind == "yarn":
+        rotary |= {"rope_type": "yarn", "factor": float(metadata.number(key))}
         rotary["original_max_position_embeddings"] = metadata.number("rope.scaling.original_context_length")
-        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if metadata.get(f"rope.scaling.{key}") is not None:
-                rotary[name] = float(metadata.number(f"rope.scaling.{key}"))
-    return rotary
+        for own, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if metadata.get(f"rope.scaling.{own}") is not None:
+                rotary[name] = float(metadata.number(f"rope.scaling.{own}"))
+        return rotary
+    unscaled = kind == "none" or metadata.get(key) in (None, 0)  # 0: not given
+    factor = 1.0 if unscaled else float(metadata.number(key))
+    return rotary | ({"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor})
+
+
+def _require_known_scaling(metadata: _Metadata, kind: str, where: str) -> None:
+    """Refuse what a file says of its rotary scaling that :func:`_rotary` does not use and that matters."""
+    used = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
+    neutral = {
+        "alpha": (0,),
+        "attn_factor": (1,),
+        "yarn_attn_factor": (1,),
+        "yarn_ext_factor": (-1, 1 if kind == "yarn" else 0),  # -1: as the type has it
+        "yarn_log_multiplier": (0,),
+    }
+    for key in metadata.names("rope.scaling."):
+        name = key.removeprefix("rope.scaling.")
+        if name not in used and metadata.get(key) not in neutral.get(name, ()):
+            raise UnsupportedModelError(
+                f"{where}: {key[:200]} is {_shown(metadata.get(key))}, which moechat does not compute"
+            )
 
 
 def _generation(metadata: _Metadata) -> dict[str, Any]:
@@ -301,8 +342,9 @@ def _generation(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _sources(
-    architecture: Architecture, header: GgufHeader, config: dict[str, Any], where: str
+    architecture: Architecture, header: GgufHeader, config: dict[str, Any], experts: int, where: str
 ) -> dict[str, GgufSource]:
+    blocks = config["num_hidden_layers"]
     heads = {}
     if architecture.interleaved:
         heads = {
@@ -318,6 +360,11 @@ def _sources(
         number, part = (int(match[1]), match[2]) if match else (None, tensor)
         prefix = f"model.layers.{number}."
         single = _EXPERT.fullmatch(part)
+        if number is not None and number >= blocks:
+            raise CheckpointError(
+                f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {blocks}",
+                hint="download or copy the file again",
+            )
         if number is None and part in _AROUND:
             found[_AROUND[part]] = GgufSource(tensor, _dense_type(described.kind))
         elif number is not None and part in layer:
@@ -329,10 +376,20 @@ def _sources(
                 tensor, _dense_type(described.kind), heads=heads.get(part, 0)
             )
         elif number is not None and part in _EXPERTS and len(described.shape) == 3:
+            if described.shape[0] != experts:
+                raise CheckpointError(
+                    f"{where}: {tensor} holds {described.shape[0]} experts, the model has {experts} a layer",
+                    hint="download or copy the file again",
+                )
             name = prefix + architecture.experts[_EXPERTS[part]]
-            for expert in range(described.shape[0]):
+            for expert in range(experts):
                 found[name.format(expert=expert)] = GgufSource(tensor, expert_type, expert)
         elif number is not None and single:
+            if int(single[2]) >= experts:
+                raise CheckpointError(
+                    f"{where}: {tensor} belongs to expert {single[2]} (from 0) of {experts}",
+                    hint="download or copy the file again",
+                )
             name = prefix + architecture.experts[single[1]]
             found[name.format(expert=int(single[2]))] = GgufSource(tensor, expert_type)
         elif not _PASSED_OVER.fullmatch(tensor):

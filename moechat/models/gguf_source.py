@@ -25,7 +25,7 @@ from moechat.store.gguf_header import GgufHeader
 from moechat.store.tensors import TensorSet
 
 # Part of every identity: stores of files that were understood differently are made anew.
-VERSION = 1
+VERSION = 2
 
 
 class GgufCheckpoint(Checkpoint):
@@ -156,7 +156,7 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
 
     Args:
         directory: Exists; files of these names are replaced.
-        file: The GGUF file, at least its header.
+        file: The GGUF file, or one of its size that begins with its header.
         model: What it describes.
 
     Raises:
@@ -168,14 +168,17 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
         return
     from transformers import PreTrainedTokenizerFast
 
-    try:
-        with without_warnings():
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                str(file.parent), gguf_file=file.name, local_files_only=True
-            )
-            tokenizer.save_pretrained(str(directory))
-    except Exception as problem:  # whatever a vocabulary leads transformers to
-        raise UnsupportedModelError(
-            f"transformers cannot rebuild the tokenizer of {file.name}: {str(problem)[:300]}",
-            hint="take the model's own repository, with safetensors files",
-        ) from problem
+    # transformers prefers a tokenizer.json beside the file, and other files there, to what is in it.
+    with tempfile.TemporaryDirectory(prefix="moechat-") as alone:
+        Path(alone, "model.gguf").symlink_to(file.resolve())
+        try:
+            with without_warnings():
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                    alone, gguf_file="model.gguf", local_files_only=True
+                )
+                tokenizer.save_pretrained(str(directory))
+        except Exception as problem:  # whatever a vocabulary leads transformers to
+            raise UnsupportedModelError(
+                f"transformers cannot rebuild the tokenizer of {file.name}: {str(problem)[:300]}",
+                hint="take the model's own repository, with safetensors files",
+            ) from problem

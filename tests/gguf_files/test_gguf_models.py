@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.hub.names import resolve
+from moechat.hub.names import gguf_parts, resolve
 from moechat.loading.stores import open_store
+from moechat.models.gguf import describe_gguf
 from moechat.models.gguf_source import opened_gguf
 from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
+from moechat.store.gguf_file import GgufFile
+from moechat.store.gguf_header import GgufTensor
 
 DEMO = Path(moechat.__file__).parent / "hub" / "demo"
 TOKENS = [5, 17, 30, 42, 77, 12, 9, 33]
@@ -165,6 +169,40 @@ def test_words_and_chat_template_are_those_of_the_file(with_words: Path) -> None
     assert (generation["temperature"], generation["do_sample"]) == (0.6, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", None),
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "<other>", "chat_template": "other", "model_max_length": 7}',
+        ),
+        ("special_tokens_map.json", '{"bos_token": "<other>"}'),
+        ("added_tokens.json", '{"<other>": 99999}'),
+        ("chat_template.jinja", "other"),
+    ],
+)
+def test_its_vocabulary_is_its_own_whatever_lies_beside_it(
+    with_words: Path, tmp_path: Path, name: str, content: str | None
+) -> None:
+    def words(path: Path) -> dict[str, bytes]:
+        with opened_gguf(path) as opened:
+            return {file.name: file.read_bytes() for file in opened.path.iterdir()}
+
+    expected = words(with_words)
+    shutil.copy(with_words, tmp_path)
+    if content is None:  # a whole one, of another model
+        other = json.loads(expected[name])
+        other["added_tokens"][0]["content"] = "<other>"
+        content = json.dumps(other)
+    (tmp_path / name).write_text(content)
+    assert words(tmp_path / with_words.name) == expected
+    assert "moechat-" not in "".join(
+        text.decode() for file, text in expected.items() if file.endswith(".json")
+    )
+
+
 def test_a_sentencepiece_vocabulary_has_its_beginning_bytes_and_merges(tmp_path: Path) -> None:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
     words = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello"]
@@ -220,6 +258,23 @@ def test_a_model_in_parts_is_named_by_any_of_them(tmp_path: Path, moechat_home: 
         open_store(resolve(str(parts[0])), 8, lambda _: None)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-00001-of-00000.gguf",
+        "x-00000-of-00002.gguf",
+        "x-00003-of-00002.gguf",
+        "x-00001-of-01001.gguf",
+        "x-0000١-of-0000٢.gguf",
+        "x-1-of-2.gguf",
+    ],
+)
+def test_a_name_like_that_of_a_part_that_cannot_be_is_one_of_a_whole_file(tmp_path: Path, name: str) -> None:
+    assert gguf_parts(name) == [name]
+    (tmp_path / name).touch()
+    assert resolve(str(tmp_path)).checkpoint == tmp_path / name
+
+
 def test_files_with_a_tensor_an_expert_are_read(tmp_path: Path) -> None:
     config = save_model("mixtral", tmp_path / "source")
     tensors = tensors_of(tmp_path / "source")
@@ -271,6 +326,104 @@ def test_what_it_states_and_we_do_not_compute_is_refused(tmp_path: Path, extra: 
     )
     with pytest.raises(UnsupportedModelError, match=message), opened_gguf(tmp_path / "m.gguf"):
         pass
+
+
+DEFAULT = {"rope_type": "default"}
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+
+
+def rotary_of(path: Path, **scaling: Any) -> dict[str, Any]:
+    """Rotary parameters of a file with these values; ``old`` is the key of 2023."""
+    header = GgufFile.open(path).header
+    keys = {
+        "olmoe.rope.scale_linear" if key == "old" else f"olmoe.rope.scaling.{key}": value
+        for key, value in scaling.items()
+    }
+    found: dict[str, Any] = describe_gguf(replace(header, metadata=header.metadata | keys), "m.gguf").config[
+        "rope_parameters"
+    ]
+    assert found.pop("rope_theta") == 10000
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({}, DEFAULT),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"old": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 2.0, "old": 4.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"factor": 1.0}, DEFAULT),
+        ({"factor": 0.0}, DEFAULT),
+        ({"type": "linear"}, DEFAULT),
+        ({"type": "none", "factor": 4.0}, DEFAULT),
+        ({"factor": 4.0, "attn_factor": 1.0, "finetuned": True}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            YARN | {"yarn_ext_factor": 1.0, "yarn_beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_rotary_scaling_is_that_of_llama_cpp(
+    with_words: Path, scaling: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert rotary_of(with_words, **scaling) == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        ({"type": "none", "attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        (YARN | {"attn_factor": 0.5}, r"attn_factor is 0\.5"),
+        (YARN | {"yarn_attn_factor": 0.5}, r"yarn_attn_factor is 0\.5"),
+        (YARN | {"yarn_ext_factor": 0.0}, r"yarn_ext_factor is 0\.0"),
+        (YARN | {"yarn_log_multiplier": 0.1}, r"yarn_log_multiplier is 0\.1"),
+        ({"factor": 4.0, "yarn_ext_factor": 1.0}, r"yarn_ext_factor is 1\.0"),
+        ({"alpha": 1000.0}, r"alpha is 1000\.0"),
+        ({"of_tomorrow": "text"}, "of_tomorrow is 'text'"),
+        ({"type": ""}, "rotary scaling is ''"),
+        ({"old": -2.0}, r"rope\.scale_linear is -2\.0; a positive number"),
+    ],
+)
+def test_rotary_scaling_that_we_do_not_compute_is_refused(
+    with_words: Path, scaling: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        rotary_of(with_words, **scaling)
+
+
+GATES = "blk.0.ffn_gate_exps.weight"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({}, {GATES: (400_000, 1, 1)}, r"gate_exps\.weight holds 400000 experts, the model has 6 a layer"),
+        ({"olmoe.expert_count": 400_000}, {GATES: (400_000, 1, 1)}, "claims 400000 experts in each of 2 lay"),
+        ({"olmoe.expert_count": 2.5}, {}, r"claims 2\.5 experts"),
+        (
+            {"olmoe.block_count": 9000, "olmoe.expert_count": 60_000},
+            {f"blk.{number}.ffn_gate_exps.weight": (60_000, 1, 1) for number in range(9000)},
+            "claims 60000 experts in each of 9000 layers; moechat reads up to 65536 in a layer and 262144 in",
+        ),
+        ({"olmoe.block_count": 9000}, {}, r"claims 9000 layers, with 2\d tensors"),
+        ({"olmoe.block_count": 1}, {}, r"'blk\.1\.[a-z_.]+' belongs to layer 1 \(from 0\) of 1"),
+        ({}, {"blk.1.ffn_gate.6.weight": (1, 1)}, r"gate\.6\.weight belongs to expert 6 \(from 0\) of 6"),
+        ({}, {"blk.007.ffn_gate_exps.weight": (6, 1, 1)}, "1 tensors that a olmoe model does not have"),
+    ],
+)  # fmt: skip
+def test_what_it_claims_of_layers_and_experts_has_to_fit_its_tensors(
+    with_words: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], message: str
+) -> None:
+    header = GgufFile.open(with_words).header
+    changed = replace(
+        header,
+        metadata=header.metadata | metadata,
+        tensors=header.tensors | {name: GgufTensor(1, shape, 0, 0) for name, shape in tensors.items()},
+    )
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        describe_gguf(changed, "m.gguf")
 
 
 @pytest.mark.parametrize(

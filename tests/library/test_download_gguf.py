@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from transformers import AutoTokenizer  # noqa: E402
 
 import moechat  # noqa: E402
 from moechat.hub.names import resolve  # noqa: E402
+from moechat.hub.remote import RemoteFile, RemoteRepository  # noqa: E402
+from moechat.loading.gguf_repository import gguf_models  # noqa: E402
 from moechat.loading.stores import open_store  # noqa: E402
 
 REPOSITORY = "tiny/moe-GGUF"
@@ -127,6 +131,60 @@ def test_it_is_said_which_there_are_where_none_or_several_fit(inside: Cli, quant
     del quants.repositories[REPOSITORY]["Q8_0/moe-Q8_0-00001-of-00002.gguf"]
     alone = inside.call("download", REPOSITORY, "--dry-run")
     assert alone.status == 0, alone.err
+
+
+def test_models_in_a_thousand_parts_are_told_apart_at_once() -> None:
+    def parts(stem: str, count: int) -> list[str]:
+        return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+    expected = {stem: parts(stem, 1000) for stem in ("Q8_0/a", "Q8_0/b", "a", "b")}
+    expected["Q8_0/a-less"] = parts("Q8_0/a", 999)
+    expected["b-lacking"] = parts("b", 500)[1:]
+    names = [name for model in expected.values() for name in reversed(model)]
+    files = {name: RemoteFile(name, 1, "0", None) for name in names}
+    started = time.process_time()
+    found = gguf_models(RemoteRepository(REPOSITORY, None, COMMIT, files, None))
+    assert time.process_time() - started < 2
+    assert sorted([file.path for file in model] for model in found.values()) == sorted(expected.values())
+    assert "b-00001-of-00500.gguf" in found  # the first part's name, though it is not there
+
+
+def test_a_file_named_as_part_1_of_0_does_not_hide_the_others(inside: Cli, quants: Hub) -> None:
+    quants.repositories[REPOSITORY]["x-00001-of-00000.gguf"] = b"GGUF"
+    done = inside.call("download", f"{REPOSITORY}:Q4_K_M", "--dry-run")
+    assert done.status == 0, done.err
+    several = inside.call("download", REPOSITORY)
+    assert (several.status, "has 3 GGUF models" in several.err) == (2, True), several.err
+
+
+def test_what_is_kept_stays_whatever_its_name(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
+    name = "header.gguf"
+    content = (gguf_directory / "moe-Q4_K_M.gguf").read_bytes()
+    quants.repositories[REPOSITORY] = {name: content}
+    assert inside.call("download", REPOSITORY, "--keep-source").status == 0
+    (directory,) = (path for path in sources(inside).iterdir() if path.is_dir())
+    assert (directory / name).read_bytes() == content
+    (store,) = models(inside).iterdir()
+    shutil.rmtree(store)
+    quants.requests.clear()
+    again = inside.call("download", REPOSITORY)
+    assert again.status == 0, again.err
+    asked = [request.range for request in quants.requests if "/cdn/" in request.path]
+    assert not any(wanted.endswith("-") or not wanted for wanted in asked), asked  # headers only
+    assert (directory / name).read_bytes() == content
+
+
+def test_a_tokenizer_that_was_half_written_is_written_anew(inside: Cli, quants: Hub) -> None:
+    name = f"{REPOSITORY}:Q4_K_M"
+    assert inside.call("download", name, "--keep-source").status == 0
+    (directory,) = (path for path in sources(inside).iterdir() if path.is_dir())
+    (store,) = models(inside).iterdir()
+    expected = (store / "tokenizer.json").read_bytes()
+    shutil.rmtree(store)
+    (directory / "tokenizer.json").write_bytes(expected[: len(expected) // 2])
+    again = inside.call("download", name)
+    assert again.status == 0, again.err
+    assert (store / "tokenizer.json").read_bytes() == expected
 
 
 def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
