@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,7 @@ def _remove(entry: LibraryEntry, paths: Paths) -> None:
             raise _in_use(entry, "is in use by a running moechat")
         if entry.path.is_symlink():
             target = entry.path.resolve()
-            if outside is None and target.exists():
+            if outside is None and os.path.exists(target):
                 with exclusive_lock(lock_path(target), busy):
                     remove_store(target)
             with explained("removing", entry.path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +92,14 @@ def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
 
 
 def is_kept_source(directory: Path) -> bool:
-    """Whether a downloaded checkpoint was to be kept (``--keep-source``)."""
-    return (directory / KEPT).exists()
+    """Whether a downloaded checkpoint was to be kept (``--keep-source``).
+
+    Where nobody can tell it was: what may not be looked into is not deleted unasked.
+    """
+    try:
+        return (directory / KEPT).exists()
+    except OSError:
+        return True
 
 
 def list_sources(paths: Paths) -> list[KeptSource]:
@@ -151,11 +158,18 @@ def _is_source(directory: Path, repository: str, revision: str | None) -> bool:
 
 
 def _own_directories(parent: Path) -> list[Path]:
-    # What a link points to is not ours to count or to delete.
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in parent.iterdir() if _is_own_directory(path))
     except OSError:
         return []
+
+
+def _is_own_directory(path: Path) -> bool:
+    # What a link points to is not ours to count or to delete; nor is what cannot be looked at.
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def disk_usage(directory: Path) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
 
+from moechat.cli.completion import complete_library
 from moechat.store.lock import exclusive_lock
 
 STORE = "tiny--moe-chat-4bit"
@@ -207,6 +210,63 @@ def test_one_bad_manifest_leaves_the_others_listed(library: Cli, other: dict[str
     found = json.loads(library.call("doctor", "--json").out)
     assert any("org--bad-4bit is damaged" in finding["fact"] for finding in found["findings"])
     assert any(REPOSITORY in name for name in found["sections"]["library"])
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Directories that nobody may look into, each with the error; the tests may run as one who may."""
+    found: dict[Path, int] = {}
+    look = os.stat
+
+    def refusing(path: str | int | Path, *positional: object, **options: object) -> os.stat_result:
+        for parent in () if isinstance(path, int) else Path(os.fsdecode(path)).parents:
+            if parent in found:
+                raise OSError(found[parent], os.strerror(found[parent]), str(path))
+        return look(path, *positional, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", refusing)
+    return found
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_one_store_that_cannot_be_looked_into_leaves_the_others_listed(
+    library: Cli, refused: dict[Path, int], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(library.home))
+    refused[add_store(library, "org--shut-4bit")] = number
+    listed = library.call("list")
+    assert listed.status == 0
+    assert f"org--shut-4bit (damaged: {os.strerror(number)})" in listed.out.decode()
+    assert REPOSITORY in listed.out.decode()
+    assert {entry["damaged"] for entry in json.loads(library.call("list", "--json").out)} == {True, False}
+    assert set(complete_library("")) >= {"org--shut-4bit", f"{REPOSITORY}@{COMMIT[:12]}"}
+    found = json.loads(library.call("doctor", "--json").out)
+    facts = [finding["fact"] for finding in found["findings"]]
+    assert f"the store org--shut-4bit cannot be read: {os.strerror(number)}" in facts
+    shown = library.call("show", "org--shut-4bit")
+    assert (shown.status, os.strerror(number) in shown.err) == (6, True), shown.err
+
+
+def test_a_link_that_nobody_can_follow_is_listed_and_goes_like_any_other(library: Cli) -> None:
+    link = models(library) / "org--far-4bit"
+    link.symlink_to(library.directory / ("y" * 300))
+    (models(library) / "org--round-4bit").symlink_to("org--round-4bit")
+    listed = json.loads(library.call("list", "--json").out)
+    assert {entry["name"]: entry["damaged"] for entry in listed} == {REPOSITORY: False, "org--far-4bit": True}
+    assert library.call("rm", "org--far-4bit", "--yes").status == 0
+    assert not link.is_symlink()
+
+
+def test_checkpoints_that_cannot_be_looked_into_are_not_taken_for_leftovers(
+    library: Cli, refused: dict[Path, int]
+) -> None:
+    shut = fill(sources(library) / f"org--a@{'a' * 12}")
+    free = fill(sources(library) / f"org--b@{'b' * 12}")
+    refused[shut] = errno.EACCES
+    assert library.call("list").status == 0
+    assert library.call("rm", "--leftovers", "--yes").status == 0
+    assert not free.exists()
+    assert shut.exists()
 
 
 def test_what_a_licence_says_stays_on_its_line(
