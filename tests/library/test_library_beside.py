@@ -12,6 +12,7 @@ import pytest
 from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
 
+from moechat.cli import library_remove
 from moechat.cli.completion import complete_library
 from moechat.store.lock import exclusive_lock
 
@@ -152,6 +153,25 @@ def test_kept_checkpoints_are_listed_and_removed_when_that_is_said(library: Cli)
     assert not kept.exists()
     assert other.exists()
     assert library.call("rm", "--sources", "--yes").status == 2
+
+
+@pytest.mark.parametrize("words", [("--leftovers",), (REPOSITORY,), (REPOSITORY, "--sources")])
+def test_shards_that_are_kept_while_the_question_stands_stay(
+    library: Cli, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}")
+    other = fill(sources(library) / f"tiny--moe-chat@{'b' * 12}")
+
+    def agreed(*_: object) -> bool:
+        (shards / ".kept").touch()
+        return True
+
+    monkeypatch.setattr(library_remove, "_agreed", agreed)
+    done = library.call("rm", *words)
+    assert done.status == 0, done.err
+    assert f"left alone, as it is a kept checkpoint by now: {shards}" in " ".join(done.err.split())
+    assert (shards / "shard").exists()
+    assert not other.exists()
 
 
 def test_a_model_and_its_checkpoint_go_with_one_question(library: Cli) -> None:
