@@ -332,6 +332,11 @@ def repository_of(name: str) -> str:
     return re.split("[@:]", name, maxsplit=1)[0]
 
 
+def variant_of(name: str) -> str | None:
+    """The GGUF model in the name of a hub model, ``org/name[@revision][:VARIANT]``."""
+    return name.partition(":")[2] or None
+
+
 def require_repository(repository: str, model: str | None = None) -> None:
     """Check that a name can be one of a repository, ``org/name``, by the hub's own rules.
 

@@ -53,9 +53,11 @@ def add_store(cli: Cli, directory: str = STORE, text: str | None = None) -> Path
     return place
 
 
-def fill(directory: Path, *, kept: bool = False) -> Path:
+def fill(directory: Path, *, kept: bool = False, variants: str = "") -> Path:
     directory.mkdir(parents=True)
     (directory / "shard").write_bytes(bytes(2 << 20))
+    if variants:
+        (directory / ".variants").write_text(variants)
     if kept:
         (directory / ".kept").touch()
     return directory
@@ -90,6 +92,43 @@ def test_rm_of_a_revision_takes_only_the_shards_of_that_commit(library: Cli) -> 
     assert library.call("rm", f"{REPOSITORY}@{'b' * 7}", "--yes").status == 0
     assert not two.exists()
     assert other.exists()
+    assert (models(library) / STORE).exists()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_rm_takes_only_the_shards_of_the_variant_that_is_named(library: Cli, kept: bool) -> None:
+    place = f"tiny--moe-chat@{COMMIT[:12]}"
+    plain = fill(sources(library) / place, kept=kept)
+    one = fill(sources(library) / f"{place}+{'1' * 12}", kept=kept, variants="Q8_0\nmoe-Q8_0.gguf\n")
+    fill(sources(library) / f"{place}+{'2' * 12}", kept=kept, variants="Q4_K_M\n")
+    only = fill(sources(library) / f"{place}+{'3' * 12}", kept=kept, variants="\n")
+    unknown = fill(sources(library) / f"{place}+{'4' * 12}", kept=kept)
+    add_store(library, f"{STORE[:-5]}+Q4_K_M-4bit", manifest(f"{REPOSITORY}:Q4_K_M"))
+    words = ("--yes", "--sources")
+
+    def left() -> set[Path]:
+        return set(sources(library).glob("tiny--*"))
+
+    assert library.call("rm", f"{REPOSITORY}:q4_k_m", *words).status == 0
+    assert left() == {plain, one, only}
+    assert not unknown.exists(), "of an earlier version: it may be of any"
+    assert library.call("rm", f"{REPOSITORY}:Q2_K", *words).status == 3
+    assert library.call("rm", REPOSITORY, *words).status == 0
+    assert left() == {one}
+    assert library.call("rm", f"{REPOSITORY}@{COMMIT}:moe-Q8_0.gguf", *words).status == 0
+    assert left() == set()
+
+
+def test_the_title_of_a_kept_gguf_checkpoint_is_what_rm_takes(library: Cli) -> None:
+    kept = fill(
+        sources(library) / f"tiny--moe-chat@{COMMIT[:12]}+{'1' * 12}",
+        kept=True,
+        variants="Q8_0\nother.gguf\n",
+    )
+    titles = [entry["name"] for entry in json.loads(library.call("list", "--json").out)]
+    assert titles == [REPOSITORY, f"{REPOSITORY}@{COMMIT[:12]}:Q8_0"]
+    assert library.call("rm", titles[1], "--sources", "--yes").status == 0
+    assert not kept.exists()
     assert (models(library) / STORE).exists()
 
 
