@@ -79,7 +79,12 @@ def _library(report: Report, rows: dict[str, str]) -> None:
     entries = list_stores(paths)
     for entry in entries:
         rows[entry.title] = "damaged" if entry.damaged else f"{entry.bits} bits, {size_text(entry.nbytes)}"
-        if entry.damaged:
+        if entry.reason is not None:
+            report.problem(
+                f"the store {entry.path.name} cannot be read: {entry.reason}",
+                f"look at {entry.path}; moechat rm {shlex.quote(entry.path.name)} removes it",
+            )
+        elif entry.damaged:
             report.problem(
                 f"the store {entry.path.name} is damaged",
                 f"moechat rm {shlex.quote(entry.path.name)}, then download it again",

@@ -115,7 +115,9 @@ def size_text(count: int) -> str:
 
 def title_of(entry: LibraryEntry) -> str:
     """What a list calls it, on one line."""
-    return one_line(f"{entry.title} (damaged)" if entry.damaged else entry.title)
+    if not entry.damaged:
+        return one_line(entry.title)
+    return one_line(f"{entry.title} (damaged{f': {entry.reason}' if entry.reason else ''})")
 
 
 def _age(entry: LibraryEntry) -> str:

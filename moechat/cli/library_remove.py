@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,14 @@ from moechat.cli.library import divide, size_text, title_of
 from moechat.cli.terminal import ask, can_ask, print_notice
 from moechat.config import Paths, user_paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
-from moechat.hub.leftovers import KeptSource, Leftover, find_leftovers, find_sources, list_leftovers
+from moechat.hub.leftovers import (
+    KeptSource,
+    Leftover,
+    find_leftovers,
+    find_sources,
+    is_kept_source,
+    list_leftovers,
+)
 from moechat.hub.library import LibraryEntry, find_stores, forget_use
 from moechat.hub.names import DEMO
 
@@ -73,9 +81,10 @@ def remove_models(command: RemoveCommand) -> int:
     for entry in work.entries.values():
         _remove(entry, paths)
     busy: MoechatError | None = None
-    for item in [*work.left.values(), *_as_leftovers(work.sources)]:
+    kept = {source.path: Leftover(source.path, source.nbytes) for source in work.sources.values()}
+    for item in [*work.left.values(), *kept.values()]:
         try:
-            _remove_leftover(item)
+            _remove_leftover(item, even_if_kept=item.path in kept)
         except _BusyError as error:  # the others can go all the same
             busy = busy or error
     for source in work.staying.values():
@@ -116,10 +125,6 @@ def _collect(command: RemoveCommand, paths: Paths) -> _Work:
         work.running, free = divide([item for item in list_leftovers(paths) if item.path not in named])
         work.left |= {item.path: item for item in free}
     return work
-
-
-def _as_leftovers(sources: dict[Path, KeptSource]) -> list[Leftover]:
-    return [Leftover(source.path, source.nbytes) for source in sources.values()]
 
 
 def _agreed(work: _Work, paths: Paths) -> bool:
@@ -177,7 +182,7 @@ def _remove(entry: LibraryEntry, paths: Paths) -> None:
             raise _in_use(entry, "is in use by a running moechat")
         if entry.path.is_symlink():
             target = entry.path.resolve()
-            if outside is None and target.exists():
+            if outside is None and os.path.exists(target):
                 with exclusive_lock(lock_path(target), busy):
                     remove_store(target)
             with explained("removing", entry.path):
@@ -196,7 +201,7 @@ def _in_use(entry: LibraryEntry, how: str) -> MoechatError:
     return MoechatError(f"{title_of(entry)} {how}", hint="end that program first, then remove it again")
 
 
-def _remove_leftover(item: Leftover) -> None:
+def _remove_leftover(item: Leftover, *, even_if_kept: bool) -> None:
     from moechat.store.files import explained
     from moechat.store.lock import exclusive_lock
 
@@ -207,5 +212,9 @@ def _remove_leftover(item: Leftover) -> None:
         )
 
     with explained("removing", item.path), exclusive_lock(item.lock, busy):
+        # A download may have ended, and kept it, while the question stood.
+        if not even_if_kept and is_kept_source(item.path):
+            print_notice(f"left alone, as it is a kept checkpoint by now: {item.path}")
+            return
         shutil.rmtree(item.path, ignore_errors=not item.path.exists())  # gone with its store already
     print_notice(f"removed {item.path}: {size_text(item.nbytes)} are free again")

@@ -16,12 +16,14 @@ _PROXY = re.compile(r"(HTTPS?|ALL)_PROXY", re.I)
 _ADDRESS = re.compile(r"(\w[\w+.-]*://)?(.*)@(.*)", re.DOTALL)
 # Their beginnings say what they are: of the hub, of other services of models, of GitHub.
 _TOKEN = re.compile(r"(?<![A-Za-z0-9])(?:(?:hf|sk|gh[pousr]|github_pat)_\w{8,}|sk-[\w-]{16,})")
+# These texts may be long, and a log's: none of this may look at a character again for each one before it. The
+# name is looked through once, from a sign that no name has.
 _IN_QUERY = re.compile(
-    r"([?&;][\w.-]*(?:token|key|secret|pass|auth|sig|credential)[\w.-]*=)[^&;\s\"']+", re.IGNORECASE
+    r"([?&;](?=[\w.-]*?(?:token|key|secret|pass|auth|sig|credential))[\w.-]*=)[^&;\s\"']+", re.IGNORECASE
 )
-# Greedily: a password may hold "/" and "@" itself.
-_USER = re.compile(r"(\w[\w+.-]*://)[^\s\"'<>]*@")
-_USER_AND_PASSWORD = re.compile(r"(?<![\w/:.@~-])[\w.%+-]+:(?!//)[^\s\"'<>]+@(?=[\w\[])")
+_WORD = re.compile(r"[^\s\"'<>]+")
+_NAME = re.compile(r"[\w.%+-]+")
+_HOST = re.compile(r"@(?=[\w\[])")
 # Longer ones only: shorter ones are found in words that are none.
 _LEAST_SECRET = 8
 
@@ -61,8 +63,7 @@ class Redaction:
             text = text.replace(secret, HIDDEN)
         text = _TOKEN.sub(HIDDEN, text)
         text = _IN_QUERY.sub(rf"\1{HIDDEN}", text)
-        text = _USER.sub(rf"\1{HIDDEN}@", text)
-        text = _USER_AND_PASSWORD.sub(f"{HIDDEN}@", text)
+        text = _WORD.sub(_without_user, text)
         return text if self._home is None else self._home.sub("~", text)
 
     def report(self, report: Report) -> Report:
@@ -74,6 +75,35 @@ class Redaction:
             },
             [Finding(one.level, self(one.fact), self(one.hint)) for one in report.findings],
         )
+
+
+def _without_user(match: re.Match[str]) -> str:
+    """A word without who logs in, and with what password, in the addresses within it."""
+    word = match[0]
+    if "@" not in word:
+        return word
+    # To the last "@": a password may hold "/" and "@" itself.
+    scheme, at = word.find("://"), word.rfind("@")
+    if 0 <= scheme < at:
+        word = f"{word[: scheme + 3]}{HIDDEN}{word[at:]}"
+    hosts = [found.start() for found in _HOST.finditer(word)]
+    start = _user_before(word, hosts[-1]) if hosts else None
+    return word if start is None else f"{word[:start]}{HIDDEN}{word[hosts[-1] :]}"
+
+
+def _user_before(word: str, at: int) -> int | None:
+    """Where ``USER:PASSWORD`` before the sign of a host begins, if there is one."""
+    for name in _NAME.finditer(word, 0, at):
+        start, end = name.span()
+        if end > at - 2 or word[end] != ":" or word.startswith("//", end + 1):
+            continue
+        if start == 0 or word[start - 1] not in "/:@~":
+            return start
+        # Within a path, or behind a colon: only what follows a sign that no path has, as in a/b+me:word@host.
+        signs = [word.find(sign, start, end - 1) for sign in "%+"]
+        if max(signs) >= 0:
+            return min(sign for sign in signs if sign >= 0) + 1
+    return None
 
 
 def is_secret(variable: str, options: Collection[str]) -> bool:

@@ -72,7 +72,7 @@ def read_settings(paths: Paths) -> Settings:
         return Settings(path)
     except OSError as error:
         raise UsageError(f"the settings file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not TOML
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand deep
         raise UsageError(
             f"the settings file {path} cannot be understood: {error}",
             hint='it is TOML: lines such as vram = "12G", tables such as [run]',

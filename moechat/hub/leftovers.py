@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 from moechat.config import Paths
 from moechat.errors import MoechatError
 from moechat.hub.library import KEPT, LibraryEntry
-from moechat.hub.names import hub_model, repository_of
+from moechat.hub.names import ModelRef, at_revision, hub_model, repository_of, variant_of
 
 _SUFFIXES = (".partial", ".removed")
+_VARIANTS = ".variants"  # in a directory of shards: which variants it was asked for as, one a line
+_MOST_VARIANTS = 1 << 16  # bytes of that file
 _COMMIT = re.compile(r"[0-9a-f]{7,40}", re.IGNORECASE | re.ASCII)
 
 
@@ -45,19 +48,22 @@ class KeptSource:
     Attributes:
         repository: ``org/name``.
         commit: The beginning of the commit that it is of.
+        variant: The GGUF model of the repository that it was first asked for as; empty without one.
         path: Its directory.
         nbytes: Its size on disk.
     """
 
     repository: str
     commit: str
+    variant: str
     path: Path
     nbytes: int
 
     @property
     def title(self) -> str:
-        """``org/name@commit``."""
-        return f"{self.repository}@{self.commit}"
+        """``org/name@commit``, or ``org/name@commit:VARIANT``: what ``moechat rm --sources`` takes."""
+        name = f"{self.repository}:{self.variant}" if self.variant else self.repository
+        return at_revision(name, self.commit)
 
 
 def list_leftovers(paths: Paths) -> list[Leftover]:
@@ -74,7 +80,8 @@ def list_leftovers(paths: Paths) -> list[Leftover]:
 def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
     """What interrupted downloads and conversions of a hub model left, in whatever bits.
 
-    With a revision, only what belongs to it: shards are kept by commit, so none of them for a branch.
+    With a revision, only what belongs to it: shards are kept by commit, so none of them for a branch. Only
+    of the GGUF model that is named, and of none without one, as with stores.
     """
     try:
         ref = hub_model(model)
@@ -86,13 +93,19 @@ def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
         item
         for item in list_leftovers(paths)
         if store.fullmatch(item.path.name)
-        or (item.path.parent == paths.sources and _is_source(item.path, str(ref.repository), ref.revision))
+        or (item.path.parent == paths.sources and _is_source(item.path, ref))
     ]
 
 
 def is_kept_source(directory: Path) -> bool:
-    """Whether a downloaded checkpoint was to be kept (``--keep-source``)."""
-    return (directory / KEPT).exists()
+    """Whether a downloaded checkpoint was to be kept (``--keep-source``).
+
+    Where nobody can tell it was: what may not be looked into is not deleted unasked.
+    """
+    try:
+        return (directory / KEPT).exists()
+    except OSError:
+        return True
 
 
 def list_sources(paths: Paths) -> list[KeptSource]:
@@ -101,7 +114,8 @@ def list_sources(paths: Paths) -> list[KeptSource]:
     for directory in _own_directories(paths.sources):
         repository, commit = _origin(directory)
         if commit and is_kept_source(directory):
-            found.append(KeptSource(repository, commit, directory, disk_usage(directory)))
+            first = (_variants(directory) or ("",))[0]
+            found.append(KeptSource(repository, commit, first, directory, disk_usage(directory)))
     return found
 
 
@@ -117,16 +131,53 @@ def find_sources(model: str, entries: list[LibraryEntry], paths: Paths) -> list[
         ref = hub_model(model)
     except MoechatError:
         ref = None
-    stores = [(repository_of(entry.source).lower(), entry.commit) for entry in entries if entry.commit]
+    stores = [
+        (repository_of(entry.source).lower(), variant_of(entry.source), entry.commit)
+        for entry in entries
+        if entry.commit
+    ]
     return [
         source
         for source in list_sources(paths)
         if any(
-            source.repository.lower() == repository and str(commit).startswith(source.commit)
-            for repository, commit in stores
+            source.repository.lower() == repository
+            and commit.startswith(source.commit)
+            and _is_for(source.path, variant)
+            for repository, variant, commit in stores
         )
-        or (ref is not None and _is_source(source.path, str(ref.repository), ref.revision))
+        or (ref is not None and _is_source(source.path, ref))
     ]
+
+
+def note_variant(directory: Path, variant: str | None) -> None:
+    """Remember what a directory of shards is used for, so that removing something else leaves it there.
+
+    Args:
+        directory: The shards; more than one name may stand for the same ones.
+        variant: The GGUF model of the repository, as asked for.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    names = _variants(directory) or ()
+    if (variant or "") not in names:
+        (directory / _VARIANTS).write_text("".join(f"{name}\n" for name in (*names, variant or "")), "ascii")
+
+
+def _variants(directory: Path) -> tuple[str, ...] | None:
+    """What a directory of shards was asked for as; ``None``: an earlier version made it and noted nothing."""
+    if "+" not in directory.name:  # not of a GGUF model
+        return ("",)
+    try:
+        with open(directory / _VARIANTS, encoding="ascii") as file:
+            return tuple(file.read(_MOST_VARIANTS).splitlines()) or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _is_for(directory: Path, variant: str | None) -> bool:
+    variants = _variants(directory)
+    return variants is None or (variant or "").lower() in map(str.lower, variants)
 
 
 def _origin(directory: Path) -> tuple[str, str]:
@@ -139,23 +190,30 @@ def _origin(directory: Path) -> tuple[str, str]:
     return name.replace("--", "/", 1), rest.partition("+")[0] if name else ""
 
 
-def _is_source(directory: Path, repository: str, revision: str | None) -> bool:
-    """Whether a directory holds shards of a repository, at a commit if one is given."""
+def _is_source(directory: Path, ref: ModelRef) -> bool:
+    """Whether a directory holds shards of a model, at a commit if one is given."""
     name, commit = _origin(directory)
-    if not commit or name.lower() != repository.lower():
+    if not commit or name.lower() != str(ref.repository).lower() or not _is_for(directory, ref.variant):
         return False
-    if revision is None:
+    if ref.revision is None:
         return True
-    wanted, commit = revision.lower(), commit.lower()
+    wanted, commit = ref.revision.lower(), commit.lower()
     return _COMMIT.fullmatch(wanted) is not None and (wanted.startswith(commit) or commit.startswith(wanted))
 
 
 def _own_directories(parent: Path) -> list[Path]:
-    # What a link points to is not ours to count or to delete.
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in parent.iterdir() if _is_own_directory(path))
     except OSError:
         return []
+
+
+def _is_own_directory(path: Path) -> bool:
+    # What a link points to is not ours to count or to delete; nor is what cannot be looked at.
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def disk_usage(directory: Path) -> int:

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
-from moechat.hub.names import DEMO, MANIFEST, MAX_MANIFEST_BYTES, at_revision, hub_model, resolve
+from moechat.hub.names import (
+    DEMO,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    at_revision,
+    holds_manifest,
+    hub_model,
+    resolve,
+)
 
 KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
 _MOST_BYTES = (1 << 63) - 1  # of a file
@@ -34,6 +42,7 @@ class LibraryEntry:
         nbytes: Size on disk.
         used: When it was last opened, in seconds since 1970; ``None`` if never since it was made.
         damaged: Its manifest cannot be read; all but name and path are then unknown or zero.
+        reason: Why not, where the file system says so.
     """
 
     name: str
@@ -45,6 +54,7 @@ class LibraryEntry:
     nbytes: int
     used: float | None
     damaged: bool = False
+    reason: str | None = None
 
     @property
     def title(self) -> str:
@@ -60,11 +70,14 @@ class LibraryEntry:
 
 
 def list_stores(paths: Paths) -> list[LibraryEntry]:
-    """The finished stores, those used last first."""
+    """The finished stores, those used last first; what cannot be looked into is one that is damaged."""
     entries = []
-    for directory in _directories(paths.models):
-        if not directory.name.startswith(".") and (directory / MANIFEST).is_file():
-            entries.append(read_entry(directory, paths))
+    for path in _visible(paths.models):
+        try:
+            if holds_manifest(path):
+                entries.append(read_entry(path, paths))
+        except OSError as error:  # of this one alone: the others are there all the same
+            entries.append(_damaged(path, paths, error))
     return sorted(entries, key=lambda entry: (-(entry.used or 0.0), entry.name, entry.bits))
 
 
@@ -75,7 +88,6 @@ def names_here(paths: Paths) -> list[str]:
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:
     """What the manifest of a store says; one that cannot be read is ``damaged``."""
-    used = _last_use(store, paths)
     try:
         with open(store / MANIFEST, "rb") as file:
             content = json.loads(file.read(MAX_MANIFEST_BYTES))
@@ -88,10 +100,17 @@ def read_entry(store: Path, paths: Paths) -> LibraryEntry:
             model_type=_text(content["model_type"]),
             bits=_count(content["geometry"]["bits"], 1, 16),
             nbytes=_count(sum(_count(record["bytes"]) for record in content["files"].values())),
-            used=used,
+            used=_last_use(store, paths),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return LibraryEntry(store.name, store, "", None, "", 0, 0, used, damaged=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _damaged(store, paths, error)
+
+
+def _damaged(store: Path, paths: Paths, error: Exception) -> LibraryEntry:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return LibraryEntry(
+        store.name, store, "", None, "", 0, 0, _last_use(store, paths), damaged=True, reason=reason
+    )
 
 
 def _text(value: object) -> str:
@@ -170,10 +189,9 @@ def _spelt_out(model: str) -> str:
         return model
 
 
-def _directories(parent: Path) -> list[Path]:
-    # A store may be a link to another disk.
+def _visible(parent: Path) -> list[Path]:
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir())
+        return sorted(path for path in parent.iterdir() if not path.name.startswith("."))
     except OSError:
         return []
 

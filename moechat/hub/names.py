@@ -6,10 +6,12 @@ Nothing here needs torch or the network.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +38,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # no store has
 MAX_MANIFEST_BYTES = 16 << 20
 GGUF_SUFFIX = ".gguf"
 _PREFERRED_BITS = (4, 8, 16, 3, 2)
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 # The hub's own rules: 96 characters in all; letters, digits, "-", "_", "." with no "--" or "..", and no "-"
 # or "." at either end. So "--" can join the two parts in a directory name without ambiguity.
@@ -79,12 +82,35 @@ class ModelRef:
         return models / f"{self.slug}-{bits}bit"
 
     def find_in_library(self, models: Path, bits: int | None = None) -> Path | None:
-        """The finished store in the library with these bits, or with any, 4 bits first; ``None`` if none."""
+        """The finished store in the library with these bits, or with any, 4 bits first; ``None`` if none.
+
+        One that cannot be looked into comes last: whoever opens it says why.
+        """
+        unreadable = None
         for candidate in _PREFERRED_BITS if bits is None else (bits,):
             path = self.library_path(models, candidate)
-            if (path / MANIFEST).is_file():
-                return path
-        return None
+            try:
+                if holds_manifest(path):
+                    return path
+            except OSError as error:
+                # No directory can have a name that is too long, so none has this one.
+                if error.errno != errno.ENAMETOOLONG:
+                    unreadable = unreadable or path
+        return unreadable
+
+
+def holds_manifest(directory: Path) -> bool:
+    """Whether a directory, or what a link leads to, has the manifest of a finished store.
+
+    Raises:
+        OSError: It cannot be looked into, so nobody knows.
+    """
+    try:
+        return stat.S_ISREG(os.stat(directory / MANIFEST).st_mode)
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return False
+        raise
 
 
 def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) -> ModelRef:
@@ -319,6 +345,11 @@ def at_revision(name: str, revision: str) -> str:
 def repository_of(name: str) -> str:
     """``org/name`` of a hub model's name."""
     return re.split("[@:]", name, maxsplit=1)[0]
+
+
+def variant_of(name: str) -> str | None:
+    """The GGUF model in the name of a hub model, ``org/name[@revision][:VARIANT]``."""
+    return name.partition(":")[2] or None
 
 
 def require_repository(repository: str, model: str | None = None) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from moechat.config import Paths
+from moechat.hub.leftovers import note_variant
 from moechat.hub.library import KEPT
 from moechat.hub.names import ModelRef
 from moechat.hub.remote import RemoteFile, RemoteRepository
@@ -94,6 +95,7 @@ class Download:
                 self._keep = self._keep or (source / KEPT).exists()
                 source.mkdir(exist_ok=True)
                 (source / MARK).write_text(weights_mark(self._selection), "ascii")
+                note_variant(source, self._ref.variant)
                 with Background(self._transfer.stop.stop) as background:
                     store = self._fetch_and_convert(background, report, notice)
                 if self._keep:

@@ -110,7 +110,11 @@ class Store:
             UnsupportedModelError: A newer moechat wrote it.
         """
         directory = Path(path)
-        if not (directory / MANIFEST_NAME).is_file():
+        try:
+            finished = (directory / MANIFEST_NAME).is_file()
+        except OSError:  # reading it says why
+            finished = True
+        if not finished:
             raise StoreDamagedError(f"{directory} is not a finished store: it has no {MANIFEST_NAME}")
         store = cls(directory, Manifest.read(directory / MANIFEST_NAME))
         try:

@@ -62,6 +62,7 @@ def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: 
         ("ctx = [1]", "gives ctx a list", "a value is a text in quotes"),
         ("ctx =", "cannot be understood", "it is TOML"),
         (b"ctx = 5 # \xff", "cannot be understood", "it is TOML"),
+        ("ctx = " + "[" * 5000 + "]" * 5000, "cannot be understood", "it is TOML"),
         ("[run]\nctx = 'many'", "config.toml says ctx = 'many': ", "it stands for --ctx"),
         ("max-tokens = true", "says max-tokens = true, which is no switch", "give it a value"),
         ("leftovers = true", "sets 'leftovers', which is no option", ""),

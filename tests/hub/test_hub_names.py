@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -28,6 +30,30 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     directory.mkdir()
     monkeypatch.chdir(directory)
     return directory
+
+
+def test_a_name_too_long_for_a_directory_is_not_in_the_library(paths: Paths) -> None:
+    paths.models.mkdir(parents=True)
+    for revision in ("@" + "a" * 40, "@" + "v" * 80):
+        error = refusal(f"{'o' * 40}/{'n' * 50}{revision}:{'v' * 115}.gguf", paths)
+        assert isinstance(error, NotInLibraryError)
+
+
+def test_a_store_that_cannot_be_looked_into_is_found_after_the_others(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = make_store(paths.models / "org--name-4bit")
+    readable = make_store(paths.models / "org--name-8bit")
+    look = os.stat
+
+    def refusing(path: str | Path, **options: object) -> os.stat_result:
+        if closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert resolve("org/name", paths=paths).store == readable
+    assert resolve("org/name", bits=4, paths=paths).store == closed
 
 
 def make_checkpoint(directory: Path) -> Path:

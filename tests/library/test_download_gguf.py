@@ -209,6 +209,23 @@ def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory
     assert same_files(models(inside) / "tiny--moe-GGUF+Q4_K_M-4bit", reference.path)
 
 
+def test_rm_of_one_leaves_what_was_left_of_the_others(inside: Cli, quants: Hub) -> None:
+    for name in ("Q4_K_M", "moe-Q4_K_M.gguf", "Q8_0"):
+        assert inside.call("download", f"{REPOSITORY}:{name}", "--keep-source").status == 0
+    one, other = (
+        next(path.parent for path in sources(inside).rglob(f"*{name}*.gguf")) for name in ("Q4_K_M", "Q8_0")
+    )
+    while other.parent != sources(inside):
+        other = other.parent
+    (other / ".kept").unlink()  # as if it had been interrupted
+    assert (one / ".variants").read_text() == "Q4_K_M\nmoe-Q4_K_M.gguf\n"
+    assert inside.call("rm", f"{REPOSITORY}:Q4_K_M", "--sources", "--yes").status == 0
+    assert not one.exists()
+    assert other.exists()
+    assert inside.call("rm", f"{REPOSITORY}:Q8_0", "--yes").status == 0
+    assert not other.exists()
+
+
 def test_an_altered_header_or_file_is_refused(inside: Cli, quants: Hub) -> None:
     quants.faults.alter = "moe-Q4_K_M.gguf"
     altered = inside.call("download", f"{REPOSITORY}:Q4_K_M")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
 
+from moechat.cli import library_remove
+from moechat.cli.completion import complete_library
 from moechat.store.lock import exclusive_lock
 
 STORE = "tiny--moe-chat-4bit"
@@ -49,9 +53,11 @@ def add_store(cli: Cli, directory: str = STORE, text: str | None = None) -> Path
     return place
 
 
-def fill(directory: Path, *, kept: bool = False) -> Path:
+def fill(directory: Path, *, kept: bool = False, variants: str = "") -> Path:
     directory.mkdir(parents=True)
     (directory / "shard").write_bytes(bytes(2 << 20))
+    if variants:
+        (directory / ".variants").write_text(variants)
     if kept:
         (directory / ".kept").touch()
     return directory
@@ -86,6 +92,43 @@ def test_rm_of_a_revision_takes_only_the_shards_of_that_commit(library: Cli) -> 
     assert library.call("rm", f"{REPOSITORY}@{'b' * 7}", "--yes").status == 0
     assert not two.exists()
     assert other.exists()
+    assert (models(library) / STORE).exists()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_rm_takes_only_the_shards_of_the_variant_that_is_named(library: Cli, kept: bool) -> None:
+    place = f"tiny--moe-chat@{COMMIT[:12]}"
+    plain = fill(sources(library) / place, kept=kept)
+    one = fill(sources(library) / f"{place}+{'1' * 12}", kept=kept, variants="Q8_0\nmoe-Q8_0.gguf\n")
+    fill(sources(library) / f"{place}+{'2' * 12}", kept=kept, variants="Q4_K_M\n")
+    only = fill(sources(library) / f"{place}+{'3' * 12}", kept=kept, variants="\n")
+    unknown = fill(sources(library) / f"{place}+{'4' * 12}", kept=kept)
+    add_store(library, f"{STORE[:-5]}+Q4_K_M-4bit", manifest(f"{REPOSITORY}:Q4_K_M"))
+    words = ("--yes", "--sources")
+
+    def left() -> set[Path]:
+        return set(sources(library).glob("tiny--*"))
+
+    assert library.call("rm", f"{REPOSITORY}:q4_k_m", *words).status == 0
+    assert left() == {plain, one, only}
+    assert not unknown.exists(), "of an earlier version: it may be of any"
+    assert library.call("rm", f"{REPOSITORY}:Q2_K", *words).status == 3
+    assert library.call("rm", REPOSITORY, *words).status == 0
+    assert left() == {one}
+    assert library.call("rm", f"{REPOSITORY}@{COMMIT}:moe-Q8_0.gguf", *words).status == 0
+    assert left() == set()
+
+
+def test_the_title_of_a_kept_gguf_checkpoint_is_what_rm_takes(library: Cli) -> None:
+    kept = fill(
+        sources(library) / f"tiny--moe-chat@{COMMIT[:12]}+{'1' * 12}",
+        kept=True,
+        variants="Q8_0\nother.gguf\n",
+    )
+    titles = [entry["name"] for entry in json.loads(library.call("list", "--json").out)]
+    assert titles == [REPOSITORY, f"{REPOSITORY}@{COMMIT[:12]}:Q8_0"]
+    assert library.call("rm", titles[1], "--sources", "--yes").status == 0
+    assert not kept.exists()
     assert (models(library) / STORE).exists()
 
 
@@ -151,6 +194,25 @@ def test_kept_checkpoints_are_listed_and_removed_when_that_is_said(library: Cli)
     assert library.call("rm", "--sources", "--yes").status == 2
 
 
+@pytest.mark.parametrize("words", [("--leftovers",), (REPOSITORY,), (REPOSITORY, "--sources")])
+def test_shards_that_are_kept_while_the_question_stands_stay(
+    library: Cli, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}")
+    other = fill(sources(library) / f"tiny--moe-chat@{'b' * 12}")
+
+    def agreed(*_: object) -> bool:
+        (shards / ".kept").touch()
+        return True
+
+    monkeypatch.setattr(library_remove, "_agreed", agreed)
+    done = library.call("rm", *words)
+    assert done.status == 0, done.err
+    assert f"left alone, as it is a kept checkpoint by now: {shards}" in " ".join(done.err.split())
+    assert (shards / "shard").exists()
+    assert not other.exists()
+
+
 def test_a_model_and_its_checkpoint_go_with_one_question(library: Cli) -> None:
     kept = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}", kept=True)
     terminal = library.terminal("rm", f"{REPOSITORY}@{COMMIT}", "--sources")
@@ -207,6 +269,63 @@ def test_one_bad_manifest_leaves_the_others_listed(library: Cli, other: dict[str
     found = json.loads(library.call("doctor", "--json").out)
     assert any("org--bad-4bit is damaged" in finding["fact"] for finding in found["findings"])
     assert any(REPOSITORY in name for name in found["sections"]["library"])
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Directories that nobody may look into, each with the error; the tests may run as one who may."""
+    found: dict[Path, int] = {}
+    look = os.stat
+
+    def refusing(path: str | int | Path, *positional: object, **options: object) -> os.stat_result:
+        for parent in () if isinstance(path, int) else Path(os.fsdecode(path)).parents:
+            if parent in found:
+                raise OSError(found[parent], os.strerror(found[parent]), str(path))
+        return look(path, *positional, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", refusing)
+    return found
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_one_store_that_cannot_be_looked_into_leaves_the_others_listed(
+    library: Cli, refused: dict[Path, int], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(library.home))
+    refused[add_store(library, "org--shut-4bit")] = number
+    listed = library.call("list")
+    assert listed.status == 0
+    assert f"org--shut-4bit (damaged: {os.strerror(number)})" in listed.out.decode()
+    assert REPOSITORY in listed.out.decode()
+    assert {entry["damaged"] for entry in json.loads(library.call("list", "--json").out)} == {True, False}
+    assert set(complete_library("")) >= {"org--shut-4bit", f"{REPOSITORY}@{COMMIT[:12]}"}
+    found = json.loads(library.call("doctor", "--json").out)
+    facts = [finding["fact"] for finding in found["findings"]]
+    assert f"the store org--shut-4bit cannot be read: {os.strerror(number)}" in facts
+    shown = library.call("show", "org--shut-4bit")
+    assert (shown.status, os.strerror(number) in shown.err) == (6, True), shown.err
+
+
+def test_a_link_that_nobody_can_follow_is_listed_and_goes_like_any_other(library: Cli) -> None:
+    link = models(library) / "org--far-4bit"
+    link.symlink_to(library.directory / ("y" * 300))
+    (models(library) / "org--round-4bit").symlink_to("org--round-4bit")
+    listed = json.loads(library.call("list", "--json").out)
+    assert {entry["name"]: entry["damaged"] for entry in listed} == {REPOSITORY: False, "org--far-4bit": True}
+    assert library.call("rm", "org--far-4bit", "--yes").status == 0
+    assert not link.is_symlink()
+
+
+def test_checkpoints_that_cannot_be_looked_into_are_not_taken_for_leftovers(
+    library: Cli, refused: dict[Path, int]
+) -> None:
+    shut = fill(sources(library) / f"org--a@{'a' * 12}")
+    free = fill(sources(library) / f"org--b@{'b' * 12}")
+    refused[shut] = errno.EACCES
+    assert library.call("list").status == 0
+    assert library.call("rm", "--leftovers", "--yes").status == 0
+    assert not free.exists()
+    assert shut.exists()
 
 
 def test_what_a_licence_says_stays_on_its_line(
