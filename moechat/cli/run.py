@@ -114,7 +114,9 @@ def _chat(options: RunOptions) -> int:
     # What is typed while the model is loaded is the first message.
     with (
         held_keys if has_editor() else nullcontext(),
-        LoadedModels(lambda name: _ready(replace(options, model=name), chat=True), options.model) as models,
+        LoadedModels(
+            lambda name: _ready(replace(options, model=name), chat=True), options.model, options.bits
+        ) as models,
     ):
         status = Chat(
             models,
