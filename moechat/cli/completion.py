@@ -128,7 +128,7 @@ def complete_formats(incomplete: str) -> list[str]:
 def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
     from moechat.config import user_paths
     from moechat.errors import UsageError
-    from moechat.hub.library import list_stores
+    from moechat.hub.library import list_stores, told_apart
 
     try:
         entries = list_stores(user_paths())
@@ -136,8 +136,8 @@ def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
         return []
     # A name that would have to be quoted is offered as that of its directory, if that need not be.
     return [
-        entry.title if _PLAIN_WORD.fullmatch(entry.title) else entry.path.name
-        for entry in entries
+        name if _PLAIN_WORD.fullmatch(name) else entry.path.name
+        for entry, name in zip(entries, told_apart(entries), strict=True)
         if wanted(entry)
     ]
 

@@ -12,7 +12,7 @@ from moechat.chat.neutral import one_line
 from moechat.cli.terminal import print_notice, write_output
 from moechat.config import user_paths
 from moechat.hub.leftovers import KeptSource, Leftover, list_leftovers, list_sources
-from moechat.hub.library import LibraryEntry, list_stores
+from moechat.hub.library import LibraryEntry, list_stores, told_apart
 from moechat.hub.names import repository_of
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -33,8 +33,8 @@ def list_models(*, json: bool) -> int:
     else:
         rows = [("name", "bits", "size", "last used")]
         rows += [
-            (title_of(entry), str(entry.bits or "?"), size_text(entry.nbytes), _age(entry))
-            for entry in entries
+            (title_of(entry, name), str(entry.bits or "?"), size_text(entry.nbytes), _age(entry))
+            for entry, name in zip(entries, told_apart(entries), strict=True)
         ]
         write_output(sys.stdout, _table(rows))
     for source in sources:
@@ -113,11 +113,12 @@ def size_text(count: int) -> str:
     return format_bytes(count)
 
 
-def title_of(entry: LibraryEntry) -> str:
-    """What a list calls it, on one line."""
+def title_of(entry: LibraryEntry, name: str | None = None) -> str:
+    """What a list calls it, or the name given, on one line."""
+    name = name or entry.title
     if not entry.damaged:
-        return one_line(entry.title)
-    return one_line(f"{entry.title} (damaged{f': {entry.reason}' if entry.reason else ''})")
+        return one_line(name)
+    return one_line(f"{name} (damaged{f': {entry.reason}' if entry.reason else ''})")
 
 
 def _age(entry: LibraryEntry) -> str:

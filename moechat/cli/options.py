@@ -80,6 +80,7 @@ class RunOptions:
     verbose: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     yes: bool = False
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--bits", self.bits, BITS)

@@ -42,6 +42,8 @@ def run(options: RunOptions) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
+    if options.dry_run:
+        return _dry_run(options)
     # In the order of what costs least to find out: the name, the prompt, the model.
     absent = _is_absent(options)
     many = prompt = None
@@ -80,6 +82,30 @@ def run(options: RunOptions) -> int:
         engine.close()
 
 
+def _dry_run(options: RunOptions) -> int:
+    try:
+        resolve(options.model, bits=options.bits)
+    except NotInLibraryError:
+        from moechat.cli.download import DownloadCommand, download
+
+        command = DownloadCommand(options.model, dry_run=True, json=options.json)
+        return download(command if options.bits is None else replace(command, bits=options.bits))
+    from moechat.cli.plan import PlanCommand, plan
+
+    return plan(
+        PlanCommand(
+            model=options.model,
+            vram=options.vram,
+            ram=options.ram,
+            ctx=options.ctx,
+            bits=options.bits,
+            dense_bits=options.dense_bits,
+            system=options.system,
+            json=options.json,
+        )
+    )
+
+
 def _is_absent(options: RunOptions) -> bool:
     """Whether the model is not here but could be fetched, if the user says so now.
 
@@ -114,7 +140,9 @@ def _chat(options: RunOptions) -> int:
     # What is typed while the model is loaded is the first message.
     with (
         held_keys if has_editor() else nullcontext(),
-        LoadedModels(lambda name: _ready(replace(options, model=name), chat=True), options.model) as models,
+        LoadedModels(
+            lambda name: _ready(replace(options, model=name), chat=True), options.model, options.bits
+        ) as models,
     ):
         status = Chat(
             models,

@@ -234,6 +234,14 @@ def _run(
         bool,
         typer.Option("--yes", "-y", metavar="", help="Download the model without asking if it is not here."),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="Only show how memory would be spent, as `moechat plan` does, or what would be downloaded.",
+        ),
+    ] = False,
 ) -> Action:
     from moechat.cli.options import RunOptions
 
@@ -272,6 +280,7 @@ def _run(
         quiet=quiet,
         verbose=verbose,
         yes=yes,
+        dry_run=dry_run,
         origins=origins_of(context),
     )
 

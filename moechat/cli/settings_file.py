@@ -29,7 +29,7 @@ OWN_VARIABLES = frozenset(
 )
 # `rm` asks before it deletes: the answer must be given each time, and so must what it is about. What `show`
 # shows should be what `rm` with the same words removes.
-_NOT_FROM_HERE = {"help", "version", "yes"}
+_NOT_FROM_HERE = {"help", "version", "yes", "dry-run"}
 _NOT_FROM_HERE_OF = {"rm": {"bits", "leftovers", "sources"}, "show": {"bits"}}
 # Commands under another name: settings of the one are settings of the other.
 _SAME = {"pull": "download", "ls": "list"}

@@ -15,7 +15,7 @@ from moechat.cli.terminal import write_output
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError
 from moechat.hub.library import LibraryEntry, find_stores, read_entry
-from moechat.hub.names import resolve
+from moechat.hub.names import resolve_apart
 
 # Names under which families state how many experts a token takes.
 _HEAD = ("lm_head.weight", "output.weight")
@@ -50,7 +50,7 @@ def show_model(model: str, bits: int | None, *, json: bool) -> int:
 def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
     paths = user_paths()
     try:
-        ref = resolve(model, bits=bits, paths=paths)
+        ref = resolve_apart(model, bits=bits, paths=paths)
     except Exception:
         return find_stores(model, bits, paths)
     if ref.store is not None and ref.repository is None:  # the demo, or a store's directory

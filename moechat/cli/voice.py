@@ -55,10 +55,12 @@ class LoadedModels:
     Args:
         load: Loads a model by its name, ready for a chat.
         name: The first one.
+        bits: Those that ``load`` asks for; they may choose between stores of one name.
     """
 
-    def __init__(self, load: Callable[[str], Engine], name: str) -> None:
+    def __init__(self, load: Callable[[str], Engine], name: str, bits: int | None = None) -> None:
         self._load = load
+        self._bits = bits
         self._name = name
         self._engine: Engine | None = load(name)
 
@@ -83,7 +85,7 @@ class LoadedModels:
         """
         from moechat.hub.names import resolve
 
-        resolve(name)  # before anything is given up
+        resolve(name, bits=self._bits)  # before anything is given up
         self.close()
         try:
             self._engine = self._load(name)

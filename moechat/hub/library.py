@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,11 @@ from moechat.hub.names import (
     at_revision,
     holds_manifest,
     hub_model,
-    resolve,
+    resolve_apart,
 )
 
 KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
+_DEFAULT_BITS = 4
 _MOST_BYTES = (1 << 63) - 1  # of a file
 
 
@@ -33,7 +35,8 @@ class LibraryEntry:
     """One finished store.
 
     Attributes:
-        name: What ``moechat run`` takes: ``org/name[@revision]``; for a converted directory its name.
+        name: What ``moechat run`` takes: ``org/name[@revision]``; for a converted directory its name, which
+            others may share: :func:`told_apart`.
         path: The store; may be a link to one elsewhere.
         source: Where the weights came from: a repository or a directory's name.
         commit: Of the repository; ``None`` for a directory.
@@ -83,7 +86,18 @@ def list_stores(paths: Paths) -> list[LibraryEntry]:
 
 def names_here(paths: Paths) -> list[str]:
     """Names of the models that are here: the demo, then those of the library, the ones used last first."""
-    return [DEMO, *(entry.title for entry in list_stores(paths) if not entry.damaged)]
+    entries = list_stores(paths)
+    named = zip(entries, told_apart(entries), strict=True)
+    return list(dict.fromkeys([DEMO, *(name for entry, name in named if not entry.damaged)]))
+
+
+def told_apart(entries: list[LibraryEntry]) -> list[str]:
+    """What a list calls these stores.
+
+    That is the title of each, or the name of its directory where another one has the same title and bits.
+    """
+    count = Counter((entry.title, entry.bits) for entry in entries)
+    return [entry.title if count[entry.title, entry.bits] == 1 else entry.path.name for entry in entries]
 
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:
@@ -142,11 +156,9 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
     entries = list_stores(paths)
     matching = _by_path(model, entries, paths)
     if not matching:
-        named = {_spelt_out(model).lower(), model.lower()}
-        matching = [entry for entry in entries if not named.isdisjoint(map(str.lower, entry.names))]
+        matching = _by_name(model, entries)
     if len({entry.path.name.rpartition("-")[0] for entry in matching}) > 1:
-        shown = ", ".join(entry.path.name for entry in matching)
-        raise UsageError(f"{model} stands for several models: {shown}", hint="say one of these names")
+        raise _several("models", model, matching)
     chosen = [entry for entry in matching if bits is None or entry.bits == bits or entry.damaged]
     if not chosen:
         wanted = f" with {bits} bits" if bits is not None and matching else ""
@@ -154,6 +166,39 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
             f"{model}{wanted} is not in the library", hint="`moechat list` shows what is there"
         )
     return chosen
+
+
+def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntry | None:
+    """The one store in the library that a name, which is no path, means to somebody who wants to run it.
+
+    The name of a store's directory means that store. Of several stores of one name the bits choose, without
+    them 4 bits; with bits that none of them has, the stores are those of a name without bits.
+
+    Args:
+        model: A name that :func:`list_stores` shows, or that of a store's directory.
+        bits: Bits a weight that are wanted.
+        paths: The user's directories.
+
+    Returns:
+        The store, perhaps one of other bits; ``None`` if the name means none.
+
+    Raises:
+        UsageError: The name stands for several, and nothing chooses between them.
+    """
+    entries = list_stores(paths)
+    # What is written as it is shown stands before what differs in capitals.
+    matching = (
+        [entry for entry in entries if entry.path.name == model]
+        or [entry for entry in entries if model in entry.names]
+        or _by_name(model, entries)
+    )
+    chosen = [entry for entry in matching if entry.bits == bits] or matching
+    if len(chosen) > 1:
+        preferred = [entry for entry in chosen if entry.bits == _DEFAULT_BITS]
+        chosen = preferred if len(preferred) == 1 else chosen
+    if len(chosen) > 1:
+        raise _several("stores", model, chosen)
+    return chosen[0] if chosen else None
 
 
 def note_use(store: Path, paths: Paths) -> None:
@@ -174,12 +219,22 @@ def _by_path(model: str, entries: list[LibraryEntry], paths: Paths) -> list[Libr
     if not (model.startswith((".", "/", "~")) or os.path.isdir(model)):
         return []
     try:
-        ref = resolve(model, paths=paths)
+        ref = resolve_apart(model, paths=paths)
     except MoechatError:
         return []
     if ref.store is not None:
         return [entry for entry in entries if entry.path.resolve() == ref.store]
     return [entry for entry in entries if entry.path.name.rpartition("-")[0] == ref.slug]
+
+
+def _by_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
+    named = {_spelt_out(model).lower(), model.lower()}
+    return [entry for entry in entries if not named.isdisjoint(map(str.lower, entry.names))]
+
+
+def _several(what: str, model: str, entries: list[LibraryEntry]) -> UsageError:
+    shown = ", ".join(entry.path.name for entry in entries)
+    return UsageError(f"{model} stands for several {what}: {shown}", hint="say one of these names")
 
 
 def _spelt_out(model: str) -> str:

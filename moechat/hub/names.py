@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,22 +114,47 @@ def holds_manifest(directory: Path) -> bool:
         raise
 
 
+class _NothingHereError(ModelNotFoundError):
+    """A name that is not written as a path means nothing, or something that exists but holds no model."""
+
+
 def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) -> ModelRef:
     """Find out what a name stands for, and that it is here.
 
     ``demo`` and the aliases come first (a directory of that name is written ``./demo``), then existing paths
     and everything that starts with ``.``, ``/`` or ``~``, then hub repositories ``org/name[@revision]``, or
     ``org/name[@revision]:VARIANT`` for one GGUF file of several; other ways to write a name are those of
-    :func:`moechat.hub.addresses.plain_name`.
+    :func:`moechat.hub.addresses.plain_name`. A name that means none of these, or a path that holds no model,
+    is looked up among the names that ``moechat list`` shows and those of the stores' directories.
 
     Args:
         model: The name.
-        bits: Bits a weight wanted of a hub model in the library; ``None`` takes what is there, 4 bits first.
+        bits: Bits a weight wanted of a model in the library; ``None`` takes what is there, 4 bits first.
         paths: The user's directories; ``None`` asks the environment.
 
     Raises:
         NotInLibraryError: It names a hub repository that has no store in the library.
         ModelNotFoundError: The name means nothing, or what it means is not on this machine.
+        UsageError: It stands for several stores of the library.
+    """
+    try:
+        return resolve_apart(model, bits=bits, paths=paths)
+    except _NothingHereError as error:
+        paths = paths or user_paths()
+        ref = _of_library(model, bits, paths)
+        if ref is not None:
+            return ref
+        if not os.path.exists(model):
+            error.hint = _hint(model, paths)
+        raise
+
+
+def resolve_apart(model: str, *, bits: int | None = None, paths: Paths | None = None) -> ModelRef:
+    """What :func:`resolve` finds without the names that ``moechat list`` shows.
+
+    Raises:
+        NotInLibraryError: It names a hub repository that has no store in the library.
+        ModelNotFoundError: The name means nothing else, or what it means is not on this machine.
     """
     if not model.strip() or "\0" in model:
         raise ModelNotFoundError(f"{model!r} is not a model name", hint=_hint_names())
@@ -138,11 +164,13 @@ def resolve(model: str, *, bits: int | None = None, paths: Paths | None = None) 
     alias, at, revision = model.partition("@")
     if alias.lower() in ALIASES:
         return _hub(ALIASES[alias.lower()] + at + revision, bits, paths or user_paths())
-    if model.startswith((".", "/", "~")) or os.path.exists(model):
+    if model.startswith((".", "/", "~")):
         return _directory(model)
+    if os.path.exists(model):
+        return _directory(model, none_here=ModelNotFoundError if "/" in model else _NothingHereError)
     if "/" in model:
         return _hub(model, bits, paths or user_paths())
-    raise ModelNotFoundError(f"there is no model {model!r}", hint=_did_you_mean(model) or _hint_names())
+    raise _NothingHereError(f"there is no model {model!r}", hint=_did_you_mean(model) or _hint_names())
 
 
 def hub_model(model: str) -> ModelRef:
@@ -175,7 +203,23 @@ def _demo() -> ModelRef:
     return ModelRef(name=DEMO, slug=DEMO, store=_DEMO_STORE)
 
 
-def _directory(model: str) -> ModelRef:
+def _of_library(model: str, bits: int | None, paths: Paths) -> ModelRef | None:
+    """The store that a name shown by ``moechat list``, or a store's directory name, means."""
+    from moechat.hub.library import find_store_to_run  # that module imports this one
+
+    entry = find_store_to_run(model, bits, paths)
+    if entry is None:
+        return None
+    ref = ModelRef(name=entry.name, slug=entry.path.name.rpartition("-")[0], store=entry.path)
+    if entry.commit is None:
+        return ref
+    try:
+        return replace(_hub_ref(entry.name), store=entry.path)
+    except ModelNotFoundError:  # manifests may have been written by others
+        return ref
+
+
+def _directory(model: str, none_here: type[ModelNotFoundError] = ModelNotFoundError) -> ModelRef:
     try:
         path = Path(model).expanduser().resolve()
         is_directory, exists = path.is_dir(), path.exists()
@@ -188,7 +232,7 @@ def _directory(model: str) -> ModelRef:
         kind = "file" if path.suffix.lower() == GGUF_SUFFIX else "directory"
         raise ModelNotFoundError(f"there is no {kind} {path}", hint=_did_you_mean(model))
     if not is_directory and not models:
-        raise ModelNotFoundError(
+        raise none_here(
             f"{path} is neither a directory nor a .gguf file",
             hint="name the directory that holds config.json and the .safetensors files",
         )
@@ -205,7 +249,7 @@ def _directory(model: str) -> ModelRef:
     if is_store:
         return ModelRef(name=name, slug=slug, store=path)
     if not has_config and not models:
-        raise ModelNotFoundError(
+        raise none_here(
             f"{path} holds no model: there is neither {_CONFIG} nor {MANIFEST} nor a .gguf file",
             hint="name the directory that holds config.json and the .safetensors files",
         )
@@ -390,10 +434,19 @@ def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60].rstrip("-.") or "model"
 
 
-def _hint_names() -> str:
-    return f"known names: {DEMO}, {', '.join(ALIASES)}; or org/name, or a directory"
+def _hint(model: str, paths: Paths) -> str:
+    """What to write instead of a name that means nothing: the models that are here are known names too."""
+    from moechat.hub.library import names_here  # that module imports this one
+
+    here = [name for name in names_here(paths) if name != DEMO]
+    return _did_you_mean(model, here) or _hint_names(here)
 
 
-def _did_you_mean(model: str) -> str | None:
-    close = difflib.get_close_matches(model.lower().strip("./~"), [DEMO, *ALIASES], n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else None
+def _hint_names(here: Sequence[str] = ()) -> str:
+    return f"known names: {', '.join([DEMO, *here, *ALIASES])}; or org/name, or a directory"
+
+
+def _did_you_mean(model: str, here: Sequence[str] = ()) -> str | None:
+    known = {name.lower(): name for name in (*here, DEMO, *ALIASES)}
+    close = difflib.get_close_matches(model.lower().strip("./~"), known, n=1, cutoff=0.6)
+    return f"did you mean {known[close[0]]}?" if close else None

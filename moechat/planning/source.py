@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moechat.config import user_paths
 from moechat.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from moechat.hub.known_shapes import find_shape, shape_names
-from moechat.hub.names import ALIASES, DEMO, ModelRef, resolve
+from moechat.hub.library import names_here
+from moechat.hub.names import ALIASES, ModelRef, resolve
 
 if TYPE_CHECKING:
     from moechat.store.store import Store
@@ -46,8 +48,8 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
     """What a name stands for.
 
     In this order: a file like a ``config.json``; whatever ``moechat run`` takes (the demo, an alias or a
-    repository in the library, a checkpoint, a store); a directory with nothing but a ``config.json``; the
-    shapes of known models.
+    repository in the library, a checkpoint, a store, a name that ``moechat list`` shows); a directory with
+    nothing but a ``config.json``; the shapes of known models.
 
     Args:
         model: The name.
@@ -138,7 +140,7 @@ def refusals_with_hint(name: str) -> Iterator[None]:
 
 def _with_shapes(error: ModelNotFoundError, text: str) -> ModelNotFoundError:
     """The same, with what a plan knows besides what can be run."""
-    known = [DEMO, *ALIASES, *shape_names()]
+    known = [*names_here(user_paths()), *ALIASES, *shape_names()]
     close = difflib.get_close_matches(text.lower(), known, n=2, cutoff=0.6)
     if close:
         hint = f"did you mean {' or '.join(close)}?"

@@ -129,6 +129,17 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(cli: Cli,
     assert "100" in result.err
 
 
+def test_a_dry_run_shows_what_plan_shows_and_loads_nothing(cli: Cli) -> None:
+    dry = cli.call("run", "demo", "hello", "--dry-run", "--ctx", "100", "--json")
+    planned = cli.call("plan", "demo", "--ctx", "100", "--json")
+    assert (dry.status, dry.err) == (0, "")
+    dry_facts, planned_facts = json.loads(dry.out), json.loads(planned.out)
+    assert dry_facts["context"] == planned_facts["context"]
+    assert dry_facts.keys() == planned_facts.keys()
+    absent = cli.call("run", "org/absent", "--dry-run")
+    assert (absent.status, absent.out) == (5, b"")  # it would be downloaded, and there is no network
+
+
 def test_a_prompt_of_megabytes_is_refused_by_its_beginning(cli: Cli, model: str) -> None:
     result = cli.call("run", model, "--completion", "--ctx", "100", stdin=b"x" * 8_000_000)
     assert (result.status, result.out) == (2, b"")

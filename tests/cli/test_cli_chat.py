@@ -26,7 +26,7 @@ from moechat.cli.main import Terminated
 from moechat.cli.options import RunOptions
 from moechat.cli.run import _answer_once
 from moechat.cli.voice import LoadedModels
-from moechat.errors import DeviceLostError, ModelNotFoundError, MoechatError
+from moechat.errors import DeviceLostError, ModelNotFoundError, MoechatError, UsageError
 
 # The editor has given the terminal back, and the model has written something.
 ANSWER_BEGUN = re.escape("\x1b[?2004l") + ".{60}"
@@ -280,6 +280,28 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseExcept
             models.use(str(tmp_path / "nowhere"))
         assert models.engine.name == "first again"
     assert loaded == ["mine", "demo", "mine"]
+
+
+def test_bits_choose_between_models_of_one_name_when_the_chat_goes_on_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
+    for bits in (3, 8):
+        store = tmp_path / "home" / "data" / "models" / f"tiny-11111111-{bits}bit"
+        store.mkdir(parents=True)
+        (store / "manifest.json").write_text(
+            '{"source": {"name": "tiny", "revision": null}, "model_type": "olmoe", '
+            f'"geometry": {{"bits": {bits}}}, "files": {{}}}}'
+        )
+
+    def load(name: str) -> ScriptedEngine:
+        return ScriptedEngine([], name=name)
+
+    with LoadedModels(load, "mine", 8) as models:  # type: ignore[arg-type]
+        models.use("tiny")
+        assert models.engine.name == "tiny"
+    with LoadedModels(load, "mine") as models, pytest.raises(UsageError):  # type: ignore[arg-type]
+        models.use("tiny")
 
 
 def test_interrupts_while_the_model_before_is_loaded_again_do_not_stop_that() -> None:

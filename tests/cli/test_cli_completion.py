@@ -103,3 +103,14 @@ def test_completion_is_installed_where_the_shell_looks(cli: Cli, tmp_path: Path)
     assert result.status == 0
     assert "completion for fish is in" in result.err
     assert "moechat" in (home / ".config" / "fish" / "completions" / "moechat.fish").read_text()
+
+
+def test_models_of_one_name_are_completed_to_the_names_of_their_stores(stored: Cli) -> None:
+    for digit in "12":
+        store = stored.home / "data" / "models" / f"tiny-{digit * 8}-4bit"
+        store.mkdir()
+        (store / "manifest.json").write_text(
+            '{"source": {"name": "tiny", "revision": null}, "model_type": "olmoe", '
+            '"geometry": {"bits": 4}, "files": {}}'
+        )
+    assert completed(stored, "moechat run ti") == ["tiny-11111111-4bit", "tiny-22222222-4bit"]

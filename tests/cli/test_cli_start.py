@@ -125,7 +125,7 @@ def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
-        "activation-bits bits completion continue ctx dense-bits deterministic device dtype help "
+        "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype help "
         "hide-thinking json jsonl max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed "
         "session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )

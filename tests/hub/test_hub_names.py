@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moechat.config import Paths, user_paths
-from moechat.errors import ModelNotFoundError, NotInLibraryError
+from moechat.errors import ModelNotFoundError, NotInLibraryError, UsageError
 from moechat.hub import names
 from moechat.hub.known_shapes import find_shape, shape_names
 from moechat.hub.names import ALIASES, ModelRef, hub_model, resolve
@@ -401,3 +401,104 @@ def test_the_name_of_a_shape_is_that_of_its_model(in_an_empty_directory: Path, p
 def test_what_lies_here_is_no_address(in_an_empty_directory: Path, paths: Paths) -> None:
     directory = make_checkpoint(in_an_empty_directory / "hf.co" / "org" / "name")
     assert resolve("hf.co/org/name", paths=paths).checkpoint == directory
+
+
+def make_listed_store(
+    paths: Paths, directory: str, name: str, bits: int = 4, commit: str | None = None
+) -> Path:
+    store = make_store(paths.models / directory)
+    content = {
+        "source": {"name": name, "revision": commit},
+        "model_type": "olmoe",
+        "geometry": {"bits": bits},
+        "files": {},
+    }
+    (store / "manifest.json").write_text(json.dumps(content))
+    return store
+
+
+def test_a_converted_directory_is_found_by_its_name_and_that_of_its_store(paths: Paths) -> None:
+    store = make_listed_store(paths, "tiny-9285d10a-4bit", "tiny")
+    for spelling in ("tiny", "Tiny", "tiny-9285d10a-4bit"):
+        ref = resolve(spelling, paths=paths)
+        assert (ref.store, ref.name, ref.slug) == (store, "tiny", "tiny-9285d10a")
+        # What the store has instead is said where it is opened; a plan can do without.
+        assert resolve(spelling, bits=8, paths=paths).store == store
+
+
+def test_a_model_of_the_hub_is_found_by_the_name_of_its_store(paths: Paths) -> None:
+    store = make_listed_store(paths, "org--name@v1-8bit", "org/name@v1", 8, "0123456789abcdef")
+    ref = resolve("org--name@v1-8bit", paths=paths)
+    assert (ref.store, ref.name, ref.repository, ref.revision) == (store, "org/name@v1", "org/name", "v1")
+    assert ref.slug == "org--name@v1"
+
+
+def test_bits_choose_between_stores_of_one_name_without_them_four(paths: Paths) -> None:
+    eight = make_listed_store(paths, "tiny-11111111-8bit", "tiny", 8)
+    three = make_listed_store(paths, "tiny-11111111-3bit", "tiny", 3)
+    with pytest.raises(UsageError, match="several stores: tiny-11111111-3bit, tiny-11111111-8bit"):
+        resolve("tiny", paths=paths)
+    four = make_listed_store(paths, "tiny-11111111-4bit", "tiny")
+    assert resolve("tiny", paths=paths).store == four
+    assert resolve("tiny", bits=8, paths=paths).store == eight
+    assert resolve("tiny", bits=3, paths=paths).store == three
+
+
+def test_a_name_of_two_models_asks_for_those_of_their_stores(paths: Paths) -> None:
+    stores = [make_listed_store(paths, f"tiny-{digit * 8}-4bit", "tiny") for digit in "12"]
+    for bits in (None, 4):
+        with pytest.raises(UsageError, match="tiny-11111111-4bit, tiny-22222222-4bit") as caught:
+            resolve("tiny", bits=bits, paths=paths)
+        assert caught.value.hint == "say one of these names"
+    for store in stores:
+        assert resolve(store.name, paths=paths).store == store
+
+
+def test_capitals_tell_names_apart_that_differ_in_nothing_else(paths: Paths) -> None:
+    small = make_listed_store(paths, "tiny-11111111-4bit", "tiny")
+    large = make_listed_store(paths, "Tiny-22222222-4bit", "Tiny")
+    assert resolve("tiny", paths=paths).store == small
+    assert resolve("Tiny", paths=paths).store == large
+    with pytest.raises(UsageError):
+        resolve("TINY", paths=paths)
+
+
+def test_what_a_name_means_elsewhere_comes_before_the_library(
+    in_an_empty_directory: Path, paths: Paths
+) -> None:
+    for name in ("tiny", "mixtral", "demo", "files", "hollow"):
+        make_listed_store(paths, f"{name}-11111111-4bit", name)
+    checkpoint = make_checkpoint(in_an_empty_directory / "tiny")
+    assert resolve("tiny", paths=paths).checkpoint == checkpoint
+    assert isinstance(refusal("mixtral", paths), NotInLibraryError)
+    assert resolve("demo", paths=paths).slug == "demo"
+    (in_an_empty_directory / "files").mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (in_an_empty_directory / "files" / name).touch()
+    assert "holds 2 GGUF models" in str(refusal("files", paths))
+    (in_an_empty_directory / "hollow").mkdir()
+    assert resolve("hollow", paths=paths).store == paths.models / "hollow-11111111-4bit"
+    for path in ("./hollow", "hollow/"):
+        assert "holds no model" in str(refusal(path, paths))
+
+
+def test_the_hint_for_an_unknown_name_has_the_names_of_the_library(paths: Paths) -> None:
+    make_listed_store(paths, "Story-Teller-11111111-4bit", "Story-Teller")
+    assert refusal("story-tellr", paths).hint == "did you mean Story-Teller?"
+    assert "known names: demo, Story-Teller, mixtral" in (refusal("zzzzz", paths).hint or "")
+
+
+def test_the_library_is_looked_into_only_when_nothing_else_fits(
+    in_an_empty_directory: Path, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moechat.hub import library
+
+    def unexpected(paths: Paths) -> list[object]:
+        raise AssertionError
+
+    monkeypatch.setattr(library, "list_stores", unexpected)
+    make_store(paths.models / "org--name-4bit")
+    make_checkpoint(in_an_empty_directory / "tiny")
+    for model in ("demo", "org/name", "tiny", "./tiny"):
+        resolve(model, paths=paths)
+    refusal("mixtral", paths)

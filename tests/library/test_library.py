@@ -182,3 +182,27 @@ def test_rm_of_what_is_not_there_removes_nothing(library: Cli, hub: Hub) -> None
     assert library.call("rm").status == 2
     assert library.call("rm", "demo", "--yes").status == 2
     assert hub.requests == []
+
+
+def test_a_converted_directory_runs_by_the_name_that_the_list_shows(
+    library: Cli, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    import moechat
+
+    place = tmp_path / "away" / "small"
+    shutil.copytree(checkpoint, place)
+    monkeypatch.setenv("MOECHAT_HOME", str(library.home))
+    moechat.load(place, bits=8).close()
+    shutil.rmtree(place.parent)
+    (store,) = models(library).glob("small-*")
+    for name in ("small", store.name, STORE):
+        done = library.call("run", name, "a", "--max-tokens", "1")
+        assert done.status == 0, done.err
+    facts = [json.loads(library.call("show", name, "--json").out) for name in ("small", store.name)]
+    assert [fact["path"] for fact in facts] == [str(store)] * 2
+    refused = library.call("run", "small", "a", "--bits", "4")
+    assert refused.status == 2
+    assert "small is stored with 8 bits, not 4" in refused.err
+    assert library.call("plan", "small").status == 0

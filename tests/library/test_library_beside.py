@@ -349,3 +349,31 @@ def test_names_in_manifests_stay_on_their_line_and_say_nothing_to_the_terminal(l
         assert "problem: x" in shown
         assert not any(line.lstrip().startswith("problem: x") for line in shown.splitlines())
         assert not {"\x1b", "\x07", "\x9b", "\u2028"} & set(shown)
+
+
+def of_directory(name: str, bits: int = 4) -> str:
+    return manifest(source={"name": name, "revision": None}, geometry={"bits": bits})
+
+
+def test_models_of_one_name_and_size_are_listed_by_the_names_of_their_stores(library: Cli) -> None:
+    before = library.call("list").out.decode().splitlines()[1].split()
+    for directory, bits in (("tiny-11111111-4bit", 4), ("tiny-22222222-4bit", 4), ("tiny-11111111-8bit", 8)):
+        add_store(library, directory, of_directory("tiny", bits))
+    lines = library.call("list").out.decode().splitlines()
+    named = [line.split() for line in lines[1:]]
+    assert {row[0] for row in named} == {before[0], "tiny-11111111-4bit", "tiny-22222222-4bit", "tiny"}
+    assert before in named
+    assert ["tiny", "8"] in [row[:2] for row in named]
+    assert len({line.rindex("MiB") for line in lines[1:]}) == 1
+    assert {entry["name"] for entry in json.loads(library.call("list", "--json").out)} == {REPOSITORY, "tiny"}
+    assert library.call("rm", "tiny-22222222-4bit", "--yes").status == 0
+    assert library.call("list").out.decode().count("tiny-11111111") == 0
+
+
+def test_rm_means_all_bits_of_a_name_beside_a_directory_without_a_model(library: Cli) -> None:
+    for bits in (4, 8):
+        add_store(library, f"tiny-11111111-{bits}bit", of_directory("tiny", bits))
+    (library.directory / "tiny").mkdir()
+    done = library.call("rm", "tiny", "--yes")
+    assert done.status == 0
+    assert [path.name for path in models(library).iterdir()] == [STORE]
