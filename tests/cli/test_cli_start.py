@@ -245,7 +245,7 @@ def test_a_traceback_is_shown_only_when_asked_for(cli: Cli) -> None:
     result = Cli(cli.directory, cli.home, {"MOECHAT_DEBUG": "1"}).run("run", "mixtrall", "hi")
     assert result.status == 3
     assert "Traceback" in result.err
-    assert "ModelNotFoundError" in result.err
+    assert "Error: there is no model 'mixtrall'" in result.err
     assert result.err.endswith("hint: did you mean mixtral?\n")
 
 
