@@ -51,6 +51,18 @@ def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
     assert own.call("sessions", "export", "1", "--format", "pdf").status == 2
 
 
+def test_what_was_taken_back_is_marked_where_it_is_shown_in_a_pipe(own: Cli) -> None:
+    with Sessions(own.home / "state" / "sessions.db") as sessions:
+        conversation = sessions.get(2)
+        conversation.take_back()
+        conversation.add(Turn("news", "none", model="demo"))
+        sessions.keep(conversation)
+    shown = own.call("sessions", "show", "2", "--all").out.decode()
+    assert "rain\n\n*(stopped by the user, taken back)*\n\n## User\n\nnews" in shown
+    assert shown.endswith("## Assistant\n\nnone\n")
+    assert "taken back" not in own.call("sessions", "show", "2").out.decode()
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd/x.md", "new/", "x.txt", "a" * 300 + ".md"])
 def test_an_export_that_cannot_be_written_is_an_error_without_a_traceback(own: Cli, name: str) -> None:
     result = own.call("sessions", "export", "1", "-o", name)
