@@ -81,6 +81,37 @@ def test_the_last_conversation_is_this_models_or_else_any(path: Path) -> None:
     assert [found and found.key for found in last.values()] == [1, 2, 2]
 
 
+def test_the_title_and_the_model_are_of_turns_that_were_not_taken_back(path: Path) -> None:
+    with Sessions(path) as sessions:
+        kept = conversation(("Hello there", "one"))
+        sessions.keep(kept)
+        kept.take_back()
+        sessions.keep(kept)
+        kept.add(Turn("Who are you?", "two", model="demo"))
+        sessions.keep(kept)
+        kept.add(Turn("And now?", "three", model="other"))
+        sessions.keep(kept)
+        kept.take_back()
+        sessions.keep(kept)
+        assert [(line.title, line.model) for line in sessions.summaries()] == [("Who are you?", "demo")]
+        sessions.keep(conversation(("hello", "four"), model="other"))
+        last = {model: sessions.last(model) for model in ("demo", "other")}
+    assert [found and found.key for found in last.values()] == [1, 2]
+
+
+def test_a_title_and_a_model_that_a_file_gave_stay_when_turns_are_taken_back() -> None:
+    loaded = read_from(
+        '{"title": "Foxes", "model": "theirs", "messages": ['
+        '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        "file",
+    )
+    loaded.add(Turn("c", "d", model="demo"))
+    loaded.take_back()
+    assert (loaded.title, loaded.model) == ("Foxes", "theirs")
+    loaded.take_back()
+    assert (loaded.title, loaded.model) == ("Foxes", "theirs")
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_search_finds_words_with_and_without_an_index(
     path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
