@@ -51,6 +51,7 @@ class Conversation:
         title: How the first question begins, or what a file said.
         model: Who answered last.
         taken_back: Keys of turns that were taken back since they were kept.
+        kept: Title and system prompt as they were when it was last kept or read; empty before.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Conversation:
     model: str = ""
     created: float = field(default_factory=time.time)
     taken_back: list[int] = field(default_factory=list)
+    kept: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
     # The model before the turns that are added; turns of files need not say who answered.
     _model_before: str = field(init=False, repr=False, compare=False)
 

@@ -114,8 +114,9 @@ class Sessions:
     def keep(self, conversation: Conversation) -> bool:
         """Write what is new or changed of a conversation, and give it and its turns their keys.
 
-        Turns are appended to what other processes have appended meanwhile. What somebody has deleted stays
-        deleted: turns that follow are kept as a conversation of their own.
+        Turns are appended to what other processes have appended meanwhile; a title and a system prompt that
+        did not change here stay as these have left them. What somebody has deleted stays deleted: turns that
+        follow are kept as a conversation of their own.
 
         Returns:
             Whether it is another conversation from now on, because it was deleted.
@@ -135,27 +136,33 @@ class Sessions:
                 return False  # nothing follows yet
             title = title_of(turns[0].question) if following else conversation.title
             system = None if conversation.system is None else encodable(conversation.system)
-            values = (encodable(title), encodable(conversation.model), system, now)
+            heading = {"title": encodable(title), "system": system}
+            new = key is None
             if key is None:
                 created = now if following else conversation.created
                 key = connection.execute(
                     "INSERT INTO conversations (title, model, system, updated, created) "
                     "VALUES (?, ?, ?, ?, ?)",
-                    (*values, created),
+                    (heading["title"], encodable(conversation.model), system, now, created),
                 ).lastrowid
-            else:
-                connection.execute(
-                    "UPDATE conversations SET title = ?, model = ?, system = ?, updated = ? WHERE id = ?",
-                    (*values, key),
-                )
             kept = [
                 turn if turn.key is not None else self._insert(connection, key or 0, turn) for turn in turns
             ]
-            for taken in conversation.taken_back if key == conversation.key else ():
-                connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
+            if not new:
+                for taken in conversation.taken_back:
+                    connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
+                changed = {"updated": now, **_changed(heading, conversation.kept)}
+                if conversation.taken_back or any(turn.key is None for turn in turns):
+                    changed["model"] = _answered_last(connection, key) or encodable(conversation.model)
+                if changed.get("title") == "":  # what is left, if anything, others have appended
+                    changed["title"] = _first_title(connection, key)
+                assigned = ", ".join(f"{column} = ?" for column in changed)
+                connection.execute(
+                    f"UPDATE conversations SET {assigned} WHERE id = ?", (*changed.values(), key)
+                )
         before = conversation.turns[: len(conversation.turns) - len(kept)]
         conversation.key, conversation.turns[:], conversation.taken_back = key, [*before, *kept], []
-        conversation.title = title
+        conversation.title, conversation.kept = title, heading
         return deleted and following
 
     @staticmethod
@@ -197,7 +204,8 @@ class Sessions:
                 )
             ]
         title, model, system, created = row
-        return Conversation(turns, system, key=key, title=title or title_of(""), model=model, created=created)
+        kept = {"title": title, "system": system}
+        return Conversation(turns, system, key=key, title=title, model=model, created=created, kept=kept)
 
     def last(self, model: str) -> Conversation | None:
         """The conversation with this model that was used last, else with any; ``None`` if there is none.
@@ -321,6 +329,27 @@ def _may_write(path: Path) -> bool:
 
 def _has(connection: sqlite3.Connection, key: int) -> bool:
     return connection.execute("SELECT 1 FROM conversations WHERE id = ?", (key,)).fetchone() is not None
+
+
+def _changed(now: dict[str, str | None], before: dict[str, str | None]) -> dict[str, str | None]:
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def _answered_last(connection: sqlite3.Connection, key: int | None) -> str | None:
+    """Whose answer is the last in a conversation, whichever process has appended it; ``None``: nobody's."""
+    row = connection.execute(
+        "SELECT model FROM turns WHERE conversation = ? AND taken_back IS NULL AND model <> '' "
+        "ORDER BY id DESC LIMIT 1",
+        (key,),
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def _first_title(connection: sqlite3.Connection, key: int | None) -> str:
+    row = connection.execute(
+        "SELECT question FROM turns WHERE conversation = ? AND taken_back IS NULL ORDER BY id LIMIT 1", (key,)
+    ).fetchone()
+    return "" if row is None else title_of(row[0])
 
 
 def _gave(connection: sqlite3.Connection, key: int) -> bool:

@@ -226,6 +226,33 @@ def test_a_database_that_others_may_read_is_theirs_no_more(path: Path) -> None:
         assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
 
 
+def test_a_chat_leaves_what_another_has_set_in_the_same_conversation(path: Path) -> None:
+    with Sessions(path) as sessions:
+        first = conversation(("first", "one"))
+        first.system = "be brief"
+        sessions.keep(first)
+        second = sessions.get(1)
+        second.system = "be kind"
+        second.take_back()
+        second.add(Turn("second", "two", model="other"))
+        sessions.keep(second)
+        first.add(Turn("third", "three", model="demo"))
+        sessions.keep(first)
+        now = sessions.get(1)
+        assert (now.title, now.system, now.model) == ("second", "be kind", "demo")
+        assert [turn.answer for turn in now.turns] == ["two", "three"]
+        first.take_back()
+        sessions.keep(first)
+        assert sessions.get(1).model == "other"
+        first.system = None
+        first.take_back()
+        sessions.keep(first)
+        assert sessions.get(1).title == "second"
+        second.add(Turn("fourth", "four", model="other"))
+        sessions.keep(second)
+        assert sessions.get(1).system is None
+
+
 READER = """
 import os, sys
 from pathlib import Path
