@@ -19,10 +19,18 @@ from moechat.chat.neutral import encodable
 from moechat.chat.schema import NewerSchemaError, migrate
 from moechat.chat.searching import by_comparing, by_index
 from moechat.config import user_paths
-from moechat.errors import SessionNotFoundError, SessionsUnavailableError
+from moechat.errors import SessionNotFoundError, SessionsBusyError, SessionsUnavailableError
 
 _PATIENCE_S = 1.0
 _FILE = "sessions.db"
+_ANEW = "move that file away; a new one is made then"
+# How SQLite's errors begin that come of a damaged file, though they do not say so.
+_DAMAGES = {
+    "no such table": "",
+    "no such column": "",
+    "Could not decode": "",
+    "user-defined function": "a text in it cannot be read",
+}
 _HAS_TURNS = "EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.id AND taken_back IS NULL)"
 
 
@@ -65,6 +73,10 @@ class Sessions:
     def __init__(self, path: Path, *, existing: bool = False) -> None:
         self._path = path
         with self._explained():
+            if path.is_dir():
+                raise SessionsUnavailableError(
+                    f"{path} is a directory", hint="move it away; a new database is made in its place then"
+                )
             if existing and not path.exists():
                 self._connection = _prepared(sqlite3.connect(":memory:", isolation_level=None))
                 return
@@ -195,14 +207,14 @@ class Sessions:
                 raise SessionNotFoundError(
                     f"there is no conversation {key}", hint="`moechat sessions` lists them"
                 )
-            turns = [
-                Turn(*values)
-                for values in self._connection.execute(
-                    "SELECT question, answer, thinking, mark, model, created, id FROM turns "
-                    "WHERE conversation = ? AND (taken_back IS NULL OR ?) ORDER BY id",
-                    (key, all_turns),
-                )
-            ]
+            rows = self._connection.execute(
+                "SELECT question, answer, thinking, mark, model, created, id FROM turns "
+                "WHERE conversation = ? AND (taken_back IS NULL OR ?) ORDER BY id",
+                (key, all_turns),
+            ).fetchall()
+            for values in (row, *rows):
+                self._require_texts(key, values)
+            turns = [Turn(*values) for values in rows]
         title, model, system, created = row
         kept = {"title": title, "system": system}
         return Conversation(turns, system, key=key, title=title, model=model, created=created, kept=kept)
@@ -232,7 +244,17 @@ class Sessions:
                 f"WHERE {where} ORDER BY updated DESC, id DESC LIMIT ?",
                 (*values, -1 if limit is None else limit),
             ).fetchall()
+        for row in rows:
+            self._require_texts(row[0], row)
         return [Summary(*row) for row in rows]
+
+    def _require_texts(self, key: int, values: tuple[object, ...]) -> None:
+        """Bytes, which SQLite keeps as they are in a column of texts too, are none."""
+        if any(isinstance(value, bytes) for value in values):
+            raise SessionsUnavailableError(
+                f"{self._path}: the database is damaged (conversation {key} has bytes in place of a text)",
+                hint=f"`moechat sessions rm {key}` deletes that conversation; or {_ANEW}",
+            )
 
     def search(self, text: str, *, limit: int | None = None) -> list[Summary]:
         """Conversations in which all words occur in one turn, the one used last first.
@@ -258,8 +280,11 @@ class Sessions:
         summaries = self._summaries(f"id IN ({marks})", tuple(found), limit)
         return [replace(summary, found=found[summary.key]) for summary in summaries]
 
-    def delete(self, key: int) -> None:
-        """Delete a conversation for good.
+    def delete(self, key: int) -> str:
+        """Delete a conversation for good, even one that cannot be read.
+
+        Returns:
+            Its title.
 
         Raises:
             SessionNotFoundError: There is none of this number.
@@ -267,13 +292,15 @@ class Sessions:
         with self._transaction() as connection:
             with suppress(sqlite3.OperationalError):  # a SQLite without such indexes
                 connection.execute("DROP TABLE IF EXISTS words")  # the next search makes it anew
-            gone = connection.execute("DELETE FROM conversations WHERE id = ?", (key,)).rowcount
-        if not gone:
+            row = connection.execute("SELECT title FROM conversations WHERE id = ?", (key,)).fetchone()
+            connection.execute("DELETE FROM conversations WHERE id = ?", (key,))
+        if row is None:
             raise SessionNotFoundError(
                 f"there is no conversation {key}", hint="`moechat sessions` lists them"
             )
         with self._explained():  # its text is not to stay in the log of changes
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return row[0] if isinstance(row[0], str) else ""
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -299,14 +326,20 @@ class Sessions:
             hint = None
             reason = str(error)
             if "locked" in reason:
-                hint = "another program is using it; it is tried again with the next answer"
+                raise SessionsBusyError(
+                    f"{self._path}: {error}", hint="another program is using it; run the same command again"
+                ) from error
+            damage = next((start for start in _DAMAGES if reason.startswith(start)), None)
+            if damage is not None:
+                reason = f"the database is damaged ({_DAMAGES[damage] or reason})"
+                hint = _ANEW
             elif "full" in reason:
                 hint = "free some space"
             elif "readonly" in reason or "unable to open" in reason:
                 hint = "it and its directory must be writable for you; MOECHAT_HOME moves them elsewhere"
             elif not isinstance(error, sqlite3.OperationalError):
-                hint = "move that file away; a new one is made then"
-            raise SessionsUnavailableError(f"{self._path}: {error}", hint=hint) from error
+                hint = _ANEW
+            raise SessionsUnavailableError(f"{self._path}: {reason}", hint=hint) from error
         except OSError as error:
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
 
@@ -349,7 +382,7 @@ def _first_title(connection: sqlite3.Connection, key: int | None) -> str:
     row = connection.execute(
         "SELECT question FROM turns WHERE conversation = ? AND taken_back IS NULL ORDER BY id LIMIT 1", (key,)
     ).fetchone()
-    return "" if row is None else title_of(row[0])
+    return "" if row is None or not isinstance(row[0], str) else title_of(row[0])
 
 
 def _gave(connection: sqlite3.Connection, key: int) -> bool:

@@ -119,8 +119,7 @@ def remove_sessions(keys: list[int]) -> int:
     with _open() as sessions:
         for key in dict.fromkeys(keys):
             try:
-                title = sessions.get(key).title
-                sessions.delete(key)
+                title = sessions.delete(key)
             except SessionNotFoundError:
                 missing.append(key)
             else:

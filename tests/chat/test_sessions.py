@@ -403,7 +403,13 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
 ) -> None:
     monkeypatch.setattr("moechat.chat.sessions._PATIENCE_S", 0.01)
     told: list[str] = []
-    recorder = Recorder(path, lambda text, hint: told.append(text))
+    hints: list[str | None] = []
+
+    def tell(text: str, hint: str | None) -> None:
+        told.append(text)
+        hints.append(hint)
+
+    recorder = Recorder(path, tell)
     kept = conversation(("first", "one"))
     assert recorder.keep(kept)
     with sqlite3.connect(path, isolation_level=None) as other:
@@ -411,13 +417,19 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
         for number in range(3):
             kept.add(Turn(f"more {number}", "x"))
             assert not recorder.keep(kept)
+        assert not Recorder(path, tell, once=True).keep(kept)
+        with pytest.raises(SessionsUnavailableError) as caught, Sessions(path, existing=True) as sessions:
+            sessions.delete(1)
         other.execute("COMMIT")
     other.close()
     kept.add(Turn("last", "y"))
     assert recorder.keep(kept)
     recorder.close()
-    assert len(told) == 2
+    assert len(told) == 3
     assert "locked" in told[0]
+    again = "another program is using it; run the same command again"
+    assert hints == ["another program is using it; it is tried again with the next answer", again, None]
+    assert caught.value.hint == again
     with Sessions(path) as sessions:
         assert [turn.question for turn in sessions.get(1).turns] == [
             "first", "more 0", "more 1", "more 2", "last",
