@@ -114,5 +114,9 @@ class SessionsUnavailableError(MoechatError):
     """The database of conversations is locked, damaged, of a newer version, or cannot be written."""
 
 
+class SessionsBusyError(SessionsUnavailableError):
+    """Another program has locked the database of conversations."""
+
+
 class SessionNotFoundError(UsageError):
     """No conversation of that number is kept."""

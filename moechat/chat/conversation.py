@@ -48,7 +48,10 @@ class Conversation:
         system: What the model is told first.
         told_from: The first turn that the model is still told; older ones no longer fit its context.
         key: Its number where conversations are kept; ``None`` before its first turn is.
+        title: How the first question begins, or what a file said.
+        model: Who answered last.
         taken_back: Keys of turns that were taken back since they were kept.
+        kept: Title and system prompt as they were when it was last kept or read; empty before.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -59,6 +62,12 @@ class Conversation:
     model: str = ""
     created: float = field(default_factory=time.time)
     taken_back: list[int] = field(default_factory=list)
+    kept: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+    # The model before the turns that are added; turns of files need not say who answered.
+    _model_before: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._model_before = self.model
 
     def messages(self, told_from: int | None = None) -> list[dict[str, str]]:
         """What the model is told, in pairs of user and assistant after the system prompt.
@@ -83,13 +92,21 @@ class Conversation:
         self.model = turn.model or self.model
 
     def take_back(self) -> Turn | None:
-        """Remove the last turn; ``None`` if there is none."""
+        """Remove the last turn; ``None`` if there is none.
+
+        A title that came from it goes too, and the model is again that of the turns that are left.
+        """
         if not self.turns:
             return None
         turn = self.turns.pop()
         self.told_from = min(self.told_from, len(self.turns))
         if turn.key is not None:
             self.taken_back.append(turn.key)
+        if self.title == title_of(turn.question) and all(
+            self.title != title_of(left.question) for left in self.turns
+        ):
+            self.title = ""
+        self.model = next((left.model for left in reversed(self.turns) if left.model), self._model_before)
         return turn
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moechat.chat.conversation import turns_of
 from moechat.chat.neutral import one_line
-from moechat.errors import MoechatError, SessionsUnavailableError
+from moechat.errors import MoechatError, SessionsBusyError, SessionsUnavailableError
 
 if TYPE_CHECKING:
     from moechat.chat.conversation import Conversation
@@ -25,11 +25,15 @@ class Recorder:
     Args:
         path: The database; ``None``: nothing is kept.
         tell: Called with a sentence for the user, and a hint or ``None``.
+        once: A single answer comes: nothing is tried again after it.
     """
 
-    def __init__(self, path: Path | None, tell: Callable[[str, str | None], None]) -> None:
+    def __init__(
+        self, path: Path | None, tell: Callable[[str, str | None], None], *, once: bool = False
+    ) -> None:
         self._path = path
         self._tell = tell
+        self._once = once
         self._sessions: Sessions | None = None
         self._failing = False
 
@@ -54,10 +58,10 @@ class Recorder:
             self.close()
             if not self._failing:
                 self._failing = True
-                self._tell(
-                    f"(this conversation is not saved: {error})",
-                    error.hint if isinstance(error, SessionsUnavailableError) else None,
-                )
+                hint = error.hint if isinstance(error, SessionsUnavailableError) else None
+                if isinstance(error, SessionsBusyError) and not self._once:
+                    hint = "another program is using it; it is tried again with the next answer"
+                self._tell(f"(this conversation is not saved: {error})", hint)
             return False
         if self._failing:
             self._failing = False

@@ -19,10 +19,18 @@ from moechat.chat.neutral import encodable
 from moechat.chat.schema import NewerSchemaError, migrate
 from moechat.chat.searching import by_comparing, by_index
 from moechat.config import user_paths
-from moechat.errors import SessionNotFoundError, SessionsUnavailableError
+from moechat.errors import SessionNotFoundError, SessionsBusyError, SessionsUnavailableError
 
 _PATIENCE_S = 1.0
 _FILE = "sessions.db"
+_ANEW = "move that file away; a new one is made then"
+# How SQLite's errors begin that come of a damaged file, though they do not say so.
+_DAMAGES = {
+    "no such table": "",
+    "no such column": "",
+    "Could not decode": "",
+    "user-defined function": "a text in it cannot be read",
+}
 _HAS_TURNS = "EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.id AND taken_back IS NULL)"
 
 
@@ -65,6 +73,10 @@ class Sessions:
     def __init__(self, path: Path, *, existing: bool = False) -> None:
         self._path = path
         with self._explained():
+            if path.is_dir():
+                raise SessionsUnavailableError(
+                    f"{path} is a directory", hint="move it away; a new database is made in its place then"
+                )
             if existing and not path.exists():
                 self._connection = _prepared(sqlite3.connect(":memory:", isolation_level=None))
                 return
@@ -114,8 +126,9 @@ class Sessions:
     def keep(self, conversation: Conversation) -> bool:
         """Write what is new or changed of a conversation, and give it and its turns their keys.
 
-        Turns are appended to what other processes have appended meanwhile. What somebody has deleted stays
-        deleted: turns that follow are kept as a conversation of their own.
+        Turns are appended to what other processes have appended meanwhile; a title and a system prompt that
+        did not change here stay as these have left them. What somebody has deleted stays deleted: turns that
+        follow are kept as a conversation of their own.
 
         Returns:
             Whether it is another conversation from now on, because it was deleted.
@@ -135,27 +148,33 @@ class Sessions:
                 return False  # nothing follows yet
             title = title_of(turns[0].question) if following else conversation.title
             system = None if conversation.system is None else encodable(conversation.system)
-            values = (encodable(title), encodable(conversation.model), system, now)
+            heading = {"title": encodable(title), "system": system}
+            new = key is None
             if key is None:
                 created = now if following else conversation.created
                 key = connection.execute(
                     "INSERT INTO conversations (title, model, system, updated, created) "
                     "VALUES (?, ?, ?, ?, ?)",
-                    (*values, created),
+                    (heading["title"], encodable(conversation.model), system, now, created),
                 ).lastrowid
-            else:
-                connection.execute(
-                    "UPDATE conversations SET title = ?, model = ?, system = ?, updated = ? WHERE id = ?",
-                    (*values, key),
-                )
             kept = [
                 turn if turn.key is not None else self._insert(connection, key or 0, turn) for turn in turns
             ]
-            for taken in conversation.taken_back if key == conversation.key else ():
-                connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
+            if not new:
+                for taken in conversation.taken_back:
+                    connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
+                changed = {"updated": now, **_changed(heading, conversation.kept)}
+                if conversation.taken_back or any(turn.key is None for turn in turns):
+                    changed["model"] = _answered_last(connection, key) or encodable(conversation.model)
+                if changed.get("title") == "":  # what is left, if anything, others have appended
+                    changed["title"] = _first_title(connection, key)
+                assigned = ", ".join(f"{column} = ?" for column in changed)
+                connection.execute(
+                    f"UPDATE conversations SET {assigned} WHERE id = ?", (*changed.values(), key)
+                )
         before = conversation.turns[: len(conversation.turns) - len(kept)]
         conversation.key, conversation.turns[:], conversation.taken_back = key, [*before, *kept], []
-        conversation.title = title
+        conversation.title, conversation.kept = title, heading
         return deleted and following
 
     @staticmethod
@@ -188,16 +207,17 @@ class Sessions:
                 raise SessionNotFoundError(
                     f"there is no conversation {key}", hint="`moechat sessions` lists them"
                 )
-            turns = [
-                Turn(*values)
-                for values in self._connection.execute(
-                    "SELECT question, answer, thinking, mark, model, created, id FROM turns "
-                    "WHERE conversation = ? AND (taken_back IS NULL OR ?) ORDER BY id",
-                    (key, all_turns),
-                )
-            ]
+            rows = self._connection.execute(
+                "SELECT question, answer, thinking, mark, model, created, id FROM turns "
+                "WHERE conversation = ? AND (taken_back IS NULL OR ?) ORDER BY id",
+                (key, all_turns),
+            ).fetchall()
+            for values in (row, *rows):
+                self._require_texts(key, values)
+            turns = [Turn(*values) for values in rows]
         title, model, system, created = row
-        return Conversation(turns, system, key=key, title=title or title_of(""), model=model, created=created)
+        kept = {"title": title, "system": system}
+        return Conversation(turns, system, key=key, title=title, model=model, created=created, kept=kept)
 
     def last(self, model: str) -> Conversation | None:
         """The conversation with this model that was used last, else with any; ``None`` if there is none.
@@ -224,7 +244,17 @@ class Sessions:
                 f"WHERE {where} ORDER BY updated DESC, id DESC LIMIT ?",
                 (*values, -1 if limit is None else limit),
             ).fetchall()
+        for row in rows:
+            self._require_texts(row[0], row)
         return [Summary(*row) for row in rows]
+
+    def _require_texts(self, key: int, values: tuple[object, ...]) -> None:
+        """Bytes, which SQLite keeps as they are in a column of texts too, are none."""
+        if any(isinstance(value, bytes) for value in values):
+            raise SessionsUnavailableError(
+                f"{self._path}: the database is damaged (conversation {key} has bytes in place of a text)",
+                hint=f"`moechat sessions rm {key}` deletes that conversation; or {_ANEW}",
+            )
 
     def search(self, text: str, *, limit: int | None = None) -> list[Summary]:
         """Conversations in which all words occur in one turn, the one used last first.
@@ -250,8 +280,11 @@ class Sessions:
         summaries = self._summaries(f"id IN ({marks})", tuple(found), limit)
         return [replace(summary, found=found[summary.key]) for summary in summaries]
 
-    def delete(self, key: int) -> None:
-        """Delete a conversation for good.
+    def delete(self, key: int) -> str:
+        """Delete a conversation for good, even one that cannot be read.
+
+        Returns:
+            Its title.
 
         Raises:
             SessionNotFoundError: There is none of this number.
@@ -259,13 +292,15 @@ class Sessions:
         with self._transaction() as connection:
             with suppress(sqlite3.OperationalError):  # a SQLite without such indexes
                 connection.execute("DROP TABLE IF EXISTS words")  # the next search makes it anew
-            gone = connection.execute("DELETE FROM conversations WHERE id = ?", (key,)).rowcount
-        if not gone:
+            row = connection.execute("SELECT title FROM conversations WHERE id = ?", (key,)).fetchone()
+            connection.execute("DELETE FROM conversations WHERE id = ?", (key,))
+        if row is None:
             raise SessionNotFoundError(
                 f"there is no conversation {key}", hint="`moechat sessions` lists them"
             )
         with self._explained():  # its text is not to stay in the log of changes
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return row[0] if isinstance(row[0], str) else ""
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -291,14 +326,20 @@ class Sessions:
             hint = None
             reason = str(error)
             if "locked" in reason:
-                hint = "another program is using it; it is tried again with the next answer"
+                raise SessionsBusyError(
+                    f"{self._path}: {error}", hint="another program is using it; run the same command again"
+                ) from error
+            damage = next((start for start in _DAMAGES if reason.startswith(start)), None)
+            if damage is not None:
+                reason = f"the database is damaged ({_DAMAGES[damage] or reason})"
+                hint = _ANEW
             elif "full" in reason:
                 hint = "free some space"
             elif "readonly" in reason or "unable to open" in reason:
                 hint = "it and its directory must be writable for you; MOECHAT_HOME moves them elsewhere"
             elif not isinstance(error, sqlite3.OperationalError):
-                hint = "move that file away; a new one is made then"
-            raise SessionsUnavailableError(f"{self._path}: {error}", hint=hint) from error
+                hint = _ANEW
+            raise SessionsUnavailableError(f"{self._path}: {reason}", hint=hint) from error
         except OSError as error:
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
 
@@ -321,6 +362,27 @@ def _may_write(path: Path) -> bool:
 
 def _has(connection: sqlite3.Connection, key: int) -> bool:
     return connection.execute("SELECT 1 FROM conversations WHERE id = ?", (key,)).fetchone() is not None
+
+
+def _changed(now: dict[str, str | None], before: dict[str, str | None]) -> dict[str, str | None]:
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def _answered_last(connection: sqlite3.Connection, key: int | None) -> str | None:
+    """Whose answer is the last in a conversation, whichever process has appended it; ``None``: nobody's."""
+    row = connection.execute(
+        "SELECT model FROM turns WHERE conversation = ? AND taken_back IS NULL AND model <> '' "
+        "ORDER BY id DESC LIMIT 1",
+        (key,),
+    ).fetchone()
+    return None if row is None else row[0]
+
+
+def _first_title(connection: sqlite3.Connection, key: int | None) -> str:
+    row = connection.execute(
+        "SELECT question FROM turns WHERE conversation = ? AND taken_back IS NULL ORDER BY id LIMIT 1", (key,)
+    ).fetchone()
+    return "" if row is None or not isinstance(row[0], str) else title_of(row[0])
 
 
 def _gave(connection: sqlite3.Connection, key: int) -> bool:

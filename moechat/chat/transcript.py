@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -34,9 +35,15 @@ def format_of(path: Path) -> Format:
     return form
 
 
-def write_as(conversation: Conversation, form: Format) -> str:
-    """The conversation as the text of a file."""
-    return _as_markdown(conversation) if form == "md" else _as_json(conversation)
+def write_as(conversation: Conversation, form: Format, *, taken_back: Collection[int | None] = ()) -> str:
+    """The conversation as the text of a file.
+
+    Args:
+        conversation: With all turns that are to be in it.
+        form: Of the file.
+        taken_back: Keys of those among them that were taken back; Markdown marks them.
+    """
+    return _as_markdown(conversation, taken_back) if form == "md" else _as_json(conversation)
 
 
 def _as_json(conversation: Conversation) -> str:
@@ -61,7 +68,7 @@ def _as_json(conversation: Conversation) -> str:
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
 
-def _as_markdown(conversation: Conversation) -> str:
+def _as_markdown(conversation: Conversation, taken_back: Collection[int | None]) -> str:
     parts = [
         f"# {conversation.title or 'Conversation'}",
         ", ".join(filter(None, (conversation.model, _moment(conversation.created)))),
@@ -74,9 +81,16 @@ def _as_markdown(conversation: Conversation) -> str:
             quoted = "\n".join(f"> {line}".rstrip() for line in turn.thinking.strip().split("\n"))
             parts.append(quoted)
         parts.append(contained(turn.answer.strip("\n")))
-        if turn.mark:
-            parts.append(f"*({described(turn.mark)})*")
+        if notes := notes_on(turn, taken_back=turn.key in taken_back):
+            parts.append(f"*({notes})*")
     return "\n\n".join(parts) + "\n"
+
+
+def notes_on(turn: Turn, *, taken_back: bool) -> str:
+    """What is said below a turn: why its answer is not whole, and whether it was taken back."""
+    return ", ".join(
+        [*([described(turn.mark)] if turn.mark else []), *(["taken back"] if taken_back else [])]
+    )
 
 
 def _moment(seconds: float) -> str:

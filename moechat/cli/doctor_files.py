@@ -60,7 +60,7 @@ def _settings(report: Report, rows: dict[str, str]) -> None:
             rows |= {f"{command}: {name}": _shown(name, value) for name, value in values.items()}
         apply_settings(group, settings)
     except MoechatError as error:
-        report.problem(f"settings: {error}", error.hint or "correct that line")
+        report.problem(f"settings: {error}", error.hint or "correct it, or move it away")
         settings = Settings(path)  # what variables say is looked into all the same
     for problem in check_settings(group, settings, os.environ):
         report.problem(str(problem), problem.hint or "correct it")
@@ -152,6 +152,9 @@ def _conversations(report: Report, rows: dict[str, str]) -> None:
     rows["file"] = str(path)
     if not path.exists():
         rows["file"] += " (there is none)"
+        return
+    if path.is_dir():
+        report.problem(f"{path} is a directory", "move it away; a new database is made in its place then")
         return
     # Beside a database that nobody has open there is no log, and then nothing else has to be written to read
     # it: not even the files that SQLite would make for those who share it.

@@ -28,7 +28,7 @@ def read_many(options: RunOptions) -> PromptsFile:
         UsageError: They cannot be read, or ``--completion`` is to continue conversations.
     """
     assert options.jsonl is not None
-    file = read_prompts(options.jsonl, "--jsonl")
+    file = read_prompts(options.jsonl, "--jsonl", quiet=options.quiet)
     if options.completion:
         for prompt in file.prompts:
             if not prompt.is_plain:
@@ -42,8 +42,8 @@ def read_many(options: RunOptions) -> PromptsFile:
 def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
     """Answer all prompts, each with an object on stdout as soon as it is done.
 
-    A prompt that cannot be answered (too long for the context, say) has an ``error`` in its object, with the
-    ``answers`` to its turns before that, and leaves the others alone.
+    A prompt that cannot be answered (blank, or too long for the context, say) has an ``error`` in its object,
+    with the ``answers`` to its turns before that, and leaves the others alone.
 
     Returns:
         The exit status: 0, that of the first error of a prompt, or 130 after Ctrl-C, whose partial answer
@@ -91,13 +91,15 @@ def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
 
 def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: list[Reply]) -> None:
     if options.completion:
+        prompt.require_text(0)
         replies.append(Reply())
         replies[-1].follow(engine.generate(prompt.turns[0], **_settings(prompt, options)), None)
         return
     messages = list(prompt.opening)
     if options.system_prompt is not None and not any(one["role"] == "system" for one in messages):
         messages.insert(0, {"role": "system", "content": options.system_prompt})
-    for turn in prompt.turns:
+    for number, turn in enumerate(prompt.turns):
+        prompt.require_text(number)
         messages.append({"role": "user", "content": turn})
         tokens = engine.encode(messages)
         steps = engine.generate(tokens, **_settings(prompt, options))

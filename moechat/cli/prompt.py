@@ -41,7 +41,7 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
 def _read_stdin(*, quiet: bool) -> str:
     stream = sys.stdin.buffer
     if not quiet:
-        _say_if_waiting(stream)
+        say_if_waiting(stream, "the prompt")
     data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"stdin holds more than {_MAX_BYTES >> 20} MiB, more than any context window")
@@ -55,10 +55,15 @@ def _read_stdin(*, quiet: bool) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _say_if_waiting(stream: BinaryIO) -> None:
-    """A pipe that nobody writes to looks like a program that hangs; say what it is waiting for."""
+def say_if_waiting(stream: BinaryIO, what: str) -> None:
+    """A pipe that nobody writes to looks like a program that hangs; say what it is waiting for.
+
+    Args:
+        stream: Stdin.
+        what: Is read from it, in words.
+    """
     if sys.stdin.isatty():
-        print_notice("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
+        print_notice(f"reading {what} from the terminal; Ctrl-D on an empty line ends it")
         return
     try:
         ready, _, _ = select.select([stream], [], [], _PATIENCE_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.chat.settings import NAMES, checked
+from moechat.cli.prompt import say_if_waiting
 from moechat.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -26,7 +27,7 @@ class FilePrompt:
     Attributes:
         line: Where it stands, from 1.
         opening: Messages before the first turn; empty for plain texts.
-        turns: What the user says, one after the other, at least one.
+        turns: What the user says, one after the other, at least one; a blank one cannot be answered.
         settings: Of the answers, by the names of ``moechat.chat.settings``; for this prompt alone.
         key: The line's ``id``, any JSON value; ``None`` if it has none.
     """
@@ -42,6 +43,19 @@ class FilePrompt:
         """Whether it is a single text, which can be continued without a chat template."""
         return not self.opening and len(self.turns) == 1
 
+    def require_text(self, number: int) -> None:
+        """Refuse a turn in which there is nothing but white space.
+
+        Args:
+            number: Of the turn, from 0.
+
+        Raises:
+            UsageError: It is blank.
+        """
+        if not self.turns[number].strip():
+            which = "the prompt" if len(self.turns) == 1 else f"turn {number + 1} of {len(self.turns)}"
+            raise UsageError(f"{which} is blank", hint="write a text there, or leave the line out")
+
 
 @dataclass(frozen=True)
 class PromptsFile:
@@ -56,7 +70,7 @@ class PromptsFile:
     understood: str
 
 
-def read_prompts(path: str, option: str = "--prompts") -> PromptsFile:
+def read_prompts(path: str, option: str = "--prompts", *, quiet: bool = False) -> PromptsFile:
     """Read a file with prompts; ``-`` is stdin.
 
     A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, one that ends
@@ -69,13 +83,14 @@ def read_prompts(path: str, option: str = "--prompts") -> PromptsFile:
     Args:
         path: Of the file.
         option: That names it, for messages.
+        quiet: Do not say that stdin is awaited.
 
     Raises:
         UsageError: There is no such file, it holds no prompt, or a line is wrong; the message gives its
             number.
     """
     shown = "stdin" if path == "-" else path
-    data = _read(path, option)
+    data = _read(path, option, quiet=quiet)
     lines = _decoded(shown, data)
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -93,9 +108,11 @@ def read_prompts(path: str, option: str = "--prompts") -> PromptsFile:
     return PromptsFile(prompts, f"JSON lines ({', '.join(keys)})")
 
 
-def _read(path: str, option: str) -> bytes:
+def _read(path: str, option: str, *, quiet: bool) -> bytes:
     try:
         if path == "-":
+            if not quiet:
+                say_if_waiting(sys.stdin.buffer, "prompts")
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(path, "rb") as file:
@@ -148,8 +165,19 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
         settings = _settings(entry)
     except UsageError as error:
         raise refuse(str(error)) from None
+    if not _is_json(entry.get("id")):
+        raise refuse("id holds a number that JSON has no way to write")
     opening, turns = _said(key, entry[key], refuse)
     return FilePrompt(number, opening, turns, settings, entry.get("id"))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value can be written as it was read: Python reads NaN, Infinity and 1e999 too."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _settings(entry: dict[str, Any]) -> dict[str, float]:
@@ -185,7 +213,7 @@ def _said(key: str, value: Any, refuse: Callable[[str], UsageError]) -> tuple[Me
             raise refuse(f"{key} has no message of the user")
         return messages[:-1], [messages[-1]["content"]]
     turns = value if key == "turns" else [value]
-    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise refuse(f"{key} is no text" if key != "turns" else "turns is no list of texts")
     if not turns:
         raise refuse("turns is empty")

@@ -168,7 +168,7 @@ def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
 
     path = sessions_path()
     found = resumed(path, options.chat, resolve(options.model, bits=options.bits).name, tell)
-    recorder = Recorder(path if options.save else None, tell)
+    recorder = Recorder(path if options.save else None, tell, once=True)
     return found or Conversation(system=options.system_prompt), recorder
 
 

@@ -6,13 +6,13 @@ import json as json_form
 import sys
 from typing import Literal
 
-from moechat.chat.conversation import Turn, described
+from moechat.chat.conversation import Turn
 from moechat.chat.files import path_of, write_text
 from moechat.chat.listing import listed
 from moechat.chat.neutral import one_line
 from moechat.chat.output import Thoughts
 from moechat.chat.sessions import Sessions, Summary, sessions_path
-from moechat.chat.transcript import format_of, write_as
+from moechat.chat.transcript import format_of, notes_on, write_as
 from moechat.cli.terminal import Answer, is_animated, print_notice, write_output
 from moechat.errors import SessionNotFoundError, UsageError
 
@@ -54,14 +54,15 @@ def show_session(key: int, *, everything: bool, raw: bool) -> int:
     with _open() as sessions:
         conversation = sessions.get(key, all_turns=everything)
         now = {turn.key for turn in sessions.get(key).turns}
+    taken_back = {turn.key for turn in conversation.turns} - now
     if not (sys.stdout.isatty() and is_animated()):
-        write_output(sys.stdout, write_as(conversation, "md"))
+        write_output(sys.stdout, write_as(conversation, "md", taken_back=taken_back))
         return 0
     print_notice(f"{key}: {one_line(conversation.title)} ({one_line(conversation.model)})")
     if conversation.system is not None:
         print_notice(f"system prompt: {conversation.system}")
     for turn in conversation.turns:
-        _show_turn(turn, raw=raw, taken_back=turn.key not in now)
+        _show_turn(turn, raw=raw, taken_back=turn.key in taken_back)
     return 0
 
 
@@ -76,9 +77,8 @@ def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
     answer = Answer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
     answer.write(turn.answer)
     answer.end()
-    notes = [described(turn.mark)] if turn.mark else []
-    if notes or taken_back:
-        print_notice(f"({', '.join([*notes, *['taken back'] * taken_back])})")
+    if notes := notes_on(turn, taken_back=taken_back):
+        print_notice(f"({notes})")
 
 
 def export_session(key: int, form: str | None, out: str | None) -> int:
@@ -119,8 +119,7 @@ def remove_sessions(keys: list[int]) -> int:
     with _open() as sessions:
         for key in dict.fromkeys(keys):
             try:
-                title = sessions.get(key).title
-                sessions.delete(key)
+                title = sessions.delete(key)
             except SessionNotFoundError:
                 missing.append(key)
             else:

@@ -70,8 +70,15 @@ def read_settings(paths: Paths) -> Settings:
         content = tomllib.loads(text.decode())
     except FileNotFoundError:
         return Settings(path)
+    except IsADirectoryError as error:
+        raise UsageError(
+            f"the settings file {path} is a directory", hint="move it away; without it nothing is set"
+        ) from error
     except OSError as error:
-        raise UsageError(f"the settings file {path} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"the settings file {path} cannot be read: {error.strerror}",
+            hint="it must be readable for you: change its permissions, or move it away",
+        ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand deep
         raise UsageError(
             f"the settings file {path} cannot be understood: {error}",

@@ -91,7 +91,7 @@ def trace(command: TraceCommand) -> int:
     # In the order of what costs least to find out.
     ref = resolve(command.model, bits=command.bits)
     out = _destination(command.out, ref.name)
-    file = read_prompts(command.prompts)
+    file = read_prompts(command.prompts, quiet=command.quiet)
     wanted = file.prompts[: command.limit]
     if not command.quiet:
         print_notice(_understood(command.prompts, file, len(wanted)))
@@ -203,6 +203,8 @@ class _Session:
                 hint="leave --completion out, or use a model that was made for chats",
             )
         try:
+            for number in range(len(prompt.turns)):
+                prompt.require_text(number)
             tokens = self._encoded(
                 [*prompt.opening, _said(prompt.turns[0])] if self.chat else prompt.turns[0]
             )

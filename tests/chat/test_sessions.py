@@ -81,6 +81,37 @@ def test_the_last_conversation_is_this_models_or_else_any(path: Path) -> None:
     assert [found and found.key for found in last.values()] == [1, 2, 2]
 
 
+def test_the_title_and_the_model_are_of_turns_that_were_not_taken_back(path: Path) -> None:
+    with Sessions(path) as sessions:
+        kept = conversation(("Hello there", "one"))
+        sessions.keep(kept)
+        kept.take_back()
+        sessions.keep(kept)
+        kept.add(Turn("Who are you?", "two", model="demo"))
+        sessions.keep(kept)
+        kept.add(Turn("And now?", "three", model="other"))
+        sessions.keep(kept)
+        kept.take_back()
+        sessions.keep(kept)
+        assert [(line.title, line.model) for line in sessions.summaries()] == [("Who are you?", "demo")]
+        sessions.keep(conversation(("hello", "four"), model="other"))
+        last = {model: sessions.last(model) for model in ("demo", "other")}
+    assert [found and found.key for found in last.values()] == [1, 2]
+
+
+def test_a_title_and_a_model_that_a_file_gave_stay_when_turns_are_taken_back() -> None:
+    loaded = read_from(
+        '{"title": "Foxes", "model": "theirs", "messages": ['
+        '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        "file",
+    )
+    loaded.add(Turn("c", "d", model="demo"))
+    loaded.take_back()
+    assert (loaded.title, loaded.model) == ("Foxes", "theirs")
+    loaded.take_back()
+    assert (loaded.title, loaded.model) == ("Foxes", "theirs")
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_search_finds_words_with_and_without_an_index(
     path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +224,33 @@ def test_a_database_that_others_may_read_is_theirs_no_more(path: Path) -> None:
         file.chmod(0o644)
     with Sessions(path, existing=True):
         assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+
+
+def test_a_chat_leaves_what_another_has_set_in_the_same_conversation(path: Path) -> None:
+    with Sessions(path) as sessions:
+        first = conversation(("first", "one"))
+        first.system = "be brief"
+        sessions.keep(first)
+        second = sessions.get(1)
+        second.system = "be kind"
+        second.take_back()
+        second.add(Turn("second", "two", model="other"))
+        sessions.keep(second)
+        first.add(Turn("third", "three", model="demo"))
+        sessions.keep(first)
+        now = sessions.get(1)
+        assert (now.title, now.system, now.model) == ("second", "be kind", "demo")
+        assert [turn.answer for turn in now.turns] == ["two", "three"]
+        first.take_back()
+        sessions.keep(first)
+        assert sessions.get(1).model == "other"
+        first.system = None
+        first.take_back()
+        sessions.keep(first)
+        assert sessions.get(1).title == "second"
+        second.add(Turn("fourth", "four", model="other"))
+        sessions.keep(second)
+        assert sessions.get(1).system is None
 
 
 READER = """
@@ -345,7 +403,13 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
 ) -> None:
     monkeypatch.setattr("moechat.chat.sessions._PATIENCE_S", 0.01)
     told: list[str] = []
-    recorder = Recorder(path, lambda text, hint: told.append(text))
+    hints: list[str | None] = []
+
+    def tell(text: str, hint: str | None) -> None:
+        told.append(text)
+        hints.append(hint)
+
+    recorder = Recorder(path, tell)
     kept = conversation(("first", "one"))
     assert recorder.keep(kept)
     with sqlite3.connect(path, isolation_level=None) as other:
@@ -353,13 +417,19 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
         for number in range(3):
             kept.add(Turn(f"more {number}", "x"))
             assert not recorder.keep(kept)
+        assert not Recorder(path, tell, once=True).keep(kept)
+        with pytest.raises(SessionsUnavailableError) as caught, Sessions(path, existing=True) as sessions:
+            sessions.delete(1)
         other.execute("COMMIT")
     other.close()
     kept.add(Turn("last", "y"))
     assert recorder.keep(kept)
     recorder.close()
-    assert len(told) == 2
+    assert len(told) == 3
     assert "locked" in told[0]
+    again = "another program is using it; run the same command again"
+    assert hints == ["another program is using it; it is tried again with the next answer", again, None]
+    assert caught.value.hint == again
     with Sessions(path) as sessions:
         assert [turn.question for turn in sessions.get(1).turns] == [
             "first", "more 0", "more 1", "more 2", "last",

@@ -236,6 +236,15 @@ def test_settings_that_cannot_be_taken_are_found(cli: Cli) -> None:
     assert not any("MOECHAT_THREADS" in fact or "MOECHAT_HOME" in fact for fact in facts)
 
 
+def test_directories_in_the_place_of_files_are_to_be_moved_away(cli: Cli) -> None:
+    config, sessions = cli.home / "config" / "config.toml", cli.home / "state" / "sessions.db"
+    config.mkdir(parents=True)
+    sessions.mkdir(parents=True)
+    hints = {finding["fact"]: finding["hint"] for finding in report_of(cli)["findings"]}
+    assert hints[f"settings: the settings file {config} is a directory"].startswith("move it away")
+    assert hints[f"{sessions} is a directory"].startswith("move it away")
+
+
 def test_names_in_the_settings_file_cannot_forge_a_line(cli: Cli) -> None:
     config = cli.home / "config" / "config.toml"
     config.parent.mkdir(parents=True)

@@ -113,6 +113,18 @@ def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(cli: Cli) -> N
     assert "1 of 2 prompts were not answered; their lines have an error" in result.err
 
 
+def test_a_blank_prompt_has_an_error_in_its_own_line(cli: Cli) -> None:
+    entries = [{"prompt": "   ", "id": 1}, {"prompt": "Hello"}, {"turns": ["Hello", " "]}]
+    name = write(cli, "prompts.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
+    result = cli.call("run", "demo", "--jsonl", name, *SHORT)
+    assert result.status == 2
+    first, second, third = lines(result.out)
+    assert (first["id"], first["error"]) == (1, "the prompt is blank")
+    assert second["text"]
+    assert third["error"] == "turn 2 of 2 is blank"
+    assert third["answers"] == [second["text"]]
+
+
 @pytest.mark.parametrize(
     ("text", "more", "said"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,18 @@ def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
     assert own.call("sessions", "export", "1", "--format", "pdf").status == 2
 
 
+def test_what_was_taken_back_is_marked_where_it_is_shown_in_a_pipe(own: Cli) -> None:
+    with Sessions(own.home / "state" / "sessions.db") as sessions:
+        conversation = sessions.get(2)
+        conversation.take_back()
+        conversation.add(Turn("news", "none", model="demo"))
+        sessions.keep(conversation)
+    shown = own.call("sessions", "show", "2", "--all").out.decode()
+    assert "rain\n\n*(stopped by the user, taken back)*\n\n## User\n\nnews" in shown
+    assert shown.endswith("## Assistant\n\nnone\n")
+    assert "taken back" not in own.call("sessions", "show", "2").out.decode()
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd/x.md", "new/", "x.txt", "a" * 300 + ".md"])
 def test_an_export_that_cannot_be_written_is_an_error_without_a_traceback(own: Cli, name: str) -> None:
     result = own.call("sessions", "export", "1", "-o", name)
@@ -85,6 +99,50 @@ def test_a_damaged_database_is_an_error_with_its_place(own: Cli) -> None:
     assert result.status == 1
     assert "sessions.db: file is not a database" in result.err
     assert "hint: move that file away" in result.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE turns SET answer = x'ff00' WHERE conversation = 1",
+        "UPDATE turns SET answer = CAST(x'ff00' AS TEXT) WHERE conversation = 1",
+        "ALTER TABLE turns RENAME TO answers",
+    ],
+)
+def test_what_cannot_be_read_in_the_database_is_an_error_with_its_place(own: Cli, change: str) -> None:
+    with closing(sqlite3.connect(own.home / "state" / "sessions.db")) as other:
+        other.execute(change)
+        other.commit()
+    for arguments in (["show", "1"], ["export", "1", "--format", "json"], ["search", "rain", "+"]):
+        result = own.call("sessions", *arguments)
+        assert result.status == 1
+        assert "sessions.db: the database is damaged (" in result.err
+        assert "move that file away" in result.err
+
+
+def test_a_conversation_that_cannot_be_read_can_be_deleted(own: Cli) -> None:
+    with closing(sqlite3.connect(own.home / "state" / "sessions.db")) as other:
+        other.execute("UPDATE conversations SET title = x'ff' WHERE id = 1")
+        other.commit()
+    result = own.call("sessions")
+    assert result.status == 1
+    assert "conversation 1 has bytes" in result.err
+    assert "`moechat sessions rm 1`" in result.err
+    assert own.call("sessions", "rm", "1").status == 0
+    assert own.call("sessions").status == 0
+
+
+def test_a_directory_in_the_place_of_the_database_is_to_be_moved_away_and_stays_as_it_is(
+    tmp_path: Path,
+) -> None:
+    cli = Cli(directory=tmp_path, home=tmp_path / "home")
+    path = cli.home / "state" / "sessions.db"
+    path.mkdir(parents=True, mode=0o755)
+    result = cli.call("sessions")
+    assert result.status == 1
+    assert "sessions.db is a directory" in result.err
+    assert "hint: move it away" in result.err
+    assert path.stat().st_mode & 0o777 == 0o755
 
 
 def test_neither_torch_nor_the_editor_is_imported(own: Cli) -> None:

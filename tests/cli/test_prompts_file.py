@@ -82,6 +82,29 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         read_prompts("-")
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_is_awaited_from_a_terminal_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"one\n"))
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    read_prompts("-", quiet=quiet)
+    assert ("reading prompts from the terminal; Ctrl-D" in capfd.readouterr().err) == (not quiet)
+
+
+def test_a_blank_prompt_spoils_no_other_and_is_refused_when_it_is_used(tmp_path: Path) -> None:
+    file = read_prompts(
+        write(tmp_path, '{"prompt": "   "}\n{"turns": ["a", "\\n"]}\n{"prompt": "b", "x": NaN}')
+    )
+    with pytest.raises(UsageError, match=r"^the prompt is blank$"):
+        file.prompts[0].require_text(0)
+    file.prompts[1].require_text(0)
+    with pytest.raises(UsageError, match=r"^turn 2 of 2 is blank$"):
+        file.prompts[1].require_text(1)
+    assert file.prompts[2].turns == ["b"]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -90,7 +113,6 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'["a"]', "not an object"),
         (b'{"q": "a"}', "none of messages, turns, prompt, question, text in it"),
         (b'{"prompt": 5}', "prompt is no text"),
-        (b'{"prompt": "  "}', "prompt is no text"),
         (b'{"prompt": []}', "prompt is no text"),
         (b'{"turns": "a"}', "turns is no list of texts"),
         (b'{"turns": []}', "turns is empty"),
@@ -100,6 +122,8 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"messages": ["a"]}', "messages is no list of messages"),
         (b'{"messages": [{"role": "user"}]}', "messages is no list of messages"),
         (b'{"messages": [{"role": "king", "content": "a"}]}', "messages is no list of messages"),
+        (b'{"prompt": "hi", "id": 1e999}', "id holds a number that JSON has no way to write"),
+        (b'{"prompt": "hi", "id": {"a": [NaN]}}', "id holds a number that JSON has no way to write"),
         (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     ],
 )
@@ -136,4 +160,5 @@ def test_any_bytes_are_prompts_or_a_usage_error(tmp_path: Path, data: bytes) -> 
     except UsageError:
         return
     assert file.prompts
-    assert all(turn.strip() for prompt in file.prompts for turn in prompt.turns)
+    assert all(prompt.turns for prompt in file.prompts)
+    json.dumps([prompt.key for prompt in file.prompts], allow_nan=False)
