@@ -596,7 +596,7 @@ def test_an_expert_without_blocks_is_not_let_in() -> None:
     assert not cache.is_protected(0, 1)
 
 
-@pytest.mark.parametrize("order", permutations(range(4)))
+@pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_experts_that_rank_alike_are_let_in_whatever_the_order_of_their_release(
     order: tuple[int, ...],
 ) -> None:
