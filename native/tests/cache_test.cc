@@ -1,6 +1,6 @@
-// Drives the split-expert cache with random operations and a pretended link whose transfers finish in any
-// order, fail, or are cancelled. Every page carries what was put into it, so that a page that changes hands
-// while a pinned expert relies on it is seen. Runs plain and under sanitizers:
+// Drives the split-expert cache with random operations and a simulated link whose transfers finish in any
+// order, fail, or are cancelled. Each page holds a tag of its block, which detects pages that are reassigned
+// while a pinned expert uses them. Runs with and without sanitizers:
 //
 //   native_cache_test [--seconds S] [--seed N]    prints the number of operations
 //   native_cache_test --bench                     prints nanoseconds of bookkeeping a layer
@@ -106,7 +106,7 @@ class Driver {
     }
   }
 
-  // Everything lands and is released: nothing may be left over.
+  // Finishes all transfers and releases all experts; nothing may be left over.
   void drain() {
     while (!flying_.empty()) land();
     while (!pinned_.empty()) release();
@@ -131,15 +131,15 @@ class Driver {
     std::uint32_t generation;
     std::uint64_t tag;  // 0: staging
     bool prefetch;
-    bool orphan;  // its expert has let go of it
+    bool orphan;  // its expert has given the page up
   };
   struct Pin {
     std::int32_t layer, expert;
-    std::int32_t assigned;  // at least so many blocks must stay, unless a transfer of the expert fails
+    std::int32_t assigned;  // least number of blocks that must stay, unless a transfer of the expert fails
   };
 
   std::uint32_t draw(std::uint32_t below) { return static_cast<std::uint32_t>(random_() % below); }
-  // Small numbers more often than large ones, as routers choose.
+  // Draws small numbers more often than large ones: routers prefer some experts too.
   std::int32_t draw_expert() {
     const auto count = static_cast<std::uint32_t>(shape_.experts);
     return static_cast<std::int32_t>(std::min(draw(count), draw(count)));
@@ -192,7 +192,7 @@ class Driver {
     }
   }
 
-  // Plans twice around a look at everything visible: planning changes nothing and repeats itself.
+  // Plans twice and compares all visible state: planning changes nothing and is deterministic.
   void move(const Want& want) {
     const std::uint64_t version = cache_.version();
     const std::int64_t available = cache_.available();
@@ -222,7 +222,7 @@ class Driver {
       }
       EXPECT(fetched == std::min({missing, available, want.max_blocks}));
     }
-    if (draw(16) == 0) return;  // a plan that nobody commits
+    if (draw(16) == 0) return;  // a plan that is not committed
     if (draw(16) == 0 && change_something()) {
       bool refused = false;
       try {
@@ -277,7 +277,7 @@ class Driver {
     move({to, layer_, chosen_.data(), count, true, most, draw(2) == 0});
   }
 
-  // A finished transfer, after which the pretended link has put the block there or failed.
+  // Finishes a transfer, with success or with an error.
   void land() {
     if (flying_.empty()) return;
     const Flight flight = take_flight(draw(static_cast<std::uint32_t>(flying_.size())));
@@ -286,7 +286,7 @@ class Driver {
       write(flight.page, flight.tag);
       ++(flight.prefetch ? landed_prefetch_ : landed_demand_);
     }
-    EXPECT(slab_.generation(flight.page) == flight.generation);  // nobody else has had the page
+    EXPECT(slab_.generation(flight.page) == flight.generation);  // the page was not reassigned
     EXPECT(cache_.landed(flight.page, error) == (flight.tag != 0 && !flight.orphan));
     ++operations_;
     if (error != 0) after_loss();
@@ -313,7 +313,7 @@ class Driver {
       expert = fetch.expert;
       block = fetch.block;
       if (expert == stopped) continue;
-      if (draw(8) == 0) {  // this one has started
+      if (draw(8) == 0) {  // the transfer has already started
         stopped = expert;
         continue;
       }
@@ -396,7 +396,7 @@ class Driver {
     return flight;
   }
 
-  // Blocks may have gone: finds orphans by what the cache says, and forgets what pins relied on.
+  // Updates the test's state after blocks may have been lost: new orphans, and lower bounds of pinned blocks.
   void after_loss() {
     for (Flight& flight : flying_) {
       if (flight.tag == 0 || flight.orphan) continue;
@@ -496,7 +496,8 @@ Timing bench_layer(const Shape& shape, std::int32_t misses, double theta) {
   std::int64_t fetched = 0, layers = 0;
   std::int32_t turn = 0;
   const auto token = [&] {
-    // The hot experts vary among the first ones; those that miss go round the rest, which never stay so long.
+    // Hits rotate among the first experts. Misses cycle through the rest, which are evicted before they
+    // recur.
     const std::int32_t others = shape.experts - 2 * hits;
     for (std::int32_t i = 0; i < shape.top_k; ++i) {
       const bool hot = i < hits;
@@ -530,7 +531,7 @@ Timing bench_layer(const Shape& shape, std::int32_t misses, double theta) {
 }
 
 void bench() {
-  // Half of the experts fit, and the blocks of one layer's experts twice on their way.
+  // Pages for half of the experts, plus twice the blocks of one layer's experts in flight.
   const Shape shapes[] = {{48, 128, 12, 8, 48 * 64 * 12 + 192, 192, "lcp"},
                           {48, 128, 12, 8, 48 * 64 * 12 + 192, 192, "forecast"},
                           {32, 8, 224, 2, 32 * 4 * 224 + 896, 896, "lcp"},

@@ -1,6 +1,6 @@
-// The link into a card's memory, and the expert runner over it, on the driver in fake_cuda.cc: what streams
-// read and what copies write is put into an order on the card alone, which random delays on both sides try to
-// break. For runs under the sanitizers, see scripts/sanitize.
+// Tests of the link into a card's memory, and of the expert runner over it, with the driver in fake_cuda.cc.
+// Copies and kernels are ordered only by events on the card; random delays on both sides expose missing
+// order. For runs under the sanitizers, see scripts/sanitize.
 //
 //   native_cuda_test [--seconds S] [--seed N] [--alarm N]
 //
@@ -55,7 +55,7 @@ std::int64_t between(Random& random, std::int64_t low, std::int64_t high) {
 }
 bool chance(Random& random, double share) { return std::uniform_real_distribution<double>()(random) < share; }
 
-// Memory of the card, and a stream of its own.
+// Device memory and a stream.
 class Card {
  public:
   explicit Card(std::int64_t bytes) : current_(cuda::primary_context(0)) {
@@ -73,7 +73,7 @@ class Card {
     return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(memory_));
   }
   cuda::Stream stream() const { return stream_; }
-  // Has a function called in the stream's turn.
+  // Queues a function in the stream.
   void run(std::function<void()> kernel) {
     kernels_.push_back(std::make_unique<std::function<void()>>(std::move(kernel)));
     const auto call = [](void* data) { (*static_cast<std::function<void()>*>(data))(); };
@@ -156,8 +156,8 @@ bool holds(const unsigned char* page, const unsigned char* expected, std::int64_
   return before && std::memcmp(page, expected, size) == 0;
 }
 
-// A slot is filled, read, and filled again, with no word from the host in between.
-void pages_change_hands_in_order(Random& random) {
+// A slot is filled, read, and filled again without synchronisation by the host.
+void page_reuse_follows_stream_order(Random& random) {
   constexpr std::int64_t kPage = 4096, kRecords = 32;
   draw_delays(random);
   const bool pinned = chance(random, 0.7);
@@ -217,8 +217,8 @@ void pages_change_hands_in_order(Random& random) {
 }
 
 // Layers over a cache that is too small for them: every block is launched once, rows and blocks ascending,
-// and lies in its page while the card reads it; or the CPU computes it, the last blocks of a row.
-void layers_are_computed_from_what_was_fetched(Random& random) {
+// and stays in its page while the card reads it; the CPU may compute the last blocks of a row instead.
+void layers_compute_from_fetched_blocks(Random& random) {
   draw_delays(random);
   const auto layers = static_cast<std::int32_t>(between(random, 1, 3));
   const auto experts = static_cast<std::int32_t>(between(random, 2, 8));
@@ -303,8 +303,8 @@ void layers_are_computed_from_what_was_fetched(Random& random) {
   EXPECT(runner.check().empty());
 }
 
-// The card fails in the middle: the layer says so, and everything can be given back.
-void the_card_fails(Random& random) {
+// The card fails during a layer: the layer raises an error, and all resources can be released.
+void card_failure_raises(Random& random) {
   fake_cuda_reset();
   const BlockLayout layout = make_block_layout(16, 3 * kBlockNeurons, 4, false, false);
   const Far far(random, 1, 4 * 3, layout.record_bytes, true);
@@ -362,9 +362,9 @@ int run(int count, char** arguments) {
   const Clock::time_point end =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   do {
-    pages_change_hands_in_order(random);
-    layers_are_computed_from_what_was_fetched(random);
-    if (chance(random, 0.2)) the_card_fails(random);
+    page_reuse_follows_stream_order(random);
+    layers_compute_from_fetched_blocks(random);
+    if (chance(random, 0.2)) card_failure_raises(random);
   } while (Clock::now() < end);
   EXPECT(fake_cuda_get("pinned") == 0);
   EXPECT(fake_cuda_get("allocated") == 0);

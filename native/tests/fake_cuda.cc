@@ -1,17 +1,17 @@
-// The part of NVIDIA's driver that moechat calls, over host memory: a library with the same names, for tests
-// on machines without a card. What is asynchronous there is asynchronous here: every stream is a thread that
-// does one thing after another, with delays and faults that a test asks for.
+// Implements the part of NVIDIA's driver that moechat calls, in host memory: a library with the same symbols,
+// for tests on machines without a card. Asynchronous calls are asynchronous here too: every stream is a
+// thread that executes its operations in order, with delays and faults that a test sets.
 //
-// Stricter than the driver where a mistake would go unseen: a copy whose source is not pinned, or whose
-// target is not device memory, is refused, and so is a stream that has been destroyed. Device memory is what
-// cuMemAlloc gave, or what a test has named by fake_cuda_adopt.
+// Stricter than the driver, to detect mistakes: copies from unpinned memory, copies into anything but device
+// memory, and destroyed streams are refused. Device memory is memory from cuMemAlloc, or memory registered by
+// fake_cuda_adopt.
 //
 //   fake_cuda_set(name, value): bandwidth (bytes/s, 0: none), latency and jitter (s), seed, vram and
-//   pin_limit (bytes), fail_after (copies; the context is dead from then on), piece (bytes copied at a time,
-//   with a pause between), version, no_batches (1: they are refused)
+//   pin_limit (bytes), fail_after (copies, after which the context is dead), piece (bytes copied at a time,
+//   with a pause between), version, no_batches (1: batches are refused)
 //
-//   fake_cuda_get(name): copies, batches, bytes, waits, pinned, streams, events, allocated: how many, or
-//   bytes
+//   fake_cuda_get(name): number of copies, batches, waits, streams, events; bytes copied (bytes), pinned and
+//   allocated (in bytes)
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -132,7 +132,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
   all.changed.notify_all();
 }
 
-// As there, an event may be destroyed while streams still wait for it. Null: there is none.
+// As in the driver, an event may be destroyed while streams still wait for it. Null: no event.
 std::shared_ptr<Event> event_at(const void* event) {
   World& all = world();
   const Lock lock(all.mutex);
@@ -173,7 +173,7 @@ struct CopyAttributes {
   unsigned flags;
 };
 
-// The copies of a batch are made in a drawn order; the batch as a whole has its turn in the stream.
+// Makes the copies of a batch in random order; the batch as a whole keeps its place in the stream.
 Result copy_batch(const unsigned long long* to, const unsigned long long* from, const std::size_t* bytes,
                   std::size_t count, const CopyAttributes* attributes, const std::size_t* attributes_from,
                   std::size_t attributes_count, std::size_t* failed, void* stream) {
@@ -224,7 +224,7 @@ double fake_cuda_get(const char* name) {
   const Lock lock(all.mutex);
   return all.counts[name];
 }
-// What was adopted before and overlaps is gone: its memory was freed meanwhile, or it could not be here.
+// Replaces overlapping earlier ranges: their memory must have been freed.
 void fake_cuda_adopt(void* at, std::size_t bytes) {
   World& all = world();
   const Lock lock(all.mutex);
@@ -240,7 +240,7 @@ void fake_cuda_disown(void* at) {
   const Lock lock(all.mutex);
   all.device.erase(reinterpret_cast<std::uintptr_t>(at));
 }
-// The card is as it was at first, and the settings too. Nothing may be under way.
+// Restores the initial state and settings. REQUIRES: no operation is in progress.
 void fake_cuda_reset() {
   World& all = world();
   const Lock lock(all.mutex);
@@ -356,7 +356,7 @@ Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
   ++all.counts["streams"];
   return kSuccess;
 }
-// What the stream was given is still done, as there.
+// As in the driver, queued operations still finish.
 Result cuStreamDestroy_v2(void* stream) {
   World& all = world();
   auto* const one = static_cast<Stream*>(stream);

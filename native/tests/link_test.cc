@@ -1,11 +1,11 @@
-// Stress of the links, to be run under sanitizers (see selftest.cc for how):
+// Stress tests of the links, for runs under sanitizers (see scripts/sanitize):
 //
 //   native_link_test [--seconds N] [--seed N] [--alarm N]
 //
-// Random operations on many kinds of link are compared with a model that knows what every page must hold;
-// then each promise of link.h has a test of its own. A page is poisoned when it has been handed in, and again
-// when it has been checked: a byte that changes without a transfer, or a byte of a transfer that does not, is
-// an error. Anything that hangs is ended by an alarm.
+// Random operations on many kinds of link are compared with the expected content of every page; then each
+// guarantee of link.h has a test of its own. Pages are poisoned before a transfer is submitted and after it
+// has been checked: a byte that changes without a transfer, or that a transfer leaves unchanged, is an error.
+// An alarm ends a run that hangs.
 #include "link/link.h"
 
 #include <fcntl.h>
@@ -93,7 +93,7 @@ double cpu_seconds() {
   return time(usage.ru_utime) + time(usage.ru_stime);
 }
 
-// ---- Far tiers: bytes that say where they come from.
+// ---- Far tiers: every byte encodes its region and offset.
 
 unsigned char far_byte(std::int32_t region, std::int64_t offset) {
   std::uint64_t word = static_cast<std::uint64_t>(offset) / 8 * 0x9e3779b97f4a7c15u +
@@ -112,7 +112,7 @@ constexpr std::int32_t kRegions = 3;
 constexpr std::int64_t kRegionPages = 96;
 
 const std::vector<std::vector<unsigned char>>& memory() {
-  // Never destroyed: the test leaves links behind that are still at work.
+  // Never destroyed: the test leaves links behind that are still running.
   static const auto* const data = [] {
     auto* const made = new std::vector<std::vector<unsigned char>>;
     for (std::int32_t region = 0; region < kRegions; ++region) {
@@ -155,7 +155,7 @@ class Directory {
   std::vector<std::string> files_;
 };
 
-// Two regions share a file, so that reads meet at a border that they may not merge over.
+// Two regions share a file, so that adjacent reads meet at a region border, over which they may not merge.
 std::vector<FileRegion> file_regions(Directory* directory) {
   std::vector<unsigned char> both(memory()[0]);
   both.insert(both.end(), memory()[1].begin(), memory()[1].end());
@@ -172,7 +172,7 @@ std::string temporary() {
 
 // ---- Random operations.
 
-// Pages of a caller, and what each must hold.
+// Pages of a caller and their expected content.
 class Desk {
  public:
   Desk(Link* link, std::uint32_t first_slot, std::uint32_t slots, std::int64_t most_pages, unsigned seed,
@@ -187,7 +187,7 @@ class Desk {
     for (std::uint32_t i = 0; i < slots; ++i) poison(i);
   }
 
-  // Marks what has come; bytes are exactly those of the far tier, and nothing beyond them was touched.
+  // Records a completion; the page must equal the far tier's bytes, with no byte written beyond them.
   void land(std::uint32_t slot, int error) {
     Entry& entry = entries_[slot - first_];
     EXPECT(entry.busy);
@@ -221,7 +221,7 @@ class Desk {
     } else if (kind < 13) {
       link_->promote(first_ + index, any_priority());
     } else if (kind == 13 && !entry.busy) {
-      expect_poison(index, 0);  // long after its completion nothing has written to it
+      expect_poison(index, 0);  // unchanged since its completion
     } else if (kind == 14) {
       link_->stats();
     }
@@ -290,7 +290,8 @@ class Desk {
   std::int64_t landed_ = 0, failed_ = 0, cancelled_ = 0, submitted_ = 0;
 };
 
-// Several callers with slots of their own work at once; whoever polls reports to the owner of the slot.
+// Several callers with slots of their own run concurrently; each poll passes completions to the slots'
+// owners.
 void random_operations(std::unique_ptr<Link> link, unsigned seed, double time, bool faults = false,
                        std::int64_t most_pages = 4) {
   constexpr std::uint32_t kCallers = 2, kSlots = 24;
@@ -361,7 +362,7 @@ void random_operations(std::unique_ptr<Link> link, unsigned seed, double time, b
   for (const auto& desk : desks) desk->check_all_poison();
 }
 
-// ---- One promise at a time.
+// ---- One guarantee at a time.
 
 using Made = std::unique_ptr<Link>;
 
@@ -373,7 +374,7 @@ SimLinkOptions sim_options() {
 
 Made sim(const SimLinkOptions& options) { return make_sim_link(sim_regions(), options); }
 
-// Pages for tests that look at single transfers.
+// Pages for tests of single transfers.
 class Pages {
  public:
   explicit Pages(std::int64_t count) : slab_(count, kPage) {
@@ -401,7 +402,7 @@ void submit(Link* link, const std::vector<Transfer>& transfers) {
   operations += static_cast<std::int64_t>(transfers.size());
 }
 
-// Completions in their order, until `count` or more have come.
+// Returns completions in order, waiting for at least `count`.
 std::vector<Completion> collect(Link* link, std::size_t count) {
   std::vector<Completion> all;
   const Clock::time_point start = Clock::now();
@@ -419,7 +420,7 @@ std::vector<std::uint32_t> slots_of(const std::vector<Completion>& completions) 
   return slots;
 }
 
-void slab_keeps_accounts() {
+void slab_tracks_pages_and_memory() {
   Slab slab(5, 8192);
   EXPECT(slab.pages() == 5 && slab.free_pages() == 5 && slab.page_bytes() == 8192);
   EXPECT(slab.data(3) - slab.data(0) == 3 * 8192);
@@ -466,7 +467,7 @@ void priorities_and_overtaking() {
   EXPECT((slots_of(collect(link.get(), 9)) == std::vector<std::uint32_t>{6, 7, 8, 3, 4, 5, 0, 1, 2}));
   for (std::uint32_t i = 0; i < 9; ++i) EXPECT(pages.holds(i, i));
 
-  // A demand overtakes what is queued, between two transfers.
+  // A demand overtakes queued transfers.
   transfers.clear();
   for (std::uint32_t i = 0; i < 24; ++i) transfers.push_back(pages.transfer(i, i, Priority::kFar));
   submit(link.get(), transfers);
@@ -495,7 +496,7 @@ void cancel_and_promote() {
   EXPECT(!link->cancel(7) && !link->cancel(1000));
   link->promote(4, Priority::kNear);
   link->promote(5, Priority::kDemand);
-  link->promote(5, Priority::kNear);  // is higher already
+  link->promote(5, Priority::kNear);  // already has a higher priority
   link->promote(0, Priority::kDemand);
   link->promote(1000, Priority::kDemand);
   submit(link.get(), {pages.transfer(1, 30, Priority::kFar)});  // the slot is free again
@@ -507,7 +508,7 @@ void cancel_and_promote() {
          stats.transfers[2] == 4);
 }
 
-void impossible_transfers() {
+void impossible_transfers_are_rejected() {
   Pages pages(4);
   const Made link = sim(sim_options());
   expect_throw<std::logic_error>([&] { submit(link.get(), {pages.transfer(0, 0, Priority::kDemand)}); });
@@ -537,7 +538,8 @@ void impossible_transfers() {
   submit(link.get(), {good});
   expect_throw<std::invalid_argument>([&] { submit(link.get(), {good}); });
   EXPECT(link->wait(milliseconds(5000)));
-  expect_throw<std::invalid_argument>([&] { submit(link.get(), {good}); });  // not handed out yet
+  expect_throw<std::invalid_argument>(
+      [&] { submit(link.get(), {good}); });  // its completion has not been polled yet
   EXPECT(collect(link.get(), 1)[0].error == 0);
   EXPECT(link->stop(milliseconds(1000)) && link->stop(milliseconds(0)));
   expect_throw<std::runtime_error>([&] { submit(link.get(), {good}); });
@@ -555,7 +557,7 @@ void impossible_transfers() {
   wrong([](SimLinkOptions* options) { options->in_flight_bytes = -1; });
 }
 
-void faults_stay_with_their_transfer() {
+void faults_affect_only_their_transfer() {
   Pages pages(200);
   SimLinkOptions options;
   options.fault_rate = 0.5;
@@ -604,7 +606,7 @@ void a_failed_link_wakes_its_waiters() {
     EXPECT(link->failure().find("failed after 2") != std::string::npos);
     const std::string why = expect_throw<std::runtime_error>([&] { submit(link.get(), {transfers[0]}); });
     EXPECT(why.find("failed after 2") != std::string::npos);
-    // It never makes a caller wait again.
+    // Later waits return at once.
     const Clock::time_point again = Clock::now();
     EXPECT(!link->wait(milliseconds(8000)) && since(again) < 5);
     EXPECT(link->stats().queued == 0 && link->stats().in_flight == 0);
@@ -612,7 +614,7 @@ void a_failed_link_wakes_its_waiters() {
   }
 }
 
-void prefetches_leave_room_for_demands() {
+void prefetches_leave_capacity_for_demands() {
   Pages pages(32);
   SimLinkOptions options;
   options.latency = 20e-3;
@@ -674,7 +676,7 @@ void completions_out_of_order() {
   }
 }
 
-void stop_waits_for_what_is_in_flight() {
+void stop_waits_for_transfers_in_flight() {
   Pages pages(4);
   SimLinkOptions options;
   options.latency = 0.3;
@@ -692,8 +694,8 @@ void stop_waits_for_what_is_in_flight() {
   EXPECT(done[0].slot == 0 && done[0].error == 0 && link->stats().cancelled == 1);
 }
 
-// What the link writes is its own for ever.
-void a_link_that_cannot_be_stopped_is_left_alone() {
+// The memory that such a link writes to is leaked.
+void a_link_that_does_not_stop_is_leaked() {
   Pages pages(4);
   SimLinkOptions options;
   options.latency = 2.0;
@@ -813,7 +815,7 @@ void merged_reads(const Way& way, Directory* directory) {
   EXPECT(count(transfers, &pages) == 2);
 }
 
-void files_that_have_become_shorter(const Way& way, Directory* directory) {
+void reads_beyond_a_truncated_file_fail(const Way& way, Directory* directory) {
   const std::vector<FileRegion> regions = file_regions(directory);
   FileLinkOptions options = file_options(way);
   const Made link = make_file_link(regions, options);
@@ -867,7 +869,7 @@ void threads_that_begin_reads_may_end(const Way& way, Directory* directory) {
   for (std::uint32_t i = 0; i < 64; ++i) EXPECT(pages.holds(i, i / 4 * 5 + i % 4));
 }
 
-void files_that_are_refused(Directory* directory) {
+void unusable_files_are_rejected(Directory* directory) {
   const std::string there = directory->write("there", std::vector<unsigned char>(2 * kPage));
   const FileLinkOptions options;
   const std::string missing = directory->path() + "/missing";
@@ -892,8 +894,8 @@ void files_that_are_refused(Directory* directory) {
   expect_throw<std::invalid_argument>([&] { submit(link.get(), {odd}); });
 }
 
-// A read that never ends: its target is memory whose pages this test has to provide, and does not. Where the
-// system does not let it, this test does nothing and says so.
+// A read that never ends: its target is userfaultfd memory whose pages the test does not provide. Without
+// userfaultfd, the test prints a message and does nothing.
 void hung_reads(const Way& way, Directory* directory) {
 #if defined(UFFDIO_REGISTER) && defined(__NR_userfaultfd)
   const int fault_fd = static_cast<int>(syscall(__NR_userfaultfd, O_CLOEXEC | O_NONBLOCK));
@@ -914,14 +916,14 @@ void hung_reads(const Way& way, Directory* directory) {
   const Clock::time_point start = Clock::now();
   submit(link.get(), {{0, 0, 0, kPage, slab.data(0), Priority::kDemand}});
   EXPECT(!link->wait(milliseconds(30)));
-  // Others come through meanwhile.
+  // Other transfers finish in the meantime.
   Pages pages(8);
   submit(link.get(), {pages.transfer(1, 1, Priority::kDemand), pages.transfer(2, 2, Priority::kDemand)});
   EXPECT(collect(link.get(), 2).size() == 2 && pages.holds(2, 2));
   EXPECT(!link->stop(milliseconds(50)));
   link.reset();
   EXPECT(since(start) < 3);
-  EXPECT(ioctl(fault_fd, UFFDIO_UNREGISTER, &range.range) == 0);  // now it ends
+  EXPECT(ioctl(fault_fd, UFFDIO_UNREGISTER, &range.range) == 0);  // the read ends now
   close(fault_fd);
   while (!holds_unsynchronised(slab.data(0), memory()[0].data())) {
     EXPECT(since(start) < 10);
@@ -949,8 +951,8 @@ void an_idle_link_sleeps(const std::function<Made()>& make, bool busy) {
   EXPECT(link->stop(milliseconds(1000)));
 }
 
-void a_child_process_leaves_the_link_alone(const std::function<Made()>& make) {
-#if !defined(__SANITIZE_THREAD__)  // which does not support threads in a forked child
+void a_child_process_does_not_use_the_link(const std::function<Made()>& make) {
+#if !defined(__SANITIZE_THREAD__)  // tsan does not support threads in a forked child
   Pages pages(4);
   Made link = make();
   link->open(4);
@@ -1013,17 +1015,17 @@ void stop_under_load(Made link, unsigned seed) {
 }
 
 void run(double time, unsigned seed) {
-  slab_keeps_accounts();
-  a_link_that_cannot_be_stopped_is_left_alone();
+  slab_tracks_pages_and_memory();
+  a_link_that_does_not_stop_is_leaked();
   priorities_and_overtaking();
   cancel_and_promote();
-  impossible_transfers();
-  faults_stay_with_their_transfer();
+  impossible_transfers_are_rejected();
+  faults_affect_only_their_transfer();
   a_failed_link_wakes_its_waiters();
-  prefetches_leave_room_for_demands();
+  prefetches_leave_capacity_for_demands();
   a_stalled_link_stops();
   completions_out_of_order();
-  stop_waits_for_what_is_in_flight();
+  stop_waits_for_transfers_in_flight();
   wait_honours_its_limit();
   simulated_speed();
   nothing_is_allocated(sim({}), false);
@@ -1038,7 +1040,7 @@ void run(double time, unsigned seed) {
         },
         true);
   }
-  a_child_process_leaves_the_link_alone([] {
+  a_child_process_does_not_use_the_link([] {
     SimLinkOptions options;
     options.latency = 0.1;
     return sim(options);
@@ -1053,16 +1055,16 @@ void run(double time, unsigned seed) {
   } catch (const std::system_error& error) {
     std::printf("io_uring was not tested: %s\n", error.what());
   }
-  files_that_are_refused(&directory);
+  unusable_files_are_rejected(&directory);
   for (const Way& way : ways) {
     merged_reads(way, &directory);
-    files_that_have_become_shorter(way, &directory);
+    reads_beyond_a_truncated_file_fail(way, &directory);
     unaligned_targets(way, &directory);
     threads_that_begin_reads_may_end(way, &directory);
     const auto make = [&] { return make_file_link(file_regions(&directory), file_options(way)); };
     nothing_is_allocated(make(), true);
     an_idle_link_sleeps(make, false);
-    a_child_process_leaves_the_link_alone(make);
+    a_child_process_does_not_use_the_link(make);
     stop_under_load(make(), seed);
     if (!way.direct) hung_reads(way, &directory);
   }

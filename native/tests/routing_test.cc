@@ -1,4 +1,4 @@
-// Drives the routing counter beside a plain count of the same, over every policy. Runs plain and under
+// Compares the routing counter with a direct count by definition, for every policy. Runs with and without
 // sanitizers:
 //
 //   native_routing_test [--seconds S] [--seed N]    prints the number of accesses
@@ -48,7 +48,7 @@ std::unique_ptr<EvictionPolicy> policy_of(const std::string& name, std::int32_t 
   spec.name = name;
   spec.layers = layers;
   spec.experts = experts;
-  // Three ranks for all: ties.
+  // Only three distinct ranks, to produce ties.
   for (std::int32_t i = 0; name == "static" && i < layers * experts; ++i) spec.ranks.push_back(i % 3);
   return make_policy(spec);
 }
@@ -68,7 +68,7 @@ bool better(const double* keys, std::int32_t a, std::int32_t b) {
   return keys[a] != keys[b] ? keys[a] > keys[b] : a > b;
 }
 
-// The counts of one layer, each by its definition, from a cache of its own for every number of experts.
+// Counts one layer by definition, with a separate cache for every number of experts.
 struct Plain {
   Plain(std::int32_t count, std::int32_t places, const double* keys)
       : experts(count),
@@ -188,7 +188,7 @@ std::int64_t run_random(double seconds, std::uint64_t seed) {
   return accesses;
 }
 
-// Routing with a prediction whose first places are right, as it mostly is.
+// Routing with predictions whose first ranks are correct, the usual case.
 void bench() {
   const struct {
     std::int32_t layers, experts, top_k;

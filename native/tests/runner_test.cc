@@ -1,5 +1,5 @@
-// The expert runner over simulated links: random layers, budgets, splits, policies, prefetches, delays,
-// faults and threads, every result compared bit by bit with resident_forward; then stalls, failures,
+// Tests of the expert runner over simulated links: random layers, budgets, splits, policies, prefetches,
+// delays, faults and threads, with every result bitwise equal to resident_forward; then stalls, failures,
 // interruptions and a link that cannot be stopped. For runs under the sanitizers, see scripts/sanitize.
 //
 //   native_runner_test [--seconds S] [--seed N] [--alarm N] [--only NAME] [--bench]
@@ -25,7 +25,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/thread_pool.h"
+#include "kernels/threads/thread_pool.h"
 #include "link/sim_link.h"
 
 namespace moechat {
@@ -51,7 +51,7 @@ std::int64_t between(Random& random, std::int64_t low, std::int64_t high) {
 }
 bool chance(Random& random, double share) { return std::uniform_real_distribution<double>()(random) < share; }
 
-// A model of random 4-bit records; the fields that are numbers hold sensible ones.
+// A model of random 4-bit records with plausible scales, zeros and biases.
 struct Model {
   BlockLayout layout;
   std::int32_t layers;
@@ -100,7 +100,7 @@ struct Model {
 
 constexpr ActivationSpec kSilu{Activation::kSilu, 0, 0};
 
-// Tokens with their experts, and what must come out.
+// Tokens with their experts, and the expected result.
 struct Pass {
   std::int32_t layer;
   std::int64_t tokens;
@@ -227,7 +227,7 @@ void prefetch_something(Random& random, const Model& model, ExpertRunner& runner
                   chance(random, 0.3) ? Priority::kFar : Priority::kNear);
 }
 
-// One runner with everything drawn, for some passes.
+// Some passes over a runner with random options.
 void random_layers(Random& random) {
   const Model model(random, static_cast<std::int32_t>(between(random, 1, 4)),
                     static_cast<std::int32_t>(between(random, 1, 9)), chance(random, 0.5) ? 64 : 40,
@@ -262,7 +262,7 @@ void random_layers(Random& random) {
         continue;
       }
       if (chance(random, 0.05)) continue;  // the next begin aborts it
-      // As long as it takes: faults are drawn anew each time.
+      // Retries until it succeeds: each attempt has other random faults.
       for (int attempt = 0;; ++attempt) {
         try {
           pass.finish(runner);
@@ -284,7 +284,7 @@ void random_layers(Random& random) {
   runner.abort();
   runner.drain({});
   expect_consistent(runner);
-  const RunnerStats stats = runner.stats();
+  const ScheduleStats stats = runner.stats();
   EXPECT(stats.pages_peak <= options.pages);
   EXPECT(faulty || stats.link.errors == 0);
 }
@@ -326,7 +326,7 @@ double thread_cpu_seconds() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// Nothing arrives any more: an error that names the block, in time, without burning the processor meanwhile.
+// A stalled link: an error that names the block within the limit, with the CPU idle until then.
 void stall() {
   Random random(8);
   const Model model(random, 2, 4, 64, 4);
@@ -355,7 +355,7 @@ void stall() {
   expect_consistent(runner);
   EXPECT(runner.stats().stall_seconds >= 0.3);
 
-  // drain waits in the same way.
+  // drain has the same limit.
   const double drain_cpu = thread_cpu_seconds();
   pass.begin(runner);
   try {
@@ -366,8 +366,8 @@ void stall() {
   }
 }
 
-// What `interrupted` throws comes out, the layer is dropped and the runner usable; it may not call the
-// runner.
+// An exception of `interrupted` is rethrown, drops the layer and leaves the runner usable; `interrupted` may
+// not call the runner.
 void interruption() {
   Random random(9);
   const Model model(random, 1, 4, 64, 4);
@@ -408,7 +408,7 @@ void interruption() {
   pass.finish(runner);
 }
 
-// A link that fails as a whole: every demand says so at once; what is resident is still computed.
+// A link that fails as a whole: every demand fails at once; resident layers are still computed.
 void failure() {
   Random random(10);
   const Model model(random, 2, 4, 64, 4);
@@ -427,7 +427,7 @@ void failure() {
     } catch (const LinkError& error) {
       message = error.what();
     }
-    // The first pass may have left room for some more transfers.
+    // The link may finish some more transfers after the first pass before it fails.
     EXPECT(attempt == 0 || message.find("failed after 18 transfers") != std::string::npos);
     EXPECT(since(start) < 1.0);
     expect_consistent(runner);
@@ -436,7 +436,7 @@ void failure() {
   }
 }
 
-// Reads fail now and then: the error names the block, the next attempt reads it again.
+// Random read faults: the error names the block, and the next attempt reads it again.
 void faults() {
   Random random(11);
   const Model model(random, 1, 6, 64, 4);
@@ -465,7 +465,7 @@ void faults() {
   EXPECT(failed > 3);
 }
 
-// drain: afterwards nothing is on its way and what was prefetched is resident.
+// After drain nothing is in flight, and prefetched blocks are resident.
 void drained() {
   Random random(12);
   const Model model(random, 2, 4, 64, 4);
@@ -482,7 +482,7 @@ void drained() {
   pass.run(runner);
 }
 
-// Two threads, one computing, one looking and prefetching: they take turns.
+// Two concurrent threads: one computes, one reads statistics and prefetches.
 void two_threads() {
   Random random(13);
   const Model model(random, 2, 6, 64, 4);
@@ -534,7 +534,7 @@ void in_a_child() {
   pass.finish(*runner);
 }
 
-// A transfer that can neither be stopped nor waited for. It writes long after the runner has gone.
+// A transfer that cannot be stopped and writes after the runner has been destroyed.
 class StuckLink final : public Link {
  public:
   StuckLink(std::int64_t bytes, std::vector<Transfer>* taken) : bytes_(bytes), taken_(taken) {}
@@ -676,7 +676,7 @@ void long_passes() {
   }
 }
 
-// Bookkeeping for 8 of 128 experts, all resident, and what the sum costs beyond one kernel call.
+// Times the bookkeeping for 8 of 128 resident experts, and the cost of the sum beyond one kernel call.
 void bench() {
   Random random(18);
   const Model model(random, 4, 128, 64, 12);
@@ -715,7 +715,7 @@ void bench() {
     runner.finish(x.data(), 1, out.data(), {});
     finish_seconds += since(middle);
   }
-  const RunnerStats stats = runner.stats();
+  const ScheduleStats stats = runner.stats();
   const double finish_books = finish_seconds - stats.compute_seconds;
   std::printf(
       "8 of 128 experts, 12 blocks each, all resident: begin %.2f us, finish without computing %.2f us, "
@@ -824,7 +824,7 @@ int run(int count, char** arguments) {
   }
   const Clock::time_point start = Clock::now();
   if (only.empty() || only == "random_layers") {
-    // Several at once: most of the time a runner waits for its link.
+    // Several in parallel, since a runner mostly waits for its link.
     std::atomic<std::uint64_t> next{seed};
     std::vector<std::thread> drivers;
     for (int i = 0; i < 3; ++i) {

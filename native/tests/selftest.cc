@@ -3,9 +3,9 @@
 //   cmake -S native -B build/asan -DMOECHAT_BUILD_TESTS=ON -DMOECHAT_SANITIZE=address,undefined
 //   cmake --build build/asan && build/asan/native_selftest
 //
-// and the same with -DMOECHAT_SANITIZE=thread. Numbers are checked against references by the Python tests;
-// here every encoding and size runs on heap blocks of exact size, so that an access one byte beyond is seen,
-// and from several threads at once, with the number of workers changing.
+// and the same with -DMOECHAT_SANITIZE=thread. The Python tests compare results with references; this program
+// runs every encoding and size on heap blocks of exact size, so that the sanitizer detects an access one byte
+// beyond, and from several threads at once, with a changing number of workers.
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,17 +21,17 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/block_layout.h"
-#include "kernels/dispatch.h"
-#include "kernels/forward.h"
-#include "kernels/layer_step.h"
-#include "kernels/linear.h"
-#include "kernels/pack.h"
-#include "kernels/rows16.h"
-#include "kernels/spin.h"
-#include "kernels/stream_read.h"
-#include "kernels/thread_pool.h"
-#include "kernels/wait_word.h"
+#include "kernels/decode/layer_step.h"
+#include "kernels/dense/linear.h"
+#include "kernels/dense/rows16.h"
+#include "kernels/experts/forward.h"
+#include "kernels/experts/pack.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/layout/block_layout.h"
+#include "kernels/threads/spin.h"
+#include "kernels/threads/stream_read.h"
+#include "kernels/threads/thread_pool.h"
+#include "kernels/threads/wait_word.h"
 
 namespace moechat {
 namespace {
@@ -96,7 +96,7 @@ struct Case {
     EXPECT(!bias || out_down_bias == down_bias);
 
     for (std::int64_t block = 0; block < layout.blocks; ++block) {
-      // Without the padding to 4096 bytes: nothing may read it.
+      // Without the padding to 4096 bytes, which kernels may not read.
       const auto payload = static_cast<std::size_t>(layout.payload_bytes);
       records.emplace_back(new unsigned char[payload]);
       const unsigned char* from = packed.data() + static_cast<std::size_t>(block) * size;
@@ -197,7 +197,7 @@ void encodings_and_sizes() {
   }
 }
 
-// Few tokens and many take different ways, over tokens in memory of exact size.
+// Few and many tokens use different kernels; tokens are in memory of exact size.
 void tokens_together_or_alone() {
   const std::int64_t sizes[][2] = {{17, 5}, {80, 130}, {300, 200}};
   unsigned seed = 100;
@@ -370,7 +370,7 @@ void callers_at_once() {
   for (std::thread& caller : callers) caller.join();
 }
 
-void exceptions_reach_the_caller() {
+void exceptions_are_rethrown_to_the_caller() {
   ThreadPool::set_num_threads(4);
   for (int thrower = 0; thrower < 4; ++thrower) {
     ThreadPool::Session session;
@@ -395,7 +395,7 @@ void busy_for(std::int64_t ns) {
   for (const std::int64_t start = now_ns(); now_ns() - start < ns;) relax();
 }
 
-// With workers that spin, that sleep, that are about to, and that are woken early.
+// With workers that spin, sleep, are about to sleep, and are woken early.
 void every_part_runs_once() {
   std::mt19937 generator(7);
   std::atomic<bool> stop{false};
@@ -455,7 +455,7 @@ void nothing_spins_after_the_work() {
   }
 }
 
-void budgets_follow_the_gaps() {
+void spin_budgets_follow_the_gaps_between_calls() {
   constexpr std::int64_t kUs = 1000;
   SpinBudget budget;
   EXPECT(budget.budget() == SpinBudget::kShortest);
@@ -468,7 +468,7 @@ void budgets_follow_the_gaps() {
   for (int i = 0; i < 500; ++i) budget.began(20'000 * kUs);  // too long to spin for
   EXPECT(budget.budget() == SpinBudget::kShortest);
 
-  // Spinning is paid for by work.
+  // Spinning is limited to a share of the time worked.
   budget.began(400 * kUs);
   for (int i = 0; i < 10; ++i) budget.spun(budget.budget());
   EXPECT(budget.budget() == 0);
@@ -480,7 +480,7 @@ void budgets_follow_the_gaps() {
   for (int i = 0; i < 4; ++i) budget.spun(SpinBudget::kLongest);
   EXPECT(budget.budget() == 0);
 
-  // Not on a core that others want.
+  // No spinning on a core that other processes use.
   budget.worked(1'000'000 * kUs);
   budget.jumped();
   for (int i = 0; i < SpinBudget::kSkipped; ++i) {
@@ -490,7 +490,7 @@ void budgets_follow_the_gaps() {
   EXPECT(budget.budget() == 800 * kUs);
 }
 
-// Two threads hand a number back and forth and would stop for ever at a wake that is missed.
+// Two threads pass a number back and forth; a missed wake would block them for ever.
 template <class Word>
 void no_wake_is_missed() {
   constexpr std::uint32_t kTurns = 20000;
@@ -508,8 +508,9 @@ void no_wake_is_missed() {
   EXPECT(word.value.load() == kTurns);
 }
 
-// Rows on heap blocks of exact size, with and without a rest of columns, and several tokens against one.
-void rows_of_sixteen_bits() {
+// Rows on heap blocks of exact size, with and without a remainder of columns; several tokens equal one by
+// one.
+void sixteen_bit_rows() {
   std::mt19937 generator(11);
   for (const std::int64_t cols : {1, 31, 32, 33, 200}) {
     for (const std::int64_t rows : {1, 17, 700}) {
@@ -539,7 +540,7 @@ void rows_of_sixteen_bits() {
   }
 }
 
-void memory_is_read_to_its_last_line() {
+void stream_read_covers_the_last_cache_line() {
   ThreadPool::set_num_threads(3);
   for (const std::int64_t bytes : {4096, 4097, 8191, 70000, 300001}) {
     for (std::int64_t shift = 0; shift < 66; shift += 13) {
@@ -562,8 +563,8 @@ void memory_is_read_to_its_last_line() {
   EXPECT(caught);
 }
 
-void children_compute_too() {
-#if !defined(__SANITIZE_THREAD__)  // which does not support threads in a forked child
+void forked_children_can_compute() {
+#if !defined(__SANITIZE_THREAD__)  // tsan does not support threads in a forked child
   const Case one(2, 600, 300, 4, false, false, 5);
   const auto expected = one.run();
   const pid_t child = fork();
@@ -581,20 +582,20 @@ void children_compute_too() {
 }  // namespace moechat
 
 int main() {
-  moechat::children_compute_too();
+  moechat::forked_children_can_compute();
   moechat::encodings_and_sizes();
   moechat::tokens_together_or_alone();
   moechat::packed_matrices();
   moechat::steps_of_a_layer();
-  moechat::exceptions_reach_the_caller();
+  moechat::exceptions_are_rethrown_to_the_caller();
   moechat::callers_at_once();
   moechat::every_part_runs_once();
   moechat::nothing_spins_after_the_work();
-  moechat::budgets_follow_the_gaps();
+  moechat::spin_budgets_follow_the_gaps_between_calls();
   moechat::no_wake_is_missed<moechat::WaitWord>();
   moechat::no_wake_is_missed<moechat::PortableWaitWord>();
-  moechat::memory_is_read_to_its_last_line();
-  moechat::rows_of_sixteen_bits();
+  moechat::stream_read_covers_the_last_cache_line();
+  moechat::sixteen_bit_rows();
   std::printf("passed on %s\n", moechat::kernels().name);
   std::printf("operations %lld\n", static_cast<long long>(moechat::operations.load()));
   return 0;

@@ -1,10 +1,10 @@
-// The arguments `activation`, `alpha` and `limit` that several functions share.
+// The shared arguments `activation`, `alpha` and `limit`.
 #pragma once
 
 #include <string>
 
 #include "bindings/arrays.h"
-#include "kernels/kernel_api.h"
+#include "kernels/isa/kernel_api.h"
 
 namespace moechat {
 

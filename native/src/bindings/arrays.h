@@ -1,4 +1,4 @@
-// Checks of the arrays that Python hands over; what is wrong becomes a ValueError that names the argument.
+// Checks of array arguments; a failed check raises ValueError with the name of the argument.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -39,7 +39,7 @@ void require_type(const char* name, const py::array& array) {
   }
 }
 
-// Contiguous array of one type and shape.
+// Checks type, shape and contiguity; returns the data.
 template <class T>
 const T* checked(const char* name, const py::array& array, const std::vector<std::int64_t>& shape) {
   require_type<T>(name, array);
@@ -55,7 +55,7 @@ T* checked_writable(const char* name, py::array& array, const std::vector<std::i
   return static_cast<T*>(array.mutable_data());
 }
 
-// An array that is read while `out` is written.
+// Checks that an input array does not overlap `out`.
 inline void refuse_overlap(const char* name, const py::array& array, const py::array& out) {
   const auto* from = static_cast<const char*>(array.data());
   const auto* to = static_cast<const char*>(out.data());

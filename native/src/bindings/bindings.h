@@ -1,4 +1,4 @@
-// Each file of bindings adds its part to the module.
+// The functions that add the parts of the module, one for each source file here.
 #pragma once
 
 #include <pybind11/pybind11.h>

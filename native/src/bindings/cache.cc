@@ -1,5 +1,5 @@
-// Python face of policies and of the split-expert cache, for tests and simulation. No call blocks, and only
-// demand_hits computes for long and drops the GIL.
+// Python bindings of the policies and the split-expert cache, for tests and simulation. Calls are short and
+// keep the GIL, except demand_hits.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -25,7 +25,7 @@
 namespace moechat {
 namespace {
 
-constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
+constexpr const char* kHitKindNames[] = {"full", "prefetch", "top", "miss"};
 
 void require_index(const char* name, std::int64_t value, std::int64_t count) {
   if (value < 0 || value >= count) {
@@ -98,7 +98,7 @@ void policy_predict(EvictionPolicy& policy, std::int32_t layer, const py::array&
   policy.predict(layer, chosen.data, chosen.count);
 }
 
-// Drops the GIL: so the policy is taken for good, and what another thread could change is copied.
+// Drops the GIL, so it takes ownership of the policy and copies arrays that another thread could change.
 py::array_t<std::int64_t> demand_hits_py(PolicyHolder& holder, const py::array& experts,
                                          const std::vector<std::int32_t>& capacities, bool admit) {
   const auto shape = shape_of(experts);
@@ -137,7 +137,7 @@ std::vector<FetchTuple> tuples_of(const std::vector<Fetch>& fetches) {
   return tuples;
 }
 
-// A cache with the slab and the policy that it works on.
+// Owns a cache with its slab and policy.
 class OwnedCache {
  public:
   OwnedCache(std::int32_t layers, std::int32_t experts, std::int32_t blocks, std::int64_t pages,
@@ -159,7 +159,7 @@ class OwnedCache {
  private:
   Slab slab_;
   SplitExpertCache cache_;
-  std::unique_ptr<EvictionPolicy> policy_;  // the one that cache_ was made with
+  std::unique_ptr<EvictionPolicy> policy_;  // used by cache_
 };
 
 std::vector<std::string> access(OwnedCache& self, std::int32_t layer, const py::array& experts,
@@ -171,7 +171,7 @@ std::vector<std::string> access(OwnedCache& self, std::int32_t layer, const py::
   std::vector<HitKind> kinds(ones.size());
   self.cache().access(layer, chosen.data, counts, chosen.count, pass_tokens, kinds.data());
   std::vector<std::string> names;
-  for (const HitKind kind : kinds) names.emplace_back(kHitNames[static_cast<int>(kind)]);
+  for (const HitKind kind : kinds) names.emplace_back(kHitKindNames[static_cast<int>(kind)]);
   return names;
 }
 
@@ -189,8 +189,8 @@ py::dict counters(OwnedCache& self) {
   const CacheCounters& counters = self.cache().counters();
   py::dict flat;
   for (int kind = 0; kind < 4; ++kind) {
-    flat[py::str(std::string("hits_") + kHitNames[kind])] = counters.hits[kind];
-    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = counters.prefill_hits[kind];
+    flat[py::str(std::string("hits_") + kHitKindNames[kind])] = counters.hits[kind];
+    flat[py::str(std::string("prefill_hits_") + kHitKindNames[kind])] = counters.prefill_hits[kind];
   }
   flat["blocks_wanted"] = counters.blocks_wanted;
   flat["blocks_resident"] = counters.blocks_resident;

@@ -65,14 +65,15 @@ std::pair<void*, std::size_t> bytes_of(py::array& array) {
   return {data, static_cast<std::size_t>(array.nbytes())};
 }
 
-// A child of fork() cannot use pinned memory, and copying gigabytes of it for the child could end both.
+// Excludes pinned memory from forked children: they cannot use it, and copying gigabytes could exhaust
+// memory.
 void keep_from_children([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes,
                         [[maybe_unused]] bool keep) {
 #if defined(MADV_DONTFORK)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
-  // A wish: without it everything works, but for such children.
+  // Errors are ignored: only forked children are affected.
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, keep ? MADV_DONTFORK : MADV_DOFORK);
 #endif
 }
@@ -112,7 +113,7 @@ int driver_version() {
 
 void bind_cuda(py::module_& m) {
   py::register_exception<cuda::Unavailable>(m, "CudaUnavailableError", PyExc_RuntimeError);
-  // Kept for as long as there are exceptions to make.
+  // Never released: exceptions can be raised until the process ends.
   static py::handle error_type = py::exception<cuda::Error>(m, "CudaError", PyExc_RuntimeError).release();
   py::register_exception_translator([](std::exception_ptr pending) {
     try {

@@ -1,7 +1,6 @@
-// The small parts of a decoding step. A call takes a microsecond or two, so that checking arrays would cost
-// as much as the work: callers give addresses of memory whose type, size and layout they have checked
-// themselves.
-#include "kernels/decode.h"
+// Python bindings of the parts of a decoding step. A call takes a microsecond or two, about as long as
+// checking arrays would, so callers pass addresses of memory whose type, size and layout they have checked.
+#include "kernels/decode/decode.h"
 
 #include <pybind11/pybind11.h>
 
@@ -13,7 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/decode_parts.h"
 #include "bindings/gil.h"
-#include "kernels/sampling.h"
+#include "kernels/decode/sampling.h"
 
 namespace moechat {
 namespace {
@@ -108,7 +107,7 @@ void bind_decode(py::module_& m) {
            py::arg("tail_token"), py::arg("value"), py::arg("value_head"), py::arg("value_token"),
            py::arg("context"), py::arg("visible"), py::arg("visible_token"), py::arg("out"));
 
-  py::class_<Routing>(m, "Routing")
+  py::class_<RouterStep>(m, "Routing")
       .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,
                        std::int64_t hidden, const std::string& scoring, std::int64_t chosen,
                        Address correction, bool normalise, float scale, const std::string& weight_type,
@@ -119,7 +118,7 @@ void bind_decode(py::module_& m) {
                refuse("chosen is " + std::to_string(chosen) + "; it must be between 1 and " +
                       std::to_string(experts));
              }
-             Routing routing{};
+             RouterStep routing{};
              routing.task.type = element_type(type);
              routing.task.weight = at(weight);
              routing.task.bias = at(bias);
@@ -137,7 +136,7 @@ void bind_decode(py::module_& m) {
            py::arg("type"), py::arg("weight"), py::arg("bias"), py::arg("experts"), py::arg("hidden"),
            py::arg("scoring"), py::arg("chosen"), py::arg("correction"), py::arg("normalise"),
            py::arg("scale"), py::arg("weight_type"), py::arg("logits_type"))
-      .def("__call__", &Routing::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),
+      .def("__call__", &RouterStep::run, py::arg("x"), py::arg("tokens"), py::arg("logits"), py::arg("index"),
            py::arg("weights"));
 
   m.def("rotate", &rotate_py, py::arg("type"), py::arg("x"), py::arg("token_stride"), py::arg("head_stride"),

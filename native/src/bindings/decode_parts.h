@@ -1,4 +1,4 @@
-// The parts of a decoding step as Python holds them: what does not change between calls.
+// Python objects for the parts of a decoding step; they hold the arguments that are equal in every call.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/gil.h"
-#include "kernels/decode.h"
+#include "kernels/decode/decode.h"
 
 namespace moechat {
 
@@ -72,7 +72,7 @@ struct Attention {
   }
 };
 
-struct Routing {
+struct RouterStep {
   RouteTask task;
   RouterRule rule;
 

@@ -1,4 +1,4 @@
-// Products of the dense part.
+// Python bindings of dense products over 16-bit weights.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,7 +10,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
-#include "kernels/rows16.h"
+#include "kernels/dense/rows16.h"
 
 namespace moechat {
 namespace {

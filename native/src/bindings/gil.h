@@ -10,10 +10,9 @@
 
 namespace moechat {
 
-// Drops the GIL for a scope. A daemon thread that comes back while the interpreter shuts down never gets the
-// GIL again: Python before 3.14 ends it by pthread_exit, whose unwinding may not leave a destructor and would
-// run others without the GIL. Such a thread waits here for the end of the process instead, as it does from
-// Python 3.14 on.
+// Drops the GIL for a scope. While the interpreter shuts down, a daemon thread cannot reacquire the GIL:
+// Python before 3.14 ends it by pthread_exit, whose unwinding may not leave a destructor and would run other
+// destructors without the GIL. Such a thread waits here until the process ends, as Python 3.14 makes it do.
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyEval_SaveThread()) {}

@@ -1,5 +1,6 @@
-// A decoder layer's step. As for its parts, callers give addresses of memory that they have checked.
-#include "kernels/layer_step.h"
+// Python bindings of a decoder layer's step. Callers pass addresses of memory that they have checked, as for
+// its parts (decode.cc).
+#include "kernels/decode/layer_step.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -19,7 +20,7 @@
 namespace moechat {
 namespace {
 
-// A product and what it reads.
+// A product and the arrays that it reads.
 struct Product {
   StepProduct task;
   std::vector<py::object> kept;
@@ -58,7 +59,7 @@ Product rows16_product(const py::array& weights, bool is_fp16, const std::option
   return product;
 }
 
-// A step and the products that it reads.
+// A step and the products that it uses.
 struct Step {
   LayerStep task;
   std::vector<Product> kept;
@@ -90,7 +91,7 @@ struct Step {
 Step make_step(const std::string& type, const Norm& before, Product query, Product key, Product value,
                Product output, const std::optional<std::pair<Norm, Norm>>& head_norms,
                const Attention& attention, std::int64_t angles, std::int64_t width, const Norm& after,
-               const std::optional<Routing>& routing) {
+               const std::optional<RouterStep>& routing) {
   Step step{};
   LayerStep& task = step.task;
   task.type = element_type(type);

@@ -1,5 +1,5 @@
-// Quantised matrices outside the experts: projections and heads.
-#include "kernels/linear.h"
+// Python bindings of quantised dense matrices: projections and output heads.
+#include "kernels/dense/linear.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -13,7 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/matrices.h"
-#include "kernels/thread_pool.h"
+#include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
@@ -24,7 +24,7 @@ py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::a
     refuse("threads is " + std::to_string(threads) + "; it must be between 0 and " +
            std::to_string(kMaxThreads));
   }
-  // numpy aligns to 16 bytes; vectors that span two lines would be read at half the speed.
+  // numpy aligns to 16 bytes only; vectors that span two cache lines load at half the speed.
   constexpr std::align_val_t kLine{64};
   auto* to = static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(layout.nbytes), kLine));
   const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });

@@ -1,4 +1,4 @@
-// Links: made here, taken by a runner, and usable from Python until then.
+// Python bindings of links. Python owns a link until a runner takes it.
 #include "link/link.h"
 
 #include <pybind11/numpy.h>
@@ -26,7 +26,7 @@
 namespace moechat {
 namespace {
 
-// Seconds from Python as a time that the link takes; infinity is as long as it gets.
+// Converts seconds to the link's duration type; infinity becomes its longest duration.
 template <class Duration>
 Duration limit_of(double seconds) {
   constexpr double kMost = 1e7;
@@ -107,10 +107,12 @@ void submit(
   std::vector<Transfer> list;
   for (const auto& [slot, region, offset, bytes, priority] : transfers) {
     if (slot < 0 || slot >= target.shape(0)) {
-      refuse("slot " + std::to_string(slot) + " of a target with " + std::to_string(target.shape(0)));
+      refuse("slot is " + std::to_string(slot) + ", but target has " + std::to_string(target.shape(0)) +
+             " pages");
     }
     if (bytes > target.shape(1)) {
-      refuse(std::to_string(bytes) + " bytes for a page of " + std::to_string(target.shape(1)));
+      refuse("a transfer has " + std::to_string(bytes) + " bytes, but a page has " +
+             std::to_string(target.shape(1)));
     }
     list.push_back({static_cast<std::uint32_t>(slot), region, offset, bytes, pages + slot * target.shape(1),
                     priority_of(priority)});
@@ -122,7 +124,7 @@ void submit(
 
 StreamOrder& order_of(const LinkHolder& holder) {
   StreamOrder* const order = holder.get().stream_order();
-  if (order == nullptr) refuse("this link copies into host memory: it knows of no streams");
+  if (order == nullptr) refuse("this link copies into host memory and has no stream ordering");
   return *order;
 }
 

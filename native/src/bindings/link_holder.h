@@ -16,7 +16,7 @@
 
 namespace moechat {
 
-// As OSError, with the file's name.
+// Raises OSError with the file's name.
 [[noreturn]] inline void raise_os_error(int error, const std::string& path) {
   errno = error;
   PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
@@ -30,7 +30,7 @@ class LinkHolder {
       : link_(std::move(link)), alive_(std::move(alive)) {}
   LinkHolder(const LinkHolder&) = delete;
   LinkHolder& operator=(const LinkHolder&) = delete;
-  // A link that cannot be stopped keeps for ever what it reads and writes.
+  // If the link does not stop, its sources and targets are leaked, since it may still read and write them.
   ~LinkHolder() {
     if (!link_) return;
     bool stopped = false;
@@ -45,14 +45,14 @@ class LinkHolder {
   }
 
   Link& get() const {
-    if (!link_) throw std::invalid_argument("the link belongs to a runner already");
+    if (!link_) throw std::invalid_argument("the link already belongs to a runner");
     return *link_;
   }
   std::unique_ptr<Link> take() {
     get();
     return std::move(link_);
   }
-  // Whoever takes the link keeps these as long as it.
+  // A new owner of the link must keep these alive as long as the link.
   const std::vector<pybind11::object>& alive() const { return alive_; }
 
   // The link writes into this array until it is stopped.

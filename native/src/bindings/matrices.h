@@ -4,7 +4,7 @@
 #include <string>
 
 #include "bindings/arrays.h"
-#include "kernels/kernel_api.h"
+#include "kernels/isa/kernel_api.h"
 
 namespace moechat {
 

@@ -1,4 +1,4 @@
-// Python face of the native core: checks arrays, drops the GIL, calls.
+// Python bindings of the native core: check arrays, drop the GIL, call.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,13 +15,13 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/matrices.h"
-#include "kernels/block_layout.h"
-#include "kernels/cpu_info.h"
-#include "kernels/dispatch.h"
-#include "kernels/forward.h"
-#include "kernels/pack.h"
-#include "kernels/stream_read.h"
-#include "kernels/thread_pool.h"
+#include "kernels/experts/forward.h"
+#include "kernels/experts/pack.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/layout/block_layout.h"
+#include "kernels/threads/cpu_info.h"
+#include "kernels/threads/stream_read.h"
+#include "kernels/threads/thread_pool.h"
 #include "memory/huge_memory.h"
 #include "memory/read_ahead.h"
 
@@ -122,9 +122,9 @@ py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) 
   return py::make_tuple(gate, up, down, biases);
 }
 
-// The numbers that the kernels compute addresses from, as they were when they were checked: the caller's
-// arrays may share memory with out, or change in another thread while the GIL is released. Kept between calls
-// of a thread, so that decoding does not allocate.
+// Copies of the indices from which kernels compute addresses, so that they stay as checked: the caller's
+// arrays may share memory with out, or change in another thread while the GIL is released. Reused between
+// calls of a thread, so that decoding does not allocate.
 struct IndexCopies {
   std::vector<std::uint64_t> block_ptr;
   std::vector<std::int32_t> block_index, block_row, row_start, row_token;
@@ -152,7 +152,7 @@ void moe_forward_py(const BlockLayout& layout, const std::string& activation, fl
   call.entries = block_ptr.shape(0);
   call.rows = row_start.shape(0) - 1;
   call.nonzeros = row_token.shape(0);
-  if (call.rows < 0) refuse("row_start is empty; it must have one value more than there are rows");
+  if (call.rows < 0) refuse("row_start is empty; it must be [rows + 1]");
   call.x = checked<float>("x", x, {call.tokens, layout.hidden_size});
   call.block_ptr = checked<std::uint64_t>("block_ptr", block_ptr, {call.entries});
   call.block_index = checked<std::int32_t>("block_index", block_index, {call.entries});
@@ -268,11 +268,8 @@ PYBIND11_MODULE(_native, m) {
     for (const auto& [name, present] : cpu_features()) features[name] = present;
     return features;
   });
-  m.def("available_isas", [] {
-    py::list names;
-    for (const char* name : available_isas()) names.append(name);
-    return names;
-  });
+  m.def("available_isas", &available_isas);
+  m.def("built_isas", &built_isas);
   m.def("active_isa", [] { return std::string(kernels().name); });
   m.def("available_cores", &available_cores);
   m.def("set_num_threads", &ThreadPool::set_num_threads, py::arg("n"));

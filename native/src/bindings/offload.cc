@@ -1,4 +1,4 @@
-// Python face of the expert runner: checks arrays, drops the GIL, calls.
+// Python bindings of the expert runner: check arrays, drop the GIL, call.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -18,6 +18,7 @@
 #include "bindings/link_holder.h"
 #include "bindings/policy_holder.h"
 #include "bindings/routing_counts.h"
+#include "bindings/schedule.h"
 #include "offload/device_lists.h"
 #include "offload/expert_sum.h"
 #include "offload/runner.h"
@@ -25,8 +26,8 @@
 namespace moechat {
 namespace {
 
-// The router's choice as it was when it was checked: the caller's arrays may change in another thread while
-// the GIL is released. Kept between calls of a thread, so that decoding does not allocate.
+// A copy of the router's choice, so that it stays as checked: the caller's arrays may change in another
+// thread while the GIL is released. Reused between calls of a thread, so that decoding does not allocate.
 struct Choice {
   std::int64_t tokens;
   std::int64_t k;
@@ -106,8 +107,8 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
                           choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
-// The experts of a layer, checked once: a call takes addresses, since arrays cost tens of microseconds a
-// layer where the caches are full of weights. The caller vouches for them.
+// The experts of a layer, checked once. Calls take unchecked addresses, since array arguments cost tens of
+// microseconds a layer when the CPU caches are full of weights.
 class ResidentExperts {
  public:
   ResidentExperts(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
@@ -138,14 +139,13 @@ class ResidentExperts {
   Records held_{};
 };
 
-// Called by a runner that waits, on a thread that has dropped the GIL: a pending Ctrl-C comes out as
-// KeyboardInterrupt.
+// Called by a waiting runner on a thread without the GIL; raises a pending Ctrl-C as KeyboardInterrupt.
 void check_signals() {
   const py::gil_scoped_acquire held;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// A runner with what its link reads from. The last reference may be dropped by any thread that has the GIL.
+// A runner and the objects that its link reads. Any thread that has the GIL may drop the last reference.
 struct RunnerParts {
   RunnerParts(RunnerOptions options, PolicyHolder& policy, LinkHolder& link)
       : alive(link.alive()),
@@ -161,7 +161,7 @@ struct RunnerParts {
   std::unique_ptr<ExpertRunner> runner;
 };
 
-// What Python holds. A call that runs in another thread keeps the parts through a close().
+// The Python object. Calls that run in other threads during close() hold references to the parts.
 class RunnerObject {
  public:
   RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
@@ -187,7 +187,7 @@ class RunnerObject {
       options.far_records.push_back(
           checked<std::uint8_t>("far_records", records, {experts * layout.blocks * layout.record_bytes}));
     }
-    policy.get();  // both are there, before either is taken
+    policy.get();  // both throw if already taken, before either is taken
     link.get();
     parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
     parts_->alive.insert(parts_->alive.end(), far_records.begin(), far_records.end());
@@ -197,7 +197,7 @@ class RunnerObject {
     if (!parts_) throw std::runtime_error("the expert cache is closed");
     return parts_;
   }
-  // Memory that the caller gave may be freed after this, so calls in other threads have to be over.
+  // Waits for calls in other threads: the caller may free near_memory and far_records afterwards.
   void close() {
     const std::shared_ptr<RunnerParts> parts = std::move(parts_);
     parts_.reset();
@@ -206,7 +206,7 @@ class RunnerObject {
     try {
       parts->runner->rest();
     } catch (const std::exception&) {
-      // From within a call of this very thread, or in a forked child: there is nobody to wait for.
+      // Called within another call of this thread, or in a forked child: waiting is impossible.
     }
   }
 
@@ -221,13 +221,6 @@ class RunnerObject {
  private:
   std::shared_ptr<RunnerParts> parts_;
 };
-
-Miss miss_of(const std::string& name) {
-  if (name == "fetch") return Miss::kFetch;
-  if (name == "compute") return Miss::kCompute;
-  if (name == "both") return Miss::kBoth;
-  refuse("miss is '" + name + "'; it must be 'fetch', 'compute' or 'both'");
-}
 
 void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& index, const py::array& weights,
               const std::string& miss) {
@@ -321,7 +314,8 @@ std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream
   const ListMemory memory = checked_lists(lists);
   std::int64_t begin = first;
   const auto call = [&](const DeviceLaunch& blocks) {
-    if (begin < 0 || begin > memory.size) refuse("lists cannot begin at " + std::to_string(begin));
+    if (begin < 0 || begin > memory.size)
+      refuse("lists cannot begin at " + std::to_string(begin) + " of " + std::to_string(memory.size));
     const BlockLists written = write_blocks(blocks, *blocks.items, memory.data + begin, memory.size - begin);
     const py::gil_scoped_acquire held;
     begin = py::cast<std::int64_t>(
@@ -333,53 +327,7 @@ std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream
 }
 
 py::dict stats_py(const RunnerObject& self) {
-  const RunnerStats stats = self.call([](ExpertRunner& runner) { return runner.stats(); });
-  py::dict flat;
-  constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
-  for (int kind = 0; kind < 4; ++kind) {
-    flat[py::str(std::string("hits_") + kHitNames[kind])] = stats.cache.hits[kind];
-    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = stats.cache.prefill_hits[kind];
-  }
-  flat["blocks_wanted"] = stats.cache.blocks_wanted;
-  flat["blocks_resident"] = stats.cache.blocks_resident;
-  flat["blocks_prefetched"] = stats.cache.blocks_prefetched;
-  flat["fetched_demand"] = stats.cache.fetched_demand;
-  flat["fetched_prefetch"] = stats.cache.fetched_prefetch;
-  flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
-  flat["evicted"] = stats.cache.evicted;
-  flat["admitted"] = stats.cache.admitted;
-
-  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
-  std::int64_t bytes = 0;
-  for (int priority = 0; priority < kPriorities; ++priority) {
-    const std::string name = kPriorityNames[priority];
-    flat[py::str("link_bytes_" + name)] = stats.link.bytes[priority];
-    flat[py::str("link_transfers_" + name)] = stats.link.transfers[priority];
-    bytes += stats.link.bytes[priority];
-  }
-  flat["link_bytes"] = bytes;
-  flat["link_operations"] = stats.link.operations;
-  flat["link_errors"] = stats.link.errors;
-  flat["link_cancelled"] = stats.link.cancelled;
-  flat["link_queued"] = stats.link.queued;
-  flat["link_in_flight"] = stats.link.in_flight;
-  flat["link_busy_seconds"] = stats.link.busy_seconds;
-  flat["link_bandwidth"] = stats.link.bandwidth;
-
-  flat["compute_seconds"] = stats.compute_seconds;
-  flat["stall_seconds"] = stats.stall_seconds;
-  flat["begin_seconds"] = stats.begin_seconds;
-  flat["layers_run"] = stats.layers_run;
-  flat["activations"] = stats.activations;
-  flat["bytes_computed"] = stats.bytes_computed;
-  flat["kernel_calls"] = stats.kernel_calls;
-  flat["blocks_staged"] = stats.blocks_staged;
-  flat["blocks_far"] = stats.blocks_far;
-  flat["far_seconds"] = stats.far_seconds;
-  flat["pages"] = stats.pages;
-  flat["pages_peak"] = stats.pages_peak;
-  flat["page_bytes"] = stats.page_bytes;
-  return flat;
+  return schedule_stats(self.call([](ExpertRunner& runner) { return runner.stats(); }));
 }
 
 py::tuple routing_counts_py(const RunnerObject& self) {
@@ -390,13 +338,10 @@ py::tuple routing_counts_py(const RunnerObject& self) {
                       RoutingCounter::depth_of(options.experts, options.top_k));
 }
 
-py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
-  const auto parts = self.parts();  // a close() by another thread would take the options away
-  const RunnerOptions& options = parts->runner->options();
-  const std::vector<std::int16_t> blocks = self.call([](ExpertRunner& runner) { return runner.residency(); });
-  py::array_t<std::int16_t> array({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
-  std::copy(blocks.begin(), blocks.end(), array.mutable_data());
-  return array;
+py::object residency_py(const RunnerObject& self) {
+  const auto parts = self.parts();  // keeps the options alive if another thread calls close()
+  const auto blocks = self.call([](ExpertRunner& runner) { return runner.residency(); });
+  return residency_array(blocks, parts->runner->options());
 }
 
 }  // namespace
@@ -404,6 +349,8 @@ py::array_t<std::int16_t> residency_py(const RunnerObject& self) {
 void bind_offload(py::module_& m) {
   py::register_exception<LinkError>(m, "LinkError", PyExc_RuntimeError);
   py::register_exception<DeviceLostError>(m, "DeviceLostError", PyExc_RuntimeError);
+  m.def("plan_speculation", &plan_speculation_py, py::arg("ahead"), py::arg("lookahead"),
+        py::arg("stream_tokens"), py::arg("layer"), py::arg("layers"), py::arg("tokens"));
   m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
         py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);

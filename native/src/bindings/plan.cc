@@ -1,4 +1,4 @@
-// Python face of the configurator's inner loops.
+// Python bindings of the configurator's inner loops.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -24,14 +24,14 @@ std::vector<double> copied(const char* name, const py::array& array, const std::
   return {data, data + array.size()};
 }
 
-// A copy, checked: the caller's array may change in another thread.
+// A checked copy, since the caller's array may change in another thread.
 std::vector<std::int64_t> numbers_of(const char* name, const py::array& array,
                                      const std::vector<std::int64_t>& shape, std::int64_t most) {
   const std::int64_t* data = checked<std::int64_t>(name, array, shape);
   std::vector<std::int64_t> copy(data, data + array.size());
   for (const std::int64_t value : copy) {
     if (value < 0 || value > most) {
-      refuse(std::string(name) + " holds " + std::to_string(value) + "; possible are 0 to " +
+      refuse(std::string(name) + " holds " + std::to_string(value) + "; it must be 0 to " +
              std::to_string(most));
     }
   }
@@ -40,7 +40,7 @@ std::vector<std::int64_t> numbers_of(const char* name, const py::array& array,
 
 LayerPlan make(int miss, int top_k, const std::vector<double>& times, double grain, const py::array& shares,
                const py::array& chances, const py::array& accuracy, const py::array& cached) {
-  if (miss < 0 || miss > 3) refuse("miss is " + std::to_string(miss) + "; possible are 0 to 3");
+  if (miss < 0 || miss > 3) refuse("miss is " + std::to_string(miss) + "; it must be 0 to 3");
   if (times.size() != 8) refuse("times has " + std::to_string(times.size()) + " entries; it must have 8");
   const auto shape = shape_of(cached);
   if (shape.size() != 4 || shape[2] < 2) {

@@ -20,7 +20,7 @@ class PolicyHolder {
   // Throws std::invalid_argument once the policy has been taken.
   EvictionPolicy& get() const {
     if (!policy_)
-      throw std::invalid_argument("the policy belongs to a cache or a runner already; make another one");
+      throw std::invalid_argument("the policy already belongs to a cache or a runner; make another one");
     return *policy_;
   }
   std::unique_ptr<EvictionPolicy> take() {

@@ -1,4 +1,4 @@
-// Python face of the routing counter, for recorded routing.
+// Python bindings of the routing counter, for recorded routing.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::int64_t kTokensBetweenSignals = 1024;
 
-// [tokens, layers, width] numbers of experts.
+// Expert numbers [tokens, layers, width].
 struct Table {
   const std::int32_t* data = nullptr;
   std::int64_t tokens = 0;
@@ -40,7 +40,7 @@ Table table_of(const char* name, const py::array& array, std::int64_t layers) {
   return {checked<std::int32_t>(name, array, shape), shape[0], shape[2]};
 }
 
-// A policy and a counter that is fed with its keys. Calls take turns.
+// A policy and a counter that ranks by its keys. Calls are serialised.
 class TraceCounter {
  public:
   TraceCounter(PolicyHolder& policy, std::int32_t top_k)
@@ -55,8 +55,8 @@ class TraceCounter {
   std::int32_t top_k() const { return top_k_; }
   const std::string& policy() const { return policy_->name(); }
 
-  // Feeds whole passes, layer by layer. Rows are copied before they are checked: the caller's arrays may
-  // change in another thread meanwhile. Calls check() now and then, which may throw.
+  // Counts passes, layer by layer. Rows are copied before they are checked, since the caller's arrays may
+  // change in another thread. Calls check(), which may throw, now and then.
   template <class Check>
   void run(const Table& chosen, const Table& ranked, const std::vector<std::int64_t>& passes,
            const Check& check) {
@@ -127,7 +127,7 @@ class TraceCounter {
   std::unique_ptr<EvictionPolicy> policy_;
   std::int32_t top_k_;
   std::vector<std::int32_t> row_, named_, counts_;
-  std::vector<std::int32_t> tokens_of_;  // [experts], 0 but for those in named_
+  std::vector<std::int32_t> tokens_of_;  // [experts], 0 except for those in named_
 };
 
 std::vector<std::int64_t> passes_of(const std::optional<py::array>& passes, std::int64_t tokens) {

@@ -1,4 +1,4 @@
-// Routing counts as Python gets them.
+// Conversion of routing counts to Python.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ py::array_t<std::int64_t> counts_array(const std::vector<From>& values,
   return array;
 }
 
-// tokens, predicted, activations, ranks, hits_of_prediction, ranks_of_prediction; int64 arrays.
+// Returns (tokens, predicted, activations, ranks, hits_of_prediction, ranks_of_prediction); int64 arrays.
 inline py::tuple counts_tuple(const RoutingCounts& counts, py::ssize_t layers, py::ssize_t experts,
                               py::ssize_t depth) {
   return py::make_tuple(counts.tokens, counts_array(counts.predicted, {layers}),

@@ -1,4 +1,4 @@
-// Python face of the simulated timeline: checks arrays, drops the GIL, calls.
+// Python bindings of the simulated timeline: check arrays, drop the GIL, call.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,23 +16,16 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "bindings/policy_holder.h"
+#include "bindings/schedule.h"
 #include "simulate/timeline.h"
 
 namespace moechat {
 namespace {
 
-Miss miss_of(const std::string& name) {
-  if (name == "fetch") return Miss::kFetch;
-  if (name == "compute") return Miss::kCompute;
-  if (name == "both") return Miss::kBoth;
-  refuse("miss is \"" + name + "\"; it must be fetch, compute or both");
-}
-
-Ahead ahead_of(const std::string& name) {
-  if (name == "none") return Ahead::kNone;
-  if (name == "ranked") return Ahead::kRanked;
-  if (name == "whole-layer") return Ahead::kWholeLayer;
-  refuse("ahead is \"" + name + "\"; it must be none, ranked or whole-layer");
+LaunchPattern launch_of(const std::string& name) {
+  if (name == "host") return LaunchPattern::kHost;
+  if (name == "card") return LaunchPattern::kCard;
+  refuse("launch is \"" + name + "\"; it must be host or card");
 }
 
 void check_signals() {
@@ -40,7 +33,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// A timeline that one thread uses at a time.
+// A timeline that refuses concurrent calls.
 class TimelineObject {
  public:
   TimelineObject(TimelineOptions options, PolicyHolder& policy) {
@@ -72,36 +65,35 @@ std::unique_ptr<TimelineObject> make_timeline(
     bool whole_experts, const std::string& miss, const std::string& ahead, std::int32_t lookahead,
     std::int32_t ahead_experts, std::optional<std::int64_t> ahead_bytes, std::int64_t stream_tokens,
     std::int64_t group_items, double attention, double head, double call, std::vector<double> compute,
-    double far_block, double far_block_shared, double latency, std::vector<double> link,
-    std::vector<double> link_shared, std::int64_t in_flight_bytes) {
+    double far_block, double far_block_shared, std::int64_t far_threads, double latency,
+    std::vector<double> link, std::vector<double> link_shared, std::int64_t in_flight_bytes,
+    const std::string& launch) {
   TimelineOptions options;
   options.layers = layers;
   options.experts = experts;
   options.blocks = blocks;
+  options.record_bytes = block_bytes;
   options.pages = pages;
   options.targets = targets_of(targets, layers);
   options.reserve = reserve;
   options.whole_experts = whole_experts;
   options.miss = miss_of(miss);
-  options.ahead = ahead_of(ahead);
-  options.lookahead = lookahead;
+  options.launch = launch_of(launch);
+  options.speculation = {ahead_of(ahead), lookahead, stream_tokens};
   options.ahead_experts = ahead_experts;
   if (block_bytes < 1) refuse("block_bytes is " + std::to_string(block_bytes) + "; it must be at least 1");
   if (ahead_bytes && *ahead_bytes < 0) refuse("ahead_bytes cannot be negative");
   options.ahead_blocks = ahead_bytes ? *ahead_bytes / block_bytes : std::numeric_limits<std::int64_t>::max();
-  options.stream_tokens = stream_tokens;
   options.group_items = group_items;
   options.attention = attention;
   options.head = head;
-  options.call = call;
-  options.compute = std::move(compute);
-  options.far_block = far_block;
-  options.far_block_shared = far_block_shared;
+  options.costs = {call, std::move(compute), far_block, far_block_shared, far_threads};
   options.link.block_bytes = block_bytes;
   options.link.latency = latency;
   options.link.seconds = std::move(link);
   options.link.seconds_shared = std::move(link_shared);
   options.link.in_flight_bytes = in_flight_bytes;
+  options.link.card = options.launch == LaunchPattern::kCard;
   return std::make_unique<TimelineObject>(std::move(options), policy);
 }
 
@@ -174,47 +166,19 @@ py::dict run_py(TimelineObject& self, const py::array& experts, const py::array&
 }
 
 py::dict stats_py(TimelineObject& self) {
-  const TimelineStats stats = self.call([](Timeline& timeline) { return timeline.stats(); });
-  py::dict flat;
-  constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
-  for (int kind = 0; kind < 4; ++kind) {
-    flat[py::str(std::string("hits_") + kHitNames[kind])] = stats.cache.hits[kind];
-    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = stats.cache.prefill_hits[kind];
-  }
-  flat["blocks_wanted"] = stats.cache.blocks_wanted;
-  flat["blocks_resident"] = stats.cache.blocks_resident;
-  flat["blocks_prefetched"] = stats.cache.blocks_prefetched;
-  flat["fetched_demand"] = stats.cache.fetched_demand;
-  flat["fetched_prefetch"] = stats.cache.fetched_prefetch;
-  flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
-  flat["evicted"] = stats.cache.evicted;
-  flat["admitted"] = stats.cache.admitted;
-  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
-  for (int priority = 0; priority < kPriorities; ++priority) {
-    const std::string name = kPriorityNames[priority];
-    flat[py::str("link_bytes_" + name)] = stats.link.bytes[priority];
-    flat[py::str("link_transfers_" + name)] = stats.link.transfers[priority];
-  }
-  flat["link_operations"] = stats.link.operations;
-  flat["link_cancelled"] = stats.link.cancelled;
-  flat["link_busy_seconds"] = stats.link.busy_seconds;
-  flat["now"] = stats.now;
-  flat["compute_seconds"] = stats.compute_seconds;
-  flat["stall_seconds"] = stats.stall_seconds;
-  flat["far_seconds"] = stats.far_seconds;
-  flat["far_blocks"] = stats.far_blocks;
-  flat["blocks_computed"] = stats.blocks_computed;
-  flat["blocks_staged"] = stats.blocks_staged;
-  flat["kernel_calls"] = stats.kernel_calls;
-  flat["pages_peak"] = stats.pages_peak;
-  return flat;
+  return self.call([](Timeline& timeline) {
+    const ScheduleStats stats = timeline.stats();
+    const double now = timeline.now();
+    const py::gil_scoped_acquire held;
+    py::dict flat = schedule_stats(stats);
+    flat["now"] = now;
+    return flat;
+  });
 }
 
-py::array_t<std::int16_t> residency_py(TimelineObject& self) {
-  const std::vector<std::int16_t> blocks = self.call([](Timeline& timeline) { return timeline.residency(); });
-  py::array_t<std::int16_t> array({py::ssize_t{self.options().layers}, py::ssize_t{self.options().experts}});
-  std::copy(blocks.begin(), blocks.end(), array.mutable_data());
-  return array;
+py::object residency_py(TimelineObject& self) {
+  const auto blocks = self.call([](Timeline& timeline) { return timeline.residency(); });
+  return residency_array(blocks, self.options());
 }
 
 }  // namespace
@@ -227,8 +191,8 @@ void bind_simulate(py::module_& m) {
            py::arg("policy"), py::arg("whole_experts"), py::arg("miss"), py::arg("ahead"),
            py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"),
            py::arg("group_items"), py::arg("attention"), py::arg("head"), py::arg("call"), py::arg("compute"),
-           py::arg("far_block"), py::arg("far_block_shared"), py::arg("latency"), py::arg("link"),
-           py::arg("link_shared"), py::arg("in_flight_bytes"))
+           py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1, py::arg("latency"),
+           py::arg("link"), py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host")
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)

@@ -1,4 +1,4 @@
-// What a policy is worth by itself: hits of a cache of whole experts, filled on demand only.
+// Hits of an eviction policy alone: a cache of whole experts, filled on demand only.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace moechat {
 
-// Routing of tokens one at a time: experts[(token * layers + layer) * top_k + i], no one twice for a token.
+// Routing of tokens one at a time: experts[(token * layers + layer) * top_k + i], distinct for a token.
 struct Routing {
   const std::int32_t* experts;
   std::int64_t tokens;
   std::int32_t top_k;
 };
 
-// Tells `policy` of all of it and counts, for each capacity C (experts of a layer) and each layer, how many
+// Gives `policy` all accesses and counts, for each capacity C (experts of a layer) and each layer, how many
 // of the chosen experts were there before their token: [capacities, layers]. After a token a layer keeps the
 // C highest keys of what it held and what was chosen; with `admit` what was chosen stays whatever its key, as
 // long as C allows.

@@ -10,14 +10,14 @@
 namespace moechat {
 namespace {
 
-// Below every key that an access can give.
+// Below every key that an access can produce.
 constexpr double kNever = -1e300;
 
 std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value); }
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
-// What all policies with a clock share: a clock a layer, and the place of an expert.
+// Base of all policies with a clock per layer; maps (layer, expert) to an index.
 class Clocked : public EvictionPolicy {
  public:
   void reset() override {
@@ -33,7 +33,7 @@ class Clocked : public EvictionPolicy {
   std::size_t place(std::int32_t layer, std::int32_t expert) const {
     return size_of(std::int64_t{layer} * experts_ + expert);
   }
-  // The layer's clock after the pass, in tokens.
+  // Advances the layer's clock past the pass and returns it, in tokens.
   std::int64_t advance(std::int32_t layer, std::int64_t pass_tokens) {
     return clock_[size_of(layer)] += pass_tokens;
   }
@@ -41,10 +41,10 @@ class Clocked : public EvictionPolicy {
   std::vector<std::int64_t> clock_;
 };
 
-// Least cache priority (MoEpic, section 3.3): priority mu * rho^(nu / omega), mu activations so far, nu
-// tokens since the last one. Its logarithm at clock t is log(mu) - (t - last) * log(1/rho) / omega, and t is
-// the same for all experts of a layer, so the key log(mu) + last * log(1/rho) / omega ranks them at any t.
-// In a pass of many tokens the last activation counts as that of the pass's last token.
+// Least cache priority (MoEpic, section 3.3): priority mu * rho^(nu / omega), with mu activations so far and
+// nu tokens since the last one. Its logarithm at clock t is log(mu) - (t - last) * log(1/rho) / omega. All
+// experts of a layer share t, so the key log(mu) + last * log(1/rho) / omega ranks them at any t. In a pass
+// of many tokens the last activation counts as that of the pass's last token.
 class Lcp final : public Clocked {
  public:
   explicit Lcp(const PolicySpec& spec)
@@ -69,8 +69,8 @@ class Lcp final : public Clocked {
   std::vector<std::int64_t> uses_;
 };
 
-// The time of the last use in tokens. Of the experts of one pass those chosen by more tokens count as more
-// recent: they are the likelier ones to have been chosen late in it.
+// Returns the time of the last use in tokens. Of the experts of one pass, those chosen by more tokens count
+// as more recent, because they are likelier to have been chosen late in it.
 double recency(std::int64_t clock, std::int32_t tokens, std::int64_t pass_tokens) {
   const double share = std::min(1.0, static_cast<double>(tokens) / static_cast<double>(pass_tokens));
   return static_cast<double>(clock) - 0.5 + 0.5 * share;
@@ -89,8 +89,8 @@ class Lru final : public Clocked {
   }
 };
 
-// Least frequently used: activations so far; among equals the one used last stays. The time of the last use
-// is a fraction below 1, so that it never outweighs an activation.
+// Least frequently used: the key is the number of activations so far; ties keep the expert used last. The
+// time of the last use enters as a fraction below 1, so that it never outweighs an activation.
 class Lfu final : public Clocked {
  public:
   explicit Lfu(const PolicySpec& spec) : Clocked(spec), uses_(keys_.size()) {}
@@ -115,8 +115,8 @@ class Lfu final : public Clocked {
 
 // gamma-discounted counts (MELINOE, definition C.1): at each token count = gamma * count + chosen, from 0.
 // The count at clock t is the sum of gamma^(t - t_i) over the activations t_i; the key is the logarithm of
-// the sum of gamma^(-t_i), from which t is left out. In a pass of many tokens an expert's activations count
-// as spread evenly over the pass.
+// the sum of gamma^(-t_i), which ranks experts independently of t. In a pass of many tokens an expert's
+// activations count as spread evenly over the pass.
 class Discount final : public Clocked {
  public:
   explicit Discount(const PolicySpec& spec)
@@ -143,9 +143,9 @@ class Discount final : public Clocked {
   double growth_;
 };
 
-// Two-level LRU (ExpertFlow, section 3.3.1): experts of the latest access and experts that are predicted for
-// the next one form the high list, all others the low list; the low list is evicted first, each in order of
-// last use. Predictions last until the access that they were made for.
+// Two-level LRU (ExpertFlow, section 3.3.1). Experts of the latest access and experts predicted for the next
+// one form the high list, all others the low list. The low list is evicted first, each list in order of last
+// use. A prediction holds until the access that it is for.
 class TwoLevelLru final : public Clocked {
  public:
   explicit TwoLevelLru(const PolicySpec& spec)
@@ -177,7 +177,7 @@ class TwoLevelLru final : public Clocked {
  private:
   static constexpr std::uint8_t kUsed = 1;
   static constexpr std::uint8_t kPredicted = 2;
-  // More than any clock. A predicted expert that was never used comes last in the high list.
+  // Above any clock. A predicted expert that was never used is the first of the high list to be evicted.
   static constexpr double kHigh = 1099511627776.0;
 
   void raise(std::int32_t layer, std::int32_t expert, std::uint8_t why) {
@@ -186,7 +186,7 @@ class TwoLevelLru final : public Clocked {
     why_[at] = static_cast<std::uint8_t>(why_[at] | why);
     keys_[at] = std::max(last_[at], 0.0) + kHigh;
   }
-  // Leaves only the members of the high list that are in it for a reason in `mask`.
+  // Clears all reasons except those in `mask`, and drops members without a reason from the high list.
   void keep(std::int32_t layer, std::uint8_t mask) {
     std::int32_t& count = high_count_[size_of(layer)];
     std::int32_t left = 0;
@@ -204,12 +204,13 @@ class TwoLevelLru final : public Clocked {
   }
 
   std::vector<double> last_;
-  std::vector<std::uint8_t> why_;   // reasons to be in the high list; 0: in the low list
-  std::vector<std::int32_t> high_;  // [layers, experts]: members of the high lists, from the left
+  std::vector<std::uint8_t> why_;  // why an expert is in the high list; 0: in the low list
+  std::vector<std::int32_t>
+      high_;  // [layers, experts]: the first high_count_ entries of a layer are the members of its high list
   std::vector<std::int32_t> high_count_;
 };
 
-// A fixed ranking, for sets chosen beforehand.
+// A fixed ranking, for expert sets chosen in advance.
 class Static final : public EvictionPolicy {
  public:
   explicit Static(const PolicySpec& spec) : EvictionPolicy(spec.name, spec.layers, spec.experts) {
@@ -226,9 +227,9 @@ class Static final : public EvictionPolicy {
   void reset() override {}
 };
 
-// Belady's rule (Belady, 1966) on a known future: the expert whose next use is farthest away goes first, one
-// that is never used again before all others. The layer's clock is the position in the future; what `access`
-// names plays no part. After the last token of the future all experts are alike.
+// Belady's rule (Belady, 1966) on a known future: evicts the expert whose next use is farthest away, and
+// first of all those that are never used again. The layer's clock is the position in the future; the experts
+// passed to `access` are ignored. After the last token of the future all experts rank equal.
 class Belady final : public Clocked {
  public:
   explicit Belady(const PolicySpec& spec)
@@ -245,7 +246,7 @@ class Belady final : public Clocked {
                std::to_string(experts_ - 1) + ", and -1 stands for none");
       }
     }
-    // Uses of each expert in order of time, one behind the other.
+    // Stores the uses of all experts, those of each expert contiguous and in order of time.
     first_.resize(keys_.size() + 1);
     each([this](std::size_t at, std::int64_t) { ++first_[at + 1]; });
     for (std::size_t i = 1; i < first_.size(); ++i) first_[i] += first_[i - 1];
@@ -295,15 +296,15 @@ class Belady final : public Clocked {
   std::int32_t top_k_;
   std::vector<std::int32_t> future_;
   std::vector<std::int64_t> first_;  // [layers * experts + 1] into uses_
-  std::vector<std::int64_t> next_;   // [layers * experts] into uses_: the first use that is not over
+  std::vector<std::int64_t> next_;   // [layers * experts] into uses_: the first use that is not in the past
   std::vector<std::int64_t> uses_;   // tokens
 };
 
-// Discounted counts over three spans of time at once (ours): what a phrase uses, what a topic uses, and what
-// the model always uses. The key is the weighted sum of the rates at which an expert was chosen, each a count
-// discounted with its own half-life. On recorded decoding of gpt-oss-20b and DeepSeek-V2-Lite no single
-// half-life and neither LCP nor LRU missed as seldom at all cache sizes. Rates decay at different speeds, so
-// every expert of the layer has a new key at each access; that is three multiplications an expert.
+// Discounted counts over three spans of time at once (ours): experts that a phrase uses, that a topic uses,
+// and that the model always uses. The key is the weighted sum of the rates at which an expert was chosen,
+// each discounted with its own half-life. On recorded decoding of gpt-oss-20b and DeepSeek-V2-Lite no single
+// half-life, nor LCP or LRU, had as few misses at all cache sizes. Rates decay at different speeds, so every
+// access computes new keys for all experts of the layer, with three multiplications per expert.
 class Blend final : public Clocked {
  public:
   explicit Blend(const PolicySpec& spec) : Clocked(spec) {
@@ -370,7 +371,7 @@ constexpr Named kPolicies[] = {
 std::unique_ptr<EvictionPolicy> make_policy(const PolicySpec& spec) {
   if (spec.layers < 1) refuse("layers is " + std::to_string(spec.layers) + "; it must be at least 1");
   if (spec.experts < 1) refuse("experts is " + std::to_string(spec.experts) + "; it must be at least 1");
-  // Written so that NaN fails too.
+  // Conditions are written so that NaN fails them too.
   if (!(spec.omega > 0 && std::isfinite(spec.omega))) {
     refuse("omega is " + std::to_string(spec.omega) + "; it must be above 0 and finite");
   }

@@ -1,9 +1,9 @@
-// Eviction policies: pure bookkeeping over (layer, expert). A policy never sees a page.
+// Eviction policies: pure bookkeeping over (layer, expert), independent of pages.
 //
-// A policy gives every expert of a layer a key; the cache keeps the experts with the highest keys. Keys
-// change only in `access` (and `predict`), never by the passing of time: a priority that decays alike for all
-// experts, such as mu * rho^(nu/omega), is kept as a logarithm in which the common decay is left out, log(mu)
-// + last * log(1/rho)/omega. So one comparison of stored numbers ranks experts at any time.
+// A policy gives every expert of a layer a key; the cache keeps the experts with the highest keys. Invariant:
+// keys change only in `access` and `predict`, not with time. A priority that decays alike for all experts,
+// such as mu * rho^(nu/omega), is kept as a logarithm without the common decay, log(mu) + last *
+// log(1/rho)/omega. So comparing stored numbers ranks experts at any time.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct PolicySpec {
   std::int32_t experts = 0;
   double omega = 128;         // lcp: tokens in which an unused expert's priority falls by the factor rho
   double rho = 0.25;          // lcp
-  double gamma = 0.9;         // discount: factor of the counts at each token
-  std::vector<double> ranks;  // static: [layers * experts], higher is kept
+  double gamma = 0.9;         // discount: factor of the counts per token
+  std::vector<double> ranks;  // static: [layers * experts], higher ranks are kept
   std::vector<std::int32_t> future;  // belady: [tokens, layers, top_k], -1 for none
   std::int64_t future_tokens = 0;
   std::int32_t future_top_k = 0;
@@ -34,17 +34,18 @@ class EvictionPolicy {
   std::int32_t layers() const { return layers_; }
   std::int32_t experts() const { return experts_; }
 
-  // The router of `layer` has chosen experts[i] for tokens[i] of the pass_tokens tokens of a pass. No expert
-  // occurs twice. The layer's clock advances by pass_tokens.
+  // Records that the router of `layer` chose experts[i] for tokens[i] of the pass_tokens tokens of a pass,
+  // and advances the layer's clock by pass_tokens. REQUIRES: experts are distinct.
   virtual void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens,
                       std::int64_t count, std::int64_t pass_tokens) = 0;
-  // A predictor expects these experts (best first) at the next access of `layer`. Most policies do not care.
+  // Records that a predictor expects these experts (best first) at the next access of `layer`. Most policies
+  // ignore it.
   virtual void predict(std::int32_t layer, const std::int32_t* experts, std::int64_t count) {
     (void)layer, (void)experts, (void)count;
   }
   // [experts] keys of a layer, valid until the next access or predict.
   const double* keys(std::int32_t layer) const { return keys_.data() + std::int64_t{layer} * experts_; }
-  // Forgets everything, as after construction.
+  // Restores the state after construction.
   virtual void reset() = 0;
 
  protected:
@@ -56,7 +57,7 @@ class EvictionPolicy {
   std::vector<double> keys_;
 };
 
-// Throws std::invalid_argument naming the field that is wrong.
+// Throws std::invalid_argument naming the invalid field.
 std::unique_ptr<EvictionPolicy> make_policy(const PolicySpec& spec);
 std::vector<std::string> policy_names();
 

@@ -1,33 +1,32 @@
-// Which experts will be wanted soon, learned while the model runs (ours).
+// Learns which experts will be used soon while the model runs (ours).
 //
-// What is forecast. Belady's rule (1966) gives up the expert whose next use is farthest away. The nearest
-// thing that can be learned is v = E[gamma^(d - 1)], d tokens until the expert's next use: 1 for the next
-// token, less for every token of waiting. v obeys v = P(used next) + gamma * (not used next) * v', so it is
-// learned token by token by temporal differences (Sutton, 1988), with nothing to be fitted beforehand and
-// nothing stored of the past. The key is the forecast's log-odds z, v = 1 / (1 + exp(-z)), a sum of three
-// parts:
-// 1. How often the expert was chosen of late, over three spans of time: the logarithm of its rates (those of
+// The forecast. Belady's rule (1966) evicts the expert whose next use is farthest away. The closest quantity
+// that can be learned is v = E[gamma^(d - 1)], with d tokens until the expert's next use: 1 for the next
+// token, and smaller the longer the wait. v satisfies v = P(used next) + gamma * (not used next) * v', so it
+// is learned token by token by temporal differences (Sutton, 1988), without fitting in advance or storing the
+// past. The key is the log-odds z of the forecast, v = 1 / (1 + exp(-z)), a sum of three parts:
+// 1. How often the expert was chosen recently, over three spans of time: the logarithm of its rates (those of
 //    the policy "blend"), as a prior that needs no learning.
-// 2. What this layer's router has just chosen: a table [chosen expert, expert] of learned log-odds, 0 at
-//    first, that moves only where the rest is wrong. MoE-Infinity (section 5) and FineMoE (section 4) record
-//    for whole requests what is activated together; here it is one step of a token and a correction.
-// 3. What all layers chose lately, the layers below for this token and those above for the token before:
-//    each choice adds a random vector of signs to a state of a few numbers, older tokens fade, and a learned
-//    readout [state, expert] turns the state into log-odds. Random signs keep near states near and distant
-//    ones apart (Johnson and Lindenstrauss, 1984; echo state networks, Jaeger, 2001), at a cost that does not
-//    grow with the number of layers.
-// The step of 2 and 3 is that of normalised least mean squares (Widrow and Hoff, 1960): large at first, then
-// a quarter, so that the policy goes on following its user.
+// 2. What this layer's router just chose: a table [chosen expert, expert] of learned log-odds, initially 0,
+//    that corrects only the error of the other parts. MoE-Infinity (section 5) and FineMoE (section 4) record
+//    joint activations of whole requests; here it is one step of a token and a correction.
+// 3. What all layers chose recently, the layers below for this token and those above for the token before:
+//    each choice adds a random vector of signs to a state of a few numbers, older tokens decay, and a learned
+//    readout [state, expert] maps the state to log-odds. Random signs preserve distances between states
+//    (Johnson and Lindenstrauss, 1984; echo state networks, Jaeger, 2001), at a cost that does not grow with
+//    the number of layers.
+// Parts 2 and 3 learn by normalised least mean squares (Widrow and Hoff, 1960). The step is large at first,
+// then decreases to a quarter, so that the policy keeps adapting to its user.
 //
-// A pass of many tokens says what was chosen but not in which order: it moves rates and state, each expert by
-// its share of the tokens, and teaches nothing about what follows what.
+// A pass of many tokens gives the chosen experts but not their order. It updates rates and state, each expert
+// by its share of the tokens; table and readout learn nothing from it.
 //
-// On recorded routing (scripts/policy_table) the constants lie on a plateau: half or twice of any of them
-// moves the share of the gap between LRU and Belady that is closed by at most two points. Only the size of
-// the state counts for more: half of it costs up to three points, twice of it brings two.
+// On recorded routing (scripts/policy_table) the constants lie on a plateau: halving or doubling any of them
+// changes the share of the gap between LRU and Belady that is closed by at most two points. Only the size of
+// the state matters more: halving it costs up to three points, doubling it gains two.
 //
-// Cost: an access reads and writes the layer's readout (8192 numbers at most up to 512 experts, 4096 of 128)
-// and reads and writes top_k rows of its table. The two take 96 KiB a layer at most.
+// Cost: an access reads and writes the layer's readout (at most 8192 numbers up to 512 experts, 4096 of 128)
+// and top_k rows of its table. The two take at most 96 KiB a layer.
 #include "cache/policy_forecast.h"
 
 #include <algorithm>
@@ -46,17 +45,17 @@ constexpr double kNever = -1e300;
 constexpr int kSpans = 3;
 constexpr double kHalfLives[kSpans] = {4, 64, 1000};
 constexpr float kPrior = 0.5f / kSpans;
-// Added to a rate: keeps its logarithm from running away where an expert has not been chosen for long.
+// Added to a rate, to bound its logarithm for experts that have not been chosen for long.
 constexpr float kFloor = 0.02f;
-constexpr float kGamma = 0.85f;  // discount a token: experts stay for about six tokens between two uses
-constexpr float kFade = 0.6f;    // of the state, a token
+constexpr float kGamma = 0.85f;  // discount per token: experts stay for about six tokens between two uses
+constexpr float kFade = 0.6f;    // decay of the state per token
 constexpr std::int32_t kMostOddsBits = 0x41f00000;  // 30.0f, bound of |z|
-// A step is 1 / (1 + n / span) after n of them; n stops at three spans.
+// The step is 1 / (1 + n / span) after n steps; n stops at three spans.
 constexpr std::int32_t kTableSpan = 300;
 constexpr std::int32_t kReadoutSpan = 1000;
-constexpr std::int32_t kMostPasses = 4096;  // over which the mean of the state is taken
-// Bounds of what a layer keeps, in numbers.
-constexpr std::int32_t kReadoutSize = 8192;  // half of it where a layer has more than kFewExperts
+constexpr std::int32_t kMostPasses = 4096;  // over which the mean of the state is computed
+// Bounds of the tables of a layer, in numbers.
+constexpr std::int32_t kReadoutSize = 8192;  // half of it for a layer with more than kFewExperts
 constexpr std::int32_t kFewExperts = 64;
 constexpr std::int32_t kTableSize = 16384;
 constexpr std::int32_t kLeastState = 16;
@@ -77,11 +76,12 @@ std::uint64_t mixed(std::uint64_t value) {  // splitmix64 (Steele et al., 2014)
 #define MOECHAT_INLINE inline
 #endif
 
-// ln(x) for normal x > 0, to 1e-7; written so that a loop of it becomes vector code.
+// ln(x) for normal x > 0, to 1e-7; written so that loops over it are vectorised.
 MOECHAT_INLINE float log_of(float x) {
   std::int32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
-  const std::int32_t exponent = (bits - 0x3f3504f3) >> 23;  // so that the rest is in [sqrt(1/2), sqrt(2))
+  const std::int32_t exponent =
+      (bits - 0x3f3504f3) >> 23;  // so that the remainder is in [sqrt(1/2), sqrt(2))
   bits -= exponent * (1 << 23);
   float rest;
   std::memcpy(&rest, &bits, sizeof rest);
@@ -91,9 +91,9 @@ MOECHAT_INLINE float log_of(float x) {
          2 * t * (1 + t2 * (0.33333333f + t2 * (0.2f + t2 * 0.14285714f)));
 }
 
-// 1 / (1 + exp(-z)) to 1e-6; |z| counts as at most 30.
+// 1 / (1 + exp(-z)) to 1e-6; |z| is limited to 30.
 MOECHAT_INLINE float sigmoid(float z) {
-  // Bounded as an integer: compilers make vector code of that, but not of comparisons that could trap.
+  // Limited as an integer, because compilers do not vectorise float comparisons that could trap.
   std::int32_t bits;
   std::memcpy(&bits, &z, sizeof bits);
   const std::int32_t size = bits & 0x7fffffff;
@@ -112,15 +112,15 @@ MOECHAT_INLINE float sigmoid(float z) {
   return 1 / (1 + value);
 }
 
-// Loops over a layer's experts, compiled for more than one instruction set. Without contraction of products
-// and sums all of them give the same numbers.
+// Loops over a layer's experts, compiled for several instruction sets. All of them give the same numbers,
+// because products and sums are not contracted.
 struct Spans {
   float* rates[kSpans];  // [experts] each
-  float left[kSpans];    // what a pass leaves of them
+  float left[kSpans];    // factor of the rates per pass
 };
 
 MOECHAT_INLINE void decay_loop(const Spans& spans, std::int64_t experts) {
-  constexpr float kTiny = 1e-20f;  // no rate ever becomes a slow denormal number
+  constexpr float kTiny = 1e-20f;  // keeps rates from becoming denormal, which is slow
   for (int span = 0; span < kSpans; ++span) {
     float* __restrict rates = spans.rates[span];
     const float left = spans.left[span];
@@ -128,7 +128,7 @@ MOECHAT_INLINE void decay_loop(const Spans& spans, std::int64_t experts) {
   }
 }
 
-// z = the prior, with 0 where an expert has always had the rate `even`.
+// z = the prior, which is 0 for an expert with the constant rate `even`.
 MOECHAT_INLINE void prior_loop(const Spans& spans, float even, float* __restrict z, std::int64_t experts) {
   static_assert(kSpans == 3, "the product below has three factors");
   const float scale = 1 / (even + kFloor);
@@ -140,7 +140,7 @@ MOECHAT_INLINE void prior_loop(const Spans& spans, float even, float* __restrict
   }
 }
 
-// readout += old * error, then z += readout * now; `state` rows, a multiple of 4.
+// readout += old * error, then z += readout * now. `state` is the number of rows, a multiple of 4.
 MOECHAT_INLINE void readout_loop(float* readout, const float* old, const float* now,
                                  const float* __restrict error, float* __restrict z, std::int64_t state,
                                  std::int64_t experts) {
@@ -168,8 +168,8 @@ MOECHAT_INLINE void add_loop(float factor, const float* __restrict from, float* 
   for (std::int64_t e = 0; e < experts; ++e) to[e] += factor * from[e];
 }
 
-// From log-odds to the forecast v and the key; error = what v before this pass should have been, were none of
-// the experts chosen now, less what it was.
+// Computes the forecast v and the key from log-odds. error = the target of v before this pass if no expert is
+// chosen now, less that v.
 MOECHAT_INLINE void forecast_loop(const float* __restrict z, float* __restrict v, float* __restrict error,
                                   double* __restrict keys, std::int64_t experts) {
   for (std::int64_t e = 0; e < experts; ++e) {
@@ -216,7 +216,7 @@ Loops best_loops() { return __builtin_cpu_supports("avx2") ? Avx2::kLoops : Port
 Loops best_loops() { return Portable::kLoops; }
 #endif
 
-// Numbers that begin on a cache line.
+// An array that begins on a cache line.
 template <class Value>
 struct OnLines {
   using value_type = Value;
@@ -243,7 +243,7 @@ class Forecast final : public EvictionPolicy {
   explicit Forecast(const PolicySpec& spec)
       : EvictionPolicy(spec.name, spec.layers, spec.experts), loops_(best_loops()) {
     const std::int32_t size = experts_ > kFewExperts ? kReadoutSize / 2 : kReadoutSize;
-    // Multiples of 16, so that four rows at a time come out even.
+    // Multiples of 16, so that loops over four rows at a time have no remainder.
     state_ = std::clamp(size / experts_ / 16 * 16, kLeastState, kMostState);
     rows_ = std::min(experts_, std::max(1, kTableSize / experts_));
     const std::int64_t all = std::int64_t{layers_} * experts_;
@@ -313,7 +313,7 @@ class Forecast final : public EvictionPolicy {
                     keys_.data() + std::int64_t{index} * experts_, experts_);
     if (layer.follows && pass_tokens == 1) {
       for (std::int64_t i = 0; i < count; ++i) {
-        // v should have been 1.
+        // The target of v was 1.
         layer.error[size_of(experts[i])] += 1 - kGamma * layer.v[size_of(experts[i])];
       }
       learn(&layer);
@@ -344,25 +344,25 @@ class Forecast final : public EvictionPolicy {
   struct Layer {
     Floats rates;                    // [spans, experts]
     Floats table;                    // [rows, experts]
-    std::vector<std::int32_t> uses;  // [rows]: steps of each row, as far as they count
+    std::vector<std::int32_t> uses;  // [rows]: steps of each row, up to a limit
     Floats readout;                  // [state, experts]
     Floats part;                     // [state]: this layer's part of the state
-    Floats mean;                     // [state]: of the whole state at this layer's accesses
-    Floats now;                      // [state]: features of the latest pass, at most 1 long,
+    Floats mean;                     // [state]: mean of the whole state at this layer's accesses
+    Floats now;                      // [state]: features of the latest pass, of length at most 1,
     Floats before;                   // [state]: of the pass before,
     Floats old;                      // [state]: and of the one before that
     Floats v;                        // [experts]: forecast of the latest pass
-    Floats error;                    // [experts]: of the forecast before it; the readout has yet to learn it
+    Floats error;  // [experts]: of the forecast before v; the readout learns it at the next access
     std::vector<std::int32_t> chosen;  // the first `count`: experts of the latest pass if it had one token
     std::int64_t count = 0;
-    std::int32_t steps = 0;   // of the readout, as far as they count
-    std::int32_t passes = 0;  // as far as they count
-    bool follows = false;     // the latest pass had one token, so that the next one can be learned from
+    std::int32_t steps = 0;   // of the readout, up to a limit
+    std::int32_t passes = 0;  // up to a limit
+    bool follows = false;     // the latest pass had one token, so the next one can learn from it
   };
 
   float* row(Layer& layer, std::int32_t index) { return layer.table.data() + std::int64_t{index} * experts_; }
 
-  // Puts this pass's choices in the place of the layer's part of the state.
+  // Replaces the layer's part of the state by this pass's choices.
   template <class Share>
   void take_in(std::int32_t index, const std::int32_t* experts, std::int64_t count, float faded,
                const Share& share) {
@@ -378,14 +378,14 @@ class Forecast final : public EvictionPolicy {
     }
     for (std::size_t j = 0; j < part.size(); ++j) sum_[j] += part[j];
     if (index != 0) return;
-    // Once a token from the parts themselves: else rounding errors would gather.
+    // Recomputed once per token from the parts, so that rounding errors do not accumulate.
     std::fill(sum_.begin(), sum_.end(), 0.0f);
     for (const Layer& layer : layer_) {
       for (std::size_t j = 0; j < sum_.size(); ++j) sum_[j] += layer.part[j];
     }
   }
 
-  // The state, less its mean, at length 1 (a little below for a state near the mean).
+  // Computes the state less its mean, normalised to length 1 (a little less for a state near the mean).
   void find_features(std::int32_t index) {
     Layer& layer = layer_[size_of(index)];
     layer.old.swap(layer.before);
@@ -403,7 +403,7 @@ class Forecast final : public EvictionPolicy {
     for (float& value : layer.now) value *= scale;
   }
 
-  // The table learns at once; the readout at the next access, in the same turn over it as its use.
+  // Updates the table now; the readout is updated at the next access, in the same loop that uses it.
   void learn(Layer* layer) {
     for (std::int64_t i = 0; i < layer->count; ++i) {
       const std::int32_t index = layer->chosen[size_of(i)] % rows_;
@@ -417,7 +417,7 @@ class Forecast final : public EvictionPolicy {
 
   Loops loops_;
   std::int32_t state_ = 0;  // numbers in the state
-  std::int32_t rows_ = 0;   // of a table; where a layer has many experts, several share a row
+  std::int32_t rows_ = 0;   // of a table; in a layer with many experts, several share a row
   double gamma_[kSpans];
   std::vector<std::int8_t> signs_;  // [layers, experts, state]
   Floats sum_;                      // [state]

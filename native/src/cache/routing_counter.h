@@ -1,14 +1,14 @@
-// Counts what routing has been like: the figures from which plans are made (MoEpic, section 3.4.2).
+// Counts the choices of routers: the figures from which plans are made (MoEpic, section 3.4.2).
 //
 // The rank of an expert just before an access is the least number C of whole cached experts with which it
 // would not be there, so an activation is a hit with C of them if its rank is below C, and one count of ranks
 // serves every C. As the cache does, a layer that keeps C experts keeps the best C of those that it had and
 // those that were just used, by the policy's keys after the access and, of equal keys, the higher number. For
 // policies whose keys change only for the experts that are used, this is the rank by key; a policy whose keys
-// rise beforehand (a forecast, Belady's rule) would rank experts first that no cache holds yet. That what C
-// hold is part of what C + 1 hold makes this a stack (Mattson et al., 1970). A prediction is counted at the
-// access that it was made for, with the ranks of that moment. Before a layer's first access the order is that
-// of the keys, as if its experts had been there.
+// rise beforehand (a forecast, Belady's rule) would rank experts first that no cache holds yet. The
+// experts kept with C are among those kept with C + 1: a stack algorithm (Mattson et al., 1970). A prediction
+// is counted at the access that it was made for, with the ranks of that moment. Before a layer's first access
+// the order is that of the keys, as if its experts had been there.
 //
 // Only passes of one token count: in a longer one most of a layer is wanted whatever is cached. Longer ones
 // change what is kept, and drop the prediction that was made for their layer.
@@ -45,11 +45,11 @@ class RoutingCounter {
   // A predictor ranks the experts of `layer`, best first, for its next access; the first depth() count. A
   // later call before that access replaces it. Numbers must be those of experts.
   void predict(std::int32_t layer, const std::int32_t* ranked, std::int64_t count);
-  // The router of `layer` has chosen these experts, no one twice. To be called before the policy is told;
+  // The router of `layer` has chosen these experts, each once. REQUIRES: the policy has not seen this access;
   // keys [experts] are its keys then.
   void access(std::int32_t layer, const double* keys, const std::int32_t* experts, std::int64_t count,
               std::int64_t pass_tokens);
-  // The policy has been told of this access; keys [experts] are its keys now.
+  // The policy has seen this access; keys [experts] are its keys now.
   void keep(std::int32_t layer, const double* keys, const std::int32_t* experts, std::int64_t count);
 
   const RoutingCounts& counts() const { return counts_; }

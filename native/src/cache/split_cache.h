@@ -1,27 +1,27 @@
 // The split-expert cache: which blocks of which experts lie in the near tier, and which page holds them.
 //
-// Invariants (DESIGN, section 6; `check` verifies them all)
+// Invariants (`check` verifies them all)
 // - Of every expert the pages cover a prefix of its blocks: [0, resident) are ready, [resident, assigned) are
 //   being filled or wait, ready, for a block before them. No block has two pages.
 // - A page is free, owned by one block of one expert, a staging page, or an orphan (its transfer could not be
-//   cancelled and nobody wants it any more); free + owned + staging + orphans = all pages of the slab.
-//   Orphans and staging pages in flight become free only after their transfer has finished.
+//   cancelled, and its block is not wanted any more); free + owned + staging + orphans = all pages of the
+//   slab. Orphans and staging pages in flight become free only after their transfer has finished.
 // - A pinned expert loses no block that is resident or on its way. A page whose transfer has not finished is
 //   never a victim.
 // - `plan` is pure: it changes nothing and decides everything. `commit` does what a plan says and refuses a
 //   plan made before the last change. Neither starts a transfer: the caller hands the fetches to a link and
 //   reports what became of them through `landed` and `cancelled`.
 //
-// What is kept. Each layer has a target of C experts and b = round(theta * B) blocks of each. The C experts
-// with the highest policy keys that were let in are *protected*: their first b blocks are not given up.
-// Everything else that is resident is *surplus*: it stays, and counts as a hit, until a page is needed.
-// Victims are taken from the layer whose next turn is farthest away (the one at work first, then backwards
-// from it), there from the expert with the lowest key, last block first. So all memory works all the time,
-// and a smaller target costs nothing until its pages are wanted. Speculation takes no more than that: a
-// prefetch leaves alone the layers whose turn comes before that of its own, and in its own layer the experts
-// that it names and those that hold blocks of an earlier prefetch.
+// Protection. Each layer has a target of C experts and b = round(theta * B) blocks of each. Of the experts
+// that were admitted (see `release`), the C with the highest policy keys are *protected*: their first b
+// blocks are not evicted. Everything else that is resident is *surplus*: it stays, and counts as a hit, until
+// a page is needed. Victims are taken from the layer whose next turn is farthest away (the one at work first,
+// then backwards from it), there from the expert with the lowest key, last block first. So no page stays
+// unused, and a smaller target costs nothing until its pages are wanted. A prefetch takes free and surplus
+// pages only, and never those of layers whose turn comes before its own layer's; in its own layer, never
+// those of experts that it names or that hold blocks of an earlier prefetch.
 //
-// Not thread-safe; the runner serialises.
+// Not thread-safe; the schedule's owner serialises.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +59,7 @@ struct Victim {
   std::int32_t blocks;  // how many, from the end of its resident blocks
 };
 
-// What is wanted: the missing blocks of these experts, in this order.
+// A request for the missing blocks of these experts, in this order.
 struct Want {
   std::int32_t layer;  // whose experts
   std::int32_t at;     // the layer at work, from which "farthest" is counted
@@ -67,7 +67,7 @@ struct Want {
   std::int64_t count;
   bool prefetch;                       // false: demand; the experts must be pinned
   std::int64_t max_blocks;             // stop after that many fetches
-  bool whole = true;                   // an expert of which not all missing blocks get a page gets none
+  bool whole = true;                   // an expert gets pages for all its missing blocks, or none
   const std::int32_t* ends = nullptr;  // [count] blocks [0, end) are wanted; null: all
 };
 
@@ -125,18 +125,18 @@ class SplitExpertCache {
   std::uint64_t version() const { return version_; }  // rises with every change
   const CacheCounters& counters() const { return counters_; }
   const std::vector<LayerTarget>& targets() const { return targets_; }
-  // Empty, or what is inconsistent: every invariant above, recounted from scratch. For tests; slow.
+  // Empty, or the inconsistency: every invariant above, recounted from scratch. For tests; slow.
   std::string check() const;
 
-  // ---- an access: the router of a layer has spoken
-  // Tells the policy, counts the hits, and pins the experts. Every expert of an access must be released.
+  // ---- an access: the router of a layer has chosen
+  // Updates the policy, counts the hits, and pins the experts. Every expert of an access must be released.
   // Throws std::invalid_argument, and nothing has changed: a number out of range, an expert named twice.
   void access(std::int32_t layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
               std::int64_t pass_tokens, HitKind* kinds /* [count], may be null */);
-  // The blocks of one expert of the access have been used, or the access was given up. Unpins, and lets the
-  // expert in if it holds blocks and its key is above the lowest of the C experts that were let in (of equal
-  // keys the higher number counts as above), which then leaves: a change of ownership, never a copy. Throws
-  // std::logic_error if the expert is not pinned.
+  // The blocks of one expert of the access have been used, or the access was aborted. Unpins the expert. If
+  // it holds blocks and its key is above the lowest key of the C admitted experts (of equal keys, the higher
+  // number wins), it is admitted in place of that one. Nothing is copied. Throws std::logic_error if the
+  // expert is not pinned.
   void release(std::int32_t layer, std::int32_t expert);
 
   // ---- moving blocks

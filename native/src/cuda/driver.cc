@@ -82,7 +82,7 @@ Driver open() {
     found = load(library);
     const Result initialised = found.init(0);
     if (initialised != kSuccess) {
-      throw Unavailable("the NVIDIA driver does not start: cuInit: " + text_of(found, initialised));
+      throw Unavailable("the NVIDIA driver cannot be initialised: cuInit: " + text_of(found, initialised));
     }
     if (found.driver_version(&version) != kSuccess || version < kLeastVersion) {
       throw Unavailable("the NVIDIA driver is for CUDA " + std::to_string(version / 1000) + "." +
@@ -97,13 +97,13 @@ Driver open() {
     dlclose(library);
     throw;
   }
-  return found;  // open until the process ends
+  return found;  // the library stays loaded until the process ends
 }
 
 }  // namespace
 
 const Driver& driver() {
-  static const Driver opened = open();  // tried again by the next call if it throws
+  static const Driver opened = open();  // if open() throws, the next call tries again
   return opened;
 }
 

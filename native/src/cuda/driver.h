@@ -1,9 +1,9 @@
-// NVIDIA's driver, opened while the program runs: building and installing need nothing of CUDA, and a machine
-// without a card loses nothing.
+// Loads NVIDIA's driver at run time, so that building and installing need no part of CUDA.
 //
-// Only what moechat calls is declared, with the types of the driver's binary interface (CUDA 12.0). Symbols
-// with a version at their end are asked for by that name, so that a newer driver gives the same functions.
-// MOECHAT_CUDA_DRIVER names another library to open (tests bring one that computes in host memory).
+// Declares only the functions that moechat calls, with the types of the driver's binary interface (CUDA
+// 12.0). Symbols are looked up with their version suffix, so that a newer driver returns the same functions.
+// The environment variable MOECHAT_CUDA_DRIVER names another library to load (tests use one that computes in
+// host memory).
 #pragma once
 
 #include <cstddef>
@@ -63,7 +63,7 @@ struct Driver {
   Result (*event_query)(Event event);
   Result (*event_synchronize)(Event event);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
-  // Null where the driver has none: from CUDA 12.8, and since 13.0 without the place of a failure.
+  // Null if the driver has no batches: they exist from CUDA 12.8; since 13.0 without the index of a failure.
   Result (*copy_batch_12)(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count,
                           CopyAttributes* attributes, std::size_t* attributes_from,
                           std::size_t attributes_count, std::size_t* failed, Stream stream);
@@ -71,11 +71,11 @@ struct Driver {
                           const CopyAttributes* attributes, const std::size_t* attributes_from,
                           std::size_t attributes_count, Stream stream);
   bool copies_batches() const { return copy_batch_12 != nullptr || copy_batch_13 != nullptr; }
-  // Copies from pinned memory, in any order, in the stream's turn.
+  // Enqueues copies from pinned memory, which run in any order among themselves.
   Result copy_batch(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count, Stream stream) const;
 };
 
-// There is no driver, no card, or the driver cannot be used; what() says which.
+// There is no driver or no card, or the driver cannot be used; what() says which.
 class Unavailable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -86,26 +86,28 @@ class Error : public std::runtime_error {
  public:
   Error(Result code, const std::string& text) : std::runtime_error(text), code_(code) {}
   Result code() const { return code_; }
-  // Nothing can be computed on the card any more by this process (CUDA Driver API, CUresult: "the process
-  // must be terminated").
+  // Whether this process cannot compute on the card any more (CUDA Driver API, CUresult: "the process must be
+  // terminated").
   bool sticky() const;
 
  private:
   Result code_;
 };
 
-// The driver, opened and initialised by the first call. Throws Unavailable, every time anew.
+// Returns the driver; the first call loads and initialises it. Throws Unavailable; later calls try again.
 const Driver& driver();
-// Throws Error with the name of the call, and the driver's name and explanation of the error.
+// Throws Error with the name of the call and the driver's name and explanation of the error, unless result is
+// success.
 void check(Result result, const char* call);
-// "cuMemcpyHtoDAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access was encountered"
+// Returns text such as "cuMemcpyHtoDAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access was
+// encountered".
 std::string explain(Result result, const char* call);
 
-// The primary context of a card, which torch uses too. Kept until the process ends: releasing it would reset
-// the card under torch. Throws Unavailable for a card that is not there, Error.
+// Returns the primary context of a card, which torch uses too. It is kept until the process ends, because
+// releasing it would reset the card under torch. Throws Unavailable if there is no such card, Error.
 Context primary_context(int ordinal);
 
-// Makes a context current for a scope, whatever was current before. Throws Error.
+// Makes a context current for a scope and restores the previous one. Throws Error.
 class Current {
  public:
   explicit Current(Context context);

@@ -1,5 +1,5 @@
-// Owners of what the driver gives out. Each makes its context current to give it back; where that fails the
-// context is gone, and what it owned with it.
+// RAII owners of resources of the driver. Each destructor makes its context current. If that fails, the
+// context is destroyed, and the resource with it.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace moechat::cuda {
 
-// Calls `give_back` in a context; errors are of no use to anybody then.
+// Calls `give_back` in a context. Ignores errors, because destructors cannot report them.
 template <class Call>
 void in_context(Context context, const Call& give_back) {
   if (driver().push_context(context) != kSuccess) return;
@@ -21,7 +21,7 @@ void in_context(Context context, const Call& give_back) {
 
 class OwnEvent {
  public:
-  // Without times; waiting for it sleeps. Throws Error.
+  // Records no times; a wait for it blocks instead of spinning. Throws Error.
   explicit OwnEvent(Context context) : context_(context) {
     const Current current(context_);
     check(driver().event_create(&event_, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
@@ -39,7 +39,7 @@ class OwnEvent {
   Event event_ = nullptr;
 };
 
-// A stream that goes before others and does not wait for the default one.
+// A stream of the highest priority that does not synchronise with the default stream.
 class OwnStream {
  public:
   // Throws Error.
@@ -61,10 +61,10 @@ class OwnStream {
   Stream stream_ = nullptr;
 };
 
-// Host memory of its own, all 0, that the driver has pinned.
+// Zero-initialised host memory that the driver has pinned.
 class PinnedMemory {
  public:
-  // Throws Error where the driver or the system refuses to pin, std::bad_alloc.
+  // Throws Error if the driver or the system does not allow pinning, std::bad_alloc.
   PinnedMemory(Context context, std::size_t bytes) : context_(context), memory_(bytes) {
     if (bytes == 0) return;
     const Current current(context_);

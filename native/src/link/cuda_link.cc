@@ -30,9 +30,8 @@ constexpr int kDefaultBuffers = 16;
 constexpr int kDefaultThreads = 2;
 constexpr int kMostThreads = 64;
 constexpr std::size_t kMostBuffers = 64;
-constexpr std::size_t kBatches = 256;     // under way at a time
-constexpr std::size_t kBatchCopies = 64;  // transfers of one batch: what is behind it is told of sooner
-constexpr std::size_t kReads = 64;        // events of readers; see reads_first
+constexpr std::size_t kBatches = 256;  // under way at a time
+constexpr std::size_t kReads = 64;     // events of readers; see reads_first
 constexpr std::uint64_t kNotIssued = 0;
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
@@ -46,11 +45,10 @@ struct Source {
 // - Batches are numbered from 1 in the order in which they were issued to the stream; they end in that order.
 //   running_ holds those that have not been reaped. `batch_of_[slot]` is the number of the batch that carries
 //   the slot's transfer, kNotIssued from its begin until then.
-// - The copies of a batch follow the readers of their targets: before it is issued the stream has been told
-// to
-//   wait for the latest of `read_of_` of its slots, unless it waits for that one or a later one already.
-// - A ring buffer belongs to nobody (idle_), to a thread that fills it, or to a batch that is under way. So
-// at
+// - The copies of a batch follow the readers of their targets: before it is issued the stream waits
+//   for the latest of `read_of_` of its slots, unless it waits for that one or a later one already.
+// - A ring buffer is idle (in idle_), or belongs to a thread that fills it, or to a batch that is under way.
+// So at
 //   most kMostBuffers batches come from threads, and `start` leaves them room among the kBatches events.
 // - Between a failed call and the end of everything under way no slot is finished whose bytes may still move:
 //   a batch that could not be issued whole is kept until the stream has ended or is known to be dead.
@@ -105,13 +103,13 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
     stage_.notify_all();
   }
 
-  void let_go() override;
+  void abandon() override;
   void admit(const Transfer& transfer) const override;
 
   void size_lists();
   void work_reaper();
   void work_stager();
-  bool direct(std::uint32_t slot) const { return sources_[at(nodes_[slot].transfer.region)].region.pinned; }
+  bool direct(std::uint32_t slot) const { return sources_[at(queue_[slot].transfer.region)].region.pinned; }
   cuda::Event event_of(std::uint64_t number) const { return events_[number % kBatches].get(); }
   void begin_batch();
   void issue(std::vector<std::uint32_t> slots, int buffer);
@@ -145,7 +143,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   std::vector<std::uint64_t> batch_of_;
   std::vector<std::uint64_t> read_of_;
   std::uint64_t reads_ = 0;   // number of the last reader
-  std::uint64_t waited_ = 0;  // the reader that the stream was last told to wait for
+  std::uint64_t waited_ = 0;  // the latest reader that the stream waits for
   std::deque<std::uint32_t> to_stage_;
   std::vector<int> idle_;
 };
@@ -157,13 +155,13 @@ void CudaEngine::admit(const Transfer& transfer) const {
 }
 
 void CudaEngine::size_lists() {
-  if (batch_of_.size() == nodes_.size()) return;
-  batch_of_.resize(nodes_.size(), kNotIssued);
-  read_of_.resize(nodes_.size(), 0);
+  if (batch_of_.size() == queue_.slots()) return;
+  batch_of_.resize(queue_.slots(), kNotIssued);
+  read_of_.resize(queue_.slots(), 0);
 }
 
 // What has not been given to the stream never will be.
-void CudaEngine::let_go() {
+void CudaEngine::abandon() {
   while (!to_stage_.empty()) {
     finish(to_stage_.front(), failed() ? error_ : ECANCELED);
     to_stage_.pop_front();
@@ -184,19 +182,13 @@ void CudaEngine::start() {
   }
 }
 
-// The transfers at the front that have one priority and one way to go.
+// The transfers at the front that have one priority and one path to the card.
 void CudaEngine::begin_batch() {
-  const std::uint32_t first = front();
-  const bool whole = direct(first);
-  const Priority priority = nodes_[first].transfer.priority;
-  std::vector<std::uint32_t> slots;
-  while (startable() && slots.size() < kBatchCopies) {
-    const std::uint32_t slot = front();
-    if (direct(slot) != whole || nodes_[slot].transfer.priority != priority) break;
-    begin(slot);
-    batch_of_[slot] = kNotIssued;
-    slots.push_back(slot);
-  }
+  std::vector<std::uint32_t> slots(kCudaBatchCopies);
+  const bool whole = direct(queue_.front());
+  const auto joins = [&](const Node&, const Node& next) { return direct(next.transfer.slot) == whole; };
+  slots.resize(queue_.begin_run(slots.data(), kCudaBatchCopies, seconds_now(), joins));
+  for (const std::uint32_t slot : slots) batch_of_[slot] = kNotIssued;
   if (whole) {
     issue(std::move(slots), -1);
   } else {
@@ -239,7 +231,7 @@ cuda::Result CudaEngine::copy_all(const std::vector<std::uint32_t>& slots, int b
     const cuda::Result result =
         cuda_.copy_batch(to_.data(), from_.data(), sizes_.data(), to_.size(), stream_.get());
     if (result == cuda::kSuccess) {
-      for (std::size_t i = 0; i < to_.size(); ++i) operation_begun();
+      for (std::size_t i = 0; i < to_.size(); ++i) queue_.operation_begun();
       return result;
     }
     // What a driver does not do with these sources it does one by one; a lost card says so again below. To
@@ -251,7 +243,7 @@ cuda::Result CudaEngine::copy_all(const std::vector<std::uint32_t>& slots, int b
     const void* const from = reinterpret_cast<const void*>(static_cast<std::uintptr_t>(from_[i]));
     const cuda::Result result = cuda_.copy_to_device(to_[i], from, sizes_[i], stream_.get());
     if (result != cuda::kSuccess) return result;
-    operation_begun();
+    queue_.operation_begun();
   }
   return cuda::kSuccess;
 }
@@ -262,12 +254,12 @@ void CudaEngine::gather_copies(const std::vector<std::uint32_t>& slots, int buff
   from_.clear();
   sizes_.clear();
   for (std::size_t i = 0; i < slots.size();) {
-    const Transfer& first = nodes_[slots[i]].transfer;
+    const Transfer& first = queue_[slots[i]].transfer;
     std::int64_t bytes = first.bytes;
     std::size_t end = i + 1;
     for (; end < slots.size(); ++end) {
-      const Transfer& next = nodes_[slots[end]].transfer;
-      if (next.region != first.region || next.offset != first.offset + bytes || next.to != first.to + bytes)
+      const Transfer& next = queue_[slots[end]].transfer;
+      if (!TransferQueue::adjacent(queue_[slots[end - 1]].transfer, next) || next.to != first.to + bytes)
         break;
       bytes += next.bytes;
     }
@@ -311,7 +303,7 @@ void CudaEngine::end_batch(int error) {
 
 void CudaEngine::broken(cuda::Result result, const char* call) {
   fail(EIO, cuda::explain(result, call));
-  let_go();
+  abandon();
 }
 
 // ---- threads
@@ -352,7 +344,7 @@ void CudaEngine::work_stager() {
     to_stage_.pop_front();
     const int buffer = idle_.back();
     idle_.pop_back();
-    const Transfer transfer = nodes_[slot].transfer;
+    const Transfer transfer = queue_[slot].transfer;
     lock.unlock();
     const int error = fill(transfer, buffer_at(buffer));
     lock.lock();
@@ -400,8 +392,8 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
   Lock lock(mutex_);
   pump();
   const auto pending = [&](std::uint32_t slot) {
-    if (slot >= nodes_.size()) throw std::out_of_range("slot " + std::to_string(slot));
-    const State state = nodes_[slot].state;
+    if (slot >= queue_.slots()) throw std::out_of_range("slot " + std::to_string(slot));
+    const State state = queue_[slot].state;
     return state == State::kQueued || (state == State::kStarted && batch_of_[slot] == kNotIssued);
   };
   const auto ready = [&] {
@@ -423,7 +415,7 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
   if (!all) return false;
   std::uint64_t latest = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    if (nodes_[slots[i]].state == State::kStarted) latest = std::max(latest, batch_of_[slots[i]]);
+    if (queue_[slots[i]].state == State::kStarted) latest = std::max(latest, batch_of_[slots[i]]);
   }
   if (latest == 0) return true;
   const cuda::Current current(context_);

@@ -1,17 +1,18 @@
 // Copies block records from host memory into VRAM, on a stream of its own, in the order that the queues say.
 //
-// - Where host memory is pinned, a copy is one call and moves at the speed of PCIe while nobody waits. Where
-// it
-//   is not (the system refused, or the records lie in a mapped file that is larger than RAM), threads copy
-//   through a ring of pinned buffers; whatever the page cache lacks is read from the disk by these threads.
-// - Demands are begun at once, all of them: the card works through them in order, and what is computed from
-//   them follows on the card (StreamOrder). Of prefetches little is begun at a time, so that a demand waits
-//   for a few blocks.
-// - An error that ends the CUDA context ends the link; one of a single copy cannot be told from it, since
+// - Where host memory is pinned, a copy is one call and moves at the speed of PCIe while no thread waits.
+//   Where it is not (the system refused, or the records lie in a mapped file that is larger than RAM),
+//   threads copy through a ring of pinned buffers; these threads read from the disk where the page cache
+//   misses.
+// - Demands are begun at once, all of them: the card works through them in order, and the kernels that
+//   read them follow on the card (StreamOrder). Of prefetches little is begun at a time, so that a demand
+//   waits for a few blocks.
+// - An error that ends the CUDA context ends the link; that of a single copy looks the same, since
 //   copies fail when the stream reaches them, and ends the link as well. A file that cannot be read fails its
 //   transfers alone.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -20,6 +21,9 @@
 #include "link/link.h"
 
 namespace moechat {
+
+// Copies of one batch at most: its transfers complete together, so that a longer one is reported too late.
+constexpr std::size_t kCudaBatchCopies = 64;
 
 struct CudaRegion {
   const unsigned char* data = nullptr;  // host memory, kept alive by the caller; or null: read the file

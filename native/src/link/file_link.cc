@@ -57,7 +57,7 @@ struct Operation {
   iovec vectors[kMostVectors];
   std::uint32_t slots[kMostVectors];
   std::size_t count = 0;
-  std::size_t first = 0;  // the first vector that is not full; it has been cut to what is missing
+  std::size_t first = 0;  // the first vector that is not full; it has been cut to the missing bytes
   std::size_t file = 0;
   std::int64_t offset = 0;   // in the file, of the first byte that is missing
   std::int64_t missing = 0;  // bytes
@@ -130,34 +130,30 @@ class FileEngine final : public LinkEngine {
 
 // Makes a read of the next transfer and of those right behind it, in the queue and in the file.
 void FileEngine::take(Operation* operation) {
-  std::uint32_t slot = front();
-  const Transfer first = nodes_[slot].transfer;
-  const Region& region = regions_[static_cast<std::size_t>(first.region)];
-  operation->count = operation->first = 0;
+  const Node& first = queue_[queue_.front()];
+  const Region& region = regions_[static_cast<std::size_t>(first.transfer.region)];
+  operation->first = 0;
   operation->file = region.file;
-  operation->offset = region.offset + first.offset;
-  operation->missing = 0;
+  operation->offset = region.offset + first.transfer.offset;
+  operation->missing = first.transfer.bytes;
   operation->retries = 0;
-  const bool alone = nodes_[slot].alone;
-  for (;;) {
-    const Transfer& transfer = nodes_[slot].transfer;
-    operation->vectors[operation->count] = {transfer.to, static_cast<std::size_t>(transfer.bytes)};
-    operation->slots[operation->count++] = slot;
-    operation->missing += transfer.bytes;
-    begin(slot);
-    slot = front();
-    if (alone || slot == kNone || operation->count == kMostVectors || nodes_[slot].alone) break;
-    const Transfer& next = nodes_[slot].transfer;
-    if (next.region != first.region || next.offset != first.offset + operation->missing ||
-        next.priority != first.priority || operation->missing + next.bytes > operation_bytes_ ||
-        !room(next)) {
-      break;
+  const auto joins = [&](const Node& last, const Node& next) {
+    if (next.alone || !TransferQueue::adjacent(last.transfer, next.transfer) ||
+        operation->missing + next.transfer.bytes > operation_bytes_) {
+      return false;
     }
+    operation->missing += next.transfer.bytes;
+    return true;
+  };
+  operation->count = queue_.begin_run(operation->slots, first.alone ? 1 : kMostVectors, seconds_now(), joins);
+  for (std::size_t i = 0; i < operation->count; ++i) {
+    const Transfer& transfer = queue_[operation->slots[i]].transfer;
+    operation->vectors[i] = {transfer.to, static_cast<std::size_t>(transfer.bytes)};
   }
-  operation_begun();
+  queue_.operation_begun();
 }
 
-// Takes in what a read has returned (bytes, or minus an errno).
+// Handles the result of a read: bytes, or minus an errno.
 Verdict FileEngine::judge(Operation* operation, std::int64_t result) {
   if (result == 0) return give_up(operation, kFileEnded);
   if (result < 0) {
@@ -286,7 +282,7 @@ void FileEngine::work_ring() {
     pump();
     const int limit = ring_->prepared() > 0 ? 1 : -1;
     lock.unlock();
-    // Wait 6: for reads to end, or to be told to.
+    // Wait 6: for reads to end, or for wake().
     MOECHAT_WAIT(6, sleep_until_event(limit));
     lock.lock();
   }

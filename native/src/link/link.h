@@ -1,27 +1,25 @@
-// A link moves block records from the far tier into pages: from files (FileLink), from host memory at a
-// programmed speed (SimLink), later from pinned memory into VRAM. Callers never see how.
+// A link moves block records from the far tier into pages. There are four: from files (file_link.h), from
+// pinned host memory into VRAM (cuda_link.h), from host memory at a programmed speed (sim_link.h), and on the
+// clock of a simulation (simulate/virtual_link.h). The first three are backends of QueuedLink
+// (queued_link.h).
 //
 // Contract of every link
 // - A transfer is named by its slot, a number below slots() that the caller chooses (the cache uses the page
 //   number). Two unfinished transfers never share a slot.
-// - A transfer is *queued*, then *started*, then *finished*. Finished transfers lie in the completion list
-// until
-//   poll() hands them out, each exactly once. Between `submit` and the completion the link alone may touch
+// - A transfer is *queued*, then *started*, then *finished*. Finished transfers stay in the completion list
+//   until poll() returns them, each exactly once. Between `submit` and the completion only the link may touch
 //   the target; after the completion it never does again.
 // - Queued transfers start in order of priority (demand, near, far), within one priority in order of
-// submission
-//   (promotion counts as submission). Little is in flight at a time, so that a demand waits for a few blocks,
-//   not for the queue.
+//   submission (promotion counts as submission). Little is in flight at a time, so that a demand waits for a
+//   few blocks, not for the queue.
 // - A completion carries 0 or an errno. A failing transfer fails alone. A link that fails as a whole
-// (`failure`)
-//   finishes all queued and started transfers with that error and accepts no more: `submit` throws.
+//   (`failure`) finishes all queued and started transfers with that error and accepts no more: `submit`
+//   throws.
 // - submit, cancel, promote, poll and stats never block on a transfer. `wait` does, until there is something
-// to
-//   poll, its limit has passed, or the link was stopped or failed: every wait in a link has a predicate, a
+//   to poll, its limit has passed, or the link was stopped or failed: every wait in a link has a predicate, a
 //   stop flag and an error flag.
-// - All calls are safe from any thread. After fork() only the destructor may be called in the child, where it
-// does
-//   nothing that waits.
+// - All calls are safe from any thread (VirtualLink: of one thread). After fork() only the destructor may be
+//   called in the child, where it does nothing that waits.
 #pragma once
 
 #include <chrono>
@@ -31,6 +29,7 @@
 
 namespace moechat {
 
+// kNear: prefetches for the next layer; kFar: for layers after it. These are not the near and far tier.
 enum class Priority : std::uint8_t { kDemand = 0, kNear = 1, kFar = 2 };
 constexpr int kPriorities = 3;
 
@@ -61,19 +60,19 @@ struct LinkStats {
   double bandwidth = 0;        // bytes a second while busy: a moving estimate; 0 before the first transfer
 };
 
-// What a link whose targets are read by a GPU offers besides: its copies and the kernels are put into an
-// order on the card, and no thread waits. `stream` is a CUstream.
+// Additional functions of a link into a GPU's memory. They order copies and kernels on the card, so that no
+// thread waits. `stream` is a CUstream.
 class StreamOrder {
  public:
   virtual ~StreamOrder() = default;
 
-  // What `stream` is given from now on comes after the transfers into these slots, which have been submitted
-  // and not been cancelled; transfers that are over already, well or not, count as done. False, and nothing
-  // is ordered: within the limit not all of them have started, which demands do at once where no thread has
-  // to read them first. Throws std::runtime_error when the link has failed or was stopped.
+  // Work that is put into `stream` from now on runs after the transfers into these slots, which must have
+  // been submitted and not cancelled; finished ones, failed or not, count as done. Returns false, and orders
+  // nothing, if some have not started within the limit. Demands start at once unless a thread has to read
+  // them first. Throws std::runtime_error when the link has failed or was stopped.
   virtual bool fills_first(void* stream, const std::uint32_t* slots, std::int64_t count,
                            std::chrono::microseconds limit) = 0;
-  // Transfers into these slots that are submitted from now on come after all that `stream` has been given.
+  // Transfers into these slots that are submitted from now on run after all work already put into `stream`.
   // Throws std::runtime_error as above.
   virtual void reads_first(void* stream, const std::uint32_t* slots, std::int64_t count) = 0;
 };
@@ -120,8 +119,8 @@ class Link {
   virtual std::string failure() const = 0;
   virtual LinkStats stats() const = 0;
 
-  // Cancels what is queued and waits until nothing is in flight, at most `limit`. True: nothing will write to
-  // any target any more. False: something is stuck; the caller must keep the targets mapped for ever.
+  // Cancels queued transfers and waits until nothing is in flight, at most `limit`. True: nothing will write
+  // to any target any more. False: something is stuck; the caller must keep the targets mapped for ever.
   // Idempotent; wakes every waiter.
   virtual bool stop(std::chrono::milliseconds limit) = 0;
 };

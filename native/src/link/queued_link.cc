@@ -6,8 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -18,14 +16,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kDestructorLimit{500};
 constexpr std::chrono::hours kLongest{24 * 365};  // longer limits would overflow the clock
-
-// The estimate takes in a window of busy time at a time, and forgets with this time constant.
-constexpr std::chrono::milliseconds kWindow{20};
-constexpr double kForget = 0.5;  // seconds
-
-double seconds(std::chrono::steady_clock::duration time) {
-  return std::chrono::duration<double>(time).count();
-}
 
 template <class Duration>
 std::chrono::steady_clock::time_point after(Duration limit) {
@@ -42,8 +32,7 @@ void LinkEngine::open(std::uint32_t slots) {
   if (slots == 0 || slots == kNone) {
     throw std::invalid_argument("a link with " + std::to_string(slots) + " slots; there must be at least 1");
   }
-  nodes_.resize(slots);
-  completions_.reserve(slots);
+  queue_.open(slots);
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
@@ -66,8 +55,8 @@ void LinkEngine::require(const Transfer& transfer) const {
                                 std::to_string(transfer.region) + " to slot " +
                                 std::to_string(transfer.slot) + ": " + what);
   };
-  if (transfer.slot >= nodes_.size()) wrong("there are " + std::to_string(nodes_.size()) + " slots");
-  if (nodes_[transfer.slot].state != State::kIdle) wrong("the slot has a transfer already");
+  if (transfer.slot >= queue_.slots()) wrong("there are " + std::to_string(queue_.slots()) + " slots");
+  if (queue_[transfer.slot].state != State::kIdle) wrong("the slot has a transfer already");
   if (transfer.region < 0 || transfer.region >= regions()) {
     wrong("there are " + std::to_string(regions()) + " regions");
   }
@@ -88,73 +77,33 @@ void LinkEngine::submit(const Transfer* transfers, std::int64_t count) {
   if (!opened_) throw std::logic_error("the link is not open");
   if (stopping_) throw std::runtime_error("the link was stopped");
   if (failed()) throw std::runtime_error("the link has failed: " + failure_);
-  const Clock::time_point now = Clock::now();
+  const double now = seconds_now();
   for (std::int64_t i = 0; i < count; ++i) {
-    const Transfer& transfer = transfers[i];
     try {
-      require(transfer);
+      require(transfers[i]);
     } catch (...) {
-      while (i-- > 0) {
-        unlink(transfers[i].slot);
-        nodes_[transfers[i].slot].state = State::kIdle;
-      }
+      while (i-- > 0) queue_.withdraw(transfers[i].slot);
       throw;
     }
-    Node& node = nodes_[transfer.slot];
-    node.transfer = transfer;
-    node.alone = false;
-    node.queued = now;
-    append(transfer.slot);
+    queue_.push(transfers[i], now);
   }
   pump();
 }
 
-void LinkEngine::append(std::uint32_t slot) {
-  Node& node = nodes_[slot];
-  List& list = queues_[static_cast<int>(node.transfer.priority)];
-  node.state = State::kQueued;
-  node.next = kNone;
-  node.previous = list.last;
-  (list.last == kNone ? list.first : nodes_[list.last].next) = slot;
-  list.last = slot;
-  ++stats_.queued;
-}
-
-void LinkEngine::unlink(std::uint32_t slot) {
-  Node& node = nodes_[slot];
-  List& list = queues_[static_cast<int>(node.transfer.priority)];
-  (node.previous == kNone ? list.first : nodes_[node.previous].next) = node.next;
-  (node.next == kNone ? list.last : nodes_[node.next].previous) = node.previous;
-  --stats_.queued;
-}
-
 bool LinkEngine::cancel(std::uint32_t slot) {
   const Lock lock(mutex_);
-  if (slot >= nodes_.size() || nodes_[slot].state != State::kQueued) return false;
-  unlink(slot);
-  nodes_[slot].state = State::kIdle;
-  ++stats_.cancelled;
-  return true;
+  return queue_.cancel(slot);
 }
 
 void LinkEngine::promote(std::uint32_t slot, Priority priority) {
   const Lock lock(mutex_);
-  if (slot >= nodes_.size()) return;
-  Node& node = nodes_[slot];
-  if (node.state != State::kQueued || priority >= node.transfer.priority) return;
-  unlink(slot);
-  node.transfer.priority = priority;
-  append(slot);
+  queue_.promote(slot, priority);
 }
 
 std::int64_t LinkEngine::poll(std::vector<Completion>* out) {
   const Lock lock(mutex_);
   pump();
-  const auto count = static_cast<std::int64_t>(completions_.size());
-  out->insert(out->end(), completions_.begin(), completions_.end());
-  for (const Completion& completion : completions_) nodes_[completion.slot].state = State::kIdle;
-  completions_.clear();
-  return count;
+  return queue_.take_completions(out);
 }
 
 bool LinkEngine::wait(std::chrono::microseconds limit) {
@@ -163,9 +112,9 @@ bool LinkEngine::wait(std::chrono::microseconds limit) {
   pump();
   // Wait 1: for something to poll.
   MOECHAT_WAIT(1, ready_.wait_until(lock, until, [this] {
-    return !completions_.empty() || stopping_ || (failed() && started_ == 0);
+    return queue_.has_completions() || stopping_ || (failed() && queue_.started() == 0);
   }));
-  return !completions_.empty();
+  return queue_.has_completions();
 }
 
 std::string LinkEngine::failure() const {
@@ -175,36 +124,22 @@ std::string LinkEngine::failure() const {
 
 LinkStats LinkEngine::stats() const {
   const Lock lock(mutex_);
-  LinkStats stats = stats_;
-  const Clock::duration now = started_ > 0 ? Clock::now() - busy_since_ : Clock::duration::zero();
-  stats.in_flight = in_flight_;
-  stats.busy_seconds = seconds(busy_ + now);
-  if (stats.bandwidth == 0 && window_busy_ > Clock::duration::zero()) {
-    stats.bandwidth = static_cast<double>(window_bytes_) / seconds(window_busy_);
-  }
-  return stats;
+  return queue_.stats(seconds_now());
 }
 
 bool LinkEngine::stop(std::chrono::milliseconds limit) {
   const Clock::time_point until = after(limit);
   Lock lock(mutex_);
   stopping_ = true;
-  for (List& list : queues_) {
-    while (list.first != kNone) {
-      const std::uint32_t slot = list.first;
-      unlink(slot);
-      nodes_[slot].state = State::kIdle;
-      ++stats_.cancelled;
-    }
-  }
+  queue_.cancel_all();
   if (!opened_) return true;
-  let_go();
+  abandon();
   pump();
   wake();
   ready_.notify_all();
   // Wait 2: until nothing writes to any target.
-  MOECHAT_WAIT(2, ready_.wait_until(lock, until, [this] { return started_ == 0; }));
-  return started_ == 0;
+  MOECHAT_WAIT(2, ready_.wait_until(lock, until, [this] { return queue_.started() == 0; }));
+  return queue_.started() == 0;
 }
 
 void LinkEngine::join() {
@@ -230,83 +165,24 @@ std::size_t LinkEngine::index_of(std::int32_t region, std::size_t count) {
   return static_cast<std::size_t>(region);
 }
 
-std::uint32_t LinkEngine::front() const {
-  for (const List& list : queues_) {
-    if (list.first != kNone) return list.first;
-  }
-  return kNone;
-}
-
-void LinkEngine::begin(std::uint32_t slot) {
-  unlink(slot);
-  Node& node = nodes_[slot];
-  node.state = State::kStarted;
-  if (started_++ == 0) busy_since_ = counted_ = Clock::now();
-  in_flight_ += node.transfer.bytes;
-}
-
 void LinkEngine::finish(std::uint32_t slot, int error) {
-  Node& node = nodes_[slot];
-  const Clock::time_point now = Clock::now();
-  node.state = State::kDone;
-  completions_.push_back({slot, error});
-  in_flight_ -= node.transfer.bytes;
-  if (--started_ == 0) busy_ += now - busy_since_;
-  if (error == 0) {
-    const auto priority = static_cast<int>(node.transfer.priority);
-    stats_.bytes[priority] += node.transfer.bytes;
-    ++stats_.transfers[priority];
-  } else {
-    ++stats_.errors;
-  }
-  count_bandwidth(error == 0 ? node.transfer.bytes : 0, now);
+  queue_.finish(slot, error, seconds_now());
   ready_.notify_all();
-}
-
-void LinkEngine::count_bandwidth(std::int64_t bytes, Clock::time_point now) {
-  window_busy_ += now - counted_;
-  counted_ = now;
-  window_bytes_ += bytes;
-  if (window_busy_ < kWindow) return;
-  const double time = seconds(window_busy_);
-  const double rate = static_cast<double>(window_bytes_) / time;
-  const double weight = stats_.bandwidth == 0 ? 1.0 : 1.0 - std::exp(-time / kForget);
-  stats_.bandwidth += weight * (rate - stats_.bandwidth);
-  window_busy_ = Clock::duration::zero();
-  window_bytes_ = 0;
 }
 
 void LinkEngine::put_back(std::uint32_t slot) {
   if (halted()) {
     finish(slot, failed() ? error_ : ECANCELED);
-    return;
+  } else {
+    queue_.put_back(slot, seconds_now());
   }
-  Node& node = nodes_[slot];
-  List& list = queues_[static_cast<int>(node.transfer.priority)];
-  in_flight_ -= node.transfer.bytes;
-  if (--started_ == 0) busy_ += Clock::now() - busy_since_;
-  node.state = State::kQueued;
-  node.alone = true;
-  node.previous = kNone;
-  node.next = list.first;
-  (list.first == kNone ? list.last : nodes_[list.first].previous) = slot;
-  list.first = slot;
-  ++stats_.queued;
 }
 
 void LinkEngine::fail(int error, const std::string& why) {
   if (failed()) return;
   error_ = error;
   failure_ = why;
-  for (List& list : queues_) {
-    while (list.first != kNone) {
-      const std::uint32_t slot = list.first;
-      unlink(slot);
-      nodes_[slot].state = State::kDone;
-      completions_.push_back({slot, error});
-      ++stats_.errors;
-    }
-  }
+  queue_.fail_queued(error);
   ready_.notify_all();
 }
 

@@ -1,21 +1,14 @@
-// What all links have in common: the queues, the bytes in flight, the completions, stopping and failing.
-// Backends (FileEngine, SimEngine) say how a transfer is begun and how it ends.
+// The common part of all links over real memory: mutex, threads, waiting, stopping and failing around one
+// TransferQueue. Backends (FileEngine, SimEngine, CudaEngine) define how a transfer begins and how it ends.
 //
-// Invariants
-// - One mutex guards everything. Whoever holds it pumps: reaps what has ended and begins what there is room
-//   for. So a submit to an idle link starts at once, without a switch to another thread, and a caller that
-//   polls need not wait for a busy link thread. The link's own threads do the same while callers compute.
-// - A slot is idle, queued (in exactly one of the lists), started, or done (its completion has not been
-// handed
-//   out). Only `begin` makes a transfer started, only `finish` ends it; in_flight_ and started_ follow.
-// - While something is started, at most in_flight_limit bytes are (demand_limit where a demand starts), or
-//   one transfer that is larger. A prefetch starts only below a third of that, or where two of them fit: a
-//   demand that comes then waits for little, and demands by themselves still fill the link.
-// - After open() nothing is allocated on the way of a transfer.
-// - stopping_ and failure_ are never taken back; both mean that nothing more is begun.
+// Invariants, besides those of TransferQueue
+// - One mutex guards everything. Every holder pumps: it reaps the transfers that have ended and begins those
+//   that there is room for. So a submit to an idle link starts at once, without a switch to another thread,
+//   and a caller that polls need not wait for a busy link thread. The link's own threads do the same while
+//   callers compute.
+// - stopping_ and failure_ are final; both mean that no further transfer begins.
 #pragma once
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -25,6 +18,7 @@
 #include <vector>
 
 #include "link/link.h"
+#include "link/transfer_queue.h"
 
 namespace moechat {
 
@@ -57,34 +51,25 @@ class LinkEngine {
  protected:
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
-  static constexpr std::uint32_t kNone = 0xffffffffu;
-  static constexpr std::int64_t kPrefetchShare = 3;
-  enum class State : std::uint8_t { kIdle, kQueued, kStarted, kDone };
-
-  struct Node {
-    Transfer transfer{};
-    std::uint32_t next = kNone;
-    std::uint32_t previous = kNone;
-    State state = State::kIdle;
-    bool alone = false;          // was part of a merged read that failed: try it by itself
-    Clock::time_point queued{};  // when it was submitted
-  };
+  using Node = TransferQueue::Node;
+  using State = TransferQueue::State;
+  static constexpr std::uint32_t kNone = TransferQueue::kNone;
 
   // Offsets and sizes of transfers are multiples of `alignment`.
   LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment)
       : LinkEngine(in_flight_limit, alignment, in_flight_limit) {}
   // Demands may have another limit.
   LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment, std::int64_t demand_limit)
-      : in_flight_limit_(in_flight_limit), demand_limit_(demand_limit), alignment_(alignment) {}
+      : queue_(in_flight_limit, demand_limit), alignment_(alignment) {}
 
   // ---- The backend's part; the mutex is held, except in `work`.
   virtual int threads() const = 0;
-  virtual void work(
-      int thread) = 0;       // body of a thread; returns soon after ending_ was set and wake() called
-  virtual void reap() = 0;   // finish() whatever has ended
-  virtual void start() = 0;  // begin() what there is room for, or tell a thread to
+  // Body of a thread; returns soon after ending_ was set and wake() called.
+  virtual void work(int thread) = 0;
+  virtual void reap() = 0;   // finish() the transfers that have ended
+  virtual void start() = 0;  // begin the transfers that there is room for, or have a thread do it
   virtual void wake() = 0;   // all threads look at the state again
-  virtual void let_go() {}   // stop: give up what would never end by itself
+  virtual void abandon() {}  // stop: finish() the transfers that would never end by themselves
   // Throws std::invalid_argument for a transfer that this backend cannot make; nothing was queued.
   virtual void admit(const Transfer& transfer) const { static_cast<void>(transfer); }
 
@@ -92,67 +77,37 @@ class LinkEngine {
   void pump();
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
-  std::uint32_t front() const;  // the next transfer to start, or kNone
-  bool room(const Transfer& transfer) const {
-    const std::int64_t limit =
-        transfer.priority == Priority::kDemand
-            ? demand_limit_
-            : std::max(in_flight_limit_ / kPrefetchShare, std::min(in_flight_limit_, 2 * transfer.bytes));
-    return started_ == 0 || in_flight_ + transfer.bytes <= limit;
+  static double seconds_now() {
+    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
   }
-  bool startable() const {
-    const std::uint32_t slot = front();
-    return slot != kNone && !halted() && room(nodes_[slot].transfer);
-  }
+  bool startable() const { return !halted() && queue_.startable(); }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }
   const std::string& why() const { return failure_; }  // empty unless failed()
-  void begin(std::uint32_t slot);
   void finish(std::uint32_t slot, int error);
-  // A started transfer that nothing writes for any more goes back to the front of its queue.
+  // As TransferQueue::put_back; a halted link finishes the transfer instead.
   void put_back(std::uint32_t slot);
   // The whole link has failed: queued transfers finish with `error` now, started ones as they end.
   void fail(int error, const std::string& why);
-  void operation_begun() { ++stats_.operations; }
 
   mutable std::mutex mutex_;
-  std::vector<Node> nodes_;  // by slot
-  std::int64_t started_ = 0;
-  std::int64_t in_flight_ = 0;  // bytes
+  TransferQueue queue_;
   bool stopping_ = false;
   bool ending_ = false;  // threads return
   int error_ = 0;        // of the whole link
 
  private:
-  struct List {
-    std::uint32_t first = kNone;
-    std::uint32_t last = kNone;
-  };
   void require(const Transfer& transfer) const;
-  void append(std::uint32_t slot);
-  void unlink(std::uint32_t slot);
-  void count_bandwidth(std::int64_t bytes, Clock::time_point now);
 
-  const std::int64_t in_flight_limit_;
-  const std::int64_t demand_limit_;
   const std::int64_t alignment_;
-  List queues_[kPriorities];
-  std::vector<Completion> completions_;
   std::condition_variable ready_;  // completions, stop, failure; nothing in flight any more
   bool opened_ = false;
   std::string failure_;
-  LinkStats stats_;
   std::vector<std::thread> workers_;
-
-  Clock::time_point busy_since_{};  // of the current busy time, if started_ > 0
-  Clock::duration busy_{};          // before it
-  Clock::time_point counted_{};     // up to here busy time has gone into the window
-  Clock::duration window_busy_{};   // of the estimate's current window
-  std::int64_t window_bytes_ = 0;
 };
 
-// The Link that callers hold. It stops its engine when it is destroyed; an engine that cannot be stopped (a
-// read that hangs), or that belongs to a parent process, is left alone for ever instead.
+// The Link that callers hold. Its destructor stops the engine; an engine that cannot be stopped (a read that
+// hangs), or that belongs to a parent process, is leaked instead.
 class QueuedLink final : public Link {
  public:
   explicit QueuedLink(std::unique_ptr<LinkEngine> engine);

@@ -22,9 +22,10 @@ constexpr std::int64_t kDefaultInFlight = std::int64_t{2} << 20;
 constexpr double kMostSeconds = 3600;
 constexpr std::size_t kReserved = 1024;  // transfers under way before anything is allocated
 
-// Transfers end at moments of a timeline, not when a thread happens to wake: whoever holds the mutex ends
-// what is due, and the next transfers begin, on the timeline, at the moment that made room for them. So a
-// late thread delays a completion but not the ones after it, and the speed is the one that was asked for.
+// Transfers end at moments of a timeline, not when a thread happens to wake: each holder of the mutex ends
+// the transfers that are due, and the next transfers begin, on the timeline, at the moment that made room for
+// them. So a late thread delays a completion but not the ones after it, and the speed is the one that was
+// asked for.
 class SimEngine final : public LinkEngine {
  public:
   SimEngine(const std::vector<SimRegion>& memory, const SimLinkOptions& options)
@@ -62,7 +63,7 @@ class SimEngine final : public LinkEngine {
   void reap() override;
   void start() override;
   void wake() override { work_.notify_all(); }
-  void let_go() override;
+  void abandon() override;
 
   bool stalled() const { return options_.stall_after >= 0 && ended_ >= options_.stall_after; }
   bool due(Clock::time_point now) const { return !ends_.empty() && !stalled() && ends_.front() <= now; }
@@ -94,15 +95,15 @@ class SimEngine final : public LinkEngine {
 void SimEngine::start() {
   bool begun = false;
   while (startable()) {
-    const std::uint32_t slot = front();
-    const Node& node = nodes_[slot];
-    const Clock::time_point moment = std::max(node.queued, room_since_);
+    const std::uint32_t slot = queue_.front();
+    const Node& node = queue_[slot];
+    const Clock::time_point moment = std::max(Clock::time_point(span(node.queued)), room_since_);
     const double bytes = static_cast<double>(node.transfer.bytes);
     const double wait = hurried_ ? 0 : options_.latency + options_.jitter * draw();
     const double moving = options_.bandwidth > 0 && !hurried_ ? bytes / options_.bandwidth : 0;
     busy_until_ = std::max(busy_until_, moment + span(wait)) + span(moving);
-    begin(slot);
-    operation_begun();
+    queue_.begin(slot, seconds_now());
+    queue_.operation_begun();
     ends_.push_back(busy_until_);
     running_.push_back({slot, !options_.copy, draw() < options_.fault_rate});
     begun = true;
@@ -135,7 +136,7 @@ void SimEngine::reap() {
   }
 }
 
-// Everything under way ends now; what is being copied, as soon as it has been.
+// Everything under way ends now; a transfer that is being copied, after its copy.
 void SimEngine::give_up_all(int error) {
   giving_up_ = true;
   is_drawn_ = false;
@@ -151,8 +152,8 @@ void SimEngine::give_up_all(int error) {
   ends_.assign(running_.size(), Clock::time_point{});
 }
 
-// A stalled link ends by stopping; otherwise what is under way arrives in its time.
-void SimEngine::let_go() {
+// A stalled link ends by stopping; otherwise the transfers under way arrive in their time.
+void SimEngine::abandon() {
   if (stalled()) give_up_all(ECANCELED);
 }
 
@@ -165,7 +166,7 @@ bool SimEngine::copy_one(Lock* lock) {
   }
   if (index == running_.size()) return false;
   const Running one = running_[index];
-  const Transfer transfer = nodes_[one.slot].transfer;
+  const Transfer transfer = queue_[one.slot].transfer;
   copying_ = one.slot;
   lock->unlock();
   const unsigned char* from = memory_[static_cast<std::size_t>(transfer.region)].data + transfer.offset;

@@ -1,6 +1,6 @@
 // A ring of asynchronous reads: the few system calls of io_uring that a link needs, and nothing of liburing.
 //
-// Not thread-safe: whoever holds it serialises. Memory that a read was prepared with (the iovecs and what
+// Not thread-safe: its owner serialises. Memory that a read was prepared with (the iovecs and what
 // they point to) belongs to the kernel until its result has been taken.
 #pragma once
 

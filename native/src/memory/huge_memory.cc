@@ -15,7 +15,7 @@ namespace moechat {
 namespace {
 
 constexpr std::size_t kSmallPage = 4096;
-constexpr std::size_t kMostBytes = std::size_t{1} << 46;  // half of what a process can address
+constexpr std::size_t kMostBytes = std::size_t{1} << 46;  // half of the address space of a process
 
 class Refused : public std::bad_alloc {
  public:
@@ -30,8 +30,8 @@ class Refused : public std::bad_alloc {
 
 HugeMemory::HugeMemory(std::size_t bytes) {
   if (bytes > kMostBytes) {
-    throw std::invalid_argument("memory of " + std::to_string(bytes) +
-                                " bytes was asked for; the most is 2^46 bytes");
+    throw std::invalid_argument("a request for " + std::to_string(bytes) +
+                                " bytes of memory; the most is 2^46 bytes");
   }
   if (bytes == 0) return;
   const std::size_t length = (bytes + kSmallPage - 1) / kSmallPage * kSmallPage;
@@ -53,7 +53,7 @@ HugeMemory::HugeMemory(std::size_t bytes) {
   bytes_ = bytes;
   mapped_ = length;
 #if defined(MADV_HUGEPAGE)
-  if (room != 0) madvise(data_, mapped_, MADV_HUGEPAGE);  // a wish
+  if (room != 0) madvise(data_, mapped_, MADV_HUGEPAGE);  // a hint
 #endif
 }
 

@@ -29,9 +29,9 @@ void prefer_huge_pages(const unsigned char* data, std::size_t bytes) {
 
 void read_ahead(const unsigned char* data, std::size_t bytes) {
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack
-  // Short enough for a signal to be answered between two of them.
+  // Short enough that signals are handled promptly between two pieces.
   constexpr std::uintptr_t kPiece = std::uintptr_t{8} << 20;
-  // A request for more than the device takes at once is cut short; this much every device takes.
+  // The system truncates requests above the limit of the device; every device accepts this size.
   constexpr std::uintptr_t kRequest = std::uintptr_t{128} << 10;
   const std::uintptr_t first = page_start(data);
   const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(data) + bytes;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kSmallPage = 4096;
 constexpr std::int64_t kHugePage = std::int64_t{1} << 21;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 46;  // half of what a process can address
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 46;  // half of the address space of a process
 
 // Sum of one field ("Rss:", in kB) over the mappings inside [begin, end).
 std::int64_t sum_of_field(const unsigned char* begin, std::int64_t bytes, const char* field) {
@@ -44,7 +44,7 @@ std::int64_t sum_of_field(const unsigned char* begin, std::int64_t bytes, const 
 
 Slab::Slab(std::int64_t pages, std::int64_t page_bytes, unsigned char* memory)
     : pages_(pages), page_bytes_(page_bytes), base_(memory), process_(getpid()) {
-  if (page_bytes < 1 || page_bytes % kSmallPage != 0) {
+  if (page_bytes < 1 || (memory == nullptr && page_bytes % kSmallPage != 0)) {
     throw std::invalid_argument("pages of " + std::to_string(page_bytes) +
                                 " bytes; it must be a positive multiple of 4096");
   }
@@ -53,7 +53,8 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes, unsigned char* memory)
                                 " bytes; there must be at least 1, fewer than 2^32, and at most 2^46 bytes");
   }
   if (memory == nullptr) map();
-  // Only now: for more pages than the system gives, these lists alone would take gigabytes.
+  // Allocated after the checks: for more pages than the system has memory for, these lists alone would take
+  // gigabytes.
   try {
     const auto count = static_cast<std::size_t>(pages);
     owner_.assign(count, kNoOwner);
@@ -66,9 +67,11 @@ Slab::Slab(std::int64_t pages, std::int64_t page_bytes, unsigned char* memory)
   }
 }
 
+unsigned char* Slab::no_memory() { return reinterpret_cast<unsigned char*>(kSmallPage); }
+
 void Slab::map() {
-  // The pages start at a huge page's boundary and have a piece that cannot be touched before and after them:
-  // no neighbour is merged into their mapping, and a write beyond the end is a fault.
+  // The pages start at the boundary of a huge page, between two inaccessible ranges: no neighbour is merged
+  // into their mapping, and a write beyond the end faults.
   const std::int64_t bytes = pages_ * page_bytes_;
   mapped_bytes_ = bytes + kHugePage + 2 * kSmallPage;
   void* const whole = mmap(nullptr, static_cast<std::size_t>(mapped_bytes_), PROT_NONE,
@@ -81,7 +84,7 @@ void Slab::map() {
         (reinterpret_cast<std::uintptr_t>(whole) + static_cast<std::uintptr_t>(kSmallPage) + huge - 1) /
         huge * huge;
     base_ = reinterpret_cast<unsigned char*>(start);
-    // A mapping of its own, so that the system counts it and can say no.
+    // A separate mapping, so that the system counts its size and can refuse it.
     refused = mmap(base_, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED;
   }
@@ -92,21 +95,21 @@ void Slab::map() {
                              std::to_string(page_bytes_) + " bytes, " + std::to_string(bytes) +
                              " bytes in all: " + std::strerror(error));
   }
-  // Both are wishes. A child process has no use for the pages, and sharing them would make every page that
-  // is written here be copied, and let a read that is in flight end in the wrong copy.
+  // Both calls are hints. A child process does not need the pages. If it shared them, every later write would
+  // copy a page, and a read in flight could end in the wrong copy.
   madvise(base_, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
   madvise(base_, static_cast<std::size_t>(bytes), MADV_DONTFORK);
 }
 
 Slab::~Slab() {
-  // In a child process other things may lie at these addresses.
+  // In a child process other memory may be at these addresses.
   if (mapping_ != nullptr && !leaked_ && getpid() == process_) {
     munmap(mapping_, static_cast<std::size_t>(mapped_bytes_));
   }
 }
 
 PageId Slab::take(std::uint32_t owner) {
-  if (owner == kNoOwner) throw std::logic_error("a page was taken for nobody");
+  if (owner == kNoOwner) throw std::logic_error("a page needs an owner");
   if (free_.empty()) return kNoPage;
   const PageId page = free_.back();
   free_.pop_back();
@@ -117,11 +120,11 @@ PageId Slab::take(std::uint32_t owner) {
 
 void Slab::give(PageId page) {
   if (page >= pages_) {
-    throw std::logic_error("page " + std::to_string(page) + " of " + std::to_string(pages_) +
-                           " was given back");
+    throw std::logic_error("page " + std::to_string(page) + " does not exist; the slab has " +
+                           std::to_string(pages_));
   }
   if (owner_[page] == kNoOwner) {
-    throw std::logic_error("page " + std::to_string(page) + " was given back while it was free");
+    throw std::logic_error("page " + std::to_string(page) + " is free already");
   }
   owner_[page] = kNoOwner;
   free_.push_back(page);

@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-#include "offload/block_sink.h"
+#include "offload/executors.h"
 #include "offload/expert_sum.h"
 
 namespace moechat {

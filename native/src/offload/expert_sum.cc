@@ -6,15 +6,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/thread_pool.h"
+#include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
 
-constexpr std::int64_t kBytesPerThread = 1 << 18;  // of additions worth waking one more thread for
-// (token, block) pairs that one thread computes sooner than it wakes another: 20 us each, 50 to 100 us.
+constexpr std::int64_t kBytesPerThread =
+    1 << 18;  // of additions; below, waking one more thread costs more than it saves
+// (token, block) pairs that one thread computes faster than it wakes another: 20 us each against 50 to 100
+// us.
 constexpr std::int64_t kPairsAlone = 2;
-constexpr std::int64_t kColumnStep = 512;  // columns that one thread adds up at a time
+constexpr std::int64_t kColumnStep = 512;  // columns that a thread adds at a time
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
@@ -43,7 +45,7 @@ void group_by_expert(const std::int64_t* index, const float* weight, std::int64_
     if (count == 0) continue;
     out->experts.push_back(expert);
     out->tokens_of.push_back(count);
-    out->counts[at(expert)] = out->start.back();  // from here on: where the expert's next item goes
+    out->counts[at(expert)] = out->start.back();  // from here on: index of the expert's next item
     out->start.push_back(out->start.back() + count);
   }
   out->token.resize(at(items));
@@ -66,7 +68,7 @@ float* ExpertSum::Floats::need(std::int64_t count) {
   return data.get();
 }
 
-// Gives back what a row longer than all others needed.
+// Frees the memory that an unusually long row needed.
 void ExpertSum::Floats::shrink() {
   if (static_cast<std::int64_t>(size * sizeof(float)) <= kBytes) return;
   data.reset();
@@ -118,8 +120,8 @@ void ExpertSum::add(std::int32_t row, std::int32_t block, const unsigned char* r
   pending_ += items_of(row);
 }
 
-// The rows of x that the batch reads, one for each item of the group up to row_end; those of rows outside the
-// batch may be missing.
+// Returns the rows of x that the batch reads, one for each item of the group up to row_end. Rows outside the
+// batch may be uninitialised.
 const float* ExpertSum::gathered(std::int32_t row_end) {
   const std::int64_t hidden = layout_->hidden_size;
   const std::int64_t base = rows_->start[at(first_)];
@@ -143,8 +145,8 @@ std::int64_t ExpertSum::compute() {
   const std::int32_t base = rows_->start[at(first_)];
   const std::int32_t from = rows_->start[at(batch_.front())];
   const std::int32_t to = rows_->start[at(batch_.back() + 1)];
-  // A kernel call prepares every row of x that it is given. Of a long prompt a few experts read few tokens:
-  // these are copied together first.
+  // A kernel call prepares every row of x that it gets. In a long prompt few tokens use a given expert, so
+  // their rows are copied together first.
   const bool gather = tokens_ > to - from;
 
   batch_start_.clear();

@@ -1,9 +1,11 @@
-// Between the cache and the link: what the cache has committed is queued, what has arrived is reported back.
+// Between the cache and the link: queues the blocks that the cache has committed, reports arrivals back.
 //
-// - One record a page says what its transfer is for, from `fetch` or `stage` until the cache has been told
-//   that it landed or was cancelled. Slots of the link are page numbers.
-// - A page is given up only once the link says that the transfer has not started and never will.
-// - Not thread-safe; the runner serialises.
+// Invariants
+// - Each page has a record of its transfer's purpose, from `fetch` or `stage` until the cache has handled its
+//   landing or cancellation. Slots of the link are page numbers.
+// - A page is released only once the link confirms that its transfer has not started and never will.
+//
+// Not thread-safe; the schedule's owner serialises.
 #pragma once
 
 #include <cstdint>
@@ -46,16 +48,16 @@ class Transfers {
   const std::string& refusal() const { return refusal_; }
   void forget_refusal() { refusal_.clear(); }
 
-  // Hands everything that has arrived to the cache. Valid until the next call.
+  // Passes all arrivals to the cache. Valid until the next call.
   const std::vector<Arrival>& poll();
 
-  // False: it has started, and the page stays what it is until it has landed.
+  // False: it has started, and the page keeps its state until it has landed.
   bool cancel(PageId page);
-  // The prefetches of a layer that nobody has asked for; returns how many could be cancelled.
+  // Cancels the prefetches of a layer for experts that are not pinned; returns how many could be cancelled.
   std::int64_t cancel_stale(std::int32_t layer);
-  // What is queued for one expert, from its last block down.
+  // Cancels the queued blocks of one expert, from its last block down.
   void cancel_queued(std::int32_t layer, std::int32_t expert);
-  // Moves what is queued for one expert to a higher priority.
+  // Moves the queued blocks of one expert to a higher priority.
   void promote(std::int32_t layer, std::int32_t expert, Priority priority);
   void give_staging(PageId page) { cache_->give_staging(page); }
 

@@ -8,7 +8,7 @@
 namespace moechat {
 namespace {
 
-// Stand for 0 and for infinity where those would give no number.
+// Replacements for 0 and infinity, with which the formulas would give NaN.
 constexpr double kInstant = 1e-15;
 constexpr double kNever = 1e15;
 
@@ -25,7 +25,7 @@ LayerPlan::LayerPlan(const LayerCosts& costs, LayerTables tables)
   const std::size_t places = size_of(t.outcomes * t.layers * (t.experts + 1));
   if (t.shares.size() != places || t.chances.size() != places ||
       t.accuracy.size() != size_of(t.layers * t.depth) || t.cached.size() != places * size_of(t.depth)) {
-    throw std::invalid_argument("tables do not fit together");
+    throw std::invalid_argument("the sizes of the tables do not match");
   }
 }
 

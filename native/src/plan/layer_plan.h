@@ -1,7 +1,8 @@
-// What an allocation of the near tier comes to, layer by layer: the configurator's inner loops.
+// The inner loops of the configurator: the cost of an allocation of the near tier, layer by layer.
 //
-// moechat/configurator/curves.py, exposure.py and expert_split.py say what is computed, and why; a test holds
-// the two writings equal. Times are seconds, windows inside are loads (multiples of T_load).
+// moechat/configurator/curves.py, exposure.py and expert_split.py define and explain the computation; a test
+// verifies that both implementations agree. Times are seconds; windows are loads inside (multiples of
+// T_load).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace moechat {
 
 enum class MissModel : std::int32_t {
   kPaper = 0,  // MoEpic, equations 5 to 7
-  kFetch = 1,  // the others: EngineModel
+  kFetch = 1,  // this and the following: EngineModel
   kCompute = 2,
   kBoth = 3
 };
@@ -23,7 +24,7 @@ struct LayerCosts {
   double grain;
 };
 
-// Tables of H, P and PH: `outcomes` 1, or 2 for tokens with few hits and with many.
+// Tables of H, P and PH. `outcomes` is 1, or 2 for tokens with few hits and tokens with many.
 struct LayerTables {
   std::int64_t outcomes, layers, experts, depth;
   std::vector<double> shares;    // [outcomes, layers, experts + 1]
@@ -37,7 +38,7 @@ class LayerPlan {
   struct Outcome {
     double loaded, exposed, window;
   };
-  // One allocation, [layers] each.
+  // Results for one allocation, [layers] each.
   struct Evaluation {
     double *loaded, *exposed, *windows, *prices;
   };
@@ -47,16 +48,17 @@ class LayerPlan {
   std::int64_t layers() const { return tables_.layers; }
   std::int64_t experts() const { return tables_.experts; }
 
-  // Layer after layer, each leaving the next its window. `theta` is 0 where `experts` is. Prices: exposed
-  // seconds, here and after, that a second more of a layer's window would save, seen by `more` loads more.
+  // Evaluates the layers in order; each passes its window to the next. `theta` is 0 where `experts` is.
+  // Prices: exposed seconds, in this and later layers, that one more second of a layer's window would save,
+  // if it is used by `more` more loads.
   void evaluate(const std::int64_t* experts, const double* theta, double more, const Evaluation& out) const;
 
-  // MoEpic's ExpertSplit for one set of volumes (in experts); `split` below 0: theta is free.
+  // Runs MoEpic's ExpertSplit for one set of volumes (in experts); `split` below 0: theta is free.
   void split(const double* volumes, double split, std::int64_t* experts, double* loaded, double* exposed,
              double* windows) const;
 
-  // Cost of every option of every layer, for given windows (seconds): exposed time, less what the window that
-  // is left is worth, and `tie` seconds for each missing expert. out [layers, pairs].
+  // Computes the cost of every option of every layer for given windows (seconds): exposed time, less the
+  // value of the remaining window, plus `tie` seconds for each missing expert. out [layers, pairs].
   void option_costs(const std::int64_t* experts, const double* theta, std::int64_t pairs,
                     const double* windows, const double* prices, double tie, double* out) const;
 

@@ -6,13 +6,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "link/cuda_link.h"
+
 namespace moechat {
 namespace {
 
-// As LinkEngine: a prefetch starts only below a third of what may be in flight, or where two of them fit.
-constexpr std::int64_t kPrefetchShare = 3;
-
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+constexpr double kNever = std::numeric_limits<double>::infinity();
 
 void check_times(const char* name, const std::vector<double>& seconds) {
   for (const double value : seconds) {
@@ -44,10 +43,22 @@ VirtualLinkOptions checked(VirtualLinkOptions options) {
   return options;
 }
 
+// Of a move that takes `alone` seconds by itself, and is slowed down until a moment.
+double end_of_move(double begin, double alone, double slowdown, double slow_until) {
+  const double slow = slow_until - begin;
+  if (slow <= 0) return begin + alone;
+  return alone * slowdown <= slow ? begin + alone * slowdown : slow_until + (alone - slow / slowdown);
+}
+
 }  // namespace
 
 VirtualLink::VirtualLink(std::int32_t regions, VirtualLinkOptions options, const double* now)
-    : regions_(regions), options_(checked(std::move(options))), now_(now) {}
+    : regions_(regions),
+      options_(checked(std::move(options))),
+      now_(now),
+      queue_(options_.in_flight_bytes,
+             options_.card ? std::numeric_limits<std::int64_t>::max() : options_.in_flight_bytes),
+      run_(options_.card ? kCudaBatchCopies : options_.seconds.size()) {}
 
 std::string VirtualLink::describe(std::int32_t region, std::int64_t offset) const {
   return "virtual region " + std::to_string(region) + " at byte " + std::to_string(offset);
@@ -62,170 +73,140 @@ std::int64_t VirtualLink::region_bytes(std::int32_t region) const {
 }
 
 void VirtualLink::open(std::uint32_t slots) {
-  if (!nodes_.empty()) throw std::logic_error("the link is open already: it serves one caller");
-  nodes_.resize(slots);
-  completions_.reserve(slots);
+  if (queue_.slots() > 0) throw std::logic_error("the link is open already: it serves one caller");
+  queue_.open(slots);
+  end_.assign(slots, 0);
+  move_after_.assign(slots, 0);
 }
 
 void VirtualLink::submit(const Transfer* transfers, std::int64_t count) {
   advance();
   for (std::int64_t i = 0; i < count; ++i) {
-    Node& node = nodes_.at(transfers[i].slot);
-    if (node.state != State::kIdle) {
-      throw std::invalid_argument("slot " + std::to_string(transfers[i].slot) + " has a transfer already");
+    const std::uint32_t slot = transfers[i].slot;
+    if (slot >= queue_.slots() || queue_[slot].state != TransferQueue::State::kIdle) {
+      throw std::invalid_argument("slot " + std::to_string(slot) + " has a transfer already, or none of " +
+                                  std::to_string(queue_.slots()));
     }
-    node.transfer = transfers[i];
-    append(transfers[i].slot);
+    queue_.push(transfers[i], *now_);
+    end_[slot] = kNever;
   }
   start(*now_);
 }
 
-void VirtualLink::append(std::uint32_t slot) {
-  Node& node = nodes_[slot];
-  List& list = queues_[static_cast<int>(node.transfer.priority)];
-  node.state = State::kQueued;
-  node.next = kNone;
-  node.previous = list.last;
-  (list.last == kNone ? list.first : nodes_[list.last].next) = slot;
-  list.last = slot;
-  ++list.count;
-  ++stats_.queued;
-}
-
-void VirtualLink::unlink(std::uint32_t slot) {
-  Node& node = nodes_[slot];
-  List& list = queues_[static_cast<int>(node.transfer.priority)];
-  (node.previous == kNone ? list.first : nodes_[node.previous].next) = node.next;
-  (node.next == kNone ? list.last : nodes_[node.next].previous) = node.previous;
-  --list.count;
-  --stats_.queued;
-}
-
 bool VirtualLink::cancel(std::uint32_t slot) {
   advance();
-  if (nodes_.at(slot).state != State::kQueued) return false;
-  unlink(slot);
-  nodes_[slot].state = State::kIdle;
-  ++stats_.cancelled;
+  if (!queue_.cancel(slot)) return false;
+  end_[slot] = *now_;
   return true;
 }
 
 void VirtualLink::promote(std::uint32_t slot, Priority priority) {
   advance();
-  Node& node = nodes_.at(slot);
-  if (node.state != State::kQueued || priority >= node.transfer.priority) return;
-  unlink(slot);
-  node.transfer.priority = priority;
-  append(slot);
+  queue_.promote(slot, priority);
 }
 
 std::int64_t VirtualLink::poll(std::vector<Completion>* out) {
   advance();
   start(*now_);
-  // What takes no time at all has ended already.
-  advance();
-  const auto count = static_cast<std::int64_t>(completions_.size());
-  out->insert(out->end(), completions_.begin(), completions_.end());
-  for (const Completion& completion : completions_) nodes_[completion.slot].state = State::kIdle;
-  completions_.clear();
-  return count;
+  advance();  // transfers that take no time have ended already
+  return queue_.take_completions(out);
 }
 
 bool VirtualLink::wait(std::chrono::microseconds) {
   advance();
-  return !completions_.empty();
+  return queue_.has_completions();
 }
 
 double VirtualLink::next_end() {
   advance();
   start(*now_);
-  if (!completions_.empty()) return *now_;
-  return operations_.empty() ? std::numeric_limits<double>::infinity() : operations_.front().end;
+  if (queue_.has_completions()) return *now_;
+  return operations_.empty() ? kNever : operations_.front().end;
 }
 
-LinkStats VirtualLink::stats() const {
-  LinkStats stats = stats_;
-  stats.in_flight = static_cast<std::int64_t>(started_.size()) * options_.block_bytes;
-  stats.busy_seconds = busy_ + (operations_.empty() ? 0 : std::max(0.0, *now_ - busy_since_));
-  return stats;
+double VirtualLink::end_of(std::uint32_t slot) {
+  advance();
+  start(*now_);
+  return end_[slot];
 }
 
 bool VirtualLink::stop(std::chrono::milliseconds) { return true; }
 
-double VirtualLink::backlog() const {
-  const auto queued = static_cast<double>(queues_[static_cast<int>(Priority::kDemand)].count);
-  return std::max(busy_until_ - *now_, options_.latency) + queued * block_seconds(true);
-}
-
-double VirtualLink::block_seconds(bool shared) const {
-  const std::vector<double>& seconds = shared ? options_.seconds_shared : options_.seconds;
-  return seconds.back() / static_cast<double>(seconds.size());
-}
-
-std::uint32_t VirtualLink::front() const {
-  for (const List& list : queues_) {
-    if (list.first != kNone) return list.first;
+// Seconds that an operation moves: neighbours, both in the region and in the pages, move together.
+VirtualLink::Moving VirtualLink::moving(const std::uint32_t* slots, std::size_t count) {
+  Moving sum{0, 0};
+  for (std::size_t i = 0; i < count;) {
+    std::size_t end = options_.card ? i + 1 : count;
+    while (end < count && end - i < options_.seconds.size() && slots[end] == slots[end - 1] + 1 &&
+           TransferQueue::adjacent(queue_[slots[end - 1]].transfer, queue_[slots[end]].transfer)) {
+      ++end;
+    }
+    queue_.operation_begun();
+    sum.alone += options_.seconds[end - i - 1];
+    sum.shared += options_.seconds_shared[end - i - 1];
+    i = end;
   }
-  return kNone;
+  return hurried_ ? Moving{0, 0} : sum;
 }
 
-bool VirtualLink::room(Priority priority) const {
-  const std::int64_t bytes = options_.block_bytes;
-  const std::int64_t most = options_.in_flight_bytes;
-  const std::int64_t limit =
-      priority == Priority::kDemand ? most : std::max(most / kPrefetchShare, std::min(most, 2 * bytes));
-  return started_.empty() || (static_cast<std::int64_t>(started_.size()) + 1) * bytes <= limit;
-}
-
-double VirtualLink::moving(std::size_t blocks, double moment) const {
-  if (hurried_) return 0;
-  return (moment < shared_until_ ? options_.seconds_shared : options_.seconds)[blocks - 1];
-}
-
-// Begins what there is room for.
+// Begins the transfers that there is room for.
 void VirtualLink::start(double moment) {
-  for (;;) {
-    std::uint32_t slot = front();
-    if (slot == kNone || !room(nodes_[slot].transfer.priority)) return;
-    if (operations_.empty()) busy_since_ = moment;
-    const Transfer first = nodes_[slot].transfer;
-    std::size_t blocks = 0;
-    do {
-      unlink(slot);
-      nodes_[slot].state = State::kStarted;
-      started_.push_back(slot);
-      ++blocks;
-      slot = front();
-      if (slot == kNone || blocks == options_.seconds.size()) break;
-      const Transfer& next = nodes_[slot].transfer;
-      if (next.region != first.region ||
-          next.offset != first.offset + static_cast<std::int64_t>(blocks) * first.bytes ||
-          next.priority != first.priority) {
-        break;
-      }
-    } while (room(first.priority));
-    const double ready = moment + (hurried_ ? 0 : options_.latency);
-    busy_until_ = std::max(busy_until_, ready) + moving(blocks, moment);
-    operations_.push_back({busy_until_, blocks});
-    ++stats_.operations;
+  const auto joins = [this](const TransferQueue::Node& last, const TransferQueue::Node& next) {
+    return options_.card || TransferQueue::adjacent(last.transfer, next.transfer);
+  };
+  while (queue_.startable()) {
+    const std::size_t count = queue_.begin_run(run_.data(), run_.size(), moment, joins);
+    double ready = moment + (hurried_ ? 0 : options_.latency);
+    for (std::size_t i = 0; i < count; ++i) ready = std::max(ready, move_after_[run_[i]]);
+    const double begin = std::max(busy_until_, ready);
+    const auto [alone, shared] = moving(run_.data(), count);
+    const double slowdown = alone > 0 ? shared / alone : 1;
+    busy_until_ = end_of_move(begin, alone, slowdown, shared_until_);
+    operations_.push_back({ready, begin, busy_until_, slowdown, count});
+    for (std::size_t i = 0; i < count; ++i) {
+      end_[run_[i]] = busy_until_;
+      started_.push_back(run_[i]);
+    }
   }
 }
 
-// Ends what is due; what begins in its place begins at that moment.
+double VirtualLink::compute_beside(double alone, double shared) {
+  advance();
+  start(*now_);
+  const double idle = queue_.front() == TransferQueue::kNone ? slow_down(kNever, false) : kNever;
+  double work = shared;
+  if (work > idle - *now_ && shared > 0) work = idle - *now_ + (shared - (idle - *now_)) * alone / shared;
+  shared_until_ = *now_ + work;
+  slow_down(shared_until_, true);
+  return shared_until_;
+}
+
+// When the operations under way will have moved if the CPU computes until then; apply: it does.
+double VirtualLink::slow_down(double until, bool apply) {
+  double end = *now_;
+  auto slot = started_.begin();
+  for (Operation& operation : operations_) {
+    const double left = operation.end - std::max(operation.begin, *now_);
+    const double begin = operation.begin <= *now_ ? *now_ : std::max(operation.ready, end);
+    end = end_of_move(begin, left, operation.slowdown, until);
+    if (!apply) continue;
+    operation.begin = begin;
+    operation.end = end;
+    for (std::size_t i = 0; i < operation.blocks; ++i) end_[*slot++] = end;
+    busy_until_ = end;
+  }
+  return end;
+}
+
+// Ends the operations that are due; those that begin in their place begin at that moment.
 void VirtualLink::advance() {
   while (!operations_.empty() && operations_.front().end <= *now_) {
     const Operation done = operations_.front();
     operations_.pop_front();
     for (std::size_t i = 0; i < done.blocks; ++i) {
-      const std::uint32_t slot = started_.front();
+      queue_.finish(started_.front(), 0, done.end);
       started_.pop_front();
-      nodes_[slot].state = State::kDone;
-      completions_.push_back({slot, 0});
-      const auto priority = at(static_cast<std::int64_t>(nodes_[slot].transfer.priority));
-      stats_.bytes[priority] += options_.block_bytes;
-      ++stats_.transfers[priority];
     }
-    if (operations_.empty()) busy_ += done.end - busy_since_;
     start(done.end);
   }
 }

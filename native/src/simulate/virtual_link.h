@@ -1,9 +1,8 @@
 // A link without bytes and without threads, on a clock that its caller moves: for simulations.
 //
-// It queues, merges, promotes, cancels and limits what is in flight as the links over real memory do (see
-// queued_link.h and file_link.cc), so a runner over it takes the same decisions. Every transfer is one block,
-// whatever its number of bytes says. Operations end in the order in which they began, on a pipe: one begins
-// to move when the one before it has moved and its own latency has passed.
+// It runs on the TransferQueue of the links over real memory, so a schedule over it takes the same decisions.
+// Operations end in the order in which they began, on a pipe: one begins to move when the one before it has
+// moved and its own latency has passed.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +11,20 @@
 #include <vector>
 
 #include "link/link.h"
+#include "link/transfer_queue.h"
 
 namespace moechat {
 
 struct VirtualLinkOptions {
-  std::int64_t block_bytes = 0;
-  double latency = 0;  // seconds from the start of an operation to its first byte
+  std::int64_t block_bytes = 0;  // of every transfer
+  double latency = 0;            // seconds from the start of an operation to its first byte
   // [n - 1]: seconds that an operation of n neighbouring blocks moves; as many as are merged at most.
   std::vector<double> seconds;
   std::vector<double> seconds_shared;  // the same while the CPU computes experts; empty: as `seconds`
   std::int64_t in_flight_bytes = 0;    // most bytes in flight, of which prefetches take a third
+  // As cuda_link.h: demands begin at once, in batches of copies that are not neighbours, and a copy follows
+  // the kernels that read its page. Else as file_link.h: an operation is a run of neighbours.
+  bool card = false;
 };
 
 class VirtualLink final : public Link {
@@ -39,63 +42,54 @@ class VirtualLink final : public Link {
   bool cancel(std::uint32_t slot) override;
   void promote(std::uint32_t slot, Priority priority) override;
   std::int64_t poll(std::vector<Completion>* out) override;
-  // Never waits: who owns the clock moves it to next_end().
+  // Never waits: the owner of the clock moves it to next_end().
   bool wait(std::chrono::microseconds limit) override;
   void hurry(bool on) override { hurried_ = on; }
   std::string failure() const override { return {}; }
-  LinkStats stats() const override;
+  LinkStats stats() const override { return queue_.stats(*now_); }
   bool stop(std::chrono::milliseconds limit) override;
 
-  // When the next completion will be there to poll; infinite when nothing is in flight.
+  // When the next completion can be polled; infinite when nothing is in flight.
   double next_end();
-  // Until then the CPU computes experts, and both are slower for it.
-  void share_until(double moment) { shared_until_ = moment; }
-  // Seconds from now until a demand that is submitted now would begin to move.
-  double backlog() const;
-  // Seconds that one more block takes, the longest operations being merged.
-  double block_seconds(bool shared) const;
+  // When this transfer ends or ended; infinite while it has not started.
+  double end_of(std::uint32_t slot);
+  // Transfers into this slot that start from now on move after `moment`.
+  void move_after(std::uint32_t slot, double moment) { move_after_[slot] = moment; }
+  // The CPU computes experts from now on, for `alone` seconds, or `shared` seconds as long as the link is
+  // busy; each slows the other down. Returns when the CPU is done. REQUIRES: nothing computed before ends
+  // later.
+  double compute_beside(double alone, double shared);
 
  private:
-  static constexpr std::uint32_t kNone = 0xffffffffu;
-  enum class State : std::uint8_t { kIdle, kQueued, kStarted, kDone };
-  struct Node {
-    Transfer transfer{};
-    std::uint32_t next = kNone;
-    std::uint32_t previous = kNone;
-    State state = State::kIdle;
-  };
-  struct List {
-    std::uint32_t first = kNone;
-    std::uint32_t last = kNone;
-    std::int64_t count = 0;
-  };
   struct Operation {
+    double ready;  // its latency has passed, and the kernels that read its pages are done
+    double begin;  // moving
     double end;
+    double slowdown;  // while the CPU computes
     std::size_t blocks;
   };
+  struct Moving {
+    double alone;
+    double shared;
+  };
 
-  void append(std::uint32_t slot);
-  void unlink(std::uint32_t slot);
-  std::uint32_t front() const;
-  bool room(Priority priority) const;
   void start(double moment);
   void advance();
-  double moving(std::size_t blocks, double moment) const;
+  Moving moving(const std::uint32_t* slots, std::size_t count);
+  double slow_down(double until, bool apply);
 
   const std::int32_t regions_;
   const VirtualLinkOptions options_;
   const double* now_;
-  std::vector<Node> nodes_;  // by slot
-  List queues_[kPriorities];
+  TransferQueue queue_;
   std::deque<Operation> operations_;   // under way, in order
   std::deque<std::uint32_t> started_;  // their slots
-  std::vector<Completion> completions_;
+  std::vector<std::uint32_t> run_;     // scratch of start()
+  std::vector<double> end_;            // by slot: of its last transfer; infinite while that is queued
+  std::vector<double> move_after_;     // by slot
   double busy_until_ = 0;
   double shared_until_ = 0;
-  double busy_since_ = 0;  // of the current busy time, if anything is under way
-  double busy_ = 0;        // before it
   bool hurried_ = false;
-  LinkStats stats_;
 };
 
 }  // namespace moechat

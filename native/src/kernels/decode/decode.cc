@@ -1,24 +1,24 @@
-#include "kernels/decode.h"
+#include "kernels/decode/decode.h"
 
 #include <math.h>
 
 #include <atomic>
 #include <vector>
 
-#include "kernels/dispatch.h"
-#include "kernels/half.h"
-#include "kernels/thread_pool.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/layout/half.h"
+#include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
 
-// Work below which waking another thread costs more than it brings: about 20 microseconds of one core.
+// Work below which waking another thread costs more than it saves: about 20 microseconds of one core.
 constexpr std::int64_t kNormElements = 1 << 16;
 constexpr std::int64_t kAttendProducts = 1 << 20;
 constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
-// Slots of the pool's scratch memory; forward.cc has the first ones.
+// Slots of the pool's scratch memory; forward.cc uses lower numbers.
 enum Slot { kQueries = 32, kPartials, kUnitScratch };
 
 std::int64_t padded(std::int64_t count) { return (count + 15) / 16 * 16; }
@@ -49,7 +49,7 @@ void set_element(ElementType type, void* to, std::int64_t index, float value) {
   }
 }
 
-// e^(x - largest), and their sum.
+// Replaces x by e^(x - largest) and returns the sum.
 float exponentials_of(const KernelTable& kernel, float* x, std::int64_t count) {
   float most = x[0];
   for (std::int64_t i = 1; i < count; ++i) most = x[i] > most ? x[i] : most;
@@ -136,7 +136,7 @@ void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, v
     }
     for (std::int64_t e = 0; e < task.experts; ++e) {
       const float corrected = rule.correction == nullptr ? score[e] : score[e] + rule.correction[e];
-      // Not a number goes first, as torch ranks it, and so is seen.
+      // NaN ranks first, as in torch, so that it reaches the result.
       rank[e] = corrected == corrected ? corrected : HUGE_VALF;
     }
     std::int64_t* best = index + t * chosen;

@@ -1,5 +1,5 @@
-// The small parts of a decoding step over the Vec of one instruction set; see decode_api.h. Included inside
-// the anonymous namespace of the isa_*.cc files, after math.inc.h.
+// Kernels for the small parts of a decoding step, over the Vec of one instruction set; see decode_api.h.
+// Included inside the anonymous namespace of the files isa/*.cc, after math.inc.h.
 
 #if defined(__AVX512F__)
 MOECHAT_INLINE Vec load_bf16(const void* from) {
@@ -27,12 +27,12 @@ MOECHAT_INLINE Vec load_bf16(const void* from) {
 constexpr int kKeysAtOnce = 4;
 #endif
 
-// Nearest even; NaN stays one.
+// Rounds to nearest even; NaN stays NaN.
 MOECHAT_INLINE VecI bf16_bits(Vec x) {
   const Vec safe = select(equal(x, x), x, as_float(seti(0x7fc00000u)));
   const VecI bits = as_int(safe);
   const VecI odd = andi(shr(bits, 16), seti(1u));
-  // A quiet NaN has no low bits that the rounding could carry.
+  // The quiet NaN has only zeros in its low bits, so that rounding never carries into it.
   return shr(addi(addi(bits, seti(0x7fffu)), odd), 16);
 }
 
@@ -67,7 +67,7 @@ struct Elements<ElementType::kFloat32> {
   static MOECHAT_INLINE Vec rounded(Vec x) { return x; }
 };
 
-// The first `count` < 16 lanes; the others are 0, or not written.
+// Access only the first `count` < 16 lanes: get_part sets the others to 0, put_part does not write them.
 template <ElementType kType>
 MOECHAT_INLINE Vec get_part(const typename Elements<kType>::Storage* from, std::int64_t count) {
   typename Elements<kType>::Storage lanes[16] = {};
@@ -130,7 +130,7 @@ void rotate_of(const RotateTask& task) {
   using Storage = typename Type::Storage;
   const std::int64_t half = task.width / 2;
   const std::int64_t second =
-      task.angles == task.width ? half : 0;  // where the second of a pair finds its angle
+      task.angles == task.width ? half : 0;  // offset of the angle of the second element of a pair
   for (std::int64_t t = 0; t < task.tokens; ++t) {
     const Storage* cos = static_cast<const Storage*>(task.cos) + t * task.angles;
     const Storage* sin = static_cast<const Storage*>(task.sin) + t * task.angles;
@@ -162,7 +162,7 @@ void rotate_of(const RotateTask& task) {
   }
 }
 
-// Sums of the lanes of 16 vectors.
+// Lane i of the result is the sum of the lanes of vector i, for 16 vectors.
 #if defined(__AVX2__)
 MOECHAT_INLINE __m256 eight_lanes(Vec x) {
 #if defined(__AVX512F__)
@@ -201,7 +201,7 @@ MOECHAT_INLINE float largest_lane(Vec x) {
   return most;
 }
 
-// `count` elements as float32, zeros up to `width`, a multiple of 16.
+// Converts `count` elements to float32 and pads with zeros to `width`, a multiple of 16.
 template <ElementType kType>
 MOECHAT_INLINE void widen(const typename Elements<kType>::Storage* from, std::int64_t count, float* to,
                           std::int64_t width) {
@@ -229,7 +229,7 @@ void attend_queries_of(const AttendTask& task, const AttendShape& shape, float* 
   }
 }
 
-// Products of one query with 16 keys that lie `stride` floats apart.
+// Dot products of one query with 16 keys that lie `stride` floats apart.
 MOECHAT_INLINE Vec sixteen_products(const float* query, const float* keys, std::int64_t stride,
                                     std::int64_t width) {
   Vec all[16];
@@ -299,7 +299,7 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
     } else {
       for (std::int64_t i = 0; i < 16; ++i) {
         float* to = keys + i * shape.query_width;
-        // Behind the last key the one before is repeated: its products are hidden below.
+        // Past the last key, repeat it; the softmax below hides its products.
         const std::int64_t from = k + (i < present ? i : present - 1);
         widen<kType>(key + from * task.key_token, task.key_dim, to, shape.query_width);
         if (task.tail_dim > 0) {
@@ -331,7 +331,7 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
     Vec sum = zero();
     for (std::int64_t k = 0; k < padded; k += 16) {
       const Vec products = load(row + k);
-      // The exponential is never 0: hidden keys are left out by hand.
+      // exp() never returns 0, so hidden keys get weight 0 explicitly.
       const Vec weight = select(equal(products, set1(kHidden)), zero(), exp(sub(products, set1(maximum))));
       store(row + k, weight);
       sum = add(sum, weight);
@@ -399,7 +399,7 @@ void attend_sum_of(const AttendTask& task, const AttendShape& shape, float* part
       }
       Storage* out = static_cast<Storage*>(task.out) +
                      ((r % task.tokens) * task.kv_heads * task.group + query_head) * task.value_dim;
-      // Nothing where every key is hidden, as torch has it; a NaN stays one.
+      // If every key is hidden the output is 0, as in torch. A NaN sum stays NaN.
       const Vec inverse = set1(sum == 0.0f ? 0.0f : 1.0f / sum);
       std::int64_t d = 0;
       for (; d + 16 <= task.value_dim; d += 16) Elements<kType>::put(out + d, mul(inverse, load(row + d)));

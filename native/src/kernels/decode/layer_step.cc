@@ -1,4 +1,4 @@
-#include "kernels/layer_step.h"
+#include "kernels/decode/layer_step.h"
 
 #include <cstddef>
 #include <cstring>
@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dispatch.h"
-#include "kernels/rows16.h"
+#include "kernels/dense/rows16.h"
+#include "kernels/isa/dispatch.h"
 
 namespace moechat {
 namespace {
@@ -16,7 +16,7 @@ constexpr std::int64_t kLine = 64;
 
 std::int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
-// Memory of the thread that decodes, handed out from its beginning in every step.
+// Scratch memory of the decoding thread. Every step allocates from its beginning.
 class Arena {
  public:
   explicit Arena(std::int64_t bytes) {
@@ -148,7 +148,7 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   kernel.narrow(type, key_sums, key_cols, key);
   kernel.narrow(type, value_sums, value_cols, value);
   if (step.norms_heads) {
-    // What a norm reads it may overwrite: it takes the sum of a row before it writes any of it.
+    // A norm may overwrite its input, because it sums a row before it writes any element of it.
     normalise(step.query_norm, query, query, query_cols);
     normalise(step.key_norm, key, key, key_cols);
   }

@@ -1,15 +1,15 @@
-// One decoded token through what a decoder layer computes before its experts: norm, projections, norms of
+// Computes the part of a decoder layer before its experts for one decoded token: norm, projections, norms of
 // heads, rotation, attention cache, attention, output projection, residual, norm, router.
 //
-// A step is these parts one after the other, with the roundings to the element type that lie between them
-// where each is a call of its own: its results are theirs bit by bit. What it saves is what a framework
-// does between them, which for one token costs more than some of the parts.
+// A step runs these parts in order and rounds between them to the element type as separate calls would, so
+// its results are bitwise equal to theirs. It saves the overhead of a framework between them, which for one
+// token costs more than some of the parts.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/decode.h"
-#include "kernels/linear.h"
+#include "kernels/decode/decode.h"
+#include "kernels/dense/linear.h"
 
 namespace moechat {
 
@@ -20,18 +20,19 @@ struct StepProduct {
   const void* weights;
   const float* bias;  // [rows] or null
   bool packed;
-  LinearLayout layout;  // where packed
-  int activation_bits;  // where packed
-  bool fp16;            // of 16-bit rows; else bf16
+  LinearLayout layout;  // if packed
+  int activation_bits;  // if packed
+  bool fp16;            // format of 16-bit rows: fp16, else bf16
 };
 
-// Its invariants, which check_layer_step() verifies: products fit the heads, norms their rows.
+// Invariants, which check_layer_step() verifies: products match the sizes of the heads, norms those of their
+// rows.
 struct LayerStep {
   ElementType type;
   std::int64_t hidden;
-  NormTask before;  // x and out unused, as in all tasks here
+  NormTask before;  // its x and out are unused, as in all tasks here
   StepProduct query, key, value, output;
-  bool norms_heads;  // query_norm and key_norm take part: of each head, or of all heads as one row
+  bool norms_heads;  // applies query_norm and key_norm: to each head, or to all heads as one row
   NormTask query_norm, key_norm;
   AttendTask attention;        // type, kv_heads, group, key_dim, value_dim, scale, sinks
   std::int64_t angles, width;  // as RotateTask
@@ -41,24 +42,24 @@ struct LayerStep {
   RouterRule rule;
 };
 
-// Memory of one token. Strides in elements.
+// Buffers of one token. Strides in elements.
 struct LayerStepCall {
   const void* hidden;  // [hidden]
   const void* cos;     // [angles]
   const void* sin;
-  void* keys;  // [kv_heads, capacity, key_dim] by heads' stride; position `held` is written
+  void* keys;  // [kv_heads, capacity, key_dim] by heads' stride; writes position `held`
   void* values;
   std::int64_t key_head, value_head;
   std::int64_t held;  // tokens before this one
-  void* residual;     // [hidden], written: hidden plus attention; may not overlap hidden
-  // Written where the step routes: the norm's rows as float32, experts and weights of the token.
+  void* residual;     // [hidden], output: hidden plus attention; must not overlap hidden
+  // Outputs of a step with a router: the rows of the norm as float32, experts and weights of the token.
   float* x;             // [hidden]
   std::int64_t* index;  // [chosen]
   float* weights;       // [chosen]
-  void* normed;         // [hidden], written where it does not
+  void* normed;         // [hidden], output of a step without a router
 };
 
-// Throws std::invalid_argument if the parts do not fit together.
+// Throws std::invalid_argument if the sizes of the parts do not match.
 void check_layer_step(const LayerStep& step);
 void layer_step(const LayerStep& step, const LayerStepCall& call);
 

@@ -1,4 +1,4 @@
-#include "kernels/sampling.h"
+#include "kernels/decode/sampling.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/dispatch.h"
+#include "kernels/isa/dispatch.h"
 
 namespace moechat {
 namespace {
@@ -14,12 +14,13 @@ namespace {
 constexpr std::int64_t kLanes = 16;
 constexpr std::int64_t kBlock = 256;
 constexpr std::size_t kSorted = 512;
-// Weights relative to the largest: the top k are looked for among those above the first, then the next.
+// Weights relative to the largest. The search for the top k tries weights above the first, then above the
+// next.
 constexpr float kThresholds[] = {0x1p-2f, 0x1p-4f, 0x1p-8f, 0x1p-20f, 0.0f};
-// Weights are at most 1: an eighth of an octave a bucket.
+// Weights are at most 1. A bucket spans an eighth of an octave.
 constexpr int kBucketShift = 20;
 constexpr int kBuckets = (0x3f800000 >> kBucketShift) + 1;
-// The exponential is never 0; what underflows is.
+// exp() never returns 0; weights below this count as underflow.
 constexpr float kLeast = 1.5e-38f;
 
 struct Candidate {
@@ -30,7 +31,7 @@ struct Candidate {
 
 struct Extreme {
   float value;
-  bool number;  // all are
+  bool number;  // none of the values is NaN
 };
 
 Extreme largest(const float* x, std::int64_t count) {
@@ -66,7 +67,7 @@ double mass(const std::vector<Candidate>& list) {
   return sum;
 }
 
-// Keeps the heaviest candidates whose weights first sum up to `needed`, by halving where they lie.
+// Keeps the heaviest candidates whose weights first sum to `needed`, by partitioning in place.
 void keep_mass(std::vector<Candidate>* list, double needed) {
   auto low = list->begin();
   auto high = list->end();
@@ -116,7 +117,7 @@ int bucket(float weight) {
   return bits >> kBucketShift;
 }
 
-// Among all weights of at least `least`; the others become 0.
+// Draws among all weights of at least `least` and sets the others to 0.
 std::int64_t draw_all(float* weight, std::int64_t count, float least, double where) {
   static thread_local std::vector<double> sums;
   const std::int64_t blocks = (count + kBlock - 1) / kBlock;
@@ -157,7 +158,7 @@ std::int64_t draw_all(float* weight, std::int64_t count, float least, double whe
       if (sum > target) return i;
     }
   }
-  return last;  // rounding put the target at the very end
+  return last;  // reached if rounding puts the target at the very end
 }
 
 }  // namespace
@@ -193,7 +194,7 @@ std::int64_t sample(const float* logits, std::int64_t count, const SampleCuts& c
     }
     keep_largest(&list, cuts.top_k);
     if (cuts.top_p < 1.0) keep_mass(&list, cuts.top_p * mass(list));
-    // Last, as the cuts before it count what it takes away.
+    // Applied last, because top_k and top_p count the tokens that it removes.
     list.erase(
         std::remove_if(list.begin(), list.end(), [least](const Candidate& c) { return c.weight < least; }),
         list.end());
@@ -205,7 +206,8 @@ std::int64_t sample(const float* logits, std::int64_t count, const SampleCuts& c
   masses.assign(2 * kBuckets, 0.0);
   double total = 0.0;
   for (std::int64_t i = 0; i < count; ++i) {
-    // Two tables by turns: neighbours often share a bucket, and would wait for each other.
+    // Two alternating tables: adjacent tokens often share a bucket, and the second addition would wait for
+    // the first.
     if (weight[i] >= kLeast) masses[static_cast<std::size_t>(2 * bucket(weight[i]) + (i & 1))] += weight[i];
   }
   for (const double part : masses) total += part;
@@ -218,7 +220,7 @@ std::int64_t sample(const float* logits, std::int64_t count, const SampleCuts& c
     if (above + own >= needed) break;
     above += own;
   }
-  // All above the last bucket are kept, none below; of its own tokens the heaviest.
+  // Keeps all tokens above the last bucket, none below it, and the heaviest ones in it.
   list.clear();
   for (std::int64_t i = 0; i < count; ++i) {
     if (weight[i] < kLeast || bucket(weight[i]) > last) continue;

@@ -1,20 +1,21 @@
-#include "kernels/linear.h"
+#include "kernels/dense/linear.h"
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
 
-#include "kernels/codes.h"
-#include "kernels/dispatch.h"
-#include "kernels/thread_pool.h"
-#include "kernels/work_ranges.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/layout/codes.h"
+#include "kernels/threads/thread_pool.h"
+#include "kernels/threads/work_ranges.h"
 
 namespace moechat {
 namespace {
 
-constexpr std::int64_t kBytesPerThread = 1 << 16;             // weights worth waking one more thread for
-constexpr std::int64_t kTileGrain = 2;                        // tiles that a thread takes at least
-constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of prepared inputs at a time
+constexpr std::int64_t kBytesPerThread =
+    1 << 16;                            // of weights; below, waking one more thread costs more than it saves
+constexpr std::int64_t kTileGrain = 2;  // least tiles per thread
+constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;  // of inputs that are prepared at a time
 
 enum Scratch : int { kInputs, kSums, kPlanes, kScales, kManyInputs, kRanges };
 
@@ -98,7 +99,7 @@ void linear_forward(const LinearCall& call) {
     task.out = call.out + first * layout.rows;
     const float* from = call.x + first * layout.cols;
     auto* sums = session.scratch<float>(kSums, count * layout.groups);
-    // Few tokens are prepared by the caller alone, sooner than another thread could begin.
+    // The caller alone prepares few tokens, which is faster than waking another thread.
     const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / row_bytes);
     if (integer) {
       task.x_quantised = {session.scratch<std::int8_t>(kPlanes, count * row_bytes),

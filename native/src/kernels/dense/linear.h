@@ -1,25 +1,25 @@
-// A quantised matrix times vectors: projections and heads in the form of expert weights.
+// Products of a quantised matrix and vectors, for projections and heads, in the format of expert weights.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/block_layout.h"
-#include "kernels/forward.h"
-#include "kernels/kernel_api.h"
+#include "kernels/experts/forward.h"
+#include "kernels/isa/kernel_api.h"
+#include "kernels/layout/block_layout.h"
 
 namespace moechat {
 
 // Byte map of a matrix [rows, cols]: the q field, then the sz field, each as those of gate in block_layout.h
-// (tile, then group, then step). Rows are padded to 16 and columns to 64 as there; both fields begin on
-// 64-byte boundaries where the data does.
+// (tile, then group, then step). Rows are padded to 16 and columns to 64 as there. If the data begins on a
+// 64-byte boundary, so do both fields.
 struct LinearLayout {
   std::int64_t rows;
   std::int64_t cols;
   int bits;
   std::int64_t tiles;   // of 16 rows
-  std::int64_t groups;  // of 64 columns, of one tile
+  std::int64_t groups;  // of 64 columns, per tile
   std::int64_t group_bytes;
-  std::int64_t sz;  // byte offset; q lies at 0
+  std::int64_t sz;  // byte offset; the offset of q is 0
   std::int64_t nbytes;
 };
 
@@ -28,7 +28,7 @@ LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits);
 
 // Quantises a matrix with the solver of the experts. Writes every byte of data [nbytes]. Throws
 // std::invalid_argument naming the first weight that is not finite or above 65504. `threads` limits the
-// workers, 0 does not.
+// workers; 0: no limit.
 void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads);
 
 // matrix [rows, cols].

@@ -1,23 +1,24 @@
-#include "kernels/rows16.h"
+#include "kernels/dense/rows16.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "kernels/dispatch.h"
-#include "kernels/thread_pool.h"
-#include "kernels/work_ranges.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/threads/thread_pool.h"
+#include "kernels/threads/work_ranges.h"
 
 namespace moechat {
 namespace {
 
-constexpr std::int64_t kStep = 32;                 // columns that a kernel takes at a time
-constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
-constexpr std::int64_t kRowGrain = 16;             // rows, a cache line of the output
+constexpr std::int64_t kStep = 32;  // columns per step of the kernels
+constexpr std::int64_t kBytesPerThread =
+    1 << 16;                            // of weights; below, waking one more thread costs more than it saves
+constexpr std::int64_t kRowGrain = 16;  // rows: a cache line of the output
 constexpr int kRanges = 25;
-constexpr int kInputs = 24;  // scratch of this file; others take lower numbers
+constexpr int kInputs = 24;  // scratch slots of this file; other files use lower numbers
 
-// As rows16.inc.h wants its inputs; the columns that pad a token to a multiple of 32 are 0.
+// Arranges inputs as rows16.inc.h needs them; the columns that pad a token to a multiple of 32 are 0.
 void arrange(const float* x, std::int64_t cols, std::int64_t padded, bool fp16, float* to) {
   if (fp16) {
     std::copy(x, x + cols, to);

@@ -1,11 +1,11 @@
-// Dense products with 16-bit weights as a checkpoint holds them: rows of bf16 or fp16, one after the other.
+// Dense products with 16-bit weights in the format of a checkpoint: contiguous rows of bf16 or fp16.
 #pragma once
 
 #include <cstdint>
 
 namespace moechat {
 
-// Most tokens of one call; more are the business of a blocked product.
+// Most tokens of one call. For more tokens a blocked product is faster.
 constexpr std::int64_t kRows16MaxTokens = 16;
 
 struct Rows16Call {

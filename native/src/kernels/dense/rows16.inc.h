@@ -1,12 +1,12 @@
-// Products with rows of 16-bit floats as they lie in a checkpoint. Included inside the anonymous namespace of
-// one instruction set.
+// Matrix-vector products with rows of 16-bit floats, read in place from a checkpoint. Included inside the
+// anonymous namespace of one instruction set.
 //
-// Arithmetic of one row and one token, whatever shares the pass: 32 chains, one for each column modulo 32,
-// each sequential over the columns; chain i is added to chain i + 16, then lanes 8, 4, 2 and 1 apart; then
-// the bias. So results do not depend on threads or on the number of tokens.
+// Summation order of one row and one token: 32 chains, one for each column modulo 32, each sequential over
+// the columns; chain i is added to chain i + 16, then lanes 8, 4, 2 and 1 apart; then the bias. The order
+// does not depend on the other tokens of a pass or on threads, and neither do the results.
 //
-// The inputs are arranged by rows16_inputs (rows16.cc): of every 32 columns first those that come out of the
-// low halves of the words, then those of the high halves (bf16); as they are (fp16).
+// rows16_inputs (rows16.cc) permutes the inputs of bf16 weights: of every 32 columns first those of the low
+// halves of the words, then those of the high halves. Inputs of fp16 weights keep their order.
 
 #if defined(__AVX512F__)
 constexpr int kRow16Tokens = 8;
@@ -16,7 +16,7 @@ constexpr int kRow16Tokens = 2;
 constexpr int kRow16Tokens = 1;
 #endif
 constexpr std::int64_t kRow16Step = 32;     // columns
-constexpr std::int64_t kRow16Ahead = 2048;  // bytes
+constexpr std::int64_t kRow16Ahead = 2048;  // bytes that are prefetched ahead
 
 struct RowsBf16 {
   MOECHAT_INLINE static void columns(const std::uint16_t* at, Vec* first, Vec* second) {
@@ -33,7 +33,7 @@ struct RowsFp16 {
   }
 };
 
-// Sum of 16 lanes: those 8 apart, then 4, 2 and 1.
+// Sum of 16 lanes: adds lanes 8 apart, then 4, 2 and 1.
 MOECHAT_INLINE float sum_lanes(Vec x) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
@@ -68,7 +68,7 @@ MOECHAT_INLINE void rows16_step(const std::uint16_t* at, const float* x, std::in
   }
 }
 
-// One row for kTokens tokens from x on.
+// Computes one row for the kTokens tokens that begin at x.
 template <class E, int kTokens, bool kPrefetch>
 MOECHAT_INLINE void rows16_dot(const Rows16Task& task, const std::uint16_t* row, const float* x,
                                float (&sums)[kTokens]) {

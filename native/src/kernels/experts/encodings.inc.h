@@ -1,6 +1,6 @@
-// How the words of a q field become floats, one type per encoding. Included inside the anonymous namespace of
-// one instruction set. A group of 64 columns is kUnits units of kColumns columns; column<c>() of a unit
-// returns the code multiplied by 2^column_shift(c), see kernel_api.h.
+// Conversion of the words of a q field to floats, one type per encoding. Included inside the anonymous
+// namespace of one instruction set. A group of 64 columns is kUnits units of kColumns columns; column<c>() of
+// a unit returns the code multiplied by 2^column_shift(c), see kernel_api.h.
 
 template <int kBits>
 struct PackedBits {
@@ -26,8 +26,8 @@ struct Bits3 {
   static constexpr int kUnits = 4;
 
   struct Unit {
-    VecI low;   // two bits a column
-    VecI high;  // one bit a column, in the low half
+    VecI low;   // two bits per column
+    VecI high;  // one bit per column, in the low half
   };
   MOECHAT_INLINE static Unit load_unit(const unsigned char* group, int unit) {
     const VecI high = loadi(group + (4 + unit / 2) * kStepBytes);

@@ -1,14 +1,14 @@
 // Partial expert outputs over blocks. Included inside the anonymous namespace of one instruction set.
 //
-// Arithmetic of one row and one group, for every tile of tokens and every number of threads the same:
+// Summation order of one row and one group, the same for every tile of tokens and every number of threads:
 //   even = sum over even columns of q * x, odd = the same over odd columns, each one sequential chain;
 //   acc  = acc + scale * ((even + odd) - zero * sum(x))          (16 bits: acc + (even + odd))
-// How many tokens or weight streams share the unpacking changes which instructions interleave, never the
-// order within a chain, so results do not depend on it.
+// The number of tokens or weight streams that share the unpacking changes how instructions interleave, but
+// never the order within a chain, so results do not depend on it.
 
 constexpr std::int64_t kPrefetchBytes = 2048;
 
-// Tokens that share the unpacking of a group, and chains that find a register each.
+// Most tokens that share the unpacking of a group, and most chains that fit in registers.
 #if defined(__AVX512F__)
 constexpr int kFloatTokens = 8;
 constexpr int kFloatChains = 16;
@@ -64,7 +64,7 @@ MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const f
       for (int t = 0; t < kTokens; ++t) sums[s][t] = add(chain[0][s][t], chain[1][s][t]);
     }
   } else {
-    // Too many chains for the registers: all even columns first, then all odd ones.
+    // Too many chains for the registers: sum all even columns first, then all odd ones.
     Vec odd[kStreams][kTokens];
     dot_half<E, 0>(q, x, sums);
     dot_half<E, 1>(q, x, odd);
@@ -74,7 +74,7 @@ MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const f
   }
 }
 
-// Multiplies 16 values whose first has column number 0 modulo 16 by their 2^-column_shift.
+// Multiplies 16 values by their 2^-column_shift. The column number of the first is 0 modulo 16.
 MOECHAT_INLINE Vec unshift_factors(int bits) {
   float factors[16];
   for (int c = 0; c < 16; ++c) factors[c] = 1.0f / static_cast<float>(1u << column_shift(bits, c));
@@ -194,7 +194,7 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
     const std::int64_t slot = task.slot_start[local];
     const std::int64_t count = task.slot_start[local + 1] - slot;
     if (tile == kTilesPerBlock - 1 && entry + 1 < task.list_end) {
-      // The hardware does not know where the list goes on.
+      // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
       const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
       prefetch_bytes(next + task.layout->gate_q, kPrefetchBytes);
       prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
@@ -214,7 +214,7 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-// Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
+// Output rows of kTiles adjacent tiles for kTokens tokens of one row.
 template <class E, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                                  std::int64_t tile, const std::int32_t* out_rows, const float* weights,
@@ -265,7 +265,7 @@ void output_range(const ForwardTask& task, const unsigned char* record, std::int
   const std::int64_t ahead = (kPrefetchBytes + bytes - 1) / bytes;
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
-    // Near the end of the range go on with where it starts in the next block.
+    // Near the end of the range, prefetch the beginning of the range in the next block.
     const std::int64_t later = tile + ahead;
     const unsigned char* at = later < end ? record : next_record;
     const std::int64_t which = later < end ? later : begin + (later - end);

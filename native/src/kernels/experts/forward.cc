@@ -1,25 +1,26 @@
-#include "kernels/forward.h"
+#include "kernels/experts/forward.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "kernels/dispatch.h"
-#include "kernels/thread_pool.h"
-#include "kernels/work_ranges.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/threads/thread_pool.h"
+#include "kernels/threads/work_ranges.h"
 
 namespace moechat {
 namespace {
 
-// Work is cut so that scratch stays bounded for any number of tokens: at most kTokenBytes of prepared inputs
-// (where there are many tokens, as often again as a token has experts: they are gathered by expert), then at
-// most kMaxSlots activations (a slot is one block for one token). Both cuts keep the list order of every
-// token.
+// Work is divided so that scratch stays bounded for any number of tokens: into at most kTokenBytes of
+// prepared inputs (with many tokens, times one more than the experts per token, because they are also
+// gathered by expert), then into at most kMaxSlots activations (a slot is one block for one token). Both
+// divisions keep the list order of every token.
 constexpr std::int64_t kTokenBytes = std::int64_t{14} << 20;
 constexpr std::int64_t kMaxSlots =
     (std::int64_t{14} << 20) / ((kBlockNeurons + kTilesPerBlock) * sizeof(float) + 2 * kBlockNeurons);
-constexpr std::int64_t kBytesPerThread = 1 << 16;  // weights worth waking one more thread for
-constexpr std::int64_t kTileGrain = 8;             // output tiles that a thread takes at least
+constexpr std::int64_t kBytesPerThread =
+    1 << 16;                            // of weights; below, waking one more thread costs more than it saves
+constexpr std::int64_t kTileGrain = 8;  // least output tiles per thread
 
 enum Scratch : int {
   kInputs,
@@ -88,7 +89,7 @@ void check(const ForwardCall& call) {
   }
 }
 
-// Keeps of every row the tokens in [first, last), in their order.
+// Keeps the tokens in [first, last) of every row, in their order.
 void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int64_t first, std::int64_t last,
                  ForwardTask* task) {
   auto* start = session.scratch<std::int32_t>(kRowStarts, call.rows + 1);
@@ -113,7 +114,7 @@ void filter_rows(ThreadPool::Session& session, const ForwardCall& call, std::int
   task->row_weight = weight;
 }
 
-// Entries of the chunk that follow each other in one row; returns the longest run of a row of many tokens.
+// Finds runs: consecutive entries of the chunk in one row. Returns the longest run of a row of many tokens.
 std::int64_t find_runs(ThreadPool::Session& session, ForwardTask* task) {
   const std::int64_t entries = task->entry_end - task->entry_begin;
   auto* begin = session.scratch<std::int32_t>(kRunBegins, entries);
@@ -135,7 +136,7 @@ std::int64_t find_runs(ThreadPool::Session& session, ForwardTask* task) {
   return longest;
 }
 
-// Memory for the activations of so many slots.
+// Allocates scratch for the activations of `slots` slots.
 void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* task) {
   task->activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
   if (task->activation_bits == kFloatActivations) {
@@ -146,13 +147,13 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   task->quantised.scales = session.scratch<float>(kActivationScales, slots);
   task->quantised.sums = session.scratch<float>(kActivationPlaneSums, slots);
   if (task->many_x == nullptr) return;
-  // A row of n groups takes no more than n rows of one.
+  // A row of n groups takes at most the space of n rows of one group.
   const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
   const std::int64_t after = task->many->rows_after * find_runs(session, task);
   task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + after) * bytes);
 }
 
-// Both phases for the entries and slots of the task.
+// Runs both phases for the entries and slots of the task.
 void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardTask* task,
                std::int64_t threads) {
   const BlockLayout& layout = *task->layout;
@@ -182,7 +183,7 @@ void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardT
   });
 }
 
-// Float or quantised inputs of tokens [first, first + count).
+// Prepares float or quantised inputs of tokens [first, first + count).
 void prepare(ThreadPool::Session& session, const KernelTable& kernel, const ForwardCall& call,
              std::int64_t first, std::int64_t count, std::int64_t threads, ForwardTask* task) {
   const BlockLayout& layout = *call.layout;
@@ -214,7 +215,7 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
   task->x_quantised = rows;
 }
 
-// Rows of inputs for the many-token path, one an item; none where no entry has many tokens.
+// Gathers a row of inputs per item for the many-token path; does nothing if no row has many tokens.
 void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int64_t threads,
                  ForwardTask* task) {
   task->many_x = nullptr;
@@ -225,7 +226,7 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
   std::int64_t row = 0;
   while (row < call.rows && !is_many(row)) ++row;
   if (row == call.rows) return;
-  // The sums of a run are kept apart from its output rows: each of these must be there once.
+  // The sums of a run are kept apart from its output rows, so a row may have only one item per output row.
   const std::int64_t out_rows = call.row_out != nullptr ? call.out_rows : call.tokens;
   auto* seen = session.scratch<std::int32_t>(kSeenRows, out_rows);
   std::fill_n(seen, out_rows, -1);
@@ -306,7 +307,7 @@ void moe_forward(const ForwardCall& call) {
     task.slot_start = slot_start;
     std::int64_t entry = 0;
     while (entry < call.entries) {
-      // As many whole entries as there are slots for, or a part of a single one.
+      // Takes as many whole entries as there are slots for, or a part of a single one.
       task.entry_begin = entry;
       task.part_begin = 0;
       std::int64_t slots = 0;

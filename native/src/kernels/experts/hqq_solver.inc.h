@@ -7,20 +7,23 @@
 //   e = shrink_p(w - (q - z) / k, beta),   z = mean(q - (w - e) * k),   beta = kappa * beta
 // where shrink_p(x, beta) = sign(x) * max(0, |x| - |x|^(p-1) / beta).
 //
-// Where we differ:
-// - stopping and the best zero so far are kept per group, not for the whole matrix. Best means the smallest
-// product of mean absolute and root mean square error: neither falls at the other's cost;
-// - scale and zero take their stored fp16 values before codes and errors are computed: storage adds no error;
-// - at 8 bits, where the rounding of the scale to fp16 is felt, its neighbouring fp16 values are solved too
-// and the best is kept. At fewer bits the published start, the scale that spans the whole range, stands:
-// narrower ones gave up to 28 % less mean error at 2 bits, but they clip the outermost weights, and the
-// perplexity of a trained model became worse;
-// - shrink_p is 0 below |x| = beta^(-1/(2-p)); while the whole tile lies there, its powers are not computed;
-// - groups whose range hits one of the guards of the initialisation (range under 1e-4, scale clamp 2e4) or
+// Differences from the source:
+// - the stopping rule and the best zero so far are kept per group, not for the whole matrix. The best zero
+//   has the smallest product of mean absolute error and root mean square error, so that neither error falls
+//   at the cost of the other;
+// - scale and zero are rounded to their stored fp16 values before codes and errors are computed, so storage
+//   adds no error;
+// - at 8 bits, where rounding the scale to fp16 matters, the neighbouring fp16 values of the scale are solved
+//   too and the best is kept. At fewer bits only the published start is used, the scale that spans the whole
+//   range: narrower scales gave up to 28 % less mean error at 2 bits, but they clip the outermost weights,
+//   and the perplexity of a trained model became worse;
+// - shrink_p is 0 below |x| = beta^(-1/(2-p)); its powers are not computed while the whole tile is below;
+// - groups whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
+//   contain 0 (then zero is large and fp16 is coarse) get one more start that avoids the problem.
 // does not contain 0 (then zero is large and fp16 is coarse) have one more start, without that trouble.
 
 constexpr int kSolverIterations = 20;
-constexpr int kProbeIterations = 3;  // of each start, before the best one goes on
+constexpr int kProbeIterations = 3;  // of each start, before the best one continues
 constexpr float kShrinkPower = 0.7f;
 constexpr float kBetaStart = 10.0f;
 constexpr float kBetaGrowth = 1.01f;
@@ -28,7 +31,7 @@ constexpr float kBetaGrowth = 1.01f;
 constexpr float kThresholdStart = 0.1701254280f;   // 10^(-1/1.3)
 constexpr float kThresholdGrowth = 0.9923751174f;  // 1.01^(-1/1.3)
 
-// Added to a scale that may be an fp16 subnormal, so that rounding never makes it 0 nor too narrow: 0.6 *
+// Added to a scale that may be an fp16 subnormal, so that rounding makes it neither 0 nor too narrow: 0.6 *
 // 2^-24.
 constexpr float kScaleMargin = 3.6e-8f;
 
@@ -70,8 +73,7 @@ inline Vec shrunk_sum(const float* scaled, Vec zeros, Vec scale, Vec top, float 
 
 MOECHAT_INLINE Vec half_range(Vec x) { return min(set1(65504.0f), max(set1(-65504.0f), x)); }
 
-// Runs the iteration on all rows from a scale (fp16 values) and a zero; at most `iterations` updates of the
-// zero.
+// Iterates on all rows from a scale (fp16 values) and a zero, with at most `iterations` updates of the zero.
 inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bits, int iterations) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   const Vec inverse = div(set1(1.0f), scale);
@@ -84,8 +86,8 @@ inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bit
   float beta = kBetaStart;
   float threshold = kThresholdStart;
   for (int iteration = 0;; ++iteration) {
-    // Distances are in steps of the grid: q - z - w * k = q - (w * k + z). Two chains each, or the latency of
-    // the additions would bound the loop.
+    // Distances are in steps of the grid: q - z - w * k = q - (w * k + z). Two chains each, because with one
+    // the latency of the additions would bound the loop.
     Vec sizes[2] = {zero(), zero()};
     Vec squares[2] = {zero(), zero()};
     Vec sums[2] = {zero(), zero()};
@@ -97,7 +99,7 @@ inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bit
       squares[c % 2] = fma(distance, distance, squares[c % 2]);
       sums[c % 2] = add(sums[c % 2], distance);
     }
-    const Vec root = mul(sqrt(add(squares[0], squares[1])), scale);  // no single error is larger
+    const Vec root = mul(sqrt(add(squares[0], squares[1])), scale);  // upper bound of every single error
     const Vec error = mul(mul(add(sizes[0], sizes[1]), scale), root);
     const Mask better = both(active, less(error, best.error));
     best.zero = select(better, zeros, best.zero);
@@ -108,7 +110,7 @@ inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bit
     if (any(less(set1(threshold), root)))
       shift = fma(shrunk_sum(scaled, zeros, scale, top, beta, threshold), inverse, shift);
     const Vec next = through_fp16(half_range(fma(shift, set1(1.0f / 64.0f), zeros)));
-    // A group is done when its error has not fallen or its zero stands still.
+    // A group is done when its error did not fall or its zero did not change.
     active = both(better, negate(equal(next, zeros)));
     if (!any(active)) return best;
     zeros = next;
@@ -124,8 +126,8 @@ MOECHAT_INLINE void keep_better(Mask candidates, const GroupSolution& other, Gro
   best->error = select(better, other.error, best->error);
 }
 
-// One (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols on get code
-// 0.
+// Quantises one (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols
+// on get code 0.
 inline void quantise_group(const float* weights, int valid_cols, int bits, unsigned char* q,
                            unsigned char* sz) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
@@ -206,7 +208,7 @@ MOECHAT_INLINE float read_weight(const unsigned char* at, SourceType type) {
   return type == SourceType::kBfloat16 ? half::from_bf16(pattern) : half::from_fp16(pattern);
 }
 
-// 64 neighbouring columns of one row whose elements lie side by side.
+// Reads 64 adjacent columns of one row whose elements are contiguous.
 MOECHAT_INLINE void read_row(const unsigned char* from, SourceType type, float* to) {
   for (int c = 0; c < 64; c += 16) {
     if (type == SourceType::kFloat32) {
@@ -219,8 +221,8 @@ MOECHAT_INLINE void read_row(const unsigned char* from, SourceType type, float* 
   }
 }
 
-// columns [64][16] of the rows and columns that exist. Padding rows are zero; the padding columns of a row
-// repeat its real ones, so that they neither widen the range nor pull the zero.
+// Gathers columns [64][16] of the rows and columns that exist. Padding rows are zero; the padding columns of
+// a row repeat its real ones, so that they neither widen the range nor shift the zero.
 inline void gather_group(const MatrixSource& source, std::int64_t row, std::int64_t col, int valid_rows,
                          int valid_cols, float* columns) {
   const std::int64_t element = source.type == SourceType::kFloat32 ? 4 : 2;
@@ -240,7 +242,7 @@ inline void gather_group(const MatrixSource& source, std::int64_t row, std::int6
   }
 }
 
-// All magnitudes at most kMaxQuantisable: false for NaN and infinities too.
+// Returns whether all magnitudes are at most kMaxQuantisable; false for NaN and infinities.
 MOECHAT_INLINE bool quantisable(const float* columns) {
   const Vec beyond = set1(kMaxQuantisable + 1.0f);
   Mask fine = less(absolute(load(columns)), beyond);

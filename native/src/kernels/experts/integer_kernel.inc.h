@@ -1,5 +1,5 @@
-// Integer kernels for few tokens: codes meet quantised inputs, see kernel_api.h for the numerics. Included
-// inside the anonymous namespace of one instruction set.
+// Integer kernels for few tokens: products of codes and quantised inputs, see kernel_api.h for the numerics.
+// Included inside the anonymous namespace of one instruction set.
 
 // Codes of four columns for 16 rows: dword `d` of a group, see QuantisedRows. A group is kUnits units of
 // kWords dwords.
@@ -28,7 +28,7 @@ struct Codes<3> {
 
   MOECHAT_INLINE static void unit(const unsigned char* group, int at, VecI (&codes)[kWords]) {
     const VecI low = loadi(group + at * kStepBytes);
-    // 16 high bits, those of columns 4k..4k+3 go to byte k.
+    // Of the 16 high bits, those of columns 4k..4k+3 go to byte k.
     VecI high = loadi(group + (4 + at / 2) * kStepBytes);
     high = at % 2 == 0 ? andi(high, seti(0xffffu)) : shr(high, 16);
     high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
@@ -42,7 +42,7 @@ struct Codes<3> {
   }
 };
 
-// Where products add up in 16 bits: two of them and `dwords` of these must fit.
+// Whether sums of two products for each of `dwords` dwords fit in 16 bits.
 constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
 
 // isum[stream][token] of one group, x[token] its planes.
@@ -55,7 +55,8 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
       const unsigned char* const one[1] = {q[s]};
       const std::int8_t* again[kTokens];
       for (int t = 0; t < kTokens; ++t) {
-        // Hides that it is the same for every stream: compilers keep all of it on the stack otherwise.
+        // Hides that the pointer is the same for every stream; otherwise compilers keep all of it on the
+        // stack.
         again[t] = x[t];
         __asm__("" : "+r"(again[t]));
       }
@@ -64,7 +65,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
       for (int t = 0; t < kTokens; ++t) isum[s][t] = sums[0][t];
     }
   } else if constexpr (kWideDot) {
-    // Two chains each where there are few: the latency of a product would bound the loop.
+    // Use two chains each if there are few sums; with one, the latency of a product would bound the loop.
     constexpr int kChains = 2 * kStreams * kTokens * kPlanes <= kMostChains ? 2 : 1;
     VecI chain[kStreams][kTokens][kPlanes][kChains];
     for (int s = 0; s < kStreams; ++s) {
@@ -102,7 +103,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
       }
     }
   } else {
-    // Codes of 8 bits go as two of 4; sums of 16 bits are widened before they could overflow.
+    // Codes of 8 bits are processed as two of 4 bits; sums of 16 bits are widened before they can overflow.
     constexpr int kParts = kBits == 8 ? 2 : 1;
     constexpr int kLargest = kBits == 8 ? 15 : C::kLargest;
     constexpr int kRuns = fits_16(kLargest, 16) ? 1 : 2;
@@ -156,7 +157,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
   }
 }
 
-// Where the inputs of one token lie.
+// Addresses of the quantised inputs of one token.
 struct TokenInputs {
   const std::int8_t* planes;
   const float* scales;
@@ -169,7 +170,7 @@ MOECHAT_INLINE TokenInputs inputs_of(const QuantisedRows& rows, int planes, std:
           rows.sums + row * groups};
 }
 
-// A stretch of tiles: codes and their scales, and what the thread reads after them.
+// A range of tiles: their codes and scales, and those that the thread reads next.
 struct TileStream {
   const unsigned char* q;
   const unsigned char* sz;
@@ -177,7 +178,7 @@ struct TileStream {
   const unsigned char* next_sz;
 };
 
-constexpr std::int64_t kAheadBytes = 4096;  // of codes
+constexpr std::int64_t kAheadBytes = 4096;  // of codes that are prefetched ahead
 
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
@@ -277,7 +278,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       TileStream streams[2] = {
           {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
           {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
-      // The hardware does not know where the list goes on.
+      // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
       if (tile + 1 < kTilesPerBlock) {
         for (TileStream& stream : streams) {
           stream.next_q = stream.q + span;
@@ -309,7 +310,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       for (; t < count; ++t)
         neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
     }
-    // Who completes the block quantises it: its tiles may be spread over threads.
+    // The thread that completes a block quantises it; several threads may share the tiles of a block.
     if (__atomic_add_fetch(task.tiles_done + local, static_cast<std::int32_t>(tiles), __ATOMIC_ACQ_REL) ==
         kTilesPerBlock) {
       quantise_activations(task, slot, count);
@@ -318,7 +319,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
   }
 }
 
-// Output rows of kTiles neighbouring tiles for kTokens tokens of one row.
+// Output rows of kTiles adjacent tiles for kTokens tokens of one row.
 template <int kBits, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                                     std::int64_t tile, const std::int32_t* out_rows, const float* weights,
@@ -361,7 +362,7 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
-    // Near the end of the range go on with where it starts in the next block.
+    // Near the end of the range, prefetch the beginning of the range in the next block.
     const std::int64_t later = tile + kAhead;
     const unsigned char* at = later < end ? record : next_record;
     const std::int64_t which = later < end ? later : begin + (later - end);
@@ -460,7 +461,7 @@ void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t 
   for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
 }
 
-// Around the calls of the many-token path.
+// Calls enter() and leave() of the many-token path around its kernels, if there is one.
 struct ManyTiles {
   const ManyTokens* many;
   explicit ManyTiles(const ManyTokens* used) : many(used) {

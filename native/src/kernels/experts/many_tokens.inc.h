@@ -1,22 +1,23 @@
 // The many-token path, see ManyTokens in kernel_api.h. Included inside the anonymous namespace of one
-// instruction set, after what adds panels: panel_kernel.inc.h or panel_amx.inc.h.
+// instruction set, after the panel products: panel_kernel.inc.h or panel_amx.inc.h.
 
-constexpr std::int64_t kPanelGroups = 4;    // unpacked at a time, of two tiles
-constexpr std::int64_t kChunkTokens = 144;  // whose sums are kept at a time
-constexpr std::int64_t kStripPairs = 4;     // of tiles that meet a token while its groups are in the cache
+constexpr std::int64_t kPanelGroups = 4;    // groups of two tiles that are unpacked at a time
+constexpr std::int64_t kChunkTokens = 144;  // tokens whose sums are kept at a time
+constexpr std::int64_t kStripPairs =
+    4;  // pairs of tiles that use the groups of a token while these are in the cache
 
 constexpr std::int64_t kPairSums = (kChunkTokens + kRowsAfter) * 2 * kTileRows;
 
-// Where one group of a row tile lies.
+// Address of one group of a row tile.
 struct GroupCodes {
   const unsigned char* q;
   const unsigned char* sz;
 };
 
-// Prefetches the codes of groups of two tiles, in equal parts, while something else runs.
+// Prefetches the codes of groups of two tiles in equal parts, between other work.
 template <int kBits>
 struct Ahead {
-  static constexpr std::int64_t kLines = 2 * kBits + 1;  // of a group, its scales included
+  static constexpr std::int64_t kLines = 2 * kBits + 1;  // cache lines of a group, its scales included
   GroupCodes at[2 * kPanelGroups];
   std::int64_t line = 0;
   std::int64_t lines = 0;
@@ -37,7 +38,7 @@ struct Ahead {
 };
 
 // acc[pair * kPairSums + t * 32 + 16 * m] += all groups of tile m of the pair for token t. `source(pair, m,
-// g)` is where group g of that tile lies, `then` what the thread reads afterwards (or null).
+// g)` returns the address of group g of that tile; `then` is the source that the thread reads next, or null.
 template <int kBits, int kPlanes, Sum kSum, class Source>
 MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::int64_t pairs,
                                std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
@@ -99,7 +100,7 @@ void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::i
   }
 }
 
-// Where the activations of the run of entry `local` begin.
+// Address of the activations of the run of entry `local`.
 template <Form kForm>
 MOECHAT_INLINE unsigned char* slots_of(const ForwardTask& task, std::int64_t local) {
   return task.many_slots + task.slot_start[task.run_begin[local]] * gathered_bytes(kForm, 1);
@@ -174,8 +175,8 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
   }
 }
 
-// Rows of the down projection of output tiles from `tile` on; groups are the blocks of a run. An odd tile at
-// the end comes twice.
+// Rows of the down projection of output tiles from `tile` on; the groups are the blocks of a run. An odd tile
+// at the end is computed twice.
 template <int kBits>
 struct OutputCodes {
   const ForwardTask& task;
@@ -193,7 +194,7 @@ struct OutputCodes {
     return {record + task.layout->down_q + at * (128 * kBits),
             record + task.layout->down_sz + at * kScaleBytes};
   }
-  // 0 where another block has the bias of these rows.
+  // Returns 0 if another block holds the bias of these rows.
   MOECHAT_INLINE Vec bias(std::int64_t pair, int m, std::int64_t group) const {
     const BlockLayout& layout = *task.layout;
     const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
@@ -271,7 +272,7 @@ void many_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
   }
 }
 
-// Tiles of a linear layer from `tile` on; an odd one at the end comes twice.
+// Tiles of a linear layer from `tile` on; an odd tile at the end is computed twice.
 template <int kBits>
 struct LinearCodes {
   const LinearTask& task;

@@ -1,4 +1,4 @@
-#include "kernels/pack.h"
+#include "kernels/experts/pack.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,22 +8,22 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/codes.h"
-#include "kernels/dispatch.h"
-#include "kernels/half.h"
-#include "kernels/thread_pool.h"
+#include "kernels/isa/dispatch.h"
+#include "kernels/layout/codes.h"
+#include "kernels/layout/half.h"
+#include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
 
-// Where a matrix of the expert lies in its blocks. Gate and up give 64 of their rows to a block, down 64
-// columns.
+// Position of a matrix of the expert in its blocks. A block holds 64 rows of gate and up, and 64 columns of
+// down.
 struct Field {
   const char* name;
   std::int64_t q;
   std::int64_t sz;
-  std::int64_t tiles;   // of one block
-  std::int64_t groups;  // of one tile
+  std::int64_t tiles;   // per block
+  std::int64_t groups;  // per tile
   std::int64_t rows;    // of the matrix
   std::int64_t cols;
   bool by_rows;
@@ -52,7 +52,7 @@ Fields fields_of(const BlockLayout& layout) {
 // Calls body(block, matrix, tile) for all tiles of an expert, on several threads.
 template <class Body>
 void for_each_tile(const BlockLayout& layout, const Fields& fields, int threads, const Body& body) {
-  const std::int64_t per_matrix = kTilesPerBlock;  // down tiles come in four bundles: equal work for all
+  const std::int64_t per_matrix = kTilesPerBlock;  // down tiles form four bundles: all units are equal work
   const std::int64_t units = layout.blocks * kMatrices * per_matrix;
   ThreadPool::Session session;
   session.parallel_for(threads > 0 ? threads : kMaxThreads, units, 1,
@@ -70,7 +70,7 @@ void for_each_tile(const BlockLayout& layout, const Fields& fields, int threads,
                        });
 }
 
-// The 16-bit pattern to store. The source's own patterns pass unchanged.
+// Returns the 16-bit pattern to store. Patterns of the source's own type are copied.
 std::uint16_t pattern_of(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
   if (source.type == (fp16 ? SourceType::kFloat16 : SourceType::kBfloat16)) {
     std::uint16_t pattern;
@@ -86,7 +86,7 @@ bool became_infinite(const MatrixSource& source, bool fp16, std::int64_t row, st
   return magnitude == (fp16 ? 0x7c00u : 0x7f80u) && std::isfinite(read_element(source, row, col));
 }
 
-// Words of two columns for 16 rows x `groups` groups; false when a finite value became infinite.
+// Copies words of two columns for 16 rows x `groups` groups; returns false if a finite value became infinite.
 bool copy_tile(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col, std::int64_t groups,
                unsigned char* q) {
   const std::int64_t rows = std::clamp<std::int64_t>(source.rows - row, 0, kTileRows);
@@ -109,7 +109,7 @@ bool copy_tile(const MatrixSource& source, bool fp16, std::int64_t row, std::int
   return fine;
 }
 
-// Names the first weight that pack_expert could not take.
+// Throws for the first weight that pack_expert cannot store.
 void report_bad_weight(const BlockLayout& layout, const Fields& fields, const ExpertSource& source) {
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
   for (std::size_t m = 0; m < kMatrices; ++m) {
@@ -132,7 +132,7 @@ void store_floats(unsigned char* to, const float* from, std::int64_t count) {
   std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
 }
 
-// Biases and the zero padding of all records; q and sz fields are written tile by tile.
+// Writes biases and the zero padding of all records; q and sz fields are written tile by tile.
 void write_tails(const BlockLayout& layout, const ExpertBiases* biases, unsigned char* records) {
   const std::int64_t packed = layout.has_bias ? layout.gate_bias : layout.payload_bytes;
   for (std::int64_t block = 0; block < layout.blocks; ++block) {

@@ -1,10 +1,10 @@
-// Experts to block records and back.
+// Packs experts into block records, and unpacks them.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/block_layout.h"
-#include "kernels/kernel_api.h"
+#include "kernels/isa/kernel_api.h"
+#include "kernels/layout/block_layout.h"
 
 namespace moechat {
 
@@ -20,7 +20,7 @@ struct ExpertSource {
   MatrixSource gate;
   MatrixSource up;
   MatrixSource down;
-  const ExpertBiases* biases;  // exactly when the layout has them
+  const ExpertBiases* biases;  // null exactly if the layout has no biases
 };
 
 // Already quantised matrices: codes [rows, cols] of bytes, C order; scales and zeros [rows, ceil(cols / 64)]
@@ -37,12 +37,12 @@ struct QuantisedExpert {
   const ExpertBiases* biases;
 };
 
-// Writes every byte of records [blocks, record_bytes]. Shapes are the caller's promise; the values are
-// checked: std::invalid_argument names the first weight that is not finite or too large (quantised) or that
-// turns infinite (rounding to 16 bits). `threads` limits the workers, 0 does not.
+// Writes every byte of records [blocks, record_bytes]. REQUIRES: shapes match the layout. Throws
+// std::invalid_argument naming the first weight that is not finite or too large (quantised) or that becomes
+// infinite (rounding to 16 bits). `threads` limits the workers; 0: no limit.
 void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads);
 
-// std::invalid_argument for a code above 2^bits - 1 or a scale or zero that is not finite.
+// Throws std::invalid_argument for a code above 2^bits - 1 or a scale or zero that is not finite.
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
                     int threads);
 

@@ -1,13 +1,13 @@
 // Products of unpacked row tiles with many tokens in AMX tiles, 16 tokens x 16 rows x 64 columns at a time.
 // Included inside the anonymous namespace of one instruction set, after panel_unpack.inc.h and amx_tiles.h;
-// takes the place of panel_kernel.inc.h and computes the same, bit by bit.
+// replaces panel_kernel.inc.h with bitwise the same results.
 //
-// Two row tiles at a time: 0 and 1 hold the sums of their hi planes, 2 and 3 those of lo, 4 and 5 the planes
-// of the tokens, 6 and 7 the codes.
+// Works on two row tiles at a time. Tile registers 0 and 1 hold the sums of their hi planes, 2 and 3 those of
+// the lo planes, 4 and 5 the planes of the tokens, 6 and 7 the codes.
 
 constexpr std::int64_t kPanelTokens = 16;
 constexpr std::int64_t kRowsAfter =
-    kPanelTokens - 1;  // a block is always 16 tokens; what is too many is dropped
+    kPanelTokens - 1;  // a block always has 16 tokens; results beyond the last token are dropped
 constexpr std::int64_t kThreshold = 6;
 
 template <int kBits, int kPlanes>
@@ -45,7 +45,7 @@ MOECHAT_INLINE void group_products(const unsigned char* const (&codes)[2], const
   }
 }
 
-// acc[t * 32 + 16 * m] += a group whose sums are known; `tail` is (scale, sum) of the group for token 0.
+// acc[t * 32 + 16 * m] += a group whose sums are computed; `tail` is (scale, sum) of the group for token 0.
 template <Form kForm, Sum kSum>
 MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const unsigned char* sums,
                                  const float* tail, std::int64_t tail_stride, const float* weights,
@@ -65,7 +65,7 @@ MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const u
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows
-// after them; `between` is called before every block of tokens with the number of blocks.
+// after them. Calls `between` with the number of blocks before every block of tokens.
 template <Form kForm, Sum kSum, int kBits, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
@@ -82,7 +82,7 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     const unsigned char* codes[2] = {panel, panel + tile_stride};
     group_products<kForm>(codes, x, rows.stride, sums[0]);
     for (std::int64_t g = 0; g < groups; ++g) {
-      // The tiles work on the next group while the vector units add this one.
+      // The tiles multiply the next group while the vector units add this one.
       const unsigned char* next[2] = {codes[0] + panel_bytes(kForm), codes[1] + panel_bytes(kForm)};
       x += kTokenBytes;
       if (g + 1 < groups) group_products<kForm>(next, x, rows.stride, sums[(g + 1) % 2]);
@@ -94,8 +94,8 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
   }
 }
 
-// Whether the tiles multiply as they are said to: signed by unsigned, every dword and byte in its place. A
-// virtual machine may show the processor's flags and not the registers behind them.
+// Returns whether the tiles multiply correctly: signed by unsigned, every dword and byte in its place. A
+// virtual machine may show the processor's flags but lack the registers.
 bool tiles_multiply() {
   alignas(64) unsigned char x[kTileBytes];
   alignas(64) unsigned char codes[kTileBytes];

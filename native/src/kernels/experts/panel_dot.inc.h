@@ -1,17 +1,18 @@
 // Products of unpacked codes with activation integers, 16 rows at a time, and the register blocks that suit
 // the instruction set. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
 //
-// Pairs: a 32-bit lane holds two codes as int16, a dword of a token two integers of 16 bits.
-// Quads: a lane holds four codes as bytes, a dword of a token four integers of 8 bits. Where kQuadsIn16 their
-// sums are two of int16 a lane, which the caller widens before they can overflow.
+// Pairs: a 32-bit lane holds two codes as int16; a dword of a token holds two integers of 16 bits.
+// Quads: a lane holds four codes as bytes; a dword of a token holds four integers of 8 bits. With kQuadsIn16
+// their sums are two int16 per lane, which the caller widens before they can overflow.
 //
-// Assembly and not intrinsics: GCC copies every sum before and after those, and keeps some on the stack.
+// Inline assembly instead of intrinsics: with intrinsics GCC copies every sum before and after the product,
+// and keeps some on the stack.
 
 #if defined(__AVX512F__)
 
 constexpr int kPanelTokens = 12;  // 2 row tiles x 12 tokens are 24 sums in 32 registers
 constexpr int kPanelTiles = 2;
-constexpr int kTokenStep = 2;  // blocks are multiples of it
+constexpr int kTokenStep = 2;  // token counts of blocks are multiples of it
 constexpr bool kHasQuads = true;
 
 #if defined(__AVX512VNNI__)
@@ -22,7 +23,7 @@ MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
 MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
 }
-MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // only of sums in 16 bits
+MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // used only for sums in 16 bits
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
@@ -59,7 +60,7 @@ MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.a) : "x"(codes.a), "x"(x.a));
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
 }
-MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // only of sums in 16 bits
+MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // used only for sums in 16 bits
 MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;

@@ -1,10 +1,10 @@
-// Products of unpacked row tiles with many tokens: a block of sums stays in registers over a group. Included
+// Products of unpacked row tiles with many tokens. A block of sums stays in registers over a group. Included
 // inside the anonymous namespace of one instruction set, after panel_unpack.inc.h.
 //
-// The sums of a group are exact integers and groups are added in ascending order (kernel_api.h), so the
-// blocking changes nothing in the results.
+// The sums of a group are exact integers and groups are added in ascending order (kernel_api.h), so results
+// do not depend on the blocking.
 
-// A block of vectors. Not an array: GCC keeps the elements of an array that a loop indexes in memory.
+// A block of vectors. Not an array, because GCC keeps an array that a loop indexes in memory.
 template <int kCount>
 struct Bundle {
   VecI head;
@@ -45,7 +45,7 @@ MOECHAT_INLINE VecI broadcast_dword(const unsigned char* from) {
   return seti(word);
 }
 
-// Steps whose sums of quads fit 16 bits, where these are the widest: two products of a code and -128 each.
+// Steps whose sums of quads fit in 16 bits, if sums are that wide: two products of a code and -128 each.
 constexpr int chain_of(Form form, int bits) {
   return form == Form::kPairs ? kPairSteps : (kQuadsIn16 && bits == 4 ? 8 : kQuadSteps);
 }
@@ -73,7 +73,7 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
   });
 #else
   constexpr int kSteps = kForm == Form::kPairs ? kPairSteps : kQuadSteps;
-  // The first product of a short chain is its first sum; long ones begin with zeros.
+  // A short chain starts with its first product, a long one with zeros.
   constexpr bool kShort = kForm == Form::kQuads && kQuadsIn16;
   unrolled<0, kSteps / kChain>(MOECHAT_UNROLLED(run) {
     constexpr int kFirst = kChain * MOECHAT_VALUE(run);
@@ -117,7 +117,7 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
-// begin at panel + m * tile_stride; for what is added and `weights` see Sum.
+// begin at panel + m * tile_stride. Sum defines the added terms and the meaning of `weights`.
 template <Form kForm, Sum kSum, int kChain, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
@@ -131,7 +131,7 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
   const std::int64_t tail_stride = rows.stride / static_cast<std::int64_t>(sizeof(float));
   for (std::int64_t g = 0; g < groups; ++g) {
     Bundle<kTiles * kTokens> sums = panel_products<kForm, kChain, kTiles, kTokens>(codes, x);
-    // Else GCC keeps acc in registers over the groups, and the sums find none.
+    // Without this, GCC keeps acc in registers over the groups, and too few are left for the sums.
     asm volatile("" ::: "memory");
     unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
       const unsigned char* of_tile = codes[MOECHAT_VALUE(m)] + code_bytes(kForm);
@@ -150,7 +150,7 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
   }
 }
 
-// The same for 1..kPanelTokens tokens and two tiles; up to kTokenStep - 1 tokens more may be read and added.
+// The same for 1..kPanelTokens tokens and two tiles; may read and add up to kTokenStep - 1 more tokens.
 template <Form kForm, Sum kSum, int kChain, int kTokens = kPanelTokens>
 MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* panel, std::int64_t tile_stride,
                                   std::int64_t first, std::int64_t groups, const TokenRows& rows,
@@ -167,13 +167,13 @@ MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* pane
   }
 }
 
-// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens; `between` is called before every
-// block of them with the number of blocks.
+// acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens. Calls `between` with the number of
+// blocks before every block of tokens.
 template <Form kForm, Sum kSum, int kBits, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                               const float* weights, float* acc, const Between& between) {
-  // Blocks as equal as can be: small ones leave units idle.
+  // Blocks are as equal in size as possible, because small ones leave execution units idle.
   const std::int64_t blocks = (tokens + kPanelTokens - 1) / kPanelTokens;
   const std::int64_t steps = (tokens + kTokenStep - 1) / kTokenStep;
   for (std::int64_t block = 0; block < blocks; ++block) {

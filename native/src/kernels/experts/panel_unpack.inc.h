@@ -1,14 +1,14 @@
-// Codes of a (tile, group) unpacked for many tokens, and the tokens in the order that meets them. Included
-// inside the anonymous namespace of one instruction set.
+// Codes of a (tile, group) unpacked for many tokens, and tokens rearranged to match them. Included inside the
+// anonymous namespace of one instruction set.
 //
-// A panel record is the codes of 16 rows x 64 columns, then 16 fp32 scales, 16 fp32 zeros and, for biased
+// A panel record holds the codes of 16 rows x 64 columns, then 16 fp32 scales, 16 fp32 zeros and, for biased
 // sums, 16 fp32 biases:
 //   kQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
-//   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; where products are made
-//   by row, 16 rows of these 64 int16 instead
-// A gathered token has for every group the integers that meet the record: the hi plane (kQuads), hi and lo
-// planes (kPlanes) or int16 in the order of kPairs. After all groups follow (scale, sum) of every group as
-// floats.
+//   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; instruction sets that
+//   multiply by row hold 16 rows of these 64 int16 instead
+// A gathered token holds, for every group, the integers that are multiplied by the record: the hi plane
+// (kQuads), the hi and lo planes (kPlanes) or int16 in the order of kPairs. After all groups follow (scale,
+// sum) of every group as floats.
 
 enum class Form { kQuads, kPairs, kPlanes };
 
@@ -22,7 +22,8 @@ constexpr std::int64_t code_bytes(Form form) {
 }
 constexpr std::int64_t panel_bytes(Form form) { return code_bytes(form) + 3 * kStepBytes; }
 
-// Bytes of a gathered token. Rows of a power of two would meet in the same lines of the cache.
+// Bytes of a gathered token, an odd number of cache lines: rows of a power of two bytes would map to the same
+// cache sets.
 constexpr std::int64_t gathered_bytes(Form form, std::int64_t groups) {
   const std::int64_t bytes = groups * (token_bytes(form) + 2 * static_cast<std::int64_t>(sizeof(float)));
   return ((bytes + 63) / 64 | 1) * 64;
@@ -35,8 +36,9 @@ struct TokenRows {
   std::int64_t groups;
 };
 
-// What is added to the sum of a row and a token for every group: its term, or the weight of the token times
-// the term (groups are blocks of an expert then), or times the term plus the bias in the record.
+// The term that is added to the sum of a row and a token for every group: kTerms, the term itself; kWeighted,
+// the term times the weight of the token (groups are blocks of an expert); kBiased, the same with the bias in
+// the record added to the term.
 enum class Sum { kTerms, kWeighted, kBiased };
 
 template <Sum kSum>
@@ -51,7 +53,7 @@ MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, 
   }
 }
 
-// to(d, codes) for the code dwords d = 0..15 of a group.
+// Calls to(d, codes) for the code dwords d = 0..15 of a group.
 template <int kBits, class Store>
 MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
   if constexpr (kBits == 8) {
@@ -69,7 +71,7 @@ MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
       const VecI words = loadi(q + s * kStepBytes);
       VecI high = words;
       if constexpr (kBits == 3) {
-        // Of 16 bits nibble k goes to byte k.
+        // Of the 16 bits, nibble k goes to byte k.
         high = andi(shr(loadi(q + (4 + s / 2) * kStepBytes), 16 * (s % 2)), seti(0xffffu));
         high = andi(ori(high, shl(high, 8)), seti(0x00ff00ffu));
         high = andi(ori(high, shl(high, 4)), seti(0x0f0f0f0fu));
@@ -110,7 +112,7 @@ MOECHAT_INLINE void unpack_panel(const unsigned char* q, const unsigned char* sz
   store(panel + code_bytes(kForm) + kStepBytes, load_fp16(sz + 32));
 }
 
-// Integers of one group, 64 bytes of hi and, at two planes, 64 of lo, as pairs.
+// Writes the integers of one group, 64 bytes of hi and, with two planes, 64 of lo, as pairs.
 MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, unsigned char* to) {
   std::int16_t values[64];
   if (lo != nullptr) {
@@ -127,7 +129,7 @@ MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, u
   __builtin_memcpy(to, words, sizeof words);
 }
 
-// Group `from` of all groups of `rows`, to group `at` of a gathered token of `groups` groups.
+// Copies group `from` of `rows` to group `at` of a gathered token of `groups` groups.
 template <Form kForm, int kPlanes>
 MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, unsigned char* to,
                                  std::int64_t groups, std::int64_t at) {

@@ -1,7 +1,7 @@
-// Inputs of the integer kernels, see kernel_api.h. Included inside the anonymous namespace of one instruction
-// set.
+// Quantisation of the inputs of the integer kernels, see kernel_api.h. Included inside the anonymous
+// namespace of one instruction set.
 
-// Columns of 16 bytes of a plane.
+// Columns of the 16 bytes of a quarter of a plane, in their order.
 MOECHAT_INLINE const unsigned char* byte_order(int bits) {
   static const unsigned char orders[3][16] = {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
                                               {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
@@ -9,7 +9,7 @@ MOECHAT_INLINE const unsigned char* byte_order(int bits) {
   return orders[bits == 8 ? 2 : (bits == 4 ? 1 : 0)];
 }
 
-// The patterns of positive floats are ordered as they are, NaN above infinity.
+// Compares bit patterns: those of positive floats have the order of their values, with NaN above infinity.
 MOECHAT_INLINE std::int32_t largest_pattern(const Vec (&x)[4]) {
   const VecI mask = seti(0x7fffffffu);
   const VecI top = maxi(maxi(andi(as_int(x[0]), mask), andi(as_int(x[1]), mask)),

@@ -1,11 +1,11 @@
-// The eight tile registers of AMX, 16 rows of 64 bytes each: the processor's, and the same in plain C++ so
-// that the code above them runs everywhere. Included inside the anonymous namespace of isa_amx.cc and
-// isa_amx_emulated.cc.
+// The eight tile registers of AMX, 16 rows of 64 bytes each: those of the processor, or an emulation in plain
+// C++ with which the callers run on every processor. Included inside the anonymous namespace of isa/amx.cc
+// and isa/amx_emulated.cc.
 
 #if defined(MOECHAT_AMX)
 
-// Inline assembly, so that the compiler sees which memory is read and written: GCC 12 takes no notice that
-// its own _tile_loadconfig reads the configuration, and drops the stores to it.
+// Inline assembly declares to the compiler which memory is read and written: GCC 12 ignores that its own
+// _tile_loadconfig reads the configuration, and drops the stores to it.
 struct Tiles {
   static void enter() {
     struct alignas(64) {
@@ -52,11 +52,11 @@ thread_local TileFile tile_file;
 struct Tiles {
   static void enter() {
     tile_file.configured = true;
-    // The processor clears them; whoever relies on it shall not find zeros by luck.
+    // The processor clears the tiles here. Other values expose code that relies on that.
     __builtin_memset(tile_file.bytes, 0x5a, sizeof tile_file.bytes);
   }
   static void leave() { tile_file.configured = false; }
-  // The processor refuses tiles that are not configured, too.
+  // As the processor, traps when tiles are not configured.
   static void need() {
     if (!tile_file.configured) __builtin_trap();
   }

@@ -1,8 +1,8 @@
-// The small parts of a decoding step, as the code compiled per instruction set offers them. Plain structs and
-// function pointers, as in kernel_api.h.
+// Interface of the code compiled per instruction set for the small parts of a decoding step. Plain structs
+// and function pointers, as in kernel_api.h.
 //
-// Elements are float32, bfloat16 or float16; everything is computed in float32, and rounded where the tasks
-// say so. No result depends on how the work is shared among threads.
+// Elements are float32, bfloat16 or float16. All computation is in float32; results are rounded at the points
+// that the tasks name. No result depends on how threads share the work.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace moechat {
 
 enum class ElementType : int { kFloat32, kBfloat16, kFloat16 };
 
-// out[r] = (offset + weight) * (x[r] / sqrt(mean(x[r]^2) + eps)), rows of `cols` elements without gaps. The
-// normalised row is rounded to the element type before it is multiplied where `round_first` says so.
+// out[r] = (offset + weight) * (x[r] / sqrt(mean(x[r]^2) + eps)), for contiguous rows of `cols` elements.
+// With `round_first` the normalised row is rounded to the element type before it is multiplied.
 struct NormTask {
   ElementType type;
   const void* x;
@@ -31,17 +31,17 @@ struct RotateTask {
   const void* x;  // [tokens, heads, dim] by strides
   std::int64_t token_stride;
   std::int64_t head_stride;
-  void* out;  // [tokens, heads, dim] without gaps
+  void* out;  // [tokens, heads, dim], contiguous
   std::int64_t tokens;
   std::int64_t heads;
   std::int64_t dim;
-  const void* cos;  // [tokens, width], or [tokens, width / 2] where both of a pair share one value
+  const void* cos;  // [tokens, width], or [tokens, width / 2] if both elements of a pair share one value
   const void* sin;
   std::int64_t angles;  // width or width / 2
   std::int64_t width;
 };
 
-// Attention of few tokens over a context. Strides in elements; the last axis has none.
+// Attention of few tokens over a context. Strides in elements; the last axis is contiguous.
 struct AttendTask {
   ElementType type;
   std::int64_t kv_heads;
@@ -49,7 +49,7 @@ struct AttendTask {
   std::int64_t tokens;   // query tokens
   std::int64_t context;  // keys
   std::int64_t key_dim;
-  std::int64_t tail_dim;  // elements of a key that lie in `tail`, behind the key_dim in `key`; 0: none
+  std::int64_t tail_dim;  // last elements of a key, which lie in `tail`, not in `key`; 0: none
   std::int64_t value_dim;
   const void* query;  // [heads, tokens, key_dim + tail_dim] by strides
   std::int64_t query_head, query_token;
@@ -62,14 +62,16 @@ struct AttendTask {
   float scale;
   const unsigned char* visible;  // [tokens, context] by visible_token, 0: hidden; or null
   std::int64_t visible_token;
-  const float* sinks;  // [heads], logits that take part in the sum of the softmax alone; or null
-  void* out;           // [tokens, heads, value_dim] without gaps
+  const float* sinks;  // [heads], logits that only enter the sum of the softmax; or null
+  void* out;           // [tokens, heads, value_dim], contiguous
 };
 
-// Keys that one unit of attention takes. A constant: the sums are made unit by unit, in order.
+// Keys of one unit of attention. A constant, because results depend on it: sums are added unit by unit, in
+// order.
 static constexpr std::int64_t kAttendKeys = 128;
 
-// Scratch of a unit in floats: padded query rows are shared, the rest belongs to a thread.
+// Sizes of the scratch of a unit in floats. All threads share the padded query rows; each has its own of the
+// rest.
 struct AttendShape {
   std::int64_t query_width;  // key_dim + tail_dim, a multiple of 16
   std::int64_t value_width;  // value_dim, a multiple of 16
@@ -80,8 +82,8 @@ struct AttendShape {
 
 struct RouteTask {
   ElementType type;
-  const void* x;       // [tokens, hidden] without gaps
-  const void* weight;  // [experts, hidden] without gaps
+  const void* x;       // [tokens, hidden], contiguous
+  const void* weight;  // [experts, hidden], contiguous
   const void* bias;    // [experts] or null
   std::int64_t tokens;
   std::int64_t experts;
@@ -96,14 +98,15 @@ struct DecodeKernels {
   // float32 rows of the queries, padded with zeros: [heads * tokens, query_width], row = head * tokens +
   // token.
   void (*attend_queries)(const AttendTask& task, const AttendShape& shape, float* rows);
-  // Unit `index` of key head `head`: its rows * partial floats. `scratch` has attend_scratch(shape) floats.
+  // Computes unit `index` of key head `head`: rows * partial floats. `scratch` has attend_scratch(shape)
+  // floats.
   void (*attend_unit)(const AttendTask& task, const AttendShape& shape, const float* queries,
                       std::int64_t head, std::int64_t index, float* scratch, float* partials);
   // Adds up the units of all rows, in order.
   void (*attend_sum)(const AttendTask& task, const AttendShape& shape, float* partials);
   // Logits of experts [begin, end).
   void (*route)(const RouteTask& task, std::int64_t begin, std::int64_t end);
-  // x[i] = e^(x[i] - shift), count any.
+  // x[i] = e^(x[i] - shift), for any count.
   void (*exponentials)(float* x, std::int64_t count, float shift);
   // Elements to float32; float32 to elements, rounded; out[i] = rounded(out[i] + rounded(x[i])).
   void (*widen)(ElementType type, const void* from, std::int64_t count, float* to);

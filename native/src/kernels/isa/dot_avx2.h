@@ -1,5 +1,5 @@
-// Products of unsigned codes and signed bytes in AVX2: pairs add up in 16 bits. Names as in dot_portable.h.
-// Included inside the anonymous namespace of isa_avx2.cc.
+// Products of unsigned codes and signed bytes in AVX2, with pairs summed in 16 bits. Names as in
+// dot_portable.h. Included inside the anonymous namespace of isa/avx2_integer.cc.
 
 #define MOECHAT_UNROLL _Pragma("GCC unroll 16")
 

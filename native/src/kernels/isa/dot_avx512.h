@@ -1,5 +1,5 @@
-// Products of unsigned codes and signed bytes without VNNI: pairs add up in 16 bits. Names as in
-// dot_portable.h. Included inside the anonymous namespace of isa_avx512.cc.
+// Products of unsigned codes and signed bytes without VNNI, with pairs summed in 16 bits. Names as in
+// dot_portable.h. Included inside the anonymous namespace of isa/avx512_integer.cc.
 
 #define MOECHAT_UNROLL _Pragma("GCC unroll 16")
 

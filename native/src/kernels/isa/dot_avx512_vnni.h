@@ -1,5 +1,5 @@
 // Products of unsigned codes and signed bytes with AVX-512 VNNI. Names as in dot_portable.h. Included inside
-// the anonymous namespace of isa_avx512_vnni.cc.
+// the anonymous namespace of isa/avx512_vnni_integer.cc.
 
 #define MOECHAT_UNROLL _Pragma("GCC unroll 16")
 

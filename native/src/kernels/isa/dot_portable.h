@@ -1,17 +1,17 @@
 // Products of unsigned codes and signed bytes in plain C++. Included inside the anonymous namespace of
-// isa_portable.cc; the dot_*.h files offer the same names.
+// isa/portable_integer.cc; the dot_*.h files define the same names.
 
-// How far loops over a group are unrolled.
+// Unroll factor of loops over a group.
 #define MOECHAT_UNROLL _Pragma("GCC unroll 1")
 
-constexpr bool kWideDot = true;    // products add up in 32 bits at once; else in 16, see integer_kernel.inc.h
+constexpr bool kWideDot = true;    // sums have 32 bits; else pairs are summed in 16, see integer_kernel.inc.h
 constexpr int kMostTokens = 1;     // tokens that share the unpacking: 1, 2 or 4
-constexpr bool kPairDots = false;  // two streams of weights at a time?
-constexpr int kMostChains = 2;     // registers for sums
+constexpr bool kPairDots = false;  // processes two weight streams at a time
+constexpr int kMostChains = 2;     // registers available for sums
 
 typedef std::int16_t I8 __attribute__((vector_size(16)));
 
-// Four bytes of a plane, for every row.
+// Copies four bytes of a plane to every row.
 MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
   std::uint32_t word;
   __builtin_memcpy(&word, from, sizeof word);
@@ -30,8 +30,8 @@ MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   }
   return sums;
 }
-// factor * the sums of a row; only where pairs add up in 16 bits.
+// factor * the sums of a row; only with pairs summed in 16 bits.
 MOECHAT_INLINE VecI widen(const VecI& sums, int) { return sums; }
-// Keeps the additions in the order of the source: compilers collect all products first otherwise, more than
-// there are registers.
+// Keeps the additions in the order of the source. Otherwise compilers collect all products first, which needs
+// more registers than there are.
 MOECHAT_INLINE void pin(VecI&) {}

@@ -1,16 +1,16 @@
-// What the code compiled per instruction set offers to the rest: plain structs and function pointers, nothing
-// that could be emitted as a shared inline symbol.
+// Interface between the code compiled per instruction set and the rest: plain structs and function pointers,
+// because a shared inline symbol could be compiled with instructions that a processor lacks.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/block_layout.h"
-#include "kernels/decode_api.h"
+#include "kernels/isa/decode_api.h"
+#include "kernels/layout/block_layout.h"
+#include "kernels/layout/matrix_source.h"
 
 namespace moechat {
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kClampedSwiglu };
-enum class SourceType : int { kFloat32, kFloat16, kBfloat16 };
 
 struct ActivationSpec {
   Activation kind;
@@ -18,36 +18,27 @@ struct ActivationSpec {
   float limit;  // clamped_swiglu only
 };
 
-// A strided matrix of any element type; strides in bytes, of any sign.
-struct MatrixSource {
-  const unsigned char* data;
-  std::int64_t rows;
-  std::int64_t cols;
-  std::int64_t row_stride;
-  std::int64_t col_stride;
-  SourceType type;
-};
-
-// Largest magnitude that can be quantised: range / (2^bits - 1) must stay a finite fp16.
-static constexpr float kMaxQuantisable = 65504.0f;
-
-// Inputs of the integer kernels. They meet weights of 2, 3, 4 and 8 bits; weights of 16 bits, and
-// activation_bits 32, take float inputs.
+// Inputs of the integer kernels, which take weights of 2, 3, 4 and 8 bits. Weights of 16 bits, and all
+// weights at activation_bits 32, take float inputs.
 //
-// A row (a token, or the activations of a block for one token) is cut into groups of 64 columns. A group is
+// A row (a token, or the activations of a block for one token) is divided into groups of 64 columns. A group
+// is
 //   scale = max|x| / range,   i[c] = nearest even integer of x[c] * (range / max|x|),   sum = sum of i[c],
 // range 32512 for 16 bits and 127 for 8; all in fp32, the integers and their sum exact. At 16 bits an integer
-// is kept as two bytes, i = 256 * hi + lo, hi in [-127, 127], lo in [-128, 127]; at 8 bits hi alone is it. A
-// group without a magnitude of kSmallestInput has scale 0 and integers 0; one with a value that is not finite
-// has scale NaN and integers 0, so that NaN reaches every output that depends on it.
+// is kept as two bytes, i = 256 * hi + lo, hi in [-127, 127], lo in [-128, 127]; at 8 bits it is hi alone. A
+// group whose magnitudes are all below kSmallestInput has scale 0 and integers 0. A group with a value that
+// is not finite has scale NaN and integers 0, so that NaN reaches every output that depends on it.
 //
 // One row of weights and one group: isum = 256 * sum(q * hi) + sum(q * lo), exact in 32 bits, then
 //   acc = fma(scale_w * scale, fnma(zero_w, sum, isum), acc),
-// groups ascending, one chain a row. Integers do not care in which order they are added: results are bitwise
-// the same for any tiling and any number of tokens, and between instruction sets with a fused multiply-add.
+// groups ascending, one chain a row. Integer sums do not depend on the order of additions, so results are
+// bitwise equal for any tiling and any number of tokens, and between instruction sets with a fused
+// multiply-add.
 //
-// Bytes of a plane lie in the order in which the kernels unpack codes: at place 4 * d + k, d = 0..15, k =
-// 0..3, lies column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
+// Bytes of a plane are in the order in which the kernels unpack codes: position 4 * d + k, d = 0..15, k =
+// 0..3, holds column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
+// (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four adjacent bytes of a
+// plane.
 // (2 and 3 bits). A word of weights, shifted and masked to bytes, meets four neighbouring bytes of a plane.
 struct QuantisedRows {
   std::int8_t* planes;  // [rows, groups, activation_bits / 8, 64]: hi, then lo
@@ -72,7 +63,8 @@ struct ForwardTask {
   const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
   const float* x_sums;        // [tokens, groups], sums of the unscaled columns
   QuantisedRows x_quantised;  // [tokens]
-  unsigned char* many_x;      // [items], gathered for `many`; only items of rows of many tokens are filled in
+  unsigned char*
+      many_x;  // [items], gathered for `many`; filled in only for rows of at least `threshold` tokens
   std::int64_t token_base;
 
   const std::uint64_t* block_ptr;
@@ -83,46 +75,47 @@ struct ForwardTask {
   const std::int32_t* row_out;
   const float* row_weight;
 
-  // List entries [entry_begin, entry_end); of each, the tokens [part_begin, part_begin + slots of the entry)
-  // of its row. slot_start has one value for every entry of the chunk and one more.
+  // List entries [entry_begin, entry_end), and of the row of each the tokens [part_begin, part_begin + slots
+  // of the entry). slot_start has one value more than the chunk has entries.
   std::int64_t entry_begin;
   std::int64_t entry_end;
-  std::int64_t list_end;  // entries after the chunk exist up to here (for prefetching only)
+  std::int64_t list_end;  // end of the entries after the chunk, which are only prefetched
   std::int64_t part_begin;
   const std::int64_t* slot_start;
 
-  float* activations;       // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
-  float* activation_sums;   // [slots, 4], sums of the unscaled activations of a tile
-  QuantisedRows quantised;  // [slots], one group each: the activations, once all tiles of an entry are done
-  // For `many`: entries of one row in succession are a run, their activations a gathered row of as many
-  // groups for every token. Entry i of the chunk is in the run [run_begin[i], run_end[i]), whose rows begin
-  // where slot_start[run_begin[i]] rows of one group would end.
+  float* activations;      // [slots, 64]; at 32 bits neuron n multiplied by column_scale(encoding, n)
+  float* activation_sums;  // [slots, 4], sums of the unscaled activations of a tile
+  QuantisedRows
+      quantised;  // [slots], one group each: the activations, written once all tiles of an entry are done
+  // For `many`: consecutive entries of one row form a run. For every token their activations are one gathered
+  // row with a group per entry. Entry i of the chunk is in the run [run_begin[i], run_end[i]), whose rows
+  // begin after the space of slot_start[run_begin[i]] rows of one group.
   const std::int32_t* run_begin;
   const std::int32_t* run_end;
   unsigned char* many_slots;
-  std::int32_t* tiles_done;  // [entries of the chunk], 0 at first
+  std::int32_t* tiles_done;  // [entries of the chunk], initially 0
   float* out;                // [out rows, hidden]
 };
 
-// The many-token path of the integer kernels: weights of a tile are unpacked once for many tokens, which come
-// gathered in a form of their own. `neurons`, `outputs` and `linear` of IntegerKernels hand it what has at
-// least `threshold` tokens and do all else themselves. Same results, bit by bit.
+// The many-token path of the integer kernels: unpacks the weights of a tile once for many tokens, which are
+// gathered into a layout of their own. `neurons`, `outputs` and `linear` of IntegerKernels use it for work
+// with at least `threshold` tokens. Results are bitwise the same.
 struct ManyTokens {
   std::int64_t threshold;
   // Readable rows that must follow the last gathered one; their contents do not matter.
   std::int64_t rows_after;
   // Bytes of a gathered row, a multiple of 64.
   std::int64_t (*row_bytes)(int bits, int activation_bits, std::int64_t groups);
-  // Rows index[i] - base, i < count, of `from`, or base + i where there is no index, to row i of `to`.
+  // Copies rows index[i] - base (base + i if index is null), i < count, of `from` to row i of `to`.
   void (*gather)(int bits, int activation_bits, const QuantisedRows& from, std::int64_t groups,
                  const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to);
-  // The quantised activations of entry `local` of the chunk to its run in task.many_slots.
+  // Copies the quantised activations of entry `local` of the chunk to its run in task.many_slots.
   void (*gather_slots)(const ForwardTask& task, std::int64_t local);
-  // Around the calls below on one thread; null where there is nothing to set up.
+  // Called before and after the functions below on one thread; null if they need no preparation.
   void (*enter)();
   void (*leave)();
-  // Activations (fp32, natural order) of tiles [begin, end) of the block of list entry `entry`, to the slots
-  // of the entry. The caller quantises and gathers them when the block is complete.
+  // Writes the activations (fp32, natural order) of tiles [begin, end) of the block of list entry `entry` to
+  // the slots of the entry. The caller quantises and gathers them when the block is complete.
   void (*neurons)(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end);
   // Adds output tiles [begin, end) of the run that begins with `entry`, from task.many_slots.
   void (*outputs)(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end);
@@ -143,18 +136,18 @@ struct LinearTask {
   const float* x;           // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
   const float* x_sums;      // [tokens, groups]
   QuantisedRows x_quantised;
-  const unsigned char* many_x;  // [tokens] gathered, or null: too few of them for `many`
+  const unsigned char* many_x;  // [tokens] gathered, or null: fewer than `threshold`
   const ManyTokens* many;
   std::int64_t tokens;
   float* out;  // [tokens, rows]
 };
 
-// Integer kernels: their own table, since some instruction sets differ in nothing else.
+// Integer kernels. A table of their own, because some instruction sets differ only in these.
 struct IntegerKernels {
-  // x [count, cols] -> rows of ceil(cols / 64) groups, in the order of codes of `bits`.
+  // Quantises x [count, cols] to rows of ceil(cols / 64) groups, in the byte order for codes of `bits`.
   void (*quantise_rows)(int bits, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
                         const QuantisedRows& to);
-  // As the members of KernelTable. Unless -1, `then` is the first output tile that the thread goes on with.
+  // As in KernelTable. `then` is the first output tile that the thread computes next, or -1.
   void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then);
   void (*outputs)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
   // out rows of tiles [begin, end).
@@ -177,7 +170,7 @@ struct Rows16Task {
 
 struct KernelTable {
   const char* name;
-  // x [count, hidden] -> scaled [count, Hp] and sums [count, groups].
+  // Writes scaled [count, Hp] and sums [count, groups] of x [count, hidden].
   void (*prepare_tokens)(int bits, const float* x, std::int64_t cols, std::int64_t count, float* scaled,
                          float* sums);
   // Activations of units [begin, end); unit = entry of the chunk * 4 + tile.
@@ -199,9 +192,9 @@ struct KernelTable {
   const DecodeKernels* decode;
 };
 
-// The codes of a column are used where they lie in the word (masked, not shifted), that is multiplied by a
-// power of two; the kernels multiply x by its inverse instead. The last column of a word is shifted down,
-// because its sign bit would be taken for a sign. All factors are powers of two: nothing is rounded.
+// Kernels use the codes of a column at their place in the word (masked, not shifted), multiplied by a power
+// of two, and multiply x by its inverse. The last column of a word is shifted down, because conversion to
+// float would take its top bit for a sign. All factors are powers of two, so nothing is rounded.
 static constexpr int column_shift(int bits, int column) {
   switch (bits) {
     case 2:

@@ -1,5 +1,5 @@
-// 16 lanes of fp32 or uint32 in two AVX2 registers; meanings of the names as in simd_portable.h.
-// Included inside the anonymous namespace of isa_avx2.cc.
+// 16 lanes of fp32 or uint32 in two AVX2 registers; names as in simd_portable.h.
+// Included inside the anonymous namespace of the files isa/avx2*.cc and of isa/amx_emulated.cc.
 
 constexpr bool kPairStreams = true;
 

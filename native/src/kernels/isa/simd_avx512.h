@@ -1,5 +1,5 @@
-// 16 lanes of fp32 or uint32 in one AVX-512 register; meanings of the names as in simd_portable.h.
-// Included inside the anonymous namespace of isa_avx512.cc.
+// 16 lanes of fp32 or uint32 in one AVX-512 register; names as in simd_portable.h.
+// Included inside the anonymous namespace of the files isa/avx512*.cc.
 
 constexpr bool kPairStreams = true;
 

@@ -1,7 +1,8 @@
-// 16 lanes of fp32 or uint32 in plain C++: GCC and Clang vector types, lowered to whatever the baseline has.
-// Included inside the anonymous namespace of one isa_*.cc; the three simd_*.h files offer the same names.
+// 16 lanes of fp32 or uint32 in plain C++: GCC and Clang vector types, which compile to the baseline
+// instructions. Included inside the anonymous namespace of one file isa/*.cc; the three simd_*.h files define
+// the same names.
 
-constexpr bool kPairStreams = false;  // registers for two weight streams at one token?
+constexpr bool kPairStreams = false;  // whether registers suffice for two weight streams at one token
 
 typedef float F4 __attribute__((vector_size(16)));
 typedef std::int32_t I4 __attribute__((vector_size(16)));
@@ -49,10 +50,10 @@ MOECHAT_INLINE Vec div(Vec a, Vec b) {
   MOECHAT_LANES(a.v[i] = a.v[i] / b.v[i]);
   return a;
 }
-// a * b + c and c - a * b; rounded twice here, once where there is FMA.
+// a * b + c and c - a * b; rounded twice here, once on instruction sets with FMA.
 MOECHAT_INLINE Vec fma(Vec a, Vec b, Vec c) { return add(mul(a, b), c); }
 MOECHAT_INLINE Vec fnma(Vec a, Vec b, Vec c) { return sub(c, mul(a, b)); }
-// Where an operand is NaN, min and max return the second one.
+// min and max return the second operand if either is NaN.
 MOECHAT_INLINE Vec min(Vec a, Vec b) {
   MOECHAT_LANES(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
   return a;
@@ -61,7 +62,7 @@ MOECHAT_INLINE Vec max(Vec a, Vec b) {
   MOECHAT_LANES(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
   return a;
 }
-// Nearest even for |a| < 2^22: the sum with 1.5 * 2^23 has no fraction bits left.
+// Rounds to nearest even for |a| < 2^22: the sum with 1.5 * 2^23 has no fraction bits left.
 MOECHAT_INLINE Vec round_small(Vec a) {
   const Vec magic = set1(12582912.0f);
   return sub(add(a, magic), magic);
@@ -107,7 +108,7 @@ MOECHAT_INLINE VecI shr(VecI a, int bits) {
   MOECHAT_LANES(a.v[i] = a.v[i] >> bits);
   return a;
 }
-// Of signed values.
+// Maximum of signed values.
 MOECHAT_INLINE VecI maxi(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = (I4)a.v[i] > (I4)b.v[i] ? a.v[i] : b.v[i]);
   return a;
@@ -116,7 +117,7 @@ MOECHAT_INLINE VecI shr_signed(VecI a, int bits) {
   MOECHAT_LANES(a.v[i] = (U4)((I4)a.v[i] >> bits));
   return a;
 }
-// The low bytes of lanes order[0], order[1], ...
+// Stores the low bytes of lanes order[0], order[1], ...
 MOECHAT_INLINE void store_bytes(std::int8_t* to, const VecI& a, const unsigned char* order) {
   std::int32_t lanes[16];
   storei(lanes, a);
@@ -189,7 +190,7 @@ MOECHAT_INLINE void store_fp16(void* to, const Vec& a) {
   for (int i = 0; i < 16; ++i) h[i] = half::to_fp16(f[i]);
   __builtin_memcpy(to, h, sizeof h);
 }
-// fp16 in the low and in the high half of every word.
+// Converts the fp16 values in the low and in the high half of every word.
 MOECHAT_INLINE void split_fp16(const VecI& words, Vec* low, Vec* high) {
   std::uint32_t w[16];
   float l[16];

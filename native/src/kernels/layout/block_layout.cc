@@ -1,4 +1,4 @@
-#include "kernels/block_layout.h"
+#include "kernels/layout/block_layout.h"
 
 #include <stdexcept>
 #include <string>

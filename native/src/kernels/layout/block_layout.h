@@ -28,13 +28,14 @@
 // tiles x 1 group.
 //
 // sz fields (absent at 16 bits). For every (tile, group) in the same order 16 fp16 scales, then 16 fp16
-// zeros, one per row. A value is (q - zero) * scale in fp32. Neurons and rows of padding have q 0, scale 1,
-// zero 0 and are exactly 0; columns of padding inside a group of real columns hold q 0 and only ever meet x =
+// zeros, one per row. A value is (q - zero) * scale in fp32. Padding neurons and rows have q 0, scale 1, zero
+// 0 and are exactly 0; padding columns inside a group of real columns have q 0 and are only multiplied by x =
 // 0.
 //
 // Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
 // that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
-// blocks) rounded up to 16, zero padded to S: blocks stay self-contained and simply add.
+// blocks) rounded up to 16, zero padded to S: a block needs no other block, and partial outputs are only
+// added.
 #pragma once
 
 #include <cstddef>
@@ -66,7 +67,7 @@ struct BlockLayout {
   bool has_bias;
   Encoding encoding;
 
-  // Byte offsets in a record, -1 where the field is absent.
+  // Byte offsets in a record; -1 for absent fields.
   std::int64_t gate_q, up_q, down_q;
   std::int64_t gate_sz, up_sz, down_sz;
   std::int64_t gate_bias, up_bias, down_bias;

@@ -1,4 +1,4 @@
-#include "kernels/codes.h"
+#include "kernels/layout/codes.h"
 
 #include <cmath>
 #include <cstdio>
@@ -6,13 +6,13 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/block_layout.h"
-#include "kernels/half.h"
+#include "kernels/layout/block_layout.h"
+#include "kernels/layout/half.h"
 
 namespace moechat {
 namespace {
 
-// Position of column c (0..63) of a group in its q bytes: byte offset of the row 0 word and shift in it.
+// Position of column c (0..63) of a group in its q bytes: byte offset of the word of row 0, and shift in it.
 struct CodePlace {
   std::int64_t step;
   int shift;

@@ -1,4 +1,4 @@
-// Scalar conversions of 16-bit floats. Internal linkage on purpose: this header is included by files compiled
+// Scalar conversions of 16-bit floats. Internal linkage, because this header is included by files compiled
 // for different instruction sets, and a shared inline symbol could resolve to the wrong one.
 #pragma once
 
@@ -24,8 +24,8 @@ static inline std::uint32_t float_to_bits(float value) {
   return bits_to_float(static_cast<std::uint32_t>(pattern) << 16);
 }
 
-// Round to nearest even. A NaN keeps its sign and upper payload and becomes quiet, so that it never turns
-// infinite.
+// Rounds to nearest even. A NaN keeps its sign and upper payload and becomes quiet, so that rounding never
+// makes it infinite.
 [[maybe_unused]] static inline std::uint16_t to_bf16(float value) {
   const std::uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
@@ -41,7 +41,7 @@ static inline std::uint32_t float_to_bits(float value) {
   return bits_to_float(sign | float_to_bits(static_cast<float>(magnitude) * 5.9604644775390625e-8f));
 }
 
-// Round to nearest even, overflow to infinity; NaN as in to_bf16.
+// Rounds to nearest even; overflow gives infinity. NaN as in to_bf16.
 [[maybe_unused]] static inline std::uint16_t to_fp16(float value) {
   const std::uint32_t bits = float_to_bits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -54,7 +54,8 @@ static inline std::uint32_t float_to_bits(float value) {
     const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u;
     return static_cast<std::uint16_t>(sign | (rounded >> 13));
   }
-  // Subnormal result: adding 0.5 leaves the mantissa of 2^-24 steps in the low bits, rounded to nearest even.
+  // Subnormal result: adding 0.5 rounds to nearest even and leaves the steps of 2^-24 in the low mantissa
+  // bits.
   const float shifted = bits_to_float(magnitude) + 0.5f;
   return static_cast<std::uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u));
 }

@@ -1,4 +1,4 @@
-#include "kernels/cpu_info.h"
+#include "kernels/threads/cpu_info.h"
 
 #include <algorithm>
 #include <cstdint>

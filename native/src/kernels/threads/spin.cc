@@ -1,4 +1,4 @@
-#include "kernels/spin.h"
+#include "kernels/threads/spin.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>

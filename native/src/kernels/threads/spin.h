@@ -1,4 +1,4 @@
-// How a thread waits for some microseconds without leaving its core.
+// Waits of some microseconds that keep the core.
 #pragma once
 
 #include <atomic>
@@ -21,29 +21,28 @@ inline void relax() {
 #endif
 }
 
-// Waits for up to about a microsecond, less if *word is no longer `seen`; see spin.cc.
+// Waits for about a microsecond at most; returns early once *word differs from `seen`. See spin.cc.
 void spin_briefly(const std::atomic<std::uint64_t>* word, std::uint64_t seen);
 
-// How long a worker may spin for the next region before it sleeps.
+// Computes how long a worker may spin for the next region before it sleeps: the smallest of
 //
-// - As long as twice the longest of the recent gaps that spinning could have bridged, so that a gap as long
-// as
-//   between two layers is bridged and nothing is spent where gaps are longer than kLongest.
-// - A share of the time: kShare nanoseconds for every one of work, with kSavings put by.
-// - Next to nothing, for a time, on a core that others want: whoever spins there is put off it, and sees the
-// clock
-//   jump. Being asleep is then better for both: a thread that wakes up goes before those that have been
-//   running.
+// - twice the longest recent gap between regions that spinning could have bridged (at most kLongest). This
+//   covers the gap between two layers, and spends nothing where gaps are longer;
+// - a share of the time worked: kShare nanoseconds for each nanosecond of work, accumulated up to kSavings;
+// - kShortest during kSkipped regions after the clock jumped, which means that another program wanted the
+// core
+//   and the scheduler suspended this thread. Sleeping is better for both then, because the scheduler prefers
+//   a thread that has just woken to one that kept running.
 class SpinBudget {
  public:
   static constexpr std::int64_t kShortest = 15'000;
   static constexpr std::int64_t kLongest = 1'000'000;
   static constexpr std::int64_t kShare = 3;
   static constexpr std::int64_t kSavings = 4 * kLongest;
-  // Between two looks at the clock, a microsecond apart; a timer's interrupt takes up to 150'000 in a virtual
-  // machine.
+  // A jump between two readings of the clock that should be a microsecond apart. A timer interrupt in a
+  // virtual machine takes up to 150'000.
   static constexpr std::int64_t kJump = 250'000;
-  static constexpr std::int64_t kSkipped = 32;  // regions before which the clock's jump is remembered
+  static constexpr std::int64_t kSkipped = 32;  // regions for which a jump is remembered
 
   std::int64_t budget() const {
     std::int64_t most = expected_ * 2 < kLongest ? expected_ * 2 : kLongest;
@@ -52,7 +51,7 @@ class SpinBudget {
   }
   void spun(std::int64_t ns) { savings_ = ns < savings_ ? savings_ - ns : 0; }
   void jumped() { skip_ = kSkipped; }
-  // A region began `gap` after the last one had ended.
+  // Records that a region began `gap` nanoseconds after the end of the last one.
   void began(std::int64_t gap) {
     if (skip_ > 0) --skip_;
     expected_ -= expected_ / 32;

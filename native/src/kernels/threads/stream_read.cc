@@ -1,4 +1,4 @@
-#include "kernels/stream_read.h"
+#include "kernels/threads/stream_read.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/cpu_info.h"
-#include "kernels/thread_pool.h"
+#include "kernels/threads/cpu_info.h"
+#include "kernels/threads/thread_pool.h"
 
 #if defined(MOECHAT_X86)
 #include <immintrin.h>
@@ -23,7 +23,7 @@ constexpr std::int64_t kLine = 64;
 // Parts begin at multiples of this, so that no two threads share a line or a page.
 constexpr std::int64_t kPart = 4096;
 
-// What was read goes here, so that no compiler can leave the reading out.
+// Receives the data read, so that the compiler cannot drop the reads.
 std::atomic<std::uint64_t> g_sink{0};
 
 // A part is read as this many streams side by side, in turns of kTurn bytes, each line asked for kAhead bytes
@@ -154,12 +154,12 @@ double stream_read_rate(const unsigned char* data, std::int64_t bytes, int threa
     Clock::time_point before;
     Clock::time_point after;
     {
-      // Held for one pass only: other calls may want the pool meanwhile.
+      // Held for one pass only, so that other calls can use the pool in between.
       ThreadPool::Session session;
       std::atomic<std::int64_t> read{0};
       before = Clock::now();
       session.parallel(threads, [&](int thread, int used) {
-        // The pool may have fewer threads than were asked for.
+        // The pool may have fewer threads than requested.
         for (int piece = thread; piece < threads; piece += used) {
           const std::int64_t begin = std::min(whole, piece * part);
           const std::int64_t end = std::min(whole, begin + part);

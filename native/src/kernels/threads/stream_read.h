@@ -1,4 +1,4 @@
-// How fast memory can be read: the bound of every kernel that computes experts from memory.
+// Measures how fast memory can be read: the upper bound of every kernel that reads experts from memory.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace moechat {
 // those of the pool), each a contiguous part of it, for at least `seconds` and at least twice. `between` is
 // called after each pass; an exception that it throws passes through.
 //
-// Returns bytes a second of the fastest pass: whatever else the machine does can only make it slower. Memory
-// that fits into caches gives the speed of caches. Throws std::invalid_argument for less than 4096 bytes, a
-// number of threads outside 1..kMaxThreads or seconds that are not finite and at least 0.
+// Returns bytes per second of the fastest pass, because other programs can only slow a pass down. Memory
+// that fits into caches gives the speed of the caches. Throws std::invalid_argument for less than 4096 bytes,
+// a number of threads outside 1..kMaxThreads or seconds that are not finite and at least 0.
 double stream_read_rate(const unsigned char* data, std::int64_t bytes, int threads, double seconds,
                         const std::function<void()>& between);
 

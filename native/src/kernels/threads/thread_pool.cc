@@ -1,4 +1,4 @@
-#include "kernels/thread_pool.h"
+#include "kernels/threads/thread_pool.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "kernels/cpu_info.h"
+#include "kernels/threads/cpu_info.h"
 
 #if defined(__linux__)
 #include <sched.h>

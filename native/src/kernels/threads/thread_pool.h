@@ -1,16 +1,18 @@
 // One pool of worker threads for the whole process.
 //
-// - Parallel regions are serialised: a Session holds the pool, whoever calls from whichever thread.
-// - The calling thread works too, so n threads means n - 1 workers. A region does not wait for a worker to
-//   wake up: its parts go to whoever comes, and the calling thread does those that nobody has taken.
-// - Between regions workers spin for as long as the next one usually takes to come (SpinBudget: at most a
-//   millisecond, and a share of the time), then sleep. Nothing spins when there are more threads than cores,
-//   or when a control group counts the CPU time. A system call is made only to wake who sleeps.
-// - The scheduler places the workers. Pinning them would break a taskset that is changed later and leave a
-//   worker waiting where another program computes. It errs in one way that costs: a worker that is woken
-//   while no core is idle may be put on the caller's, and the caller does not leave it. Such a worker moves
-//   away as soon as it runs.
-// - A child process after fork() has no workers; it starts with a fresh pool and leaves the old one alone,
+// - Parallel regions are serialised: a Session holds the pool exclusively, from any thread.
+// - The calling thread works too, so n threads means n - 1 workers. A region does not wait for workers to
+// wake
+//   up: threads take its parts as they arrive, and the calling thread runs the parts that no worker has
+//   taken.
+// - Between regions workers spin for about as long as the next region usually takes to start (SpinBudget: at
+//   most a millisecond, and a share of the time), then sleep. No worker spins if there are more threads than
+//   cores, or if a control group limits the CPU time. System calls are made only to wake sleeping workers.
+// - The scheduler places the workers. Pinning would break a taskset that is changed later, and would leave a
+//   worker waiting on a core that another program uses. The scheduler makes one costly mistake: it may put a
+//   worker that is woken while no core is idle on the caller's core, which the caller does not leave. Such a
+//   worker moves away as soon as it runs.
+// - A child process after fork() has no workers. It starts with a fresh pool and never touches the old one,
 //   whose locks may be in any state.
 // - The pool is never destroyed: at exit, sleeping workers end with the process and nothing waits for them.
 #pragma once
@@ -24,14 +26,14 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/spin.h"
-#include "kernels/wait_word.h"
+#include "kernels/threads/spin.h"
+#include "kernels/threads/wait_word.h"
 #include "memory/huge_memory.h"
 
 namespace moechat {
 
 constexpr int kMaxThreads = 1024;
-// What one thread writes and others read lies this far apart: processors fetch lines of 64 bytes in pairs.
+// Distance between data of different threads: processors fetch cache lines of 64 bytes in pairs.
 constexpr std::size_t kApart = 128;
 
 class ThreadPool {
@@ -42,8 +44,8 @@ class ThreadPool {
   static void set_num_threads(int threads);
   static int num_threads();
 
-  // A region will come within some tens of microseconds: workers that sleep begin to spin for it. Costs a
-  // system call if one sleeps, else nothing. Needs no Session.
+  // Announces a region within some tens of microseconds: sleeping workers wake and spin for it. Costs one
+  // system call if a worker sleeps, else nothing. Needs no Session.
   static void prewake();
 
   // Exclusive use of the workers and of the scratch memory.
@@ -83,8 +85,8 @@ class ThreadPool {
       });
     }
 
-    // 64-byte aligned memory that lives until the next request for the same slot; it grows and is never given
-    // back.
+    // Returns 64-byte aligned memory, valid until the next request for the same slot. It grows and is never
+    // freed.
     template <class T>
     T* scratch(int slot, std::int64_t count) {
       return static_cast<T*>(pool_.scratch_bytes(slot, static_cast<std::size_t>(count) * sizeof(T)));
@@ -125,21 +127,21 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   std::vector<Buffer> scratch_;
 
-  // A region: its number (32 bits), its threads (16) and the next part that nobody has taken (16). Parts are
-  // taken by adding 1. A worker that is late adds to a later region than it meant to, which is as good: the
-  // number says which, and the fields below are those of that region.
+  // A region: its number (32 bits), its threads (16) and the next free part (16). Adding 1 takes a part. A
+  // late worker may take a part of a later region than it meant to, which is equally good: the number says
+  // which region, and the fields below belong to that region.
   alignas(kApart) std::atomic<std::uint64_t> ticket_{0};
-  // Written by the caller before ticket_, read by who has taken a part; the caller writes again only when
-  // all parts that workers took are done.
+  // Written by the caller before ticket_, read by threads that have taken a part. The caller writes again
+  // only after all parts that workers took are done.
   Function function_ = nullptr;
   const void* context_ = nullptr;
 
-  // Parts of this region that workers have done, and how many the caller sleeps for (0: it does not).
+  // Parts of this region that workers have finished, and the number the caller sleeps for (0: awake).
   alignas(kApart) WaitWord done_;
   std::atomic<std::uint32_t> joining_{0};
 
-  // Workers that sleep or are about to. Each adds itself before its last look at ticket_, and the caller
-  // reads the number after it has written ticket_: one of the two sees the other.
+  // Workers that sleep or are about to. A worker adds itself before it last reads ticket_, and the caller
+  // reads the number after it has written ticket_, so at least one of the two sees the other.
   alignas(kApart) WaitWord wake_;
   std::atomic<int> sleepers_{0};
 

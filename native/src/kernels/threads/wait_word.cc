@@ -1,4 +1,4 @@
-#include "kernels/wait_word.h"
+#include "kernels/threads/wait_word.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>

@@ -1,8 +1,10 @@
 // A 32-bit number that threads sleep on until it changes.
 //
-// - wait(seen) returns once the number is not `seen`, and may return early. The check and falling asleep are
-//   one step: a change with a wake after it is never missed.
-// - A change wakes nobody: who changes the number calls wake. Neither call allocates or throws.
+// - wait(seen) returns once the number differs from `seen`; it may return early. The comparison and the start
+//   of sleeping are one atomic step, so a change followed by wake() is never missed.
+// - A change alone wakes no thread: the thread that changes the number must call wake(). Neither call
+// allocates
+//   or throws.
 #pragma once
 
 #include <atomic>
@@ -12,7 +14,7 @@
 
 namespace moechat {
 
-// With std::mutex and std::condition_variable; two locks for a wait.
+// An implementation with std::mutex and std::condition_variable; waiting takes two locks.
 class PortableWaitWord {
  public:
   std::atomic<std::uint32_t> value{0};
@@ -22,7 +24,7 @@ class PortableWaitWord {
     changed_.wait(lock, [&] { return value.load(std::memory_order_seq_cst) != seen; });
   }
   void wake(int most) {
-    // Whoever has checked the number under the lock is asleep when the lock can be had.
+    // A thread that compared the number under the lock is asleep once the lock is free.
     {
       const std::lock_guard<std::mutex> lock(mutex_);
     }
@@ -39,7 +41,7 @@ class PortableWaitWord {
 };
 
 #if defined(__linux__)
-// With a futex of this process: one system call to sleep, one to wake.
+// An implementation with a process-private futex: one system call to sleep, one to wake.
 class FutexWaitWord {
  public:
   std::atomic<std::uint32_t> value{0};

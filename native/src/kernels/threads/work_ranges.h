@@ -1,4 +1,4 @@
-// Who computes what in a parallel region whose threads read memory in order.
+// Divides the work of a parallel region so that each thread reads memory in order.
 #pragma once
 
 #include <algorithm>
@@ -8,18 +8,19 @@
 
 namespace moechat {
 
-// [0, count) cut into one contiguous range a thread. A thread takes its own range from the front, half of
-// what is left at a time, so that it reads memory in order; who is done helps the others in the same way.
+// Cuts [0, count) into one contiguous range per thread. A thread takes pieces from the front of its own
+// range, half of the rest at a time, so that it reads memory in order. Then it helps the others in the same
+// way.
 class WorkRanges {
  public:
-  // Lines of their own: two threads never write to one.
+  // In a cache line of its own: no two threads write to the same line except to take pieces.
   struct alignas(64) Range {
     std::atomic<std::int64_t> next;
     std::int64_t begin;
     std::int64_t end;
   };
 
-  // Pieces are multiples of `grain`, the last one of all apart. `memory` holds `threads` ranges.
+  // Pieces are multiples of `grain`, except the last one. REQUIRES: `memory` has room for `threads` ranges.
   WorkRanges(Range* memory, std::int64_t threads, std::int64_t count, std::int64_t grain)
       : ranges_(memory), threads_(threads), grain_(grain) {
     const std::int64_t grains = (count + grain - 1) / grain;
@@ -31,7 +32,8 @@ class WorkRanges {
     }
   }
 
-  // Calls body(begin, end, last) for pieces until none is left; last: the thread's own range ends there.
+  // Calls body(begin, end, last) for pieces until none is left; `last` marks the end of the thread's own
+  // range.
   template <class Body>
   void work(std::int64_t thread, const Body& body) {
     for (std::int64_t i = 0; i < threads_; ++i) {
@@ -47,7 +49,7 @@ class WorkRanges {
     }
   }
 
-  // Where the range of a thread begins.
+  // Returns the first index of the range of a thread.
   std::int64_t begin_of(std::int64_t thread) const { return ranges_[thread % threads_].begin; }
 
  private:

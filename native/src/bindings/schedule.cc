@@ -1,0 +1,92 @@
+#include "bindings/schedule.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+
+#include "bindings/arrays.h"
+
+namespace moechat {
+
+Miss miss_of(const std::string& name) {
+  if (name == "fetch") return Miss::kFetch;
+  if (name == "compute") return Miss::kCompute;
+  if (name == "both") return Miss::kBoth;
+  refuse("miss is '" + name + "'; it must be 'fetch', 'compute' or 'both'");
+}
+
+Ahead ahead_of(const std::string& name) {
+  if (name == "none") return Ahead::kNone;
+  if (name == "ranked") return Ahead::kRanked;
+  if (name == "whole-layer") return Ahead::kWholeLayer;
+  refuse("ahead is \"" + name + "\"; it must be none, ranked or whole-layer");
+}
+
+py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,
+                              std::int32_t layer, std::int32_t layers, std::int64_t tokens) {
+  if (layer < 0 || layer >= layers) {
+    refuse("layer is " + std::to_string(layer) + "; it must be 0 to " + std::to_string(layers - 1));
+  }
+  const SpeculationPlan plan =
+      plan_speculation({ahead_of(ahead), lookahead, stream_tokens}, layer, layers, tokens);
+  py::list ranked;
+  for (const Prediction& next : plan.ranked) ranked.append(py::make_tuple(next.ahead, next.layer));
+  return py::make_tuple(plan.whole < 0 ? py::object(py::none()) : py::object(py::int_(plan.whole)), ranked);
+}
+
+py::dict schedule_stats(const ScheduleStats& stats) {
+  py::dict flat;
+  constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
+  for (int kind = 0; kind < 4; ++kind) {
+    flat[py::str(std::string("hits_") + kHitNames[kind])] = stats.cache.hits[kind];
+    flat[py::str(std::string("prefill_hits_") + kHitNames[kind])] = stats.cache.prefill_hits[kind];
+  }
+  flat["blocks_wanted"] = stats.cache.blocks_wanted;
+  flat["blocks_resident"] = stats.cache.blocks_resident;
+  flat["blocks_prefetched"] = stats.cache.blocks_prefetched;
+  flat["fetched_demand"] = stats.cache.fetched_demand;
+  flat["fetched_prefetch"] = stats.cache.fetched_prefetch;
+  flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
+  flat["evicted"] = stats.cache.evicted;
+  flat["admitted"] = stats.cache.admitted;
+
+  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
+  std::int64_t bytes = 0;
+  for (int priority = 0; priority < kPriorities; ++priority) {
+    const std::string name = kPriorityNames[priority];
+    flat[py::str("link_bytes_" + name)] = stats.link.bytes[priority];
+    flat[py::str("link_transfers_" + name)] = stats.link.transfers[priority];
+    bytes += stats.link.bytes[priority];
+  }
+  flat["link_bytes"] = bytes;
+  flat["link_operations"] = stats.link.operations;
+  flat["link_errors"] = stats.link.errors;
+  flat["link_cancelled"] = stats.link.cancelled;
+  flat["link_queued"] = stats.link.queued;
+  flat["link_in_flight"] = stats.link.in_flight;
+  flat["link_busy_seconds"] = stats.link.busy_seconds;
+  flat["link_bandwidth"] = stats.link.bandwidth;
+
+  flat["compute_seconds"] = stats.compute_seconds;
+  flat["stall_seconds"] = stats.stall_seconds;
+  flat["begin_seconds"] = stats.begin_seconds;
+  flat["layers_run"] = stats.layers_run;
+  flat["activations"] = stats.activations;
+  flat["bytes_computed"] = stats.bytes_computed;
+  flat["kernel_calls"] = stats.kernel_calls;
+  flat["blocks_staged"] = stats.blocks_staged;
+  flat["blocks_far"] = stats.blocks_far;
+  flat["far_seconds"] = stats.far_seconds;
+  flat["pages"] = stats.pages;
+  flat["pages_peak"] = stats.pages_peak;
+  flat["page_bytes"] = stats.page_bytes;
+  return flat;
+}
+
+py::object residency_array(const std::vector<std::int16_t>& blocks, const ScheduleOptions& options) {
+  py::array_t<std::int16_t> array({py::ssize_t{options.layers}, py::ssize_t{options.experts}});
+  std::copy(blocks.begin(), blocks.end(), array.mutable_data());
+  return std::move(array);
+}
+
+}  // namespace moechat

@@ -1,0 +1,31 @@
+// Bindings shared by runner and timeline: names of choices, statistics, residency.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "offload/layer_schedule.h"
+#include "offload/speculation.h"
+
+namespace moechat {
+
+namespace py = pybind11;
+
+// Throws std::invalid_argument.
+Miss miss_of(const std::string& name);
+
+// Throws std::invalid_argument.
+Ahead ahead_of(const std::string& name);
+
+// See moechat/_native.pyi, plan_speculation.
+py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,
+                              std::int32_t layer, std::int32_t layers, std::int64_t tokens);
+
+// Keys: see moechat/_native.pyi, ExpertRunner.stats.
+py::dict schedule_stats(const ScheduleStats& stats);
+
+// Returns int16 [layers, experts].
+py::object residency_array(const std::vector<std::int16_t>& blocks, const ScheduleOptions& options);
+
+}  // namespace moechat

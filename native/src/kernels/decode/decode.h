@@ -1,0 +1,35 @@
+// The small parts of a decoding step. Large ones are shared by the thread pool. No result depends on the
+// number of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/isa/decode_api.h"
+
+namespace moechat {
+
+void rms_norm(const NormTask& task, std::int64_t rows);
+void rotate(const RotateTask& task);
+void attend(const AttendTask& task);
+
+enum class RouterScoring : int {
+  kSoftmax,        // over all experts, before top-k
+  kSigmoid,        // before top-k
+  kSoftmaxChosen,  // over the chosen experts only
+};
+
+// How a router selects experts and computes their weights from logits.
+struct RouterRule {
+  RouterScoring scoring;
+  std::int64_t chosen;      // top-k: experts per token
+  const float* correction;  // [experts], added for the selection only; or null
+  bool normalise;           // scales the weights of the chosen experts to the sum 1
+  float scale;              // multiplies the weights
+  ElementType weight_type;
+};
+
+// Computes logits as route(), then selects `chosen` experts per token in descending order of their selection
+// score; ties go to the lower index. index [tokens, chosen], weights [tokens, chosen] of weight_type.
+void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights);
+
+}  // namespace moechat

@@ -1,0 +1,35 @@
+// The many-token kernels with AMX tiles emulated in plain C++, for tests on processors without them.
+//
+// Includes only C headers and <cstdint>, see avx2.cc.
+#include <immintrin.h>
+#include <math.h>
+
+#include <cstdint>
+
+#include "kernels/isa/kernel_api.h"
+#include "kernels/layout/half.h"
+
+#define MOECHAT_INLINE inline __attribute__((always_inline))
+
+namespace moechat {
+namespace {
+
+// clang-format off: each header needs names of those before it
+#include "kernels/isa/simd_avx2.h"
+#include "kernels/isa/math.inc.h"
+#include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/panel_unpack.inc.h"
+#include "kernels/isa/amx_tiles.h"
+#include "kernels/experts/panel_amx.inc.h"
+#include "kernels/experts/many_tokens.inc.h"
+// clang-format on
+
+}  // namespace
+
+extern const ManyTokens kAmxEmulatedTokens;
+const ManyTokens kAmxEmulatedTokens = kManyTokens;
+
+bool amx_emulation_multiplies();
+bool amx_emulation_multiplies() { return tiles_multiply(); }
+
+}  // namespace moechat

@@ -1,0 +1,12 @@
+// The kernels for float inputs, for 16-bit weights and for the parts of a decoding step. Included inside the
+// anonymous namespace of one instruction set, after its simd_*.h.
+//
+// clang-format off: each header needs names of those before it
+#include "kernels/isa/math.inc.h"
+#include "kernels/experts/encodings.inc.h"
+#include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/expert_kernel.inc.h"
+#include "kernels/experts/hqq_solver.inc.h"
+#include "kernels/dense/rows16.inc.h"
+#include "kernels/decode/decode.inc.h"
+// clang-format on

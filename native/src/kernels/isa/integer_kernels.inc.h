@@ -1,0 +1,16 @@
+// The integer kernels and their table, kIntegerKernels. Included inside the anonymous namespace of one
+// instruction set, after its simd_*.h and dot_*.h.
+//
+// clang-format off: each header needs names of those before it
+#include "kernels/isa/math.inc.h"
+#include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/quantise_inputs.inc.h"
+#include "kernels/experts/integer_kernel.inc.h"
+#include "kernels/experts/panel_dot.inc.h"
+#include "kernels/experts/panel_unpack.inc.h"
+#include "kernels/experts/panel_kernel.inc.h"
+#include "kernels/experts/many_tokens.inc.h"
+// clang-format on
+
+constexpr IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
+                                            &kManyTokens};

@@ -1,0 +1,23 @@
+// A matrix of weights in the caller's memory, before packing.
+#pragma once
+
+#include <cstdint>
+
+namespace moechat {
+
+enum class SourceType : int { kFloat32, kFloat16, kBfloat16 };
+
+// A strided matrix of any element type; strides in bytes, of any sign.
+struct MatrixSource {
+  const unsigned char* data;
+  std::int64_t rows;
+  std::int64_t cols;
+  std::int64_t row_stride;
+  std::int64_t col_stride;
+  SourceType type;
+};
+
+// Largest magnitude that can be quantised: range / (2^bits - 1) must be a finite fp16.
+static constexpr float kMaxQuantisable = 65504.0f;
+
+}  // namespace moechat

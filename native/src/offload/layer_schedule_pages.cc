@@ -1,0 +1,157 @@
+// Pages for missing blocks, demanded or expected: the part of the schedule that moves blocks.
+#include <algorithm>
+
+#include "offload/layer_schedule.h"
+
+namespace moechat {
+namespace {
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+// Queues fetches, in the order in which the rows will be computed, as far as there are pages: for the
+// unpinned rows of the group, then for all pinned ones. Returns how many blocks.
+std::int64_t LayerSchedule::acquire() {
+  starved_ = freed_ = false;
+  std::int64_t count = 0;
+  for (std::int32_t i = first_; unpinned_rows_ > 0 && i < end_; ++i) count += stage(i);
+  std::int64_t missing = 0;
+  wanted_.clear();
+  wanted_ends_.clear();
+  const std::int32_t rows = grouped_.rows();
+  for (std::int32_t place = first_; place < rows; ++place) {
+    // While sharing, all rows are one group.
+    const std::int32_t i = sharing_ ? far_.order()[at(rows - 1 - place)] : place;
+    if (!row_at(i).pinned) continue;
+    const std::int64_t lacks = row_at(i).link_end - cache_.assigned(layer_, expert_of(i));
+    if (lacks <= 0) continue;
+    missing += lacks;
+    wanted_.push_back(expert_of(i));
+    wanted_ends_.push_back(row_at(i).link_end);
+  }
+  if (missing > 0) {
+    const Want want{layer_, layer_,  wanted_.data(), static_cast<std::int64_t>(wanted_.size()),
+                    false,  missing, false,          wanted_ends_.data()};
+    cache_.plan(want, &plan_);
+    const std::int64_t fetched = transfers_.fetch(&plan_, Priority::kDemand, pass_);
+    if (fetched < missing) starved_ = true;
+    count += fetched;
+  }
+  note_refusal();
+  return count;
+}
+
+// For an unpinned row: staging pages for the blocks that the cache has lost.
+std::int64_t LayerSchedule::stage(std::int32_t index) {
+  Row& row = row_at(index);
+  if (row.pinned || done(row)) return 0;
+  // The blocks that are there, or on their way, come first.
+  if (row.staged.empty() && row.next < cache_.assigned(layer_, expert_of(index))) {
+    starved_ = true;
+    return 0;
+  }
+  std::int64_t count = 0;
+  for (;;) {
+    const std::int32_t block = row.next + static_cast<std::int32_t>(row.staged.size());
+    if (block == row.far_begin) return count;
+    row.staged.reserve(row.staged.size() + 1);
+    const PageId page = transfers_.stage(layer_, expert_of(index), block, pass_);
+    if (page == kNoPage) break;
+    row.staged.push_back({page, false});
+    ++count;
+  }
+  starved_ = true;
+  return count;
+}
+
+// True: look again. False: wait.
+bool LayerSchedule::make_room() {
+  if (acquire() > 0 || !failure_.empty()) return true;
+  for (std::int32_t i = 1; i <= options_.layers; ++i) {
+    // The layer whose turn is farthest away first.
+    const std::int32_t layer = (layer_ + options_.layers + 1 - i) % options_.layers;
+    if (transfers_.cancel_stale(layer) > 0) return true;
+  }
+  if (others_in_flight()) return false;
+  if (unpin_one()) return true;
+  throw std::logic_error("no page for " + missing_block() + ", although nothing is in flight: " +
+                         std::to_string(cache_.available()) + " of " + std::to_string(slab_.pages()) +
+                         " pages are available; the cache says: " + cache_.check());
+}
+
+bool LayerSchedule::others_in_flight() const {
+  std::int64_t held = 0;
+  for (std::int32_t i = first_; i < grouped_.rows(); ++i) {
+    if (!row_at(i).pinned) continue;
+    const std::int32_t expert = expert_of(i);
+    const std::int32_t end = cache_.assigned(layer_, expert);
+    for (std::int32_t block = cache_.resident(layer_, expert); block < end; ++block) {
+      if (cache_.filling(cache_.page(layer_, expert, block))) ++held;
+    }
+  }
+  return cache_.in_flight() > held;
+}
+
+// Unpins the last row that holds pages which can be evicted.
+bool LayerSchedule::unpin_one() {
+  const std::int32_t protected_blocks = cache_.targets()[at(layer_)].blocks;
+  for (std::int32_t i = grouped_.rows(); i-- > first_;) {
+    Row& row = row_at(i);
+    const std::int32_t expert = expert_of(i);
+    const std::int32_t kept = cache_.is_protected(layer_, expert) ? protected_blocks : 0;
+    if (!row.pinned || cache_.assigned(layer_, expert) <= kept) continue;
+    row.pinned = false;
+    cache_.release(layer_, expert);
+    ++unpinned_rows_;
+    starved_ = freed_ = true;
+    return true;
+  }
+  return false;
+}
+
+// ---- speculation
+
+std::int64_t LayerSchedule::prefetch(std::int32_t layer, const std::int32_t* ranked, std::int64_t count,
+                                     std::int64_t max_blocks, Priority priority) {
+  check_layer(layer);
+  settle();
+  Prefetch& prefetch = prefetches_[static_cast<int>(priority)];
+  prefetch.layer = layer;
+  prefetch.blocks = std::max<std::int64_t>(max_blocks, 0);
+  prefetch.ranked.assign(ranked, ranked + count);
+  if (priority == Priority::kNear && cache_.in_flight() > 0) {
+    for (const std::int32_t expert : prefetch.ranked) transfers_.promote(layer, expert, priority);
+  }
+  // Pages that have become free since the layer began are its own first.
+  if (active_ && starved_ && freed_ && failure_.empty()) acquire();
+  return active_ && starved_ ? 0 : continue_prefetch(&prefetch, priority);
+}
+
+// Queues the blocks of a prefetch that there are pages for. Returns how many. Experts that lack nothing are
+// named too: a prefetch takes no page from an expert that it names.
+std::int64_t LayerSchedule::continue_prefetch(Prefetch* prefetch, Priority priority) {
+  if (prefetch->blocks == 0) return 0;
+  std::int64_t missing = 0;
+  for (const std::int32_t expert : prefetch->ranked) {
+    missing += options_.blocks - cache_.assigned(prefetch->layer, expert);
+  }
+  if (missing == 0 || !link_->failure().empty()) {
+    prefetch->blocks = 0;
+    return 0;
+  }
+  const Want want{prefetch->layer,
+                  layer_,
+                  prefetch->ranked.data(),
+                  static_cast<std::int64_t>(prefetch->ranked.size()),
+                  true,
+                  prefetch->blocks,
+                  options_.whole_experts};
+  cache_.plan(want, &plan_);
+  const std::int64_t count = transfers_.fetch(&plan_, priority, pass_);
+  transfers_.forget_refusal();
+  prefetch->blocks = count == missing ? 0 : prefetch->blocks - count;
+  return count;
+}
+
+}  // namespace moechat

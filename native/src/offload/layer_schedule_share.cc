@@ -1,0 +1,117 @@
+// Sharing with the CPU: the part of the schedule that assigns missing blocks to link or CPU.
+#include <algorithm>
+
+#include "offload/layer_schedule.h"
+
+namespace moechat {
+namespace {
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+// Leaves the blocks unassigned that the CPU may compute of a layer that begins.
+void LayerSchedule::divide() {
+  const double* const keys = policy_->keys(layer_);
+  far_.begin(&grouped_, keys, tokens_);
+  const LayerTarget target = cache_.targets()[at(layer_)];
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    if (!far_.eligible(i)) continue;
+    const std::int32_t expert = expert_of(i);
+    std::int32_t brought = 0;
+    if (miss_ == Miss::kCompute) {
+      // The link brings the blocks that a target keeps, once; nothing else would.
+      const double* const end = keys + options_.experts;
+      const auto above = std::count_if(keys, end, [&](double key) { return key > keys[expert]; });
+      if (above < target.experts) brought = target.blocks;
+    }
+    row_at(i).link_end = std::max(brought, cache_.assigned(layer_, expert));
+  }
+  if (miss_ == Miss::kBoth) assign_to_link(far_.of_link(unassigned(), link_->stats().bandwidth));
+}
+
+std::int64_t LayerSchedule::unassigned() const {
+  std::int64_t count = 0;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) count += row_at(i).far_begin - row_at(i).link_end;
+  return count;
+}
+
+// Blocks of the layer that were assigned to the link and have not landed.
+std::int64_t LayerSchedule::on_the_way() const {
+  std::int64_t count = 0;
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    if (done(row_at(i))) continue;
+    count += std::max(0, row_at(i).link_end - cache_.resident(layer_, expert_of(i)));
+  }
+  return count;
+}
+
+// acquire() will fetch them.
+void LayerSchedule::assign_to_link(std::int64_t count) {
+  for (auto place = far_.order().rbegin(); place != far_.order().rend() && count > 0; ++place) {
+    Row& row = row_at(*place);
+    const std::int64_t given = std::min<std::int64_t>(count, row.far_begin - row.link_end);
+    row.link_end += static_cast<std::int32_t>(given);
+    count -= given;
+  }
+}
+
+// A prefetch of this very layer may have brought unassigned blocks.
+void LayerSchedule::absorb_prefetched() {
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    Row& row = row_at(i);
+    if (!row.pinned) continue;
+    const std::int32_t held = cache_.assigned(layer_, expert_of(i));
+    row.link_end = std::max(row.link_end, std::min(held, row.far_begin));
+  }
+}
+
+// Blocks that have no page yet, of the rows that the CPU may compute, become unassigned again.
+void LayerSchedule::reopen_without_pages() {
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    Row& row = row_at(i);
+    if (!far_.eligible(i) || !row.pinned) continue;
+    row.link_end = std::min(row.far_begin, cache_.assigned(layer_, expert_of(i)));
+  }
+}
+
+// One round: the link gets its part of the rest, the CPU computes a piece of its own. There is an unassigned
+// block, and after finitely many rounds there is none: each takes at least one.
+void LayerSchedule::share() {
+  const std::int64_t left = unassigned();
+  if (miss_ == Miss::kBoth && !starved_) {
+    const std::int64_t coming = on_the_way();
+    const std::int64_t part = far_.of_link(left + coming, link_->stats().bandwidth) - coming;
+    if (part > 0) {
+      assign_to_link(std::min(part, left - 1));
+      acquire();
+      if (!failure_.empty()) return;
+    }
+  }
+  const std::int64_t size = far_.piece(unassigned(), executor_->far_threads());
+  std::int64_t piece = size;
+  pieces_.clear();
+  for (const std::int32_t index : far_.order()) {
+    if (piece == 0) break;
+    Row& row = row_at(index);
+    const auto taken = static_cast<std::int32_t>(std::min<std::int64_t>(piece, row.far_begin - row.link_end));
+    if (taken == 0) continue;
+    pieces_.push_back({index, row.far_begin - taken, row.far_begin});
+    row.far_begin -= taken;
+    piece -= taken;
+  }
+  const double begun = executor_->now();
+  executor_->far_compute(pieces_);
+  const double time = executor_->now() - begun;
+  far_.count(size, time);
+  far_blocks_ += size;
+  own_.blocks_far += size;
+  own_.far_seconds += time;
+  for (const FarPiece& one : pieces_) {
+    if (row_at(one.row).pinned && done(row_at(one.row))) end_row(one.row);
+  }
+  waited_ = 0;
+  executor_->poll_interrupt();
+}
+
+}  // namespace moechat

@@ -1,0 +1,124 @@
+#include "simulate/clocks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "offload/executors.h"
+
+namespace moechat {
+namespace {
+
+// As moechat.offload.on_device.WORK_PAIRS: (token, block) pairs that a launch has memory for.
+constexpr std::int64_t kWorkPairs = 1 << 18;
+
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+void HostClock::start(bool hurried) {
+  hurried_ = hurried;
+  first_ = end_ = 0;
+}
+
+bool HostClock::next_group() {
+  const Grouped& rows = schedule_->rows();
+  first_ = end_;
+  if (first_ == rows.rows()) return false;
+  const bool all = group_items_ == 0 || schedule_->sharing();
+  std::int64_t items = rows.tokens_of[at(end_++)];
+  while (end_ < rows.rows() && (all || items + rows.tokens_of[at(end_)] <= group_items_)) {
+    items += rows.tokens_of[at(end_++)];
+  }
+  return true;
+}
+
+std::int64_t HostClock::work_of_call() const { return HostExecutor::kWorkOfCall; }
+std::int64_t HostClock::work_of_row() const { return HostExecutor::kWorkOfRow; }
+
+void HostClock::add(std::int32_t row, std::int32_t, PageId, bool) {
+  pending_ += schedule_->rows().tokens_of[at(row)];
+  ++blocks_;
+}
+
+double HostClock::cost() const {
+  if (hurried_) return 0;
+  const std::vector<double>& curve = costs_.compute;
+  const auto known = static_cast<std::int64_t>(curve.size());
+  double seconds = costs_.call + curve[at(std::min(pending_, known) - 1)];
+  if (pending_ > known) {
+    const double step = known > 1 ? curve.back() - curve[at(known - 2)] : curve.back();
+    seconds += step * static_cast<double>(pending_ - known);
+  }
+  return seconds;
+}
+
+std::int64_t HostClock::compute() {
+  const double seconds = cost();
+  *now_ += seconds;
+  compute_seconds_ += seconds;
+  const std::int64_t blocks = blocks_;
+  HostClock::drop();
+  return blocks;
+}
+
+void HostClock::drop() { pending_ = blocks_ = 0; }
+
+bool HostClock::wait() {
+  const double moment = link_->next_end();
+  if (!std::isfinite(moment)) throw std::logic_error("a block is waited for, and nothing is on its way");
+  *now_ = std::max(*now_, moment);
+  return true;
+}
+
+void HostClock::far_compute(const std::vector<FarPiece>& pieces) {
+  double pairs = 0;
+  for (const FarPiece& piece : pieces) {
+    pairs += static_cast<double>(schedule_->rows().tokens_of[at(piece.row)]) * (piece.end - piece.begin);
+  }
+  *now_ = link_->compute_beside(pairs * costs_.far_block, pairs * costs_.far_block_shared);
+}
+
+// ---- a card
+
+bool CardClock::next_group() {
+  if (end_ > 0) return false;
+  first_ = 0;
+  end_ = schedule_->rows().rows();
+  return end_ > 0;
+}
+
+std::int64_t CardClock::work_of_call() const { return kWorkPairs; }
+
+void CardClock::add(std::int32_t row, std::int32_t block, PageId page, bool landed) {
+  HostClock::add(row, block, page, landed);
+  pages_.push_back(page);
+  if (!landed) flying_.push_back(page);
+}
+
+bool CardClock::follow_copies() {
+  copied_until_ = 0;
+  for (const PageId page : flying_) copied_until_ = std::max(copied_until_, link_->end_of(page));
+  if (std::isfinite(copied_until_)) return true;
+  wait();  // for room on the link
+  return false;
+}
+
+std::int64_t CardClock::compute() {
+  const double seconds = cost();
+  busy_until_ = std::max({busy_until_, *now_, copied_until_}) + seconds;
+  compute_seconds_ += seconds;
+  for (const PageId page : pages_) link_->move_after(page, busy_until_);
+  const std::int64_t blocks = blocks_;
+  drop();
+  return blocks;
+}
+
+void CardClock::drop() {
+  HostClock::drop();
+  pages_.clear();
+  flying_.clear();
+  copied_until_ = 0;
+}
+
+}  // namespace moechat

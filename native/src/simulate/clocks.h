@@ -1,0 +1,95 @@
+// The executors of a simulation: they compute nothing and move a clock by what computing costs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "offload/layer_executor.h"
+#include "offload/layer_schedule.h"
+#include "simulate/virtual_link.h"
+
+namespace moechat {
+
+// Seconds.
+struct ComputeCosts {
+  double call = 0;              // near tier: for computing anything at all
+  std::vector<double> compute;  // [n - 1]: near tier: n (token, block) pairs; beyond, the last step repeats
+  double far_block = 0;         // far tier: one block for one token
+  double far_block_shared = 0;  // the same while the link is busy
+  std::int64_t far_threads = 1;
+};
+
+// As HostExecutor: the clock stands at the end of whatever was computed or waited for last.
+class HostClock : public LayerExecutor {
+ public:
+  // group_items: (token, expert) pairs of a group; 0: all rows are one group, as they are while the far tier
+  // computes a part. All pointers outlive this.
+  HostClock(const ComputeCosts& costs, std::int64_t group_items, const LayerSchedule* schedule,
+            VirtualLink* link, double* now)
+      : costs_(costs), group_items_(group_items), schedule_(schedule), link_(link), now_(now) {}
+
+  // A layer begins; hurried: nothing takes time.
+  void start(bool hurried);
+  // Moves the clock to the end of the layer.
+  virtual void end_layer() {}
+  // Seconds that the near tier has computed.
+  double compute_seconds() const { return compute_seconds_; }
+
+  bool next_group() override;
+  std::int32_t first_row() const override { return first_; }
+  std::int32_t end_row() const override { return end_; }
+  std::int64_t work_of_call() const override;
+  std::int64_t work_of_row() const override;
+  void add(std::int32_t row, std::int32_t block, PageId page, bool landed) override;
+  std::int64_t pending() const override { return pending_; }
+  std::int64_t compute() override;
+  void drop() override;
+  void finish_group() override {}
+  std::int64_t far_threads() const override { return costs_.far_threads; }
+  void far_compute(const std::vector<FarPiece>& pieces) override;
+  double now() override { return *now_; }
+  bool wait() override;
+
+ protected:
+  double cost() const;  // of the blocks that were added
+
+  const ComputeCosts costs_;
+  const std::int64_t group_items_;
+  const LayerSchedule* const schedule_;
+  VirtualLink* const link_;
+  double* const now_;
+  std::int32_t first_ = 0;
+  std::int32_t end_ = 0;
+  bool hurried_ = false;
+  std::int64_t pending_ = 0;  // (token, block) pairs added
+  std::int64_t blocks_ = 0;   // blocks added
+  double compute_seconds_ = 0;
+};
+
+// As DeviceExecutor over a CudaLink: the clock is that of the thread that launches, and launches take none of
+// its time. The card works through them one after another, each behind the copies that it reads; a copy that
+// starts later moves behind the kernels that read its page.
+class CardClock final : public HostClock {
+ public:
+  using HostClock::HostClock;
+
+  void end_layer() override { *now_ = std::max(*now_, busy_until_); }
+
+  bool next_group() override;
+  std::int64_t work_of_call() const override;
+  std::int64_t work_of_row() const override { return work_of_call(); }
+  void add(std::int32_t row, std::int32_t block, PageId page, bool landed) override;
+  std::int64_t compute() override;
+  void drop() override;
+  bool orders_copies() const override { return true; }
+  bool follow_copies() override;
+
+ private:
+  double busy_until_ = 0;    // the card
+  double copied_until_ = 0;  // the copies of the blocks that were added
+  std::vector<PageId> pages_;
+  std::vector<PageId> flying_;  // of these, those that have not landed
+};
+
+}  // namespace moechat
