@@ -5,30 +5,85 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# What follows has to be said before torch is loaded; whoever has said otherwise is obeyed.
-# torch's OpenMP threads would spin between their regions on the cores that the expert kernels' threads need:
-# on two busy cores a token of a small model took several times as long.
+from moechat.errors import (
+    CheckpointError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    DoesNotFitError,
+    DownloadError,
+    ModelNotFoundError,
+    MoechatError,
+    MoechatWarning,
+    NotAllowedError,
+    NotInLibraryError,
+    OfflineError,
+    PromptTooLongError,
+    StoreDamagedError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+# Defaults that must be set before torch is imported; existing values win.
+# Otherwise torch's OpenMP threads spin between parallel regions on the cores that the expert kernels need: on
+# two busy cores a token of a small model took several times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Else the dense products are rounded differently by different numbers of threads. Measured on two cores
+# Otherwise dense products round differently with different numbers of threads. Measured on two cores
 # with AVX2: 49 ms instead of 50 for 512x2048x4096, 1.15 ms instead of 1.06 for one row.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Plan", "Progress", "Stats", "Step", "__version__", "load", "plan"]
+__all__ = [
+    "CheckpointError",
+    "Description",
+    "DeviceLostError",
+    "DeviceUnavailableError",
+    "DoesNotFitError",
+    "DownloadError",
+    "Engine",
+    "LoadOptions",
+    "ModelNotFoundError",
+    "MoechatError",
+    "MoechatWarning",
+    "NotAllowedError",
+    "NotInLibraryError",
+    "OfflineError",
+    "Plan",
+    "Progress",
+    "PromptTooLongError",
+    "Replanned",
+    "Stats",
+    "Step",
+    "StoreDamagedError",
+    "Tuning",
+    "UnsupportedModelError",
+    "UsageError",
+    "__version__",
+    "load",
+    "plan",
+]
 
 if TYPE_CHECKING:
-    from moechat.engine import Engine, Progress, Stats, Step, load
+    from moechat.engine import Description, Engine, Progress, Replanned, Stats, Step, Tuning, load
+    from moechat.options import LoadOptions
     from moechat.planning import Plan, plan
 
 
 def __getattr__(name: str) -> Any:
-    """Load the engine, and torch with it, only when it is asked for."""
-    if name in ("Engine", "Progress", "Stats", "Step", "load"):
-        from moechat import engine
+    """Import a public name, and torch with the engine, only when it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "LoadOptions":
+        from moechat import options
 
-        return getattr(engine, name)
+        return getattr(options, name)
     if name in ("Plan", "plan"):
         from moechat import planning
 
         return getattr(planning, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moechat import engine
+
+    return getattr(engine, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

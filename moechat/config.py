@@ -1,6 +1,6 @@
-"""Where moechat keeps its files, and how sizes are written.
+"""User directories, environment variables, and the syntax of sizes.
 
-Directories come from ``platformdirs``; the variable ``MOECHAT_HOME`` moves all of them below one directory.
+Directories come from ``platformdirs``; ``MOECHAT_HOME`` moves all of them below one directory.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ HOME_VARIABLE = "MOECHAT_HOME"
 GRAPHS_VARIABLE = "MOECHAT_CUDA_GRAPHS"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE | re.ASCII)
 _EXPONENT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-# Offsets in files are signed 64-bit numbers; nothing larger can be a memory budget.
+# File offsets are signed 64-bit integers, so no budget can be larger.
 _MOST_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The user's directories; nothing here is created before something is written.
+    """The user's directories; each is created by the first write.
 
     Attributes:
         data: Model library and measured hardware profiles: large, worth keeping.
-        state: Stamps, routing statistics, histories: small, grows with use.
-        cache: What can be made again at any time.
+        state: Verification stamps, routing statistics, histories: small, grows with use.
+        cache: Files that can be regenerated at any time.
         config: Settings.
     """
 
@@ -40,23 +40,23 @@ class Paths:
 
     @property
     def models(self) -> Path:
-        """The library: one directory a block store."""
+        """The library: one directory per block store."""
         return self.data / "models"
 
     @property
     def sources(self) -> Path:
-        """Shards of downloads that are not finished, and checkpoints that were to be kept."""
+        """Shards of unfinished downloads, and checkpoints kept on request."""
         return self.data / "sources"
 
 
 def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
-    """The directories of this user.
+    """Find the directories of this user.
 
     Args:
-        environment: Variables to look into; ``None`` takes the process's own.
+        environment: Environment variables; ``None`` takes those of the process.
 
     Raises:
-        UsageError: ``MOECHAT_HOME`` names something that is not a directory, or nobody's home.
+        UsageError: ``MOECHAT_HOME`` is not a directory, or names the home of an unknown user.
     """
     home = (os.environ if environment is None else environment).get(HOME_VARIABLE, "")
     if home:
@@ -64,7 +64,7 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
             base = Path(home).expanduser().absolute()
         except RuntimeError as error:
             raise UsageError(
-                f"{HOME_VARIABLE} is {home}, and there is no such user's home",
+                f"{HOME_VARIABLE} is {home}, and that user has no home directory",
                 hint="set it to a directory, or unset it",
             ) from error
         if base.exists() and not base.is_dir():
@@ -73,7 +73,7 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
                 hint="set it to a directory, or unset it",
             )
         return Paths(data=base / "data", state=base / "state", cache=base / "cache", config=base / "config")
-    import platformdirs  # costs several milliseconds, which every start of the command would pay
+    import platformdirs  # imported late: it adds several milliseconds to every start
 
     directories = platformdirs.PlatformDirs("moechat", appauthor=False)
     return Paths(
@@ -84,21 +84,21 @@ def user_paths(environment: Mapping[str, str] | None = None) -> Paths:
     )
 
 
-# Names of places to compute, for a full match; the group is a card's number.
+# Device names, for a full match; the group is the GPU's index.
 DEVICE = r"cpu|cuda(?::([0-9]+))?"
 
 
 def cuda_graphs_wanted(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a card may replay what it was given once; ``MOECHAT_CUDA_GRAPHS=0`` says no.
+    """Whether CUDA graphs may be used; ``MOECHAT_CUDA_GRAPHS=0`` disables them.
 
     Args:
-        environment: Variables to look into; ``None`` takes the process's own.
+        environment: Environment variables; ``None`` takes those of the process.
     """
     return (os.environ if environment is None else environment).get(GRAPHS_VARIABLE, "") != "0"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``12G``, ``1.5GiB``, ``800 MB`` or ``4096``; the letters are powers of 1024.
+    """Parse a size such as ``12G``, ``1.5GiB``, ``800 MB`` or ``4096``; the letters are powers of 1024.
 
     Args:
         text: A decimal number and optionally K, M, G or T, then optionally ``B`` or ``iB``, in either case.
@@ -107,13 +107,13 @@ def parse_size(text: str) -> int:
         Whole bytes, rounded down; exact for any number of decimals.
 
     Raises:
-        UsageError: It is not a size, or it is larger than 2⁶³ - 1 bytes.
+        UsageError: ``text`` is not a size, or larger than 2⁶³ - 1 bytes.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint="write a number and K, M, G or T, as in 12G or 1.5G")
     number, unit = match.groups()
-    # Not Decimal arithmetic: it rounds to 28 digits, and a size may be written with more.
+    # Integers, because Decimal arithmetic rounds to 28 digits and a size may have more.
     numerator, denominator = Decimal(number).as_integer_ratio()
     size = (numerator << _EXPONENT[unit.upper()]) // denominator
     if size > _MOST_BYTES:
@@ -122,12 +122,12 @@ def parse_size(text: str) -> int:
 
 
 def active_isa() -> str:
-    """Instruction set of the native kernels: the best of this processor, or what ``MOECHAT_ISA`` says.
+    """Instruction set of the native kernels: ``MOECHAT_ISA`` if set, else the best of this processor.
 
     Raises:
-        UsageError: ``MOECHAT_ISA`` cannot be honoured here.
+        UsageError: ``MOECHAT_ISA`` is unknown or not supported by this processor.
     """
-    from moechat import _native  # this module is imported by what must start without it
+    from moechat import _native  # imported late: commands that need no kernels start without it
 
     try:
         return _native.active_isa()

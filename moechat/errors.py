@@ -1,24 +1,24 @@
-"""The exception tree.
+"""Exception classes.
 
-Every error that a user can meet derives from :class:`MoechatError` and carries the exit code that the command
-line returns for it (DESIGN: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline and
-not here, 6 store damaged, 7 graphics card lost, 129 hung up, 130 interrupted). ``str(error)`` states the fact
-with its numbers; ``error.hint`` the next step.
+Every expected error derives from :class:`MoechatError` and carries the exit status that the command line
+returns for it: 0 success, 1 unexpected, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline
+and not cached, 6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated.
+``str(error)`` states the fact with its numbers; ``error.hint`` gives the next step.
 """
 
 from __future__ import annotations
 
 
 class MoechatWarning(RuntimeWarning):
-    """Something is slower or smaller than was asked for; the message is one sentence without a period."""
+    """Something runs slower or smaller than requested; the message is one sentence without a period."""
 
 
 class MoechatError(Exception):
-    """Base of all errors that moechat raises on purpose.
+    """Base class of all errors that moechat raises deliberately.
 
     Args:
-        message: What happened, with the numbers; one sentence without a trailing period.
-        hint: What the user can do about it, or ``None``.
+        message: The fact with its numbers; one sentence without a trailing period.
+        hint: The user's next step, or ``None``.
     """
 
     exit_code = 1
@@ -29,7 +29,7 @@ class MoechatError(Exception):
 
 
 class UsageError(MoechatError):
-    """The request itself is wrong: an unknown option value, bytes that are not UTF-8, an empty prompt."""
+    """The request is invalid: an unknown option value, bytes that are not UTF-8, an empty prompt."""
 
     exit_code = 2
 
@@ -39,29 +39,29 @@ class PromptTooLongError(UsageError):
 
 
 class ModelNotFoundError(MoechatError):
-    """No such alias, directory or repository."""
+    """The alias, directory or repository does not exist."""
 
     exit_code = 3
 
 
 class NotInLibraryError(ModelNotFoundError):
-    """A name of a hub repository whose store is not on this machine; it can be downloaded."""
+    """The name is a hub repository without a store on this machine; it can be downloaded."""
 
 
 class NotAllowedError(MoechatError):
-    """The hub does not let us have the model: it is gated or private, or the token is refused."""
+    """The hub denies access to the model: it is gated or private, or the token is rejected."""
 
     exit_code = 3
 
 
 class DownloadError(MoechatError):
-    """What came from the hub is not what the hub had promised: another size, another hash."""
+    """Downloaded data does not match the size or hash that the hub announced."""
 
     exit_code = 3
 
 
 class UnsupportedModelError(MoechatError):
-    """The model is there, but moechat cannot or may not run it: its family, its packing, code of its own."""
+    """The model exists, but moechat cannot or may not run it: its family, its packing, its own code."""
 
     exit_code = 3
 
@@ -71,10 +71,10 @@ class CheckpointError(UnsupportedModelError):
 
 
 class DoesNotFitError(MoechatError):
-    """Disk, RAM or VRAM is too small for what was asked.
+    """Disk, RAM or VRAM is too small for the request.
 
     Attributes:
-        least_bytes: The least memory budget that works, where one would.
+        least_bytes: The smallest memory budget that works, if there is one.
     """
 
     exit_code = 4
@@ -85,38 +85,38 @@ class DoesNotFitError(MoechatError):
 
 
 class NoModelError(MoechatError):
-    """A chat goes on without a model: another one could not be loaded, nor the one before again."""
+    """The chat continues without a model: neither the new nor the previous one could be loaded."""
 
 
 class DeviceUnavailableError(UsageError):
-    """The device that was asked for is not there, or cannot be used."""
+    """The requested device is missing or unusable."""
 
 
 class DeviceLostError(MoechatError):
-    """The graphics card failed while it was used: this process can compute nothing on it any more."""
+    """The GPU failed during use; this process can no longer compute on it."""
 
     exit_code = 7
 
 
 class OfflineError(MoechatError):
-    """The network is needed and not available, and the files are not here."""
+    """The files are not on this machine and the network is unavailable."""
 
     exit_code = 5
 
 
 class StoreDamagedError(MoechatError):
-    """A store is truncated, altered or incomplete; it is refused by name before its first use."""
+    """A store is truncated, altered or incomplete; the message names the file."""
 
     exit_code = 6
 
 
 class SessionsUnavailableError(MoechatError):
-    """The database of conversations is locked, damaged, of a newer version, or cannot be written."""
+    """The conversation database is locked, damaged, of a newer version, or cannot be written."""
 
 
 class SessionsBusyError(SessionsUnavailableError):
-    """Another program has locked the database of conversations."""
+    """Another program has locked the conversation database."""
 
 
 class SessionNotFoundError(UsageError):
-    """No conversation of that number is kept."""
+    """No stored conversation has that number."""

@@ -1,7 +1,8 @@
-"""Shapes of expert layers and of their blocks: the vocabulary that every room shares.
+"""Shapes of expert layers and of their blocks.
 
-An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons. The byte
-map of a block record is owned by ``native/src/kernels/block_layout.h``; this module only asks it for sizes.
+An expert ``y = W_down · (act(W_gate x) ⊙ W_up x)`` is cut into blocks of 64 intermediate neurons.
+``native/src/kernels/layout/block_layout.h`` defines the byte layout of a block record; this module takes its
+sizes from there.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moechat import _native
 from moechat.errors import UsageError
+
+if TYPE_CHECKING:
+    from moechat import _native
 
 BLOCK_NEURONS = 64
 GROUP_SIZE = 64
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
-# Of a dense weight, and of what meets quantised weights.
-DENSE_BITS = (4, 8, 16)
-ACTIVATION_BITS = (8, 16, 32)
+DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
+ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
 
 
 class Activation(StrEnum):
-    """Gate activations that the kernels compute; the values are stored in manifests."""
+    """Gate activations of the kernels; the values are stored in manifests."""
 
     SILU = "silu"
     GELU = "gelu"  # exact, through erf
@@ -48,7 +50,7 @@ class ExpertGeometry:
         hidden_size: Columns of gate and up, rows of down.
         intermediate_size: Neurons of one expert before padding to blocks of 64.
         num_experts: Experts in a layer.
-        bits: 2, 3, 4, 8 (HQQ, group 64, axis 1) or 16 (the checkpoint's own values).
+        bits: 2, 3, 4, 8 (HQQ, group 64, axis 1) or 16 (the checkpoint's values, not quantised).
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
         activation: Gate activation.
         alpha: Sigmoid slope of ``CLAMPED_SWIGLU``; else 0.
@@ -81,7 +83,9 @@ class ExpertGeometry:
 
     @cached_property
     def layout(self) -> _native.BlockLayout:
-        """Byte map of one block record, as the native core computes it."""
+        """Byte layout of one block record, as the native core computes it."""
+        from moechat import _native  # the command line reads SUPPORTED_BITS at every start
+
         return _native.BlockLayout(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -101,6 +105,11 @@ class ExpertGeometry:
         return self.layout.record_bytes
 
     @property
+    def layer_shape(self) -> tuple[int, int, int]:
+        """Shape ``[experts, blocks, record_bytes]`` of one layer's experts in the store, as bytes."""
+        return self.num_experts, self.blocks_per_expert, self.record_bytes
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in the store."""
         return self.blocks_per_expert * self.record_bytes
@@ -111,7 +120,7 @@ class ExpertGeometry:
         return self.num_experts * self.expert_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a manifest."""
+        """Values for a manifest, as JSON types."""
         return asdict(self)
 
     @classmethod

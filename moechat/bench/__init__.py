@@ -1,1 +1,1 @@
-"""Measuring: systems side by side on this machine, with real models or shapes with random weights."""
+"""Benchmarks: compares systems on this machine, with real models or synthetic ones of the same shape."""

@@ -1,4 +1,4 @@
-"""How well a predictor foresees what the model's own routers choose."""
+"""Measures how well a predictor matches the choices of the model's routers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from moechat.predict import Predictor
 def prediction_accuracy(
     bench: Bench, predictor: Predictor, prompt: Sequence[int], tokens: Sequence[int], *, ahead: int = 1
 ) -> dict[str, Any]:
-    """Decode given tokens and compare each layer's choice with what was predicted ``ahead`` layers before.
+    """Decode given tokens and compare each layer's choice with the prediction made ``ahead`` layers before.
 
-    The routers must be the model's own: a replayed trace would not be what they predict.
+    The model's own routers must choose, because the predictor does not predict a replayed trace.
 
     Args:
         bench: The model.
-        predictor: Asked before each layer.
+        predictor: Predictor to measure.
         prompt: Tokens of the prompt; not counted.
-        tokens: Tokens decoded one by one.
+        tokens: Tokens to decode one at a time.
         ahead: Layers ahead.
 
     Returns:
-        ``top_k``, ``tokens``; for each layer under ``right_of_top_k``, ``None`` where nothing was predicted,
-        and as ``mean``: how many of the k chosen experts were among the k predicted ones on average.
+        ``top_k``, ``tokens``, and the mean number of the k chosen experts that were in the predicted top k:
+        by layer as ``right_of_top_k`` (``None`` without predictions), and over all layers as ``mean``.
     """
     layers, k = bench.layers, bench.top_k
     predicted: dict[tuple[int, int], npt.NDArray[np.intp]] = {}

@@ -1,4 +1,4 @@
-"""Where the time of an expert layer goes: each native call and the prediction are timed by themselves."""
+"""Measures the time of each native call of an expert layer, and of predictions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moechat.predict import Predictor
 
 
 class TimedCalls:
-    """Stands in for the native runner and adds up the seconds in its calls.
+    """Wraps the native runner and sums up the seconds in its calls.
 
     Attributes:
-        seconds: By call: ``begin``, ``prefetch`` and ``finish``.
+        seconds: Seconds by call: ``begin``, ``prefetch`` and ``finish``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -24,24 +24,24 @@ class TimedCalls:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count again."""
+        """Reset all sums to 0."""
         self.seconds = {"begin": 0.0, "prefetch": 0.0, "finish": 0.0}
 
     def begin(self, *arguments: Any) -> None:
-        """As the native call."""
+        """See the native runner."""
         started = time.perf_counter()
         self._runner.begin(*arguments)
         self.seconds["begin"] += time.perf_counter() - started
 
     def prefetch(self, *arguments: Any, far: bool = False) -> int:
-        """As the native call."""
+        """See the native runner."""
         started = time.perf_counter()
         queued: int = self._runner.prefetch(*arguments, far=far)
         self.seconds["prefetch"] += time.perf_counter() - started
         return queued
 
     def finish(self, *arguments: Any) -> int:
-        """As the native call."""
+        """See the native runner."""
         started = time.perf_counter()
         walked: int = self._runner.finish(*arguments)
         self.seconds["finish"] += time.perf_counter() - started
@@ -52,10 +52,10 @@ class TimedCalls:
 
 
 class TimedPredictor:
-    """Adds up the seconds that a predictor takes.
+    """Wraps a predictor and sums up its seconds.
 
     Attributes:
-        seconds: So far.
+        seconds: Total so far.
     """
 
     def __init__(self, predictor: Predictor) -> None:

@@ -1,4 +1,4 @@
-"""Decoding with given tokens: no sampling, so every system computes the same passes."""
+"""Decoding of given tokens without sampling, so that all systems compute the same passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moechat.store.store import Store
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """The experts module of one layer; a :class:`moechat.models.routers.ExpertsPlace`."""
+    """The experts module of one layer; a :class:`moechat.models.router_search.ExpertLayer`."""
 
     name: str
     module: nn.Module
@@ -27,51 +27,51 @@ class ExpertsPart:
 
 
 class Bench:
-    """A loaded model under measurement: forced decoding, and experts that can be exchanged.
+    """A loaded model for measurements, with forced decoding and replaceable expert runners.
 
-    The dense weights are loaded once; only what computes the experts is replaced between measurements.
+    The dense weights are loaded once; only the expert runners are replaced between measurements.
 
     Attributes:
         engine: The loaded model.
         store: Its store.
         parts: Its experts modules, in order.
-        top_k: Experts of a token.
-        vocabulary: Tokens of the vocabulary.
-        seconds_in_experts: Spent in expert layers while :meth:`experts` was in effect.
+        top_k: Experts per token.
+        vocabulary: Size of the vocabulary.
+        seconds_in_experts: Seconds in expert layers during :meth:`experts`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.store: Store = engine._store
+        self.store: Store = engine.loaded.store
         geometry = self.store.geometry
         self.parts = [
             ExpertsPart(
                 record.module,
-                engine._model.get_submodule(record.module),
+                engine.loaded.model.get_submodule(record.module),
                 geometry.num_experts,
                 geometry.hidden_size,
             )
             for record in self.store.layers
         ]
-        self.activation_bits = int(engine._loaded.form.activation_bits)
-        self.vocabulary = int(engine._model.get_input_embeddings().num_embeddings)
+        self.activation_bits = int(engine.loaded.form.activation_bits)
+        self.vocabulary = engine.decoder.vocabulary
         self.seconds_in_experts = 0.0
         self.top_k = self._observe_top_k()
 
     @property
     def model(self) -> nn.Module:
         """The transformers model."""
-        model: nn.Module = self.engine._model
+        model: nn.Module = self.engine.loaded.model
         return model
 
     @property
     def layers(self) -> int:
-        """Expert layers."""
+        """Number of expert layers."""
         return len(self.parts)
 
     @contextmanager
     def experts(self, runners: Sequence[RunsExperts]) -> Iterator[None]:
-        """Let ``runners`` compute the expert layers, and time them; afterwards it is as before."""
+        """Compute the expert layers by ``runners`` during the block, and time them."""
         before: list[Any] = [part.module._moechat_layer for part in self.parts]
         try:
             for part, runner in zip(self.parts, runners, strict=True):
@@ -82,7 +82,7 @@ class Bench:
                 attach(part.module, layer)
 
     def mapped(self) -> list[RunsExperts]:
-        """Experts computed straight from the mapped store, as the model's routers choose them."""
+        """Runners that compute experts from the mapped store, as chosen by the model's routers."""
         counters = ExpertCounters()
         return [
             ExpertLayer(
@@ -95,12 +95,14 @@ class Bench:
         ]
 
     def start(self, prompt: Sequence[int]) -> tuple[float, Decoding]:
-        """Compute a prompt; returns the seconds it took and what goes on from there."""
+        """Compute a prompt; returns its seconds and the decoding to continue with."""
         decoding = Decoding(self.engine)
         return decoding.feed(prompt), decoding
 
     def watch(self, seen: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
-        """Call ``seen(ordinal, hidden, top_k_index)`` before each expert layer; returns what ends it."""
+        """Call ``seen(ordinal, hidden, top_k_index)`` before each expert layer; returns a function to
+        end it.
+        """
 
         def hook_of(ordinal: int) -> Callable[..., None]:
             def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ class Bench:
         return end
 
     def _observe_top_k(self) -> int:
-        # Families call it by a dozen names, and in some it is no constant of the configuration.
+        # Observed, because configurations have many names for it, and in some it is not a constant.
         found: list[int] = []
         end = self.watch(lambda _, __, index: found.append(index.shape[-1]))
         try:
@@ -136,21 +138,16 @@ class Bench:
 
 
 class Decoding:
-    """One sequence on its way, in the same passes as an answer of the engine."""
+    """Decodes one sequence, in the same passes as an answer of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._cache: Any = engine._new_cache()
+        self._cache: Any = engine.decoder.new_cache()
 
     def feed(self, tokens: Sequence[int]) -> float:
-        """Compute tokens, and the logits after the last one; returns the seconds it took."""
-        engine = self._engine
-        arguments: dict[str, Any] = {"logits_to_keep": 1} if engine._keeps_last else {}
+        """Compute tokens and the logits after the last one; returns the seconds."""
         started = time.perf_counter()
-        ids = torch.tensor([list(tokens)])
-        for part in [ids] if len(tokens) == 1 else engine._parts(ids, len(tokens)):
-            output = engine._forward(part, past_key_values=self._cache, use_cache=True, **arguments)
-            self._cache = output.past_key_values
+        _, self._cache = self._engine.decoder.feed(tokens, self._cache)
         return time.perf_counter() - started
 
 

@@ -1,4 +1,4 @@
-"""Figures of a system out of its runs."""
+"""Computes the figures of a system from its runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _HITS = ("full", "prefetch", "top", "miss")
 
 @dataclass(frozen=True)
 class Run:
-    """Figures of one turn.
+    """Figures of one run.
 
     Attributes:
         ttft: Seconds for the prompt.
         steps: Seconds for each timed token.
-        seconds: Of the timed tokens together: ``experts`` (in expert layers), of which ``begin``,
-            ``prefetch`` and ``finish`` in native calls and ``predict`` in the predictor.
+        seconds: Totals of the timed tokens: ``experts`` (in expert layers), of which ``begin``, ``prefetch``
+            and ``finish`` in native calls and ``predict`` in the predictor.
         native: Counters of the native runner for the timed tokens.
-        filled: Share of the pages that was in use when timing began.
+        filled: Share of the pages in use when timing began.
     """
 
     ttft: float
@@ -33,12 +33,12 @@ class Run:
 
     @property
     def tpot(self) -> float:
-        """Seconds for a token: the median, which one slow token does not move."""
+        """Median seconds per token."""
         return statistics.median(self.steps)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -56,14 +56,14 @@ def case_figures(
     """One entry of ``cases``; see :mod:`moechat.bench.report`.
 
     Args:
-        system: What was measured.
+        system: The measured system.
         runs: Its runs.
         fraction: Share of the experts that fits.
         pages: Pages of the near tier.
-        page_bytes: A page.
-        bandwidth: Of the link, bytes a second.
-        floor: Seconds for a token with everything in memory, or ``None``.
-        predicted: Seconds for a token that the simulator expects, or ``None``.
+        page_bytes: Bytes per page.
+        bandwidth: Bandwidth of the link, bytes per second.
+        floor: Seconds per token with all experts in memory, or ``None``.
+        predicted: Seconds per token predicted by the simulator, or ``None``.
     """
     tokens = sum(len(run.steps) for run in runs)
     wall = sum(sum(run.steps) for run in runs)

@@ -1,9 +1,8 @@
 """``T_att``, ``T_moe`` and ``T_head`` of a loaded model (MoEpic, section 3.4.1), measured by decoding.
 
-Each expert layer computes the experts of one token from a copy of the model's own records that is as large as
-all of them, or as half of the free memory and at most a gibibyte: every expert is resident, and none is in a
-cache that it would not be in when all of them are. Which experts the router chose does not matter for the
-time, so the next ones are taken in turn.
+Each expert layer computes the experts of one token from a resident copy of the model's records: of all of
+them, or as many as fit in half of the free memory and 1 GiB, so that the processor's caches help no more than
+with all experts resident. The time does not depend on the chosen experts, so they are taken in turn.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, UnsupportedModelError
 from moechat.hardware.identity import this_machine
 from moechat.hardware.memory import available_bytes
-from moechat.hardware.model_times import TimesKey
-from moechat.hardware.pages import touched_pages
 from moechat.hardware.profile import Figure, ModelTimes
+from moechat.hardware.resident_pages import touched_pages
+from moechat.hardware.times_file import TimesKey
 from moechat.offload.experts import ExpertCounters, ExpertLayer
 from moechat.store.store import Store
 
@@ -40,33 +39,33 @@ _SECONDS = 3.0
 
 
 def times_key(engine: Engine) -> TimesKey:
-    """What the times of this engine hold for."""
+    """Key of the times of this engine."""
     described = engine.describe()
     return TimesKey(
         profile=this_machine().key,
-        model=engine._store.manifest.source.fingerprint,
-        dtype=str(described["dense_dtype"]),
+        model=engine.loaded.store.manifest.source.fingerprint,
+        dtype=described.dense_dtype,
         threads=_native.num_threads(),
-        bits=engine._store.geometry.bits,
-        dense_bits=int(described["dense_bits"]),
-        activation_bits=int(described["activation_bits"]),
+        bits=engine.loaded.store.geometry.bits,
+        dense_bits=described.dense_bits,
+        activation_bits=described.activation_bits,
     )
 
 
 def measure_model_times(engine: Engine, *, seconds: float = _SECONDS, tokens: int = 1 << 20) -> ModelTimes:
-    """Time decoded tokens of a model with all experts resident, one at a time.
+    """Time decoded tokens of a model with all experts resident.
 
     Args:
-        engine: The model; it is as before afterwards.
-        seconds: About so long, and at least 8 tokens.
+        engine: The model; its state is restored at the end.
+        seconds: Approximate duration; at least 8 tokens are timed.
         tokens: Most tokens.
 
     Returns:
-        Medians over the tokens, of the mean over the expert layers. The head is all that is in no decoder
-        layer with experts.
+        Medians over the tokens, of the mean over the expert layers. The head includes everything outside the
+        decoder layers with experts.
 
     Raises:
-        DoesNotFitError: There is no memory for two tokens' experts.
+        DoesNotFitError: There is too little memory for two tokens' experts.
         MoechatError: The engine was closed.
     """
     bench = Bench(engine)
@@ -77,7 +76,7 @@ def measure_model_times(engine: Engine, *, seconds: float = _SECONDS, tokens: in
     generator = np.random.default_rng(0)
     drawn = generator.integers(0, bench.vocabulary, size=_PROMPT_TOKENS + _WARMUP_TOKENS).tolist()
     token = int(drawn[-1])
-    shared = _InTurn(bench.store, records, bench.top_k, bench.activation_bits)
+    shared = _CyclicExperts(bench.store, records, bench.top_k, bench.activation_bits)
     passes: list[tuple[float, float, float]] = []
     with bench.experts([shared] * bench.layers), _timed_layers(bench) as clock:
         decoding = Decoding(engine)
@@ -103,7 +102,7 @@ def measure_model_times(engine: Engine, *, seconds: float = _SECONDS, tokens: in
 
 
 def _resident_records(store: Store, top_k: int) -> npt.NDArray[np.uint8]:
-    """Copies of the model's first experts: uint8 ``[experts, blocks, record_bytes]``."""
+    """Copy the model's first experts: uint8 ``[experts, blocks, record_bytes]``."""
     geometry = store.geometry
     everything = len(store.layers) * geometry.num_experts
     fits = min(_MOST_BYTES, available_bytes() // 2) // geometry.expert_bytes
@@ -123,8 +122,8 @@ def _resident_records(store: Store, top_k: int) -> npt.NDArray[np.uint8]:
     return records
 
 
-class _InTurn:
-    """Computes as many experts as the router chose, but always the next ones in memory."""
+class _CyclicExperts:
+    """Computes as many experts as the router chose, but cycles through all experts in memory."""
 
     def __init__(
         self, store: Store, records: npt.NDArray[np.uint8], top_k: int, activation_bits: int
@@ -147,7 +146,7 @@ class _InTurn:
 
 @dataclass
 class _Clock:
-    """Seconds in decoder layers that have experts."""
+    """Measures the seconds in decoder layers with experts."""
 
     seconds: float = 0.0
     started: list[float] = field(default_factory=list)
@@ -175,10 +174,10 @@ def _timed_layers(bench: Bench) -> Iterator[_Clock]:
 
 
 def decoder_layer(model: nn.Module, part: ExpertsPart) -> nn.Module:
-    """The decoder layer that an experts module belongs to: the outermost entry of a list above it.
+    """The decoder layer of an experts module: its outermost ancestor that is an entry of a module list.
 
     Raises:
-        UnsupportedModelError: It is in no list.
+        UnsupportedModelError: It is not inside a module list.
     """
     names = part.name.split(".")
     for depth in range(1, len(names)):

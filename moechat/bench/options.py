@@ -1,4 +1,4 @@
-"""What a measurement was asked to be."""
+"""Options of a measurement."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from typing import Literal
 from moechat.config import parse_size
 from moechat.configurator.systems import CacheSettings, parse_settings
 from moechat.errors import UsageError
+from moechat.options import as_flag
+from moechat.validation import require_number, require_whole
 
 DEFAULT_SYSTEMS = "mixtral-offloading,auto"
 DEFAULT_FRACTIONS = (0.25, 0.5)
 _RATIO = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x", re.ASCII)
-# Beyond these a transfer takes no time, or longer than anyone waits, and quotients leave the range of floats.
+# Limits that keep transfer times practical and quotients within the range of floats.
 _MOST_BANDWIDTH = float(1 << 50)
 _MOST_RATIO = 1e6
+_MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class System:
-    """One of the systems that are compared.
+    """A system to measure.
 
     Attributes:
-        name: As it was written.
-        settings: What it stands for.
+        name: Its name and settings, as written.
+        settings: Parsed settings.
     """
 
     name: str
@@ -39,10 +42,9 @@ class LinkChoice:
     """The link to measure with.
 
     Attributes:
-        kind: ``file`` reads the store; ``sim`` lets transfers take a programmed time.
-        bandwidth: ``sim``: bytes a second.
-        ratio: ``sim``: instead of a bandwidth: how many times slower than the measured compute rate of expert
-            blocks.
+        kind: ``file`` reads the store; ``sim`` simulates transfers with a given bandwidth.
+        bandwidth: ``sim``: bytes per second.
+        ratio: ``sim``: alternative to ``bandwidth``: measured compute rate of expert blocks divided by it.
     """
 
     kind: Literal["file", "sim"] = "file"
@@ -52,22 +54,22 @@ class LinkChoice:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """A measurement.
+    """Options of a measurement.
 
     Attributes:
-        systems: What is compared, in this order.
-        fractions: Shares of all experts that the near tier can hold.
-        ram: Instead of fractions: bytes of the near tier's pages.
-        link: Between store and near tier.
-        routing: Trace that chooses the experts; ``None`` leaves it to the model's routers.
-        accuracy: Of drawn predictions, where a trace is replayed.
+        systems: Systems to compare, in this order.
+        fractions: Shares of all experts that fit in the near tier.
+        ram: Alternative to fractions: bytes of the near tier's pages.
+        link: Link between store and near tier.
+        routing: Trace that determines the experts; ``None``: the model's routers choose.
+        accuracy: Accuracy of drawn predictions for a replayed trace.
         prompt_tokens: Tokens of the prompt.
-        tokens: Tokens that are timed.
+        tokens: Timed tokens.
         warmup_tokens: Tokens between the two, which fill the cache and are not timed.
-        fill_tokens: Tokens of a replay before the prompt, of which only the expert layers are run, over a
-            link that does not hold them up (if it is simulated): a cache and a policy as after a long use.
-        runs: How often each system is measured at each fraction.
-        seed: Of everything drawn.
+        fill_tokens: Tokens of a replay before the prompt, for which only the expert layers are run, without
+            delays of a simulated link, so that cache and policy are as after long use.
+        runs: Number of runs of each system at each fraction.
+        seed: Random seed.
 
     Raises:
         UsageError: A value is out of range.
@@ -93,12 +95,10 @@ class BenchOptions:
         if len(set(names)) != len(names):
             raise UsageError(f"a system is named twice in {', '.join(names)}")
         for fraction in self.fractions:
-            if not 0 < fraction <= 1:
-                raise UsageError(f"a fraction is {fraction}; it must be above 0 and at most 1")
+            require_number("a fraction", fraction, 0, 1, above=True)
         if not self.fractions or len(set(self.fractions)) != len(self.fractions):
             raise UsageError("the fractions must be different numbers, at least one")
-        if not 0 <= self.accuracy <= 1:
-            raise UsageError(f"accuracy is {self.accuracy}; it must be between 0 and 1")
+        require_number("--accuracy", self.accuracy, 0, 1)
         for name, least in (
             ("prompt_tokens", 1),
             ("tokens", 2),
@@ -107,36 +107,32 @@ class BenchOptions:
             ("runs", 1),
             ("seed", 0),
         ):
-            value = getattr(self, name)
-            if value < least:
-                raise UsageError(f"{name.replace('_', '-')} is {value}; it must be at least {least}")
-
+            require_whole(as_flag(name), getattr(self, name), least, _MOST)
         if self.fill_tokens and self.routing is None:
             raise UsageError("fill-tokens are taken from a trace; they need --routing")
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of one run, without those that fill the cache before it."""
+        """Tokens of one run, without ``fill_tokens``."""
         return self.prompt_tokens + self.warmup_tokens + self.tokens
 
     def check_context(self, context: int) -> None:
-        """Refuse more tokens than the model's context holds.
+        """Check that all tokens fit into the model's context.
 
         Raises:
-            UsageError: There are more.
+            UsageError: They do not.
         """
         if self.all_tokens > context:
             raise UsageError(
-                f"{self.all_tokens} tokens are asked for; the context holds {context}",
+                f"{self.all_tokens} tokens are requested; the context holds {context}",
                 hint="use fewer prompt-tokens, warmup-tokens or tokens",
             )
 
 
 def parse_systems(text: str) -> tuple[System, ...]:
-    """``mixtral-offloading,auto,auto:split=0.5,lookahead=2``: names, each with settings of its own if it has
-    any.
+    """Parse ``mixtral-offloading,auto,auto:split=0.5,lookahead=2``: names with optional settings.
 
-    A piece between commas is a setting if it has the form KEY=VALUE, and belongs to the system before it.
+    A part of the form KEY=VALUE is a setting of the system before it.
 
     Raises:
         UsageError: Unknown system or setting, or a value out of range.
@@ -157,10 +153,10 @@ def parse_systems(text: str) -> tuple[System, ...]:
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:
-    """``0.25,0.5``, or quotients such as ``1/3``.
+    """Parse ``0.25,0.5``, or quotients such as ``1/3``.
 
     Raises:
-        UsageError: It is not that.
+        UsageError: A part is not a number.
     """
     values = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -173,10 +169,10 @@ def parse_fractions(text: str) -> tuple[float, ...]:
 
 
 def parse_link(text: str) -> LinkChoice:
-    """``file``, ``sim:2.5G`` (bytes a second) or ``sim:16x`` (so many times slower than the computation).
+    """Parse ``file``, ``sim:2.5G`` (bytes per second) or ``sim:16x`` (16 times slower than the computation).
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: ``text`` is none of these.
     """
     kind, _, speed = text.partition(":")
     if text == "file":
@@ -188,7 +184,7 @@ def parse_link(text: str) -> LinkChoice:
             if math.isfinite(value) and 1 / _MOST_RATIO <= value <= _MOST_RATIO:
                 return LinkChoice("sim", ratio=value)
         else:
-            with suppress(UsageError):  # its hint is about sizes, and speaks of memory
+            with suppress(UsageError):  # replaced by the error below, as its hint is about memory sizes
                 value = float(parse_size(speed))
                 if 0 < value <= _MOST_BANDWIDTH:
                     return LinkChoice("sim", bandwidth=value)

@@ -1,9 +1,8 @@
-"""What the simulator says about a measurement, from what the same measurement has found.
+"""Simulates measured runs, to compare the simulator with the measurement.
 
-The routing and the predictions of a run are written down call by call and played over the same near tier on
-a simulated clock. Its times are those of the floor (everything in memory: dense part, bookkeeping, kernels),
-of the floor while a file link is kept busy, of kernels given fewer blocks, and of the link: none is taken
-from the system that is predicted.
+The routing and predictions of a run are recorded and played on the same near tier with a virtual clock. Its
+times are measured with all experts in memory (dense part, bookkeeping, kernels), the same while a file link
+is busy, with kernels for fewer blocks, and on the link; none is measured on the predicted system.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 from moechat import _native
 from moechat.bench.figures import Run
 from moechat.configurator.systems import CacheSettings
-from moechat.offload.cached import NearTier
 from moechat.offload.settings import LinkSettings
+from moechat.offload.tier import ExpertTier
 from moechat.predict import Predictor
 from moechat.routing import Trace
 from moechat.routing.counter import rankings
@@ -31,7 +30,7 @@ from moechat.simulate.run import Tier
 from moechat.simulate.timing import OPERATION_BYTES
 from moechat.store.store import Store
 
-# What links have in flight unless they are told otherwise; see sim_link.cc and file_link.cc.
+# Default bytes in flight of the links; see sim_link.cc and file_link.cc.
 _SIM_IN_FLIGHT = 2 << 20
 _FILE_IN_FLIGHT = 6 << 20
 _ACCUMULATOR_BYTES = 8 << 20  # of the runner's sums, see expert_sum.h
@@ -41,11 +40,11 @@ _READS = 64
 
 
 class Recorder:
-    """Stands in for the runner of a near tier and writes down what it is told.
+    """Wraps the runner of a near tier and records its routing and predictions.
 
     Args:
-        runner: The runner.
-        layers: Expert layers.
+        runner: The native runner.
+        layers: Number of expert layers.
     """
 
     def __init__(self, runner: Any, layers: int) -> None:
@@ -55,7 +54,7 @@ class Recorder:
         self._expected: list[tuple[int, int, int, int, npt.NDArray[np.float32]]] = []
 
     def begin(self, layer: int, index: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]) -> None:
-        """As the native call."""
+        """See the native runner."""
         if layer == 0:
             self._passes.append([])
         self._passes[-1].append(index.copy())
@@ -70,7 +69,7 @@ class Recorder:
         *,
         far: bool = False,
     ) -> int:
-        """As the native call."""
+        """See the native runner."""
         if scores is not None:
             number, begun = len(self._passes) - 1, len(self._passes[-1]) - 1
             self._expected.append((number, begun, layer, experts, scores.copy()))
@@ -81,10 +80,10 @@ class Recorder:
         return getattr(self._runner, name)
 
     def routing(self, experts: int) -> Recorded:
-        """Everything so far, passes that were cut short left out.
+        """Everything recorded so far, without interrupted passes.
 
         Args:
-            experts: Of a layer.
+            experts: Experts per layer.
         """
         passes = [each for each in self._passes if len(each) == self._layers]
         lengths = [len(each[0]) for each in passes]
@@ -116,10 +115,10 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one run was told.
+    """Routing and predictions of one run.
 
     Attributes:
-        trace: Every token of it.
+        trace: All its tokens.
         starts: int64 ``[passes + 1]``: first token of each pass.
         rankings: int32 ``[lookahead, tokens, layers, width]``, -1 for none; ``None``: no predictions.
     """
@@ -129,8 +128,8 @@ class Recorded:
     rankings: npt.NDArray[np.int32] | None
 
 
-def tier_of(near: NearTier) -> Tier:
-    """A near tier as the simulator sees it."""
+def tier_of(near: ExpertTier) -> Tier:
+    """The sizes of a near tier, for the simulator."""
     geometry = near.geometry
     return Tier(
         experts=geometry.num_experts,
@@ -156,26 +155,26 @@ def predict(
     """Simulate one run of the bench.
 
     Args:
-        recorded: What it was told.
-        settings: Of the system.
-        tier: As it was measured.
+        recorded: Its routing and predictions.
+        settings: Settings of the system.
+        tier: The measured near tier.
         timing: See :func:`floor_timing`.
         fill: Passes that filled the cache.
-        timed: Passes that were timed, the last ones.
-        hidden_size: Of the model.
+        timed: Timed passes, the last ones.
+        hidden_size: Hidden size of the model.
 
     Returns:
-        ``None`` for a set chosen beforehand, which the engine fills in its own way.
+        ``None`` for a static set, which the engine loads in another way.
     """
     if settings.policy == "static":
         return None
     expected = recorded.rankings
     if expected is None and settings.prefetch in ("next-router", "perfect"):
-        settings = replace(settings, prefetch="none")  # it was never told any
+        settings = replace(settings, prefetch="none")  # the run had no predictions
     passes = len(recorded.starts) - 1
     return simulate(
         recorded.trace,
-        # What the engine cannot do yet is not predicted either.
+        # The measured engine fetches all misses.
         replace(settings, miss="fetch"),
         tier,
         timing,
@@ -189,7 +188,7 @@ def predict(
 
 
 def slowed(timing: Timing, share: float) -> Timing:
-    """Everything that the near tier computes takes ``share`` longer."""
+    """The timing with all computation of the near tier longer by ``share``."""
     factor = 1.0 + share
     return replace(
         timing,
@@ -207,7 +206,7 @@ def busy_share(run: SimulatedRun) -> float:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """A link as the simulator wants it; see :class:`moechat.simulate.Timing`."""
+    """Times of a link for the simulator; see :class:`moechat.simulate.Timing`."""
 
     latency: float
     link: tuple[float, ...]
@@ -215,16 +214,16 @@ class LinkTimes:
 
 
 def link_times(store: Store, settings: LinkSettings, bandwidth: float) -> LinkTimes:
-    """Times of a link.
+    """Determine the times of a link.
 
     Args:
-        store: What it reads.
-        settings: Of the link.
-        bandwidth: Bytes a second, programmed or measured.
+        store: The store that it reads.
+        settings: Settings of the link.
+        bandwidth: Bytes per second, configured or measured.
     """
     block = store.geometry.record_bytes
     if settings.kind == "sim":
-        # It merges nothing.
+        # The simulated link does not merge adjacent blocks.
         in_flight = settings.in_flight_bytes or _SIM_IN_FLIGHT
         return LinkTimes(settings.latency, (block / bandwidth,), in_flight)
     merged = max(1, OPERATION_BYTES // block)
@@ -268,9 +267,9 @@ def _one_read(store: Store, settings: LinkSettings) -> float:
 def kernel_curve(
     store: Store, pairs: int, *, activation_bits: int = 16, seed: int = 0
 ) -> npt.NDArray[np.float64]:
-    """Seconds of the kernels for 1, 2, ... ``pairs`` blocks of one token, from memory too large for caches.
+    """Seconds of the kernels for 1, 2, ... ``pairs`` blocks of one token, from memory larger than the caches.
 
-    Measured at powers of two, in turns, medians; in between along straight lines.
+    Medians of interleaved measurements at powers of two, interpolated linearly.
     """
     geometry = store.geometry
     records = np.array(store.expert_layer(store.layers[0].layer)).reshape(-1, geometry.record_bytes)
@@ -282,12 +281,12 @@ def kernel_curve(
     try:
         for _ in range(_ROUNDS):
             for count in counts:
-                # As the runner: so little work is done sooner than another thread wakes.
+                # As in the runner: for so little work, waking other threads takes too long.
                 _native.set_num_threads(1 if count <= 2 else threads)
                 found[count].append(_kernel_seconds(geometry, records, count, activation_bits, generator))
     finally:
         _native.set_num_threads(threads)
-    # More blocks never take less time.
+    # Monotone: more blocks do not take less time.
     medians = np.maximum.accumulate([statistics.median(found[count]) for count in counts])
     return np.interp(np.arange(1, pairs + 1), counts, medians)
 
@@ -299,7 +298,7 @@ def _kernel_seconds(
     activation_bits: int,
     generator: np.random.Generator,
 ) -> float:
-    """Seconds of one kernel call over ``count`` blocks that were not touched just before."""
+    """Seconds of one kernel call over ``count`` blocks that are not in the caches."""
     blocks = geometry.blocks_per_expert
     rows = -(-count // blocks)
     experts = generator.permutation(len(records) // blocks)[:rows]
@@ -330,7 +329,7 @@ def _kernel_seconds(
 
 
 def predictor_seconds(predictor: Predictor, layers: int, hidden_size: int) -> float:
-    """Seconds of predicting one layer."""
+    """Seconds to predict one layer."""
     hidden = torch.zeros((1, hidden_size))
     seconds = []
     for _ in range(8):
@@ -344,16 +343,16 @@ def predictor_seconds(predictor: Predictor, layers: int, hidden_size: int) -> fl
 def floor_timing(
     floors: Sequence[Run], layers: int, curve: npt.NDArray[np.float64], link: LinkTimes
 ) -> Timing:
-    """Times of a token's parts out of the runs with everything in memory.
+    """Times of a token's parts from runs with all experts in memory.
 
-    The kernels' curve is stretched so that its end is what the floor's kernels took. Everything else of a
-    token is spread over the layers.
+    The kernel curve is scaled to the time of the kernels in these runs. The rest of a token is divided
+    equally among the layers.
 
     Args:
         floors: These runs.
-        layers: Expert layers.
-        curve: Of :func:`kernel_curve`.
-        link: Of :func:`link_times`.
+        layers: Number of expert layers.
+        curve: Result of :func:`kernel_curve`.
+        link: Result of :func:`link_times`.
     """
     token = statistics.median(run.tpot for run in floors)
     wall = sum(sum(run.steps) for run in floors)

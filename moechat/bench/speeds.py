@@ -1,4 +1,4 @@
-"""How fast this machine moves and computes the expert blocks of a store."""
+"""Measures how fast this machine moves and computes the expert blocks of a store."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _LINK_SECONDS = 2.0
 
 
 def compute_rate(store: Store, top_k: int, *, seed: int = 0) -> float:
-    """Bytes of expert blocks that one token's pass computes a second, from memory that is too large for
-    caches.
+    """Bytes of expert blocks computed per second for one token, from memory larger than the caches.
 
     Args:
-        store: Layer 0 of it is read, at most a gibibyte.
-        top_k: Experts a token.
-        seed: Of the choices.
+        store: The store; up to 1 GiB of its layer 0 is read.
+        top_k: Experts per token.
+        seed: Random seed of the choices.
     """
     geometry = store.geometry
     count = min(geometry.num_experts, max(top_k, _MOST_BYTES // geometry.expert_bytes))
@@ -41,16 +40,16 @@ def compute_rate(store: Store, top_k: int, *, seed: int = 0) -> float:
 def link_bandwidth(
     store: Store, settings: LinkSettings, *, seconds: float = _LINK_SECONDS, seed: int = 0
 ) -> float:
-    """Bytes a second at which the file link reads experts in random order.
+    """Bytes per second at which the file link reads experts in random order.
 
     Args:
-        store: What it reads.
-        settings: Of the link.
-        seconds: That it is kept busy.
-        seed: Of the order.
+        store: The store to read.
+        settings: Settings of the link.
+        seconds: Duration of the measurement.
+        seed: Random seed of the order.
 
     Raises:
-        MoechatError: A block cannot be read, or nothing arrives.
+        MoechatError: A read fails, or the link stalls.
     """
     geometry = store.geometry
     extents = [store.expert_extent(record.layer) for record in store.layers]
@@ -75,13 +74,12 @@ def link_bandwidth(
 
 @contextmanager
 def busy_link(store: Store, settings: LinkSettings, seconds: float) -> Iterator[None]:
-    """Keep the file link busy meanwhile, with blocks that nobody needs; for so many seconds at most.
+    """Keep the file link busy with unused blocks during the block, for at most ``seconds``.
 
-    What reading takes of processors and memory is then missing elsewhere. A link that fails is told at the
-    end.
+    This takes processor time and memory bandwidth from the block. Errors of the link are raised at its end.
 
     Raises:
-        MoechatError: A block cannot be read, or nothing arrives.
+        MoechatError: A read fails, or the link stalls.
     """
     failed: list[MoechatError] = []
 

@@ -1,4 +1,4 @@
-"""Shapes of known models, filled with random weights."""
+"""Synthetic models: shapes of known models with random weights."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _REVISION = 1
 
 @dataclass(frozen=True)
 class Shape:
-    """A known model's shape, cut down if asked for.
+    """The shape of a known model, possibly reduced.
 
     Attributes:
-        name: As in ``moechat/hub/shapes``.
-        layers: Decoder layers taken.
-        all_layers: Decoder layers of the model.
-        vocabulary: Tokens of the vocabulary taken.
-        all_vocabulary: Tokens of the model's vocabulary.
-        config: The transformers configuration, cut down.
+        name: Name in ``moechat/hub/shapes``.
+        layers: Number of decoder layers.
+        all_layers: Number of decoder layers of the model.
+        vocabulary: Size of the vocabulary.
+        all_vocabulary: Size of the model's vocabulary.
+        config: The transformers configuration of the reduced shape.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def cuts(self) -> list[str]:
-        """What is smaller than in the model, in words for people."""
+        """Descriptions of the reductions."""
         cuts = []
         if self.layers < self.all_layers:
             cuts.append(f"{self.layers} of {self.all_layers} decoder layers")
@@ -64,7 +64,7 @@ class Shape:
 
 
 def load_shape(name: str, *, layers: int | None = None, vocabulary: int | None = None) -> Shape:
-    """A known model's shape.
+    """Load the shape of a known model.
 
     Args:
         name: One of :func:`moechat.hub.known_shapes.shape_names`.
@@ -72,7 +72,7 @@ def load_shape(name: str, *, layers: int | None = None, vocabulary: int | None =
         vocabulary: Tokens to keep; ``None`` keeps all.
 
     Raises:
-        UsageError: The name is unknown, or there are fewer layers or tokens than asked for.
+        UsageError: The name is unknown, or the model has fewer layers or tokens.
     """
     return cut_shape(name, shape_values(name), layers=layers, vocabulary=vocabulary)
 
@@ -83,13 +83,13 @@ def cut_shape(
     """The shape of a transformers configuration.
 
     Args:
-        name: For people and directories.
+        name: Name to show, and for directories.
         values: Content of a ``config.json``.
         layers: As in :func:`load_shape`.
         vocabulary: As in :func:`load_shape`.
 
     Raises:
-        UsageError: There are fewer layers or tokens than asked for.
+        UsageError: The model has fewer layers or tokens.
     """
     all_layers, all_tokens = values["num_hidden_layers"], values["vocab_size"]
     dense = values.get("first_k_dense_replace", 0)
@@ -99,7 +99,7 @@ def cut_shape(
     tokens = all_tokens if vocabulary is None else vocabulary
     if not 2 <= tokens <= all_tokens:
         raise UsageError(f"{name} has a vocabulary of {all_tokens} tokens; {tokens} of them cannot be kept")
-    # Special tokens would lie outside of a smaller vocabulary, and random weights give them no meaning.
+    # Special tokens would be outside a smaller vocabulary, and have no meaning with random weights.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     changes = {"num_hidden_layers": kept, "vocab_size": tokens, "dtype": "bfloat16", **special}
     config = AutoConfig.for_model(**{**values, **changes})
@@ -107,7 +107,7 @@ def cut_shape(
 
 
 def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticModel:
-    """What a store of this shape holds: found by building the model without weights.
+    """Content of a store of this shape, determined by building the model without weights.
 
     Raises:
         UnsupportedModelError: The installed transformers cannot build it.
@@ -126,7 +126,7 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
         limit=first.gate.limit,
         has_bias=first.has_bias,
     )
-    experts = {name for entry in skeleton.experts for name in entry.parameter_names}
+    experts = skeleton.expert_names
     tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
     dense = {
         name: tuple(tensor.shape)
@@ -151,7 +151,7 @@ def store_name(shape: Shape, bits: int) -> str:
 def synthetic_store(
     shape: Shape, parent: Path, *, bits: int = 4, progress: ProgressCallback | None = None
 ) -> Store:
-    """The store of a shape below ``parent``; written if it is not there yet.
+    """Open the store of a shape in ``parent``; written if it does not exist.
 
     Raises:
         MoechatError: See :func:`describe_shape` and

@@ -1,13 +1,14 @@
-"""What a chat was asked for, and the settings of its answers that ``/set`` changes."""
+"""Options of a chat, and the settings of its answers, which ``/set`` changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moechat.chat.neutral import one_line
+from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import UsageError
+from moechat.validation import require_number, require_whole
 
 MODELS_OWN = "the model's own"
 _RESET = ("default", "auto", "none", "")
@@ -25,12 +26,12 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings of answers; what is in neither table is the model's own.
+    """Settings of answers; the model's own apply for names in neither table.
 
     Attributes:
-        given: What the command line, a variable or the settings file said.
-        origins: Which of these, in words; what is not here came from the command line.
-        changed: What ``/set`` said since; ``None`` takes the model's own again.
+        given: From the command line, environment variables or the settings file.
+        origins: Their sources, in words; the command line where missing.
+        changed: Changed by ``/set``; ``None`` restores the model's own.
     """
 
     given: dict[str, float] = field(default_factory=dict)
@@ -38,11 +39,11 @@ class Generation:
     changed: dict[str, float | None] = field(default_factory=dict)
 
     def value(self, name: str) -> float | None:
-        """The value of a setting; ``None``: the model's own."""
+        """The value of a setting; ``None`` for the model's own."""
         return self.changed[name] if name in self.changed else self.given.get(name)
 
     def origin(self, name: str) -> str:
-        """Who chose it, in words."""
+        """The source of a setting's value, in words."""
         if name in self.changed:
             return MODELS_OWN if self.changed[name] is None else "set here"
         return self.origins.get(name, "from the command line") if name in self.given else MODELS_OWN
@@ -55,7 +56,7 @@ class Generation:
             text: A number, or ``default`` for the model's own.
 
         Raises:
-            UsageError: There is no such setting, or the value is out of range.
+            UsageError: The name is unknown, or the value is out of range.
         """
         name = setting_of(name)
         value = None if text.strip().lower() in _RESET else _number(name, text)
@@ -72,10 +73,10 @@ class Generation:
 
 
 def setting_of(name: str) -> str:
-    """One of ``NAMES``, as people may write it: with hyphens, in capitals.
+    """Find a name in ``NAMES``, ignoring case, also with hyphens.
 
     Raises:
-        UsageError: There is no such setting.
+        UsageError: The name is unknown.
     """
     known = name.lower().replace("-", "_")
     if known not in NAMES:
@@ -85,23 +86,22 @@ def setting_of(name: str) -> str:
     return known
 
 
-def checked(name: str, value: float) -> float:
-    """A value of a setting, if it is in range.
+def require_setting(name: str, value: object, label: Callable[[str], str] = str) -> Any:
+    """A value of a setting, in range; ``None`` stays.
 
     Args:
         name: One of ``NAMES``.
         value: For it.
+        label: The name of the setting in messages.
 
     Raises:
         UsageError: It is out of range, or no whole number where one is needed.
     """
-    low, high = _WHOLE[name] if name in _WHOLE else _FLOATS[name]
-    if name in _WHOLE and not isinstance(value, int):
-        raise UsageError(f"{name} is {value}; it must be a whole number")
-    if not low <= value <= high or (name in _ABOVE and value == low):  # NaN is in no range
-        least = "above" if name in _ABOVE else "at least"
-        raise UsageError(f"{name} is {value}; it must be {least} {low:g} and at most {high:g}")
-    return value
+    if value is None:
+        return None
+    if name in _WHOLE:
+        return require_whole(label(name), value, *_WHOLE[name])
+    return require_number(label(name), value, *_FLOATS[name], above=name in _ABOVE)
 
 
 def _number(name: str, text: str) -> float:
@@ -112,7 +112,8 @@ def _number(name: str, text: str) -> float:
         raise UsageError(
             f"{name} is {text}; it must be {kind}", hint=f"/set {name} default resets it"
         ) from None
-    return checked(name, value)
+    number: float = require_setting(name, value)
+    return number
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The commands of the chat: names, help, and what a line means."""
+"""The chat's commands: names, help, and the parser of input lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moechat.chat.reader import is_quoted, without_quotes
+from moechat.chat.terminal.multiline import is_quoted, without_quotes
 from moechat.errors import UsageError
 
 
@@ -17,9 +17,9 @@ class Command:
 
     Attributes:
         name: Without the slash.
-        arguments: As the help shows them.
+        arguments: As shown in the help.
         help: One line.
-        files: It takes the name of a file.
+        files: The argument is a file name.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Command:
 COMMANDS = (
     Command("help", "", "this list"),
     Command("clear", "", "begin a new conversation"),
-    Command("system", "[TEXT]", 'what the model is told first; "" for nothing'),
+    Command("system", "[TEXT]", 'the system prompt; "" removes it'),
     Command("set", "[NAME VALUE]", "settings of answers; VALUE may be 'default'"),
     Command("show", "", "model, device, memory, context, settings"),
     Command("stats", "", "statistics of the last answer"),
@@ -55,11 +55,11 @@ What stands between \"\"\" and \"\"\" is sent as it is.
 // at the beginning sends a text that begins with /."""
 
 
-class Said(NamedTuple):
-    """What a line means.
+class ParsedLine(NamedTuple):
+    """A message or a command.
 
     Attributes:
-        command: Its command; ``None`` for a message.
+        command: The command; ``None`` for a message.
         text: The message, or the command's arguments.
     """
 
@@ -68,42 +68,42 @@ class Said(NamedTuple):
 
 
 def help_text() -> str:
-    """All commands and keys, for people."""
+    """The list of commands and keys."""
     titles = {command: f"/{command.name} {command.arguments}".rstrip() for command in COMMANDS}
     width = max(map(len, titles.values()))
     lines = [f"{title:{width}}  {command.help}" for command, title in titles.items()]
     return "\n".join([*lines, _KEYS])
 
 
-def understand(text: str) -> Said:
-    """What the user wants with a line or several.
+def parse_line(text: str) -> ParsedLine:
+    """Parse one or several lines of input.
 
-    Between three quotes stands a message, whatever it holds; so are several lines, and a slash before
-    anything but a word (a path, a comment in C), unless they begin with a command.
+    Text in triple quotes is a message. So are several lines, and a slash before anything but a word (a path,
+    a C comment), unless they begin with a command.
 
     Raises:
-        UsageError: It begins with a slash and a word, and there is no such command.
+        UsageError: The command is unknown, or its arguments are wrong.
     """
     stripped = text.strip()
     if is_quoted(stripped):
         inner = without_quotes(stripped)
-        return Said(None, inner if inner.strip() else "")
+        return ParsedLine(None, inner if inner.strip() else "")
     if not stripped.startswith("/"):
-        return Said(None, text if stripped else "")
+        return ParsedLine(None, text if stripped else "")
     several = "\n" in stripped
     if stripped.startswith("//"):
-        # Of several lines the slash goes only where it was needed.
-        return Said(None, text if several and _name(stripped[1:]) is None else stripped[1:])
+        # Several lines lose the slash only if it was needed to escape a command.
+        return ParsedLine(None, text if several and _name(stripped[1:]) is None else stripped[1:])
     name = _name(stripped)
     if name is None:
         if several or not re.fullmatch(r"/([\w?-]*)(\s.*)?", stripped):
-            return Said(None, text)
+            return ParsedLine(None, text)
         raise _unknown(stripped, stripped[1:].partition(" ")[0], None)
     rest = stripped[1 + len(name) :]
     command = _BY_NAME[_OTHER_NAMES.get(name.lower(), name.lower())]
     if rest and not rest[0].isspace():
         raise UsageError(
-            f"/{command.name} is a command, which a blank follows; it was not sent",
+            f"/{command.name} is a command and needs a space after it; it was not sent",
             hint=f"// sends it: /{stripped}"[:200],
         )
     rest = rest.strip()
@@ -111,11 +111,11 @@ def understand(text: str) -> Said:
         raise _unknown(stripped, name, command)
     if command.arguments and not command.arguments.startswith("[") and not rest:
         raise UsageError(f"/{command.name} needs {command.arguments}")
-    return Said(command, rest)
+    return ParsedLine(command, rest)
 
 
 def _name(text: str) -> str | None:
-    """The name of a command that a text begins with, as it is written; ``None`` if it does not."""
+    """The command name that a text begins with, in its spelling; ``None`` if there is none."""
     found = re.match(r"/(\?|\w+)", text)
     return found[1] if found and found[1].lower() in {*_BY_NAME, *_OTHER_NAMES} else None
 
@@ -127,15 +127,15 @@ def _unknown(line: str, name: str, command: Command | None) -> UsageError:
         )
     near = difflib.get_close_matches(name.lower(), [*_BY_NAME, *_OTHER_NAMES], n=1, cutoff=0.5)
     near = near or [known for known in _BY_NAME if name and known.startswith(name.lower())][:1]
-    meant = f"did you mean /{near[0]}? " if near else ""
+    suggestion = f"did you mean /{near[0]}? " if near else ""
     return UsageError(
         f"there is no command /{name[:40]}; it was not sent",
-        hint=f"{meant}/help lists the commands; // sends a text that begins with a slash",
+        hint=f"{suggestion}/help lists the commands; // sends a text that begins with a slash",
     )
 
 
 def unquoted(text: str) -> str:
-    """An argument without the quotes around all of it."""
+    """An argument without enclosing quotes."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return text

@@ -1,4 +1,4 @@
-"""A conversation: its turns, and what of them the model is told."""
+"""A conversation: its turns, and the messages sent to the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from moechat.chat.neutral import one_line
+from moechat.chat.terminal.safe_text import one_line
 
 Mark = Literal["", "stopped", "cut", "failed"]
 MARKS: dict[str, str] = {
@@ -23,11 +23,11 @@ class Turn:
     """A question and its answer.
 
     Attributes:
-        thinking: What the model thought before the answer; it is not told again.
-        mark: Why the answer is not whole; empty if it is.
-        model: Who answered.
+        thinking: The model's thinking before the answer; it is never sent back.
+        mark: Why the answer is incomplete; empty if it is complete.
+        model: Name of the model that answered.
         created: Seconds since 1970.
-        key: Its number where conversations are kept; ``None`` before it is.
+        key: Row in the database; ``None`` while not stored.
     """
 
     question: str
@@ -41,42 +41,42 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """Turns under a system prompt.
+    """Turns and a system prompt.
 
     Attributes:
-        turns: In their order.
-        system: What the model is told first.
-        told_from: The first turn that the model is still told; older ones no longer fit its context.
-        key: Its number where conversations are kept; ``None`` before its first turn is.
-        title: How the first question begins, or what a file said.
-        model: Who answered last.
-        taken_back: Keys of turns that were taken back since they were kept.
-        kept: Title and system prompt as they were when it was last kept or read; empty before.
+        turns: In order.
+        system: The system prompt.
+        first_sent: Index of the first turn sent to the model; older ones no longer fit its context.
+        key: Number in the database; ``None`` before the first turn is stored.
+        title: The beginning of the first question, or the title from a file.
+        model: Name of the model that answered last.
+        taken_back: Keys of stored turns that were taken back since.
+        kept: Title and system prompt in the database when last stored or read; empty before.
     """
 
     turns: list[Turn] = field(default_factory=list)
     system: str | None = None
-    told_from: int = 0
+    first_sent: int = 0
     key: int | None = None
     title: str = ""
     model: str = ""
     created: float = field(default_factory=time.time)
     taken_back: list[int] = field(default_factory=list)
     kept: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
-    # The model before the turns that are added; turns of files need not say who answered.
+    # The model before any turn is added: turns from files may name none.
     _model_before: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._model_before = self.model
 
-    def messages(self, told_from: int | None = None) -> list[dict[str, str]]:
-        """What the model is told, in pairs of user and assistant after the system prompt.
+    def messages(self, first_sent: int | None = None) -> list[dict[str, str]]:
+        """The messages for the model: the system prompt, then pairs of user and assistant.
 
         Args:
-            told_from: The first turn; ``None`` is that of this conversation.
+            first_sent: Index of the first turn; ``None`` takes that of this conversation.
         """
         messages = self.opening()
-        for turn in self.turns[self.told_from if told_from is None else told_from :]:
+        for turn in self.turns[self.first_sent if first_sent is None else first_sent :]:
             messages.append({"role": "user", "content": turn.question})
             messages.append({"role": "assistant", "content": turn.answer})
         return messages
@@ -86,7 +86,7 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def add(self, turn: Turn) -> None:
-        """Append a turn; the first gives the title."""
+        """Append a turn; the first one sets the title."""
         self.turns.append(turn)
         self.title = self.title or title_of(turn.question)
         self.model = turn.model or self.model
@@ -94,19 +94,19 @@ class Conversation:
     def take_back(self) -> Turn | None:
         """Remove the last turn; ``None`` if there is none.
 
-        A title that came from it goes too, and the model is again that of the turns that are left.
+        A title that came from it is cleared, and the model becomes that of the remaining turns.
         """
         if not self.turns:
             return None
         turn = self.turns.pop()
-        self.told_from = min(self.told_from, len(self.turns))
+        self.first_sent = min(self.first_sent, len(self.turns))
         if turn.key is not None:
             self.taken_back.append(turn.key)
         if self.title == title_of(turn.question) and all(
-            self.title != title_of(left.question) for left in self.turns
+            self.title != title_of(other.question) for other in self.turns
         ):
             self.title = ""
-        self.model = next((left.model for left in reversed(self.turns) if left.model), self._model_before)
+        self.model = next((other.model for other in reversed(self.turns) if other.model), self._model_before)
         return turn
 
 
@@ -117,20 +117,20 @@ def turns_of(conversation: Conversation) -> str:
 
 
 def title_of(question: str) -> str:
-    """A line that tells a conversation from others: how its first message begins."""
+    """A title for a conversation: the beginning of its first message, on one line."""
     words = " ".join(one_line(" ".join(question.split())).split())
     if len(words) <= _TITLE_CHARACTERS:
         return words
     return words[: _TITLE_CHARACTERS - 1].rsplit(" ", 1)[0].rstrip() + "…"
 
 
-def described(mark: str) -> str:
-    """A mark in words; one that this version does not know as it is."""
+def describe_mark(mark: str) -> str:
+    """A mark in words; marks of newer versions are returned unchanged."""
     return MARKS.get(mark, one_line(str(mark)))
 
 
-def moment(seconds: float) -> datetime | None:
-    """A time in UTC; ``None`` for what a database or a file may hold that is no time.
+def utc_time(seconds: float) -> datetime | None:
+    """The time in UTC; ``None`` if the value, which may come from a file, is no valid time.
 
     Args:
         seconds: Since 1970.

@@ -1,4 +1,4 @@
-"""One answer as it comes."""
+"""Collects one answer while it is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moechat.chat.output import Sink
+from moechat.chat.terminal.output import Sink
 from moechat.chat.thinking import OPEN, Part, ThoughtSplitter
 
 if TYPE_CHECKING:
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     from moechat import Engine, Step
 
-# Of the prompt: enough for what a chat template puts after its last message.
-_LAST_TOKENS = 8
+# Last tokens of a prompt, enough for the end of any chat template.
+_PROMPT_END_TOKENS = 8
 
 
 @dataclass
 class Reply:
-    """What came of one answer so far; complete when ``finish_reason`` is set.
+    """An answer so far; complete when ``finish_reason`` is set.
 
     Attributes:
-        pieces: The answer, without thinking where that is told apart.
-        thoughts: The thinking.
-        tokens: All tokens of both.
-        finish_reason: As of the engine's steps, or what whoever ended it says.
+        pieces: Pieces of the answer; with :meth:`follow_split`, without thinking.
+        thoughts: Pieces of the thinking.
+        tokens: Tokens of both.
+        finish_reason: The engine's reason, or that of the caller who stopped it.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Reply:
         return "".join(self.thoughts).strip()
 
     def follow(self, steps: Iterator[Step], answer: Sink | None) -> None:
-        """Take all steps, showing the text as it comes; an interrupt leaves what was taken so far."""
+        """Consume all steps and show their text; an interrupt keeps the text so far."""
         for step in steps:
             self.pieces.append(step.text)
             self.tokens.append(step.token_id)
@@ -53,7 +53,7 @@ class Reply:
             if answer is not None:
                 answer.write(step.text)
 
-    def follow_apart(
+    def follow_split(
         self,
         steps: Iterator[Step],
         answer: Sink,
@@ -62,14 +62,14 @@ class Reply:
         thinking: bool,
         token_text: Callable[[int], str],
     ) -> None:
-        """The same with thinking told apart from the answer.
+        """Like :meth:`follow`, separating thinking from the answer.
 
         Args:
-            steps: The engine's; closed in any case.
-            answer: Where the answer goes; not ended here.
-            thoughts: Where thinking goes; ended when an answer begins, or here.
-            thinking: The prompt has opened a thought.
-            token_text: Gives special tokens, which steps leave out, as text.
+            steps: The engine's steps; always closed.
+            answer: Sink for the answer; not ended here.
+            thoughts: Sink for the thinking; ended when the answer begins, or at the end.
+            thinking: The prompt ends inside a thought.
+            token_text: Returns the text of special tokens, which steps leave out.
         """
         splitter = ThoughtSplitter(thinking=thinking)
         try:
@@ -83,7 +83,7 @@ class Reply:
                     self._show(parts, answer, thoughts)
                     self.finish_reason = step.finish_reason
         finally:
-            # What was held back belongs to a stopped answer too.
+            # A stopped answer includes the text held back so far.
             self._show(splitter.flush(), answer, thoughts)
             thoughts.end()
 
@@ -100,5 +100,6 @@ class Reply:
 
 
 def opens_thought(engine: Engine, prompt: Sequence[int]) -> bool:
-    """Whether the chat template itself has begun a thought at the end of the prompt."""
-    return "".join(engine.token_text(token) for token in prompt[-_LAST_TOKENS:]).rstrip().endswith(OPEN)
+    """Whether the chat template opened a thought at the end of the prompt."""
+    end = prompt[-_PROMPT_END_TOKENS:]
+    return "".join(engine.token_text(token) for token in end).rstrip().endswith(OPEN)

@@ -1,4 +1,4 @@
-"""Signals while an answer comes, and while what must not be cut short is done."""
+"""Handlers for Ctrl-C and for continuing after Ctrl-Z."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def when_continued(action: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile something is done whenever the program goes on after it was stopped (Ctrl-Z, fg).
+    """In this context, call ``action`` whenever the program continues after a stop (Ctrl-Z, fg).
 
     Args:
-        action: It, after what others do then; in a handler of signals, so it must be short.
+        action: Called after the previous handler, inside a signal handler, so it must be short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,14 +37,14 @@ def when_continued(action: Callable[[], None]) -> Iterator[None]:
 
 
 def no_more_interrupts() -> None:
-    """From now on Ctrl-C does nothing: what is left is short, and must come out whole."""
+    """Ignore Ctrl-C from now on, for short final work that must complete."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Meanwhile Ctrl-C does nothing."""
+    """Ignore Ctrl-C in this context."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -56,10 +56,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 class OneInterrupt:
-    """Lets the first Ctrl-C interrupt; what follows it is short, and comes out whole."""
+    """Raises ``KeyboardInterrupt`` on the first Ctrl-C, ignores further ones, so that clean-up completes."""
 
     def over(self) -> None:
-        """From now on none interrupts: nothing is left that takes long."""
+        """Ignore Ctrl-C from now on: only short work is left."""
         no_more_interrupts()
 
     def _first(self, number: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ class OneInterrupt:
 
     @contextmanager
     def watching(self) -> Iterator[OneInterrupt]:
-        """For as long as an answer and what belongs to it take."""
+        """Handle Ctrl-C in this context, which covers an answer and its recording."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -1,4 +1,4 @@
-"""Files that users name: text that is read, and results that are written whole or not at all."""
+"""Reads and writes text files that the user names; writing is atomic and never overwrites others' files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from moechat.chat.neutral import one_line
+from moechat.chat.terminal.safe_text import one_line
 from moechat.errors import MoechatError, UsageError
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another place",
     errno.EDQUOT: "free some space, or choose another place",
@@ -28,10 +28,10 @@ _HINTS = {
 
 
 class Stamp(NamedTuple):
-    """Tells a file as it was left from one that somebody has changed or put in its place.
+    """Identity of a file's content: detects that the file was changed or replaced.
 
     Attributes:
-        changed_ns: When its content changed last, in nanoseconds since 1970.
+        changed_ns: Time of last change in nanoseconds since 1970.
         size: In bytes.
     """
 
@@ -42,10 +42,10 @@ class Stamp(NamedTuple):
 
 
 def path_of(text: str) -> Path:
-    """The path that a user has written; ``~`` is a home.
+    """The path that the user typed, with ``~`` expanded.
 
     Raises:
-        UsageError: There is no such user, or it names a directory.
+        UsageError: It is a directory, or there is no such user.
     """
     if text.endswith("/"):
         raise UsageError(f"{one_line(text)} is a directory", hint="give the name of a file in it")
@@ -56,17 +56,17 @@ def path_of(text: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """A file of text that a user named.
+    """Read a text file.
 
     Raises:
-        UsageError: It is not there, no plain file, larger than 64 MiB, or not UTF-8 text.
+        UsageError: It is missing, not a regular file, larger than 64 MiB, or not UTF-8.
     """
     shown = one_line(str(path))
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{shown} is not a file")
-        if status.st_size > _MOST_BYTES:
+        if status.st_size > _MAX_BYTES:
             raise UsageError(f"{shown} has {status.st_size >> 20} MiB, more than any context holds")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -83,32 +83,32 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, *, replaceable: Container[Stamp] = ()) -> Stamp:
-    """Write a file whole or not at all; what was there stays.
+    """Write a new file atomically.
 
     Args:
-        path: Its name; its directory is there already.
+        path: Its path; the directory must exist.
         text: Its content.
-        replaceable: Files that it may take the place of, as long as nobody has changed them.
+        replaceable: Existing files that may be overwritten while unchanged.
 
     Returns:
-        What tells the file from others.
+        The stamp of the file.
 
     Raises:
-        UsageError: It exists already.
-        MoechatError: It cannot be written.
+        UsageError: The file exists and is not replaceable.
+        MoechatError: The file cannot be written.
     """
     shown = one_line(str(path))
     temporary = ""
     try:
         replaces = _is_replaceable(path, replaceable)
-        # A name of its own length: that of the file may be as long as names can be. Conversations are for
-        # their owner's eyes, which is the mode it is made with; the user may widen that.
+        # A short name, because that of the file may have the maximum length. mkstemp() makes the file
+        # private, as conversations should be; the user may change that.
         descriptor, temporary = tempfile.mkstemp(prefix=".moechat-", dir=path.parent)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if replaces and _is_replaceable(path, replaceable):  # nor changed while this was written
+        if replaces and _is_replaceable(path, replaceable):  # still unchanged
             os.replace(temporary, path)
         else:
             _put_new(temporary, path)
@@ -125,20 +125,20 @@ def write_text(path: Path, text: str, *, replaceable: Container[Stamp] = ()) -> 
 
 
 def stamp_of(path: Path) -> Stamp:
-    """What tells a file from others; of a link, what it is itself.
+    """The stamp of a file; of a symbolic link itself.
 
     Raises:
-        OSError: It is not there.
+        OSError: The file does not exist.
     """
     status = path.lstat()
     return Stamp(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _is_replaceable(path: Path, replaceable: Container[Stamp]) -> bool:
-    """Whether a file is to make room; ``False`` where there is none.
+    """Whether there is a file that may be overwritten; ``False`` if there is no file.
 
     Raises:
-        FileExistsError: There is another.
+        FileExistsError: The file must not be overwritten.
     """
     if not os.path.lexists(path):
         return False
@@ -148,12 +148,12 @@ def _is_replaceable(path: Path, replaceable: Container[Stamp]) -> bool:
 
 
 def _put_new(temporary: str, path: Path) -> None:
-    """Give a finished file its name, if nobody has taken that name meanwhile."""
+    """Rename a finished file, unless the name exists by now."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
-    except OSError:  # file systems without hard links: the name is taken first
+    except OSError:  # a file system without hard links: reserve the name first
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         os.replace(temporary, path)
 

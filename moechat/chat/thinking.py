@@ -1,8 +1,9 @@
-"""Which part of a model's output is thinking, and which the answer.
+"""Separates a model's thinking from its answer.
 
-Two notations are known: ``<think>…</think>`` before the answer (Qwen3, DeepSeek-R1 and many more; some chat
-templates open it themselves), and gpt-oss's channels, ``<|channel|>analysis<|message|>…<|end|>``, of which
-only ``final`` is the answer. Marks count only where they belong: an answer may speak about ``<think>``.
+Two notations are supported: ``<think>…</think>`` before the answer (Qwen3, DeepSeek-R1 and many more; some
+chat templates open it themselves), and gpt-oss's channels, ``<|channel|>analysis<|message|>…<|end|>``, of
+which only ``final`` is the answer. Marks are recognised only in their places: an answer may contain
+``<think>``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Part(NamedTuple):
     """A piece of output.
 
     Attributes:
-        text: Never empty.
-        thought: It is thinking, not a part of the answer.
+        text: Not empty.
+        thought: The text is thinking, not part of the answer.
     """
 
     text: str
@@ -30,32 +31,32 @@ class Part(NamedTuple):
 
 
 class ThoughtSplitter:
-    """Takes output piece by piece; what comes out does not depend on where the pieces were cut.
+    """Splits output that arrives in pieces; the result does not depend on where the pieces end.
 
     Args:
-        thinking: The prompt has opened the thought already.
+        thinking: The prompt already opened a thought.
     """
 
     def __init__(self, *, thinking: bool = False) -> None:
         self._state: _State = "thought" if thinking else "begin"
-        self._held = ""  # what may be the beginning of a mark
-        self._fresh = False  # white space between a thought and its answer belongs to neither
+        self._held = ""  # may be the beginning of a mark
+        self._fresh = False  # drop white space between a thought and its answer
 
     def special(self, mark: str) -> list[Part]:
-        """Take a special token, which tokenizers leave out of text; it counts only where it has a meaning.
+        """Add a special token, which tokenizers leave out of text; ignored where it has no meaning.
 
-        Others' ends of an answer are ``<|end|>`` too, say.
+        For example, other models end an answer with ``<|end|>``.
         """
         if self._state == "begin":
-            meant = mark in (OPEN, CHANNEL, START) and not self._held.strip()
+            expected = mark in (OPEN, CHANNEL, START) and not self._held.strip()
         elif self._state in ("answer", "thought"):
-            meant = mark == CLOSE and self._state == "thought"
+            expected = mark == CLOSE and self._state == "thought"
         else:
-            meant = mark in _CHANNELS
-        return self.feed(mark) if meant else []
+            expected = mark in _CHANNELS
+        return self.feed(mark) if expected else []
 
     def feed(self, text: str) -> list[Part]:
-        """Parts that are certain now."""
+        """Add text; returns the parts that are now certain."""
         self._held += text
         parts: list[Part] = []
         while self._step(parts, last=False):
@@ -63,14 +64,14 @@ class ThoughtSplitter:
         return _merged(parts)
 
     def flush(self) -> list[Part]:
-        """What was held back, when nothing will follow."""
+        """The held text, at the end of the output."""
         parts: list[Part] = []
         while self._step(parts, last=True):
             pass
         return _merged(parts)
 
     def _step(self, parts: list[Part], *, last: bool) -> bool:
-        """Take one bite off what is held; whether another may be possible."""
+        """Process the beginning of the held text; returns whether another step may be possible."""
         if not self._held:
             return False
         if self._state == "begin":
@@ -78,7 +79,7 @@ class ThoughtSplitter:
         if self._state == "answer":
             text = self._held.lstrip() if self._fresh else self._held
             self._held, self._fresh = "", self._fresh and not text
-            self._give(parts, text, thought=False)
+            self._append(parts, text, thought=False)
             return False
         if self._state == "thought":
             return self._until(parts, {CLOSE: "answer"}, thought=True, last=last)
@@ -114,7 +115,7 @@ class ThoughtSplitter:
     def _until(
         self, parts: list[Part] | None, marks: dict[str, _State], *, thought: bool, last: bool
     ) -> bool:
-        """Give everything before the first of the marks, and go to its state."""
+        """Append the text before the first of the marks, and enter its state."""
         found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
         if found:
             place, mark = min(found)
@@ -125,17 +126,17 @@ class ThoughtSplitter:
             cut = len(self._held) - kept
             text, self._held = self._held[:cut], self._held[cut:]
         if parts is not None:
-            self._give(parts, text, thought=thought)
+            self._append(parts, text, thought=thought)
         return bool(found)
 
     @staticmethod
-    def _give(parts: list[Part], text: str, *, thought: bool) -> None:
+    def _append(parts: list[Part], text: str, *, thought: bool) -> None:
         if text:
             parts.append(Part(text, thought))
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of the text that may be the beginning of the mark."""
+    """Number of characters at the end of the text that may begin the mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
 
 

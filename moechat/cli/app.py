@@ -7,17 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from moechat.cli.bench_grammar import register_bench
-from moechat.cli.completion_shell import VARIABLE as COMPLETE_VARIABLE
-from moechat.cli.completion_shell import answer_shell, install_completion, show_completion
+from moechat.cli.arguments import register
+from moechat.cli.commands.bench_arguments import BenchCommand
+from moechat.cli.commands.help import register_help
+from moechat.cli.commands.library_arguments import register_library
+from moechat.cli.commands.plan_arguments import PlanCommand, ProfileCommand
+from moechat.cli.commands.replay_arguments import SimulateCommand, TraceCommand
+from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.commands.sessions_arguments import Action, sessions_app
+from moechat.cli.completion.shell import VARIABLE as COMPLETE_VARIABLE
+from moechat.cli.completion.shell import answer_shell, install_completion, show_completion
+from moechat.cli.config.setting_origins import ExplainingCommand, wrong_value
+from moechat.cli.config.settings_file import Settings, apply_settings, read_settings
 from moechat.cli.lazy_group import LazyGroup
-from moechat.cli.library_grammar import register_library
-from moechat.cli.plan_grammar import register_plan
-from moechat.cli.replay_grammar import register_replay
-from moechat.cli.run_grammar import register_run
-from moechat.cli.sessions_app import Action, sessions_app
-from moechat.cli.setting_origins import ExplainingCommand, wrong_value
-from moechat.cli.settings_file import Settings, apply_settings, read_settings
 from moechat.errors import MoechatError
 
 _EPILOG = """\
@@ -28,7 +30,8 @@ moechat plan mixtral --vram 12G --gpu rtx3060-12g
 moechat download olmoe
 
 Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, \
-6 store damaged, 7 graphics card lost, 129 hung up, 130 interrupted, 143 terminated; 1 anything else.
+6 store damaged, 7 graphics card lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated; \
+1 anything else.
 """
 _DOCTOR_HELP = """\
 Look for what is wrong or could be better here: one report to paste.
@@ -161,10 +164,49 @@ def _root(
     pass
 
 
-register_run(_commands)
-register_bench(_commands)
-register_plan(_commands)
-register_replay(_commands)
+# The modules of the commands are imported when a command runs: help and completion do without.
+def _run(command: RunOptions) -> int:
+    from moechat.cli.commands.run import run
+
+    return run(command)
+
+
+def _bench(command: BenchCommand) -> int:
+    from moechat.cli.commands.bench import bench
+
+    return bench(command)
+
+
+def _plan(command: PlanCommand) -> int:
+    from moechat.cli.commands.plan import plan
+
+    return plan(command)
+
+
+def _profile(command: ProfileCommand) -> int:
+    from moechat.cli.commands.profile import profile
+
+    return profile(command)
+
+
+def _simulate(command: SimulateCommand) -> int:
+    from moechat.cli.commands.simulate import simulate
+
+    return simulate(command)
+
+
+def _trace(command: TraceCommand) -> int:
+    from moechat.cli.commands.trace import trace
+
+    return trace(command)
+
+
+register(_commands, "run", RunOptions, _run)
+register(_commands, "bench", BenchCommand, _bench)
+register(_commands, "plan", PlanCommand, _plan)
+register(_commands, "profile", ProfileCommand, _profile)
+register(_commands, "simulate", SimulateCommand, _simulate)
+register(_commands, "trace", TraceCommand, _trace)
 
 
 @_commands.command("doctor", help=_DOCTOR_HELP, epilog=_DOCTOR_EXAMPLES)
@@ -172,14 +214,15 @@ def _doctor(
     json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
 ) -> Action:
     def action() -> int:
-        from moechat.cli.doctor import doctor
+        from moechat.cli.doctor.command import doctor
 
-        return doctor(json=json)
+        return doctor(grammar(), json=json)
 
     return action
 
 
 register_library(_commands)
+register_help(_commands)
 for _registered in _commands.registered_commands:
     _registered.cls = ExplainingCommand
 _commands.add_typer(sessions_app, name="sessions")

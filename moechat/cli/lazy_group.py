@@ -1,7 +1,7 @@
-"""A group of commands of which only the one that is used is built.
+"""A command group that builds each command on first use.
 
-To build a command the types of all its options are read, which for all of them is a fifth of the time of a
-short command. Help and completion of the group need no more than names and first lines.
+Building a command inspects the types of all its options. For all commands that would take a fifth of the time
+of a short command. Help and completion of the group need only names and first lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class LazyGroup(TyperGroup):
-    """A group whose ``commands`` are stand-ins, with a name and a help, until one is used."""
+    """A group whose ``commands`` are placeholders with name and help until they are used."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -23,7 +23,7 @@ class LazyGroup(TyperGroup):
         self._prepare: list[Callable[[Any], None]] = []
 
     def add_commands_of(self, collected: typer.Typer) -> None:
-        """Add what has been registered there, groups too."""
+        """Add all commands and groups registered in a Typer app."""
         for command in collected.registered_commands:
             self._add(command, partial(_build, command))
         for group in collected.registered_groups:
@@ -38,19 +38,19 @@ class LazyGroup(TyperGroup):
         self._builders[info.name] = build
 
     def prepare(self, change: Callable[[Any], None]) -> None:
-        """Let something be done to every command when it is built, and to those that are."""
+        """Apply a change to every command: to built ones now, to others when they are built."""
         self._prepare.append(change)
         for name in self.commands.keys() - self._builders.keys():
             change(self.commands[name])
 
     def built(self) -> Mapping[str, Any]:
-        """All commands, by name."""
+        """Build all commands; returns them by name."""
         for name in list(self._builders):
             self._build(name)
         return self.commands
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that arguments begin with."""
+        """Find the command named by the first argument."""
         self._build(args[0])
         return super().resolve_command(ctx, args)
 

@@ -1,8 +1,8 @@
-"""Entry point of the ``moechat`` command: arguments in, exit status out.
+"""Entry point of the ``moechat`` command: takes arguments, returns the exit status.
 
-Exit status: 0 ok (also when whoever reads the output has closed it), 1 something unexpected, 2 to 7 as in
-:mod:`moechat.errors`, 129 hung up, 130 interrupted, 143 terminated. Errors go to stderr as ``error: …`` and
-``hint: …``; a traceback only with ``MOECHAT_DEBUG=1``.
+Exit status: 0 ok (also when the reader of the output closed it), 1 unexpected error, 2 to 7 as in
+:mod:`moechat.errors`, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated. Errors go to stderr as
+``error: …`` and ``hint: …``; a traceback only with ``MOECHAT_DEBUG=1``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived. Not an ``Exception``: only clean-up may come between it and the exit.
+    """SIGTERM or SIGHUP arrived. Not an ``Exception``: only clean-up may run before the exit.
 
     Args:
-        number: That of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: What follows the program's name; ``None`` takes the process's own arguments.
+        arguments: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
         The exit status.
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_on_signals()
         _prepare_standard_streams()
         warnings.showwarning = _show_warning
-        # Imported here so that an interrupt or a broken installation ends as every other error does.
+        # Imported here so that interrupts and import errors are reported like all others.
         from moechat.cli.app import parse
 
         status = parse(sys.argv[1:] if arguments is None else list(arguments))()
@@ -54,40 +54,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(error)
 
 
-_show_any = warnings.showwarning
+_show_python_warning = warnings.showwarning
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Say ours as every other message is said; those of libraries as Python does."""
+    """Print our warnings like other messages; those of libraries in Python's format."""
     from moechat.errors import MoechatWarning
 
     if not issubclass(category, MoechatWarning):
-        _show_any(message, category, *where, **more)
+        _show_python_warning(message, category, *where, **more)
         return
-    from moechat.cli.terminal import print_warning
+    from moechat.cli.terminal.consoles import print_warning
 
     print_warning(str(message))
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM, and SIGHUP unless it is ignored (``nohup``), end the program by :class:`Terminated`."""
+    """Raise :class:`Terminated` on SIGTERM, and on SIGHUP unless it is ignored (``nohup``)."""
     signal.signal(signal.SIGTERM, _on_end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_end)
 
 
 def _on_end(number: int, frame: FrameType | None) -> NoReturn:
-    # A second SIGTERM does not wait for any clean-up; of SIGHUP one comes from the system when a terminal is
-    # gone, and often another from the shell.
+    # A second SIGTERM ends the process at once. A closed terminal sends SIGHUP, and often the shell another.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise Terminated(number)
 
 
 def _prepare_standard_streams() -> None:
-    """Make all three streams usable, whatever the caller has closed and whatever characters come."""
-    # A file opened later must not become descriptor 1 and receive the output. Lowest descriptor first:
-    # open() takes the lowest that is free.
+    """Make all three streams usable, even closed ones, for any characters."""
+    # A file opened later must not become descriptor 1 and receive the output. Lowest descriptor first,
+    # because open() takes the lowest free one.
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -96,7 +95,7 @@ def _prepare_standard_streams() -> None:
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
     if sys.stdout is None:
-        from moechat.cli.terminal import ClosedStream
+        from moechat.cli.terminal.consoles import ClosedStream
 
         sys.stdout = ClosedStream()
     if sys.stderr is None:
@@ -106,10 +105,10 @@ def _prepare_standard_streams() -> None:
 
 
 def _end(error: BaseException) -> int:
-    """Say what went wrong, if it is for the user to know, and choose the exit status."""
+    """Report an error, if the user should know it, and choose the exit status."""
     try:
         if _is_interrupt(error):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second Ctrl-C must not break the way out
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the exit
         if os.environ.get("MOECHAT_DEBUG") == "1" and not isinstance(error, SystemExit):
             import traceback
 
@@ -137,15 +136,15 @@ def _status(error: BaseException) -> int:
         return 0
     if isinstance(error, SystemExit):
         if isinstance(error.__context__, BrokenPipeError):
-            return 0  # rich, which writes the help, ends the program itself when nobody reads it
+            return 0  # rich, which prints the help, exits on a broken pipe
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    # MoechatError and the exceptions of typer's parser both say it themselves.
+    # MoechatError and the errors of typer's parser have an exit status.
     status = getattr(error, "exit_code", 1)
     return status if isinstance(status, int) else 1
 
 
 def _explain(error: BaseException) -> int:
-    from moechat.cli.terminal import print_error
+    from moechat.cli.terminal.consoles import print_error
     from moechat.errors import DoesNotFitError, MoechatError
 
     if _is_interrupt(error) or isinstance(error, BrokenPipeError | SystemExit):
@@ -153,7 +152,7 @@ def _explain(error: BaseException) -> int:
     elif isinstance(error, MoechatError):
         print_error(str(error), error.hint)
     elif hasattr(error, "exit_code"):
-        # A usage error of typer's parser. Without a text it has shown the help already.
+        # A usage error of typer's parser. Without a message it already printed the help.
         if hasattr(error, "format_message") and (text := error.format_message()):
             print_error(text, "moechat --help lists the commands, moechat COMMAND --help the options of one")
     elif isinstance(error, MemoryError):
@@ -171,13 +170,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _discard_output() -> None:
-    """Whatever is still buffered has nowhere to go: keep the interpreter from trying again as it exits."""
+    """Discard unwritable buffered output, so that the interpreter does not fail on it at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, 1)
+        os.close(null_device)
 
 
 if __name__ == "__main__":

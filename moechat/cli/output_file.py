@@ -1,4 +1,4 @@
-"""Files that a command is to write its result to."""
+"""Checks files that commands write results to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from moechat.errors import UsageError
 
 
-def writable(path: Path) -> Path:
-    """The path; found out before minutes of work that their result could not be kept.
+def require_writable(path: Path) -> Path:
+    """Check, before minutes of work, that their result can be written; returns the path.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            # Who reads from a pipe would take opening and closing it for the end.
+            # Opening and closing a named pipe would look like the end of data to its reader.
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return path
@@ -26,7 +26,7 @@ def writable(path: Path) -> Path:
         except FileExistsError:
             path.open("ab").close()
         else:
-            path.unlink()  # there is nothing to keep yet
+            path.unlink()  # created by this check
     except OSError as problem:
         raise UsageError(f"{path} cannot be written: {problem.strerror}") from problem
     return path

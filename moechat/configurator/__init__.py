@@ -1,1 +1,1 @@
-"""Profile, geometry and routing statistics in, plan out. Pure: nothing here measures, reads or waits."""
+"""Computes cache plans from hardware profile, geometry and routing statistics; pure functions without I/O."""

@@ -1,4 +1,4 @@
-"""The pages of a near tier, divided among the layers: one entrance for every method."""
+"""Divides the pages of a near tier among the layers, by any of the methods."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def allocate(
     pages: int,
     top_k: int,
 ) -> Allocation:
-    """Divide pages among the layers by the method that the settings name.
+    """Divide pages among the layers by the method in the settings.
 
-    ``loaded`` and ``exposed`` of every method are those of this engine under these settings
+    ``loaded`` and ``exposed`` are computed for this engine under these settings
     (:class:`moechat.configurator.exposure.EngineModel`), so that methods can be compared; ``moepic`` itself
     searches with the paper's times.
 
     Args:
-        settings: ``allocation`` chooses the method; ``split``, where it is given, θ of every layer;
-            ``prefetch``, ``prefetch_experts``, ``miss`` and ``whole_experts`` tell what a layer's times are.
-        statistics: Of the policy that the settings name, as far as there are any.
-        costs: Of the machine and the model.
-        blocks: B, blocks of an expert.
-        pages: Most that targets may take: the slab without its reserve, times ``keep``.
-        top_k: K, experts a token.
+        settings: ``allocation`` is the method; ``split``, if set, θ of every layer; ``prefetch``,
+            ``prefetch_experts``, ``miss`` and ``whole_experts`` determine a layer's times.
+        statistics: Routing statistics for the policy of the settings.
+        costs: Costs of the machine and the model.
+        blocks: B, blocks per expert.
+        pages: Most pages of the targets: the slab without its reserve, times ``keep``.
+        top_k: K, experts per token.
 
     Returns:
-        Targets that take at most ``pages``. A method that knows whole experts only leaves what is less than
-        an expert; the others leave what no block of any layer fits into, or nothing gains by.
+        Targets with at most ``pages`` pages. Methods for whole experts leave less than an expert unused; the
+        others leave pages that fit no further step, or bring no gain.
 
     Raises:
         ValueError: ``blocks`` or ``top_k`` is below 1, or ``pages`` is negative.
@@ -70,7 +70,7 @@ def _targets(
     blocks: int,
     pages: int,
 ) -> tuple[Targets, int]:
-    """Targets of every method but ours, and its moves."""
+    """Targets of every method but ``auto``, and the number of moves."""
     layers, experts = statistics.layers, statistics.experts
     if settings.allocation == "moepic":
         return moepic_targets(curves, model.costs, blocks, pages, settings.split)
@@ -87,7 +87,7 @@ def _targets(
 def moepic_targets(
     curves: RoutingCurves, costs: Costs, blocks: int, pages: int, split: float | None = None
 ) -> tuple[Targets, int]:
-    """Algorithm 1 of MoEpic, and its volumes in pages: rounded down, then filled up.
+    """Algorithm 1 of MoEpic, with its volumes rounded down to pages and the rest filled up.
 
     Returns:
         Targets and moves.
@@ -107,7 +107,7 @@ def _auto(
     blocks: int,
     pages: int,
 ) -> tuple[Targets, Evaluation, int]:
-    """Ours, beginning with what the other methods find."""
+    """The method ``auto``: a search that starts from the results of the other methods."""
     split = settings.split
     layers, experts = curves.layers, curves.experts
     starts = [same_for_all(layers, experts, blocks, pages, 1.0 if split is None else split)]

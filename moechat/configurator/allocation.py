@@ -1,4 +1,4 @@
-"""What a configurator gives back."""
+"""Result of an allocation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Allocation:
     """Pages of the near tier, divided among the layers.
 
     Attributes:
-        method: Which algorithm made it, as in :data:`moechat.configurator.systems.Allocation`.
-        targets: int32 ``[layers, 2]``: experts kept, C, and blocks kept of each, ``θ·B``; what
-            ``SplitExpertCache`` takes.
-        loaded: float64 ``[layers]``: m, activated experts expected to be there when the router has spoken.
-        exposed: float64 ``[layers]``: T_i, seconds of load time a token that nothing hides.
-        moves: Steps that the search took.
+        method: Its algorithm, one of :data:`moechat.configurator.systems.Allocation`.
+        targets: int32 ``[layers, 2]``: experts kept, C, and blocks kept of each, ``θ·B``; input of
+            ``SplitExpertCache``.
+        loaded: float64 ``[layers]``: m, activated experts expected in the near tier when the router is done.
+        exposed: float64 ``[layers]``: T_i, exposed (not hidden) load time per token, seconds.
+        moves: Number of search steps.
     """
 
     method: str
@@ -29,5 +29,5 @@ class Allocation:
 
     @property
     def exposed_total(self) -> float:
-        """Seconds a token."""
+        """Exposed seconds per token."""
         return float(self.exposed.sum())

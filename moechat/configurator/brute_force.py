@@ -1,4 +1,4 @@
-"""Every allocation there is, tried one by one: what the others are measured against, on small cases."""
+"""Exhaustive search over all allocations: the reference for the other methods on small cases."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MOST_ALLOCATIONS = 2_000_000
 def best_allocation(
     curves: RoutingCurves, model: LayerModel, blocks: int, pages: int, *, split: int | None = None
 ) -> tuple[Targets, float]:
-    """The targets with the least exposed time, windows and all; of equal ones the first found.
+    """The first targets with the least exposed time, including all effects on windows.
 
     Args:
         curves: Routing.
         model: Times of a layer by m.
         blocks: B.
         pages: Budget.
-        split: Blocks of an expert, where that is given; otherwise every number of blocks is tried.
+        split: Blocks kept of an expert; ``None``: every number is tried.
 
     Returns:
-        Targets, and exposed seconds a token.
+        Targets, and exposed seconds per token.
 
     Raises:
         ValueError: There are more than ``MOST_ALLOCATIONS`` allocations.

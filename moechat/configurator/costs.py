@@ -1,4 +1,4 @@
-"""What a token costs on a machine: the times that a plan is made from (MoEpic, section 3.4.1)."""
+"""The times of a decoded token that plans are computed from (MoEpic, section 3.4.1)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that the parts of one decoded token take.
+    """Seconds of the parts of one decoded token.
 
-    Where transfers and computation of missing experts go on at the same time they share the memory, so each
-    is slower than alone; ``load_together`` and ``compute_together`` are measured that way.
+    Simultaneous transfers and computation of missing experts share the memory bandwidth, so each is slower
+    than alone; ``load_together`` and ``compute_together`` are measured that way.
 
     Attributes:
-        attention: ``T_att``: all of a layer but its routed experts.
-        moe: ``T_moe``: the K experts of a layer, all of them resident.
-        head: ``T_head``: what comes once a token: final norm, head, drawing, embedding.
+        attention: ``T_att``: a layer without its routed experts.
+        moe: ``T_moe``: the K experts of a layer, all resident.
+        head: ``T_head``: the rest of a token: final norm, head, sampling, embedding.
         load: ``T_load``: one expert over the link.
-        latency: From asking the idle link for a block to its first byte.
-        compute_far: One expert computed where it lies; infinite where the far tier cannot compute.
+        latency: From a request of a block on the idle link to its first byte.
+        compute_far: One expert computed by the far tier; infinite if it cannot compute.
         load_together: ``load`` while missing experts are computed.
         compute_together: ``compute_far`` while the link is busy.
 
@@ -46,10 +46,10 @@ class Costs:
 
     @property
     def both_loads(self) -> float:
-        """``load_together``, or ``load`` where it was not measured."""
+        """``load_together``, or ``load`` if it was not measured."""
         return self.load if self.load_together is None else self.load_together
 
     @property
     def both_computes(self) -> float:
-        """``compute_together``, or ``compute_far`` where it was not measured."""
+        """``compute_together``, or ``compute_far`` if it was not measured."""
         return self.compute_far if self.compute_together is None else self.compute_together

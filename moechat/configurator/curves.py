@@ -1,7 +1,7 @@
-"""What a layer's cache and prefetches bring near before its router has spoken: m of MoEpic, equation 11.
+"""The activated experts that cache and prefetches have brought near before the router is done: m of MoEpic,
+equation 11.
 
-Amounts are in experts: half of an expert's blocks are 0.5. Times are in loads, that is multiples of
-``T_load``.
+Amounts are in experts: half of an expert's blocks are 0.5. Times are in loads, multiples of ``T_load``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from moechat.configurator.systems import CacheSettings
 from moechat.routing.statistics import RoutingStatistics
 
 Floats = npt.NDArray[np.float64]
-# What is rarer never happens: divided by it, numbers overflow.
+# Smaller probabilities count as 0, as divisions by them overflow.
 _CERTAIN = 1e-9
 
 
 @dataclass(frozen=True)
 class RoutingCurves:
-    """``H``, ``P`` and ``PH`` as a plan uses them: what the settings do not fetch ahead is left out.
+    """``H``, ``P`` and ``PH`` for a plan, limited to the experts that the settings prefetch.
 
     Attributes:
-        top_k: K, at most the experts of a layer.
-        hit: ``H(C)``: float64 ``[layers, experts + 1]``, 0 at 0 and 1 at all experts.
-        accuracy: ``P(y)``: float64 ``[layers, depth]``; depth is the most experts fetched ahead.
+        top_k: K, at most the number of experts.
+        hit: ``H(C)``: float64 ``[layers, experts + 1]``, from 0 at C = 0 to 1 at all experts.
+        accuracy: ``P(y)``: float64 ``[layers, depth]``; depth is the most experts prefetched.
         cached: ``PH(y, C)``: float64 ``[layers, depth, experts + 1]``.
     """
 
@@ -38,27 +38,27 @@ class RoutingCurves:
 
     @property
     def layers(self) -> int:
-        """Expert layers."""
+        """Number of expert layers."""
         return len(self.hit)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return int(self.hit.shape[1]) - 1
 
     @property
     def depth(self) -> int:
-        """Most experts fetched ahead for a layer."""
+        """Most experts prefetched for a layer."""
         return int(self.accuracy.shape[1])
 
     @classmethod
     def of(cls, statistics: RoutingStatistics, settings: CacheSettings, top_k: int) -> RoutingCurves:
-        """Curves of what was counted.
+        """Curves from counts.
 
-        A layer without counts has ``H(C) = C / N``, as if experts were chosen at random, and no prediction.
-        ``whole-layer`` fetches experts in order of their numbers: each is needed with K / N, each is cached
-        with C / N. ``perfect`` has P = 1 for the K experts that will be needed, cached as others are. Limits
-        by ``prefetch_bytes`` and windows longer than a layer (``lookahead``) are not modelled.
+        A layer without counts has ``H(C) = C / N``, as for random routing, and no prediction. ``whole-layer``
+        fetches experts in order of their indices: each is needed with probability K / N and cached with
+        C / N. ``perfect`` has P = 1 for the K needed experts, cached like others. Limits by
+        ``prefetch_bytes`` and windows longer than a layer (``lookahead``) are not modelled.
 
         Raises:
             ValueError: ``top_k`` is below 1.
@@ -86,7 +86,7 @@ class RoutingCurves:
         else:
             accuracy = np.empty((layers, 0))
             cached = np.empty((layers, 0, experts + 1))
-        # Counts of a foreign or damaged file may be inconsistent; shares are shares all the same.
+        # Counts from a damaged file may be inconsistent, so shares are clipped.
         return cls(k, np.clip(hit, 0, 1), np.clip(accuracy, 0, 1), np.clip(cached, 0, 1))
 
     @cached_property
@@ -95,7 +95,9 @@ class RoutingCurves:
         return shares, weights, cached_at(self.cached, self.hit[:, None], shares[:, :, None])
 
     def loaded(self, layer: int, experts: int, theta: float, window: float) -> float:
-        """``m`` of one layer for C experts, θ of each, and a prefetch window in loads; see :func:`amount`."""
+        """``m`` of one layer for C experts, a share θ of each, and a prefetch window in loads;
+        :func:`amount`.
+        """
         total, left = self.top_k * float(self.hit[layer, experts]) * theta, window
         for share, right in zip(
             self.cached[layer, :, experts].tolist(), self.accuracy[layer].tolist(), strict=True
@@ -108,15 +110,14 @@ class RoutingCurves:
         return float(min(total, self.top_k))
 
     def by_outcome(self, averages: bool) -> tuple[Floats, Floats, Floats]:
-        """``H``, chances and ``PH`` by outcome.
+        """``H``, probabilities and ``PH`` by outcome.
 
         Args:
-            averages: Tell tokens with few hits from those with many, see :func:`two_outcomes`; otherwise
-                there is one outcome, the mean.
+            averages: Distinguish tokens with few and many hits, see :func:`two_outcomes`; ``False``: one
+                outcome, the mean.
 
         Returns:
-            Float64 ``[outcomes, layers, experts + 1]``, the same, and ``[outcomes, layers, depth, experts +
-            1]``.
+            float64 ``[outcomes, layers, experts + 1]`` twice, and ``[outcomes, layers, depth, experts + 1]``.
         """
         if averages:
             return self._outcomes
@@ -125,17 +126,17 @@ class RoutingCurves:
     def amounts(
         self, layer: int, experts: npt.NDArray[np.int64], theta: Floats, window: Floats, averages: bool
     ) -> tuple[Floats, Floats]:
-        """The same for several C, θ and windows, each ``[n]``, of one layer, by outcome.
+        """``m`` of one layer for several C, θ and windows, by outcome.
 
         Args:
-            layer: Which.
-            experts: C.
-            theta: θ.
-            window: Loads.
+            layer: Index of the layer.
+            experts: C, ``[n]``.
+            theta: θ, ``[n]``.
+            window: Windows in loads, ``[n]``.
             averages: As in :meth:`by_outcome`.
 
         Returns:
-            Chances and m, each ``[outcomes, n]``.
+            Probabilities and m, each ``[outcomes, n]``.
         """
         shares, weights, cached = (part[:, layer] for part in self.by_outcome(averages))
         sizes = prefetch_sizes(cached[..., experts].transpose(1, 0, 2), theta)
@@ -144,11 +145,11 @@ class RoutingCurves:
 
 
 def two_outcomes(hit: Floats, top_k: int) -> tuple[Floats, Floats]:
-    """A token with few hits and one with many, which stand for all tokens.
+    """Approximate the distribution of hits by a token with few and one with many hits.
 
-    If each of the K activated experts hits with H, independently, the hits are binomial. Two shares of hits
-    with two weights give the same mean, variance and skewness (Gauss's quadrature, whose nodes lie in
-    [0, 1]); for K = 1 they are 0 and 1 with 1 - H and H.
+    If each of the K activated experts hits with probability H, independently, the number of hits is binomial.
+    Two shares of hits with two weights have the same mean, variance and skewness (Gaussian quadrature, with
+    nodes in [0, 1]); for K = 1 they are 0 and 1 with weights 1 - H and H.
 
     Args:
         hit: ``H``, any shape.
@@ -167,10 +168,11 @@ def two_outcomes(hit: Floats, top_k: int) -> tuple[Floats, Floats]:
 
 
 def cached_at(cached: Floats, hit: Floats, share: Floats) -> Floats:
-    """``PH(y, C)`` of tokens with this share of hits; on average over two outcomes it is ``PH`` itself.
+    """``PH(y, C)`` of tokens with this share of hits; its mean over the two outcomes is ``PH``.
 
-    Where more of the activated experts are cached, more of the predicted ones are: all by the same factor,
-    or, where predicted ones are cached more often than activated ones, as much of what is not cached.
+    If more of the activated experts are cached, so are more of the predicted ones: by the same factor or, if
+    predicted experts are cached more often than activated ones, with the complement reduced by the same
+    factor.
     """
     up = np.divide(cached, hit, out=np.zeros(np.broadcast(cached, hit).shape), where=hit > _CERTAIN)
     down = np.divide(1 - cached, 1 - hit, out=np.zeros(up.shape), where=hit < 1 - _CERTAIN)
@@ -178,16 +180,16 @@ def cached_at(cached: Floats, hit: Floats, share: Floats) -> Floats:
 
 
 def amount(top_k: int, hit: Floats, accuracy: Floats, sizes: Floats, theta: Floats, window: Floats) -> Floats:
-    """``m``: activated experts, in experts, expected near when the router has spoken (equations 10 and 11).
+    """``m``: activated experts expected in the near tier when the router is done (equations 10 and 11).
 
-    ``m = K·H·θ + Σ_y part_y·P(y)``: prefetches come one after the other while the window lasts; the last one
-    may be a part, for a block is enough to be of use. At most K.
+    ``m = K·H·θ + Σ_y part_y·P(y)``, at most K: prefetches arrive one at a time within the window; the last
+    one may be partial, as single blocks are useful too.
 
     Args:
         top_k: K.
-        hit: ``H(C)``; all shapes here broadcast to one, S.
-        accuracy: ``P(y)``: ``[depth, ...]``, each of ``depth`` as S.
-        sizes: :func:`prefetch_sizes`: ``[depth, ...]``; likewise.
+        hit: ``H(C)``; its shape and those below broadcast to a shape S.
+        accuracy: ``P(y)``: ``[depth, *S]``.
+        sizes: :func:`prefetch_sizes`: ``[depth, *S]``.
         theta: θ.
         window: W / T_load.
 
@@ -208,11 +210,11 @@ def amount(top_k: int, hit: Floats, accuracy: Floats, sizes: Floats, theta: Floa
 
 
 def prefetch_sizes(cached: Floats, theta: Floats) -> Floats:
-    """``1 − PH(y, C)·θ``: the loads that a prefetch takes, and what it brings (equations 9 and 10).
+    """``1 − PH(y, C)·θ``: duration of a prefetch in loads, and the experts it brings (equations 9 and 10).
 
     Args:
         cached: ``PH(y, C)``.
-        theta: θ; broadcasts with it.
+        theta: θ; broadcast with ``cached``.
     """
     sizes = np.multiply(cached, theta)
     return np.subtract(1.0, sizes, out=sizes)

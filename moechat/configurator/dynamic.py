@@ -11,14 +11,14 @@ from moechat.configurator.uniform import kept_blocks
 
 
 def expected_loads(curves: RoutingCurves) -> Floats:
-    """Experts a token that a layer loads on demand, by experts cached: float64 ``[layers, experts + 1]``.
+    """Experts that a layer loads on demand per token, by cached experts: float64 ``[layers, experts + 1]``.
 
-    AdapMoE counts the activated experts that are not cached, less the first missing one with β, the chance
-    that its prefetch was the right one: ``f(C) = K·(1 − H(C)) − β·(1 − A(C))``, A the chance that all K are
-    cached. AdapMoE takes H = C / N and K = 2; its published program computes exactly this then (with all
-    tokens at two experts). For other H, A is that of K draws without replacement from N experts of which
-    ``H·N`` are cached, ``Π_j (H·N − j) / (N − j)``: the same A where H is AdapMoE's. β is the share of the
-    activated experts that are among the K predicted best, mean P(y) over y up to K; 0 without prefetches.
+    AdapMoE counts the activated experts that are not cached, minus the first missing one with probability β,
+    that its prefetch was right: ``f(C) = K·(1 − H(C)) − β·(1 − A(C))`` with A the probability that all K are
+    cached. For AdapMoE's H = C / N and K = 2 this equals its published program (with two experts for all
+    tokens). For other H, A is that of K draws without replacement from N experts of which ``H·N`` are cached,
+    ``Π_j (H·N − j) / (N − j)``, which is AdapMoE's A for its H. β is the share of the activated experts in
+    the predicted top K, the mean of P(y) over y up to K; 0 without prefetches.
     """
     k, experts = curves.top_k, curves.experts
     all_cached = np.ones_like(curves.hit)
@@ -30,10 +30,10 @@ def expected_loads(curves: RoutingCurves) -> Floats:
 
 
 def fewest_loads(curves: RoutingCurves, blocks: int, pages: int, split: float) -> Targets:
-    """The experts of each layer that make the sum of :func:`expected_loads` least; exact.
+    """Numbers of experts that minimise the sum of :func:`expected_loads`; exact.
 
-    The program of AdapMoE gives every layer at least one expert, which a small cache cannot; here a layer may
-    have none. What adds nothing is not handed out but where it costs nothing: experts beyond the need.
+    AdapMoE's program gives every layer at least one expert, which is impossible for a small cache; here a
+    layer may have none. Pages that bring no gain are distributed at the end.
     """
     kept = kept_blocks(split, blocks)
     loads = np.minimum.accumulate(expected_loads(curves), axis=1)

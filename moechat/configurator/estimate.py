@@ -1,7 +1,7 @@
-"""From a machine and a model's shape to what a token costs, where nothing was measured on the model itself.
+"""Estimates the times of a token from a machine's profile and a model's shape, without measuring the model.
 
-Bytes over the sustained bandwidth of the tier they lie in, as DESIGN section 10 counts, and a fixed price
-for every layer. What is no figure of the profile is a constant here, with its reason.
+A time is bytes divided by the sustained bandwidth of their tier, plus a fixed overhead per layer. Values that
+are not in the profile are constants here, each with its reason.
 """
 
 from __future__ import annotations
@@ -17,53 +17,51 @@ from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures, Model
 
 Near = Literal["gpu", "ram"]
 
-# Kernels that a decoder layer starts at one token, counted in transformers' Mixtral and Qwen3-MoE: norms,
+# Kernels of a decoder layer for one token, counted in transformers' Mixtral and Qwen3-MoE: norms,
 # projections, rotary, cache, attention, residuals, router, top-k; then one for gate and up, one for down.
 _DENSE_KERNELS = 20
 _EXPERT_KERNELS = 3
 _HEAD_KERNELS = 6
-# Host time of a layer that no kernel hides, bookkeeping and the copy of the router's choice: the bound that
-# the design sets itself. Of a token: drawing it, and turning it into text.
+# Exposed host time per layer, for bookkeeping and the copy of the router's choice: the design's upper bound.
+# Host time per token: sampling and conversion to text.
 _LAYER_SECONDS = 60e-6
 _TOKEN_SECONDS = 200e-6
-# Share of a card's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
+# Share of a GPU's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
 # quantised ones (llama.cpp reads 4.68 GB of 4-bit weights 150 times a second on an RTX 3090 that streams
 # 856 GB/s, which is 0.82; https://github.com/danielesalpietro/kickstart-berlin/issues/58).
 _GPU_DENSE_SHARE = 0.9
 _GPU_EXPERT_SHARE = 0.8
-# The same of torch's operators and the interpreter on a CPU, which no work hides there: what the demo, whose
-# weights take no time, spends on two cores at 2.3 GHz, in a layer without and with its experts, and a token.
+# Overhead of torch's operators and the interpreter on a CPU: the demo's times, whose weights are negligible,
+# on two cores at 2.3 GHz, for a layer without its experts, for its experts, and for the rest of a token.
 _CPU_LAYER_SECONDS = 600e-6
 _CPU_EXPERTS_SECONDS = 100e-6
 _CPU_TOKEN_SECONDS = 800e-6
 # Share of the streaming bandwidth that torch's matrix-vector products reach on a CPU.
 _DENSE_SHARE = 0.7
-# Context that attention reads, where a plan names none.
+# Default context that attention reads.
 _USUAL_CONTEXT = 1024
-# The less sure comes later: what is derived from several figures is as sure as the last of them.
-_SURE: tuple[Origin, ...] = ("measured", "published", "datasheet", "estimate")
+# From most to least reliable; a derived figure has the origin of its least reliable input.
+_RELIABILITY: tuple[Origin, ...] = ("measured", "published", "datasheet", "estimate")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the time of a token depends on; everything for one token unless it says otherwise.
+    """Sizes that the time of a token depends on.
 
     Attributes:
         layers: Layers with routed experts.
-        experts: Of such a layer.
-        top_k: Experts a token takes of a layer.
-        bits: Of an expert weight.
-        block_bytes: A block record with its padding: what a page holds and a transfer moves.
-        blocks_per_expert: Blocks of 64 neurons in an expert.
-        expert_weights: Weights of one expert, biases included.
-        dense_bytes: Dense weights that a token reads between the embedding and the final norm, in the type
-            they are computed in: attention, norms, routers, shared experts, dense layers. Of the whole model;
-            a layer's share is this divided by ``layers``.
+        experts: Experts per layer.
+        top_k: Experts per token and layer.
+        bits: Bits per expert weight.
+        block_bytes: A block record with its padding: the content of a page and of a transfer.
+        blocks_per_expert: Blocks of 64 neurons per expert.
+        expert_weights: Weights of one expert, including biases.
+        dense_bytes: Dense weights of the whole model between the embedding and the final norm, in their
+            compute type: attention, norms, routers, shared experts, dense layers; read once per token.
         head_bytes: Final norm and head, in that type.
-        dense_itemsize: Bytes of a dense weight, in the mean.
-        kv_bytes: Attention cache of the whole model for one token of context; read once for each token of
-            context that is attended to.
-        hidden_size: Of the hidden states.
+        dense_itemsize: Mean bytes per dense weight.
+        kv_bytes: Attention cache of the whole model for one token of context.
+        hidden_size: Size of the hidden states.
 
     Raises:
         ValueError: A value is negative, or a count is 0.
@@ -87,21 +85,21 @@ class ModelShape:
             if value < 0 or (value == 0 and name not in ("kv_bytes", "head_bytes", "dense_bytes")):
                 raise ValueError(f"{name} is {value}")
         if self.top_k > self.experts:
-            raise ValueError(f"{self.top_k} experts a token of {self.experts} make no sense")
+            raise ValueError(f"{self.top_k} experts per token of {self.experts} are not valid")
 
     @property
     def expert_bytes(self) -> int:
-        """``U_e``: all blocks of an expert."""
+        """``U_e``: bytes of all blocks of an expert."""
         return self.blocks_per_expert * self.block_bytes
 
     @property
     def all_expert_bytes(self) -> int:
-        """All experts of all layers."""
+        """Bytes of all experts of all layers."""
         return self.layers * self.experts * self.expert_bytes
 
     @property
     def layer_dense_bytes(self) -> float:
-        """Dense weights that a token reads in one layer, in the mean."""
+        """Mean bytes of dense weights per layer."""
         return self.dense_bytes / self.layers
 
 
@@ -110,10 +108,9 @@ class CostFigures:
     """The times of :class:`Costs`, each with its origin.
 
     Attributes:
-        costs: What plans are made from.
-        figures: By the name of the field of :class:`Costs`, those that are finite and known. What follows
-            from one figure of the profile has its origin; what rests on a rule of this module is an
-            ``estimate``, and the source says the rule.
+        costs: The times.
+        figures: Known, finite times by field name of :class:`Costs`. A time derived from one figure of the
+            profile has its origin; one by a rule of this module is an ``estimate`` with the rule as source.
     """
 
     costs: Costs
@@ -121,7 +118,7 @@ class CostFigures:
 
     @property
     def measured(self) -> bool:
-        """Whether nothing of it is an estimate or another machine's."""
+        """Whether all times were measured on this machine."""
         return all(figure.origin == "measured" for figure in self.figures.values())
 
 
@@ -133,7 +130,7 @@ def costs_of(
     near: Near,
     context: int = _USUAL_CONTEXT,
 ) -> Costs:
-    """What a token costs on a machine: :func:`cost_figures` without the origins."""
+    """The times of a token on a machine: :func:`cost_figures` without the origins."""
     return cost_figures(profile, shape, times=times, near=near, context=context).costs
 
 
@@ -145,16 +142,16 @@ def cost_figures(
     near: Near,
     context: int = _USUAL_CONTEXT,
 ) -> CostFigures:
-    """What a token costs on a machine, and where each time comes from.
+    """The times of a token on a machine, with their origins.
 
-    Near ``gpu``: experts in VRAM, the others in RAM, which can compute. Near ``ram``: experts in RAM, the
-    others in a file.
+    Near ``gpu``: cached experts in VRAM, all in RAM, where the CPU can compute them. Near ``ram``: cached
+    experts in RAM, all in a file.
 
     Args:
         profile: The machine.
         shape: The model.
-        times: Measured on the model itself, in place of what follows from its bytes.
-        near: Tier that computes the dense part and keeps experts.
+        times: Times measured on the model, replacing estimates from its bytes.
+        near: Tier that computes the dense part and caches experts.
         context: Tokens that attention reads.
 
     Raises:
@@ -228,12 +225,12 @@ def _times_in_ram(
 
 
 def _over(nbytes: int, rate: Figure) -> Figure:
-    """Seconds of so many bytes at a rate."""
+    """Seconds for ``nbytes`` at a rate."""
     return Figure(nbytes / rate.value, rate.origin, rate.source)
 
 
 def link_rate(link: LinkFigures, nbytes: int) -> Figure:
-    """The link's rate for transfers of ``nbytes``, as sure as the less sure of its neighbours."""
+    """The link's rate for transfers of ``nbytes``, with the origin of the less reliable neighbour."""
     sizes = sorted(link.bandwidth)
     below = max((size for size in sizes if size <= nbytes), default=sizes[0])
     above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
@@ -241,9 +238,9 @@ def link_rate(link: LinkFigures, nbytes: int) -> Figure:
 
 
 def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
-    """The same while the CPU computes; ``None`` where that is not known.
+    """The same while the CPU computes; ``None`` if unknown.
 
-    It is known for the largest transfers; others keep the same share of their rate.
+    It is known for the largest transfers; others are reduced by the same factor.
     """
     if link.together is None:
         return None
@@ -253,13 +250,13 @@ def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
 
 
 def _weaker(first: Figure, second: Figure) -> Figure:
-    """The less sure of two."""
-    return max(first, second, key=lambda figure: _SURE.index(figure.origin))
+    """The less reliable of two figures."""
+    return max(first, second, key=lambda figure: _RELIABILITY.index(figure.origin))
 
 
 def _first_byte(link: LinkFigures) -> Figure:
-    """From asking the idle link to the first byte: the profile's latency goes to the last one of its smallest
-    transfer.
+    """Seconds from a request on the idle link to the first byte; the profile's latency is up to the last byte
+    of its smallest transfer.
     """
     smallest = min(link.bandwidth)
     seconds = link.latency.value - smallest / link.bandwidth[smallest].value
@@ -267,11 +264,11 @@ def _first_byte(link: LinkFigures) -> Figure:
 
 
 def expert_rate(profile: HardwareProfile, bits: int) -> Figure:
-    """Bytes of blocks a second that all cores compute: of these bits, or of the nearest that are known, which
-    makes it an estimate.
+    """Bytes of blocks per second that all cores compute, for these bits or, as an estimate, for the nearest
+    known ones.
 
     Raises:
-        UsageError: The profile has none at all.
+        UsageError: The profile has no such rates.
     """
     known = nearest_bits(bits, profile.expert_rate)
     rates = profile.expert_rate.get(known, {})
@@ -287,7 +284,7 @@ def expert_rate(profile: HardwareProfile, bits: int) -> Figure:
 
 
 def nearest_bits(bits: int, known: Mapping[int, object]) -> int:
-    """The key whose bytes stream most alike; ``bits`` itself where there is none."""
+    """The key nearest to ``bits`` on a logarithmic scale; ``bits`` itself if there is none."""
     return min(known, key=lambda key: abs(math.log2(key / bits)), default=bits)
 
 

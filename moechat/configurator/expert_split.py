@@ -1,4 +1,4 @@
-"""MoEpic's sub-problem: how many experts a layer caches with its share of the memory, and how much of each.
+"""MoEpic's sub-problem: the number of experts that a layer caches in its share of memory, and their split.
 
 Section 3.4.2, equations 9 to 11, and the function ``ExpertSplit`` of algorithm 1. Volumes are in experts
 (``V / U_e``), so that ``θ = V / C`` as in equation 11.
@@ -17,10 +17,10 @@ from moechat.configurator.exposure import LayerModel, first_window
 
 @dataclass(frozen=True)
 class Split:
-    """What ``ExpertSplit`` gives back, for a number of volumes at once (leading axis ``[variants]``).
+    """Result of ``ExpertSplit`` for several volumes (leading axis ``[variants]``).
 
     Attributes:
-        experts: C, int64 ``[variants, layers]``; 0 where a layer has no memory.
+        experts: C, int64 ``[variants, layers]``; 0 for a layer without memory.
         loaded: m, float64 ``[variants, layers]``.
         exposed: T, seconds, float64 ``[variants, layers]``.
         windows: W, seconds, float64 ``[variants, layers]``.
@@ -35,7 +35,7 @@ class Split:
 def split_ratio(volume: Floats, experts: Floats) -> Floats:
     """``θ = min(1, V / C)``.
 
-    Equation 11 has no upper limit, constraint 8 has: θ is in (0, 1]. With less than V experts a layer simply
+    Equation 11 has no upper limit, but constraint 8 limits θ to (0, 1]. With fewer than V experts a layer
     does not use all of its share.
     """
     return np.minimum(volume / experts, 1.0)
@@ -49,26 +49,26 @@ def solve(
     load: float,
     split: float | None = None,
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Equation 11 for one layer: the C in 1..N with the largest m; of equal ones the smallest C.
+    """Equation 11 for one layer: the C in 1..N with the largest m; the smallest of equal ones.
 
-    The smallest, because fewer and larger parts are fewer bottoms to fetch where m does not tell them apart
-    (a layer with as much memory as it can use, say). The paper leaves it open.
+    The paper does not define the choice between equal m (of a layer with more memory than it can use, for
+    example); with the smallest C, fewer experts have missing bottoms to fetch.
 
     Args:
         curves: Routing.
-        layer: Which.
+        layer: Index of the layer.
         volume: V_i, experts, float64 ``[variants]``.
         window: W_i, seconds, float64 ``[variants]``.
         load: ``T_load``, seconds.
-        split: θ where it is given; of the C experts, all have that share, so C is at most V / θ.
+        split: A fixed θ, which limits C to V / θ; ``None``: free.
 
     Returns:
-        C and m, each ``[variants]``; 0 experts where V is 0.
+        C and m, each ``[variants]``; C is 0 if V is 0.
     """
     counts = np.arange(1, curves.experts + 1, dtype=np.float64)
     theta = split_ratio(volume[:, None], counts)
     if split is not None:
-        # Of the memory for θ·C experts at most V is there.
+        # C experts need θ·C of memory, at most V.
         theta = np.where(counts * split <= volume[:, None] + 1e-12, split, 0.0)
     loaded = amount(
         curves.top_k,
@@ -86,15 +86,16 @@ def solve(
 def expert_split(
     curves: RoutingCurves, model: LayerModel, volumes: Floats, split: float | None = None
 ) -> Split:
-    """Solve layer after layer; each leaves the next one its window (``ExpertSplit``, algorithm 1).
+    """Solve the layers in order; each determines the window of the next one (``ExpertSplit``, algorithm 1).
 
-    The search itself calls the native writing of this, :meth:`moechat._native.LayerPlan.split`.
+    The reference for the native implementation :meth:`moechat._native.LayerPlan.split`, which the search
+    uses.
 
     Args:
         curves: Routing.
         model: Times of a layer by m; MoEpic's is :class:`moechat.configurator.exposure.PaperModel`.
         volumes: V, experts, float64 ``[variants, layers]``.
-        split: θ where it is given.
+        split: A fixed θ; ``None``: free.
     """
     shape = volumes.shape
     experts = np.empty(shape, dtype=np.int64)

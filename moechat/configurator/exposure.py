@@ -1,8 +1,8 @@
-"""Load time that nothing hides, and the window that a layer leaves for the prefetches of the next one.
+"""Exposed load time of a layer, and its window for the prefetches of the next layer.
 
-Two models of the same layer: :class:`PaperModel`, MoEpic's equations 5 to 7 word for word, and
-:class:`EngineModel`, what this engine does. Both take m, the activated experts that are near when the router
-has spoken, and know K, the times, and nothing else.
+Two models: :class:`PaperModel` has MoEpic's equations 5 to 7 unchanged, :class:`EngineModel` describes this
+engine. Both depend only on K, the times, and m, the activated experts in the near tier when the router is
+done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.systems import CacheSettings
 
 Floats = npt.NDArray[np.float64]
-# Stand for 0 and for infinity where those would give no number.
+# Replace 0 and infinity, which would lead to NaN.
 _INSTANT, _NEVER = 1e-15, 1e15
 
 
@@ -31,28 +31,27 @@ class LayerModel(Protocol):
     def top_k(self) -> int: ...
     @property
     def averages(self) -> bool:
-        """Times are those of tokens with few and with many hits, averaged; not those of the mean token."""
+        """Whether times are averaged over tokens with few and many hits, instead of taken at the mean m."""
         ...
 
     def times(self, loaded: Floats) -> tuple[Floats, Floats]:
-        """Exposed seconds of a layer, and the prefetch window of the next layer, by m (any shape)."""
+        """Exposed seconds of a layer and prefetch window of the next layer, by m (any shape)."""
         ...
 
 
 def first_window(costs: Costs) -> float:
-    """``W_1 = T_head + T_att`` (section 3.4.1): the first layer is predicted from the token before.
+    """``W_1 = T_head + T_att`` (section 3.4.1): the first layer is predicted from the previous token.
 
-    The engine may begin a little earlier, while the last layer is computed; this is the paper's, and a lower
-    bound.
+    A lower bound: the engine can start a little earlier, during the last layer.
     """
     return costs.head + costs.attention
 
 
 @dataclass(frozen=True)
 class PaperModel:
-    """MoEpic, equations 5 to 7, with α + βθ taken as m and β(1 − θ) + γ as K − m (end of section 3.4.2).
+    """MoEpic, equations 5 to 7, with m for α + βθ and K − m for β(1 − θ) + γ (end of section 3.4.2).
 
-    Missing experts are computed after all of them have arrived.
+    Missing experts are computed after all have arrived.
     """
 
     costs: Costs
@@ -60,7 +59,7 @@ class PaperModel:
 
     @property
     def averages(self) -> bool:
-        """The paper puts the mean m into its equations."""
+        """``False``: the paper's equations use the mean m."""
         return False
 
     def times(self, loaded: Floats) -> tuple[Floats, Floats]:
@@ -75,32 +74,32 @@ class PaperModel:
 
 @dataclass(frozen=True)
 class EngineModel:
-    """Ours: blocks of missing experts are computed as they arrive, or where they lie.
+    """Times of this engine, which computes missing blocks as they arrive or in the far tier.
 
-    With ``r = K − m`` experts missing, ``T_exp = T_moe / K`` and ``l = latency·min(1, r)`` (r below 1 is the
-    chance that anything is missing at all), the last missing block is done at
+    With ``r = K − m`` missing experts, ``T_exp = T_moe / K`` and ``l = latency·min(1, r)`` (r below 1 is the
+    probability that anything is missing), the last missing block is done at
 
-    - ``fetch``: ``l + r·max(T_load, T_exp) + g·min(T_load, T_exp)``: a two-stage pipeline whose grain g is
-      one block, or one expert with ``whole_experts``; never more than r;
-    - ``compute``: ``r·T_far``, while the near tier computes what it has;
-    - ``both``: the quickest of these two and of sharing, where the rates measured together add up:
-      ``t = (r + l / T_load') / (1 / T_load' + 1 / T_far')``, and one grain more for what came over the link.
+    - ``fetch``: ``l + r·max(T_load, T_exp) + g·min(T_load, T_exp)``: a two-stage pipeline with a grain g of
+      one block, or one expert with ``whole_experts``, but at most r;
+    - ``compute``: ``r·T_far``, while the near tier computes its own experts;
+    - ``both``: the minimum of these two and of sharing, with the sum of the rates measured together:
+      ``t = (r + l / T_load') / (1 / T_load' + 1 / T_far')``, and one more grain for blocks from the link.
 
     Meanwhile the near tier computes, so ``exposed = max(0, done − T_moe)``. The layer takes ``T_moe +
-    exposed``; whatever of that the link was not busy with demands, and the next layer's ``T_att``, is the
-    window of the next layer's prefetches. Where the far tier cannot compute (``compute_far`` is infinite),
-    everything is fetched.
+    exposed``. The part of that in which the link is not busy with demands, plus the next layer's ``T_att``,
+    is the window of the next layer's prefetches. If the far tier cannot compute (``compute_far`` is
+    infinite), everything is fetched.
 
-    The mean of exposed times is more than the exposed time of the mean: an expert that is cached every second
-    time, and otherwise needs two windows to come, is not on time on average. So these times are those of m in
-    two outcomes, averaged (:func:`moechat.configurator.curves.two_outcomes`). That is what splitting is good
-    for: it makes what is missing more even.
+    The mean of exposed times exceeds the exposed time of the mean: an expert that is cached every second
+    time, and otherwise needs two windows to arrive, is not on time on average. So the times are averaged over
+    two outcomes of m (:func:`moechat.configurator.curves.two_outcomes`). Splitting helps because it reduces
+    the variance of the missing experts.
 
     Attributes:
-        costs: Of the machine and the model.
+        costs: Costs of the machine and the model.
         top_k: K.
         miss: ``fetch``, ``compute`` or ``both``.
-        grain: Share of an expert that is computed at a time: ``1 / B`` or 1.
+        grain: Part of an expert computed at a time: ``1 / B`` or 1.
     """
 
     costs: Costs
@@ -110,12 +109,12 @@ class EngineModel:
 
     @property
     def averages(self) -> bool:
-        """See above."""
+        """``True``; see above."""
         return True
 
     @classmethod
     def of(cls, settings: CacheSettings, costs: Costs, top_k: int, blocks: int) -> EngineModel:
-        """The model that fits the settings."""
+        """The model for given settings."""
         miss = settings.miss if math.isfinite(costs.compute_far) else "fetch"
         return cls(costs, top_k, miss, 1.0 if settings.whole_experts else 1.0 / blocks)
 
@@ -139,11 +138,11 @@ class EngineModel:
     def _shared(
         self, missing: Floats, latency: Floats, compute: float, done: Floats, busy: Floats
     ) -> tuple[Floats, Floats]:
-        """The quickest of the link alone (given), the far tier alone, and both."""
+        """Minimum of the link alone (given), the far tier alone, and both."""
         link = min(max(self.costs.both_loads, _INSTANT), _NEVER)
         far = min(max(self.costs.both_computes, _INSTANT), _NEVER)
         drained = (missing + latency / link) / (1 / link + 1 / far)
-        shares = drained > latency  # or else the far tier is done before the first block has come
+        shares = drained > latency  # else the far tier is done before the first block arrives
         fetched = np.maximum(drained - latency, 0.0) / link
         together = np.where(shares, drained + np.minimum(fetched, self.grain) * compute, missing * far)
         quicker = together < done

@@ -1,14 +1,15 @@
-"""Our own allocation: experts and split of every layer, so that the exposed time of this engine is least.
+"""The allocation ``auto``: experts and split of every layer that minimise the exposed time of this engine.
 
-Where MoEpic moves one hundredth of the memory at a time and stops at the first move that does not help, every
-option of every layer, C experts with b blocks each, is looked at here, whole experts and none at all among
-them, and one option a layer is chosen under the budget (:mod:`moechat.configurator.knapsack`).
+MoEpic moves one hundredth of the memory at a time and stops at the first move without gain. Here all options
+of every layer, C experts with b blocks each, including whole experts and none, are considered, and one option
+per layer is chosen within the budget (:mod:`moechat.configurator.knapsack`).
 
-Windows link the layers, each being what the layer before leaves. So the choice is made for the windows of
-the last one, with a price on what an option leaves to those behind it (the derivative of their exposed time),
-then evaluated with its own windows, a few times over; where that overshoots, half the way is tried. In the
-end single layers and pairs of them are changed a little, each change with all that follows from it
-(:mod:`moechat.configurator.polish`). It begins with what the other methods find, and never ends worse.
+Layers depend on each other, because each determines the prefetch window of the next one. So the choice is
+made for the windows of the previous solution, with a price on changes of later windows (the derivative of the
+exposed time of later layers), then evaluated with its own windows, several times; after an overshoot the step
+is halved. Finally small changes of single layers and pairs are tried, with all their effects
+(:mod:`moechat.configurator.polish`). The search starts from the results of the other methods and is never
+worse.
 """
 
 from __future__ import annotations
@@ -28,30 +29,25 @@ from moechat.configurator.targets import Evaluation, Targets, evaluated, exposed
 from moechat.configurator.uniform import kept_blocks
 
 _ROUNDS = 5
-# So many rounds without a gain end the search.
-_FAILURES = 2
-# Allocations that are tried one by one at the end: 10 ms.
-_EVALUATIONS = 700
-# A round that gains less than this share is the last one.
-_GAIN = 1e-3
-# Steps of the dynamic programming of one round: about 10 ms.
-_WORK = 2e6
-# Options of all layers together that are looked at: one look takes about 2 ms.
-_MOST_PAIRS = 40_000
-# What a missing expert weighs besides its exposed time, in loads: it decides between options whose exposed
-# time is the same, 0 above all, and is too small to decide anything else.
+_FAILURES = 2  # rounds without gain that end the search
+_EVALUATIONS = 700  # of the final small changes, about 10 ms
+_GAIN = 1e-3  # relative gain below which a round is the last one
+_WORK = 2e6  # steps of dynamic programming per round, about 10 ms
+_MOST_PAIRS = 40_000  # options of all layers together; evaluating them takes about 2 ms
+# Cost of a missing expert besides its exposed time, in loads: breaks ties between options with equal exposed
+# time (usually 0), and is too small for other effects.
 _TIE = 1e-4
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a layer can be given, by pages.
+    """All options of a layer, ordered by pages.
 
     Attributes:
         experts: C, int64 ``[pairs]``; the first pair has C = 0.
         blocks: b, int64 ``[pairs]``.
-        sizes: int64 ``[sizes]``: the different numbers of pages, ascending from 0.
-        starts: int64 ``[sizes]``: first pair of each; pairs are in ascending order of pages.
+        sizes: int64 ``[sizes]``: the distinct numbers of pages, ascending from 0.
+        starts: int64 ``[sizes]``: first pair of each size.
     """
 
     experts: Ints
@@ -61,9 +57,9 @@ class Options:
 
     @classmethod
     def of(cls, experts: int, blocks: int, budget: int, split: float | None, most: int = 1 << 30) -> Options:
-        """All pairs within the budget; with a split given, those with its number of blocks.
+        """All pairs within the budget; with a fixed split, only those with its number of blocks.
 
-        Where there are more than ``most``, an even spread of C and of b, both ends among them.
+        If there are more than ``most``, an even sample of C and of b, including both ends.
         """
         kept = np.arange(1, blocks + 1) if split is None else np.array([kept_blocks(split, blocks)])
         none, numbers = int(kept[0]), np.arange(1, experts + 1)
@@ -75,7 +71,7 @@ class Options:
         counts = np.concatenate([[0], counts[fits]]).astype(np.int64)
         kept = np.concatenate([[none], kept[fits]]).astype(np.int64)
         pages = counts * kept
-        # Of the same pages, whole experts come first, and win where all else is equal.
+        # For equal pages, fewer and larger experts come first and win ties.
         order = np.lexsort((counts, pages))
         sizes, starts = np.unique(pages[order], return_index=True)
         return cls(counts[order], kept[order], sizes, starts)
@@ -89,7 +85,7 @@ class Search:
         model: Times of a layer.
         blocks: B.
         pages: Budget.
-        split: θ where it is given.
+        split: A fixed θ; ``None``: free.
     """
 
     def __init__(
@@ -102,11 +98,11 @@ class Search:
         self._plan = native_plan(curves, model)
 
     def evaluate(self, targets: Targets) -> Evaluation:
-        """Targets under this problem's model."""
+        """Evaluate targets with this problem's model."""
         return self.evaluate_all([targets])[0]
 
     def evaluate_all(self, candidates: Sequence[Targets]) -> list[Evaluation]:
-        """The same for several."""
+        """Evaluate several targets."""
         return evaluated(candidates, self._plan, self.blocks)
 
     def totals(self, candidates: Targets) -> Floats:
@@ -114,11 +110,11 @@ class Search:
         return exposed_totals(candidates, self._plan, self.blocks)
 
     def improve(self, windows: Floats, prices: Floats) -> Targets:
-        """The best targets if the layers had these windows, and a longer window were worth its price.
+        """The best targets for fixed windows, with a price for the window that a layer leaves.
 
         Args:
             windows: Seconds, ``[layers]``.
-            prices: Of each layer's window, see :class:`moechat.configurator.targets.Evaluation`.
+            prices: Price of each layer's window, see :class:`moechat.configurator.targets.Evaluation`.
         """
         options = self.options
         tie = _TIE * self.model.costs.load
@@ -128,7 +124,7 @@ class Search:
         return self._targets(costs, choice.picks)
 
     def _targets(self, costs: Floats, picks: Ints) -> Targets:
-        """The cheapest pair of at most the pages of each pick."""
+        """The cheapest pair with at most the pages of each pick."""
         targets = np.empty((len(picks), 2), dtype=np.int32)
         ends = np.append(self.options.starts[1:], len(self.options.experts))[picks]
         for layer, end in enumerate(ends.tolist()):
@@ -138,7 +134,7 @@ class Search:
 
 
 def _spread(values: Ints, share: float) -> Ints:
-    """About that share of the values, evenly, the first and the last among them."""
+    """An even sample of about that share of the values, including the first and the last."""
     count = max(2, round(len(values) * share))
     return values[
         np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(np.int64))
@@ -146,14 +142,14 @@ def _spread(values: Ints, share: float) -> Ints:
 
 
 def minimise(search: Search, starts: Sequence[Targets]) -> tuple[Targets, Evaluation, int]:
-    """The best targets found, never worse than any of ``starts``.
+    """Search for the best targets; never worse than any of ``starts``.
 
     Args:
         search: The problem.
-        starts: At least one allocation within the budget; the search goes on from the windows of the best.
+        starts: At least one allocation within the budget; the search starts from the windows of the best.
 
     Returns:
-        Targets, what they come to, and how many choices were made.
+        Targets, their evaluation, and the number of rounds.
     """
     every = search.evaluate_all(starts)
     first = min(range(len(starts)), key=lambda i: every[i].score)
@@ -169,7 +165,7 @@ def minimise(search: Search, starts: Sequence[Targets]) -> tuple[Targets, Evalua
             if gained < _GAIN:
                 break
         else:
-            # Too far: towards what was found, but less of it.
+            # Overshoot: move only a part of the way to the found windows and prices.
             step /= 2
             failures += 1
             at = replace(

@@ -1,9 +1,9 @@
-"""One option for each layer, so that all fit into a budget and cost least (multiple-choice knapsack).
+"""Multiple-choice knapsack: one option per layer, with the least total cost within a budget.
 
-Lagrange's multiplier, a price for a page, decides nearly everything: at a given price every layer takes what
-is cheapest for itself. What is left is handed out by gain, and pairs of layers exchange. The price also gives
-a lower bound of the optimum; an option whose reduced cost lies above the gap between the two cannot be part
-of a better solution, and of the few that are left dynamic programming finds the best.
+A Lagrange multiplier, a price per page, decides nearly everything: for a given price every layer takes its
+cheapest option. Remaining pages are distributed greedily by gain, and pairs of layers exchange pages. The
+price also gives a lower bound of the optimum. An option with a reduced cost above the gap cannot be part of a
+better solution; dynamic programming finds the best of the few remaining ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Choice:
 
     Attributes:
         picks: int64 ``[layers]``: option of each layer.
-        cost: Of all layers.
-        bound: No solution costs less.
+        cost: Total cost.
+        bound: Lower bound of the cost.
     """
 
     picks: Ints
@@ -37,23 +37,23 @@ class Choice:
 
 
 def choose(costs: Floats, sizes: Ints, budget: int, *, work: float = math.inf) -> Choice:
-    """The cheapest choice, exact if the dynamic programming needs no more than ``work`` steps.
+    """The cheapest choice; exact if the dynamic programming needs at most ``work`` steps.
 
     Args:
-        costs: float64 ``[layers, options]``, never rising along an option's axis.
+        costs: float64 ``[layers, options]``, not increasing along the options.
         sizes: int64 ``[options]``, strictly ascending from 0.
-        budget: Most that the sizes of all picks may add up to.
-        work: Limit of options times sizes looked at; beyond it the solution is the best of the price, the
-            handing out and the exchanges, within ``cost - bound`` of the optimum.
+        budget: Limit of the sum of sizes of all picks.
+        work: Limit of options times sizes; beyond it, the result comes from the price, the greedy
+            distribution and the exchanges, within ``cost - bound`` of the optimum.
     """
     if len(costs) * int(sizes[-1]) <= budget:
-        picks = np.argmin(costs, axis=1).astype(np.int64)  # the first of equals takes least
+        picks = np.argmin(costs, axis=1).astype(np.int64)  # the first of equal ones is the smallest
         cost = float(_at(costs, picks).sum())
         return Choice(picks, cost, cost)
     price, picks = _priced(costs, sizes, budget)
     bound = _bound(costs, sizes, budget, price)
-    picks = _handed_out(costs, sizes, budget, picks)
-    picks = _exchanged(costs, sizes, budget, picks)
+    picks = _distribute_rest(costs, sizes, budget, picks)
+    picks = _exchange(costs, sizes, budget, picks)
     cost = float(_at(costs, picks).sum())
     if cost - bound > 1e-12 * max(abs(cost), 1e-300):
         better = _exact(costs, sizes, budget, price, cost - bound, work)
@@ -71,9 +71,9 @@ def _at(costs: Floats, picks: Ints) -> Floats:
 
 
 def _priced(costs: Floats, sizes: Ints, budget: int) -> tuple[float, Ints]:
-    """The lowest price at which what every layer takes for itself fits, and that.
+    """The lowest price for which the cheapest options of all layers fit, and those options.
 
-    Layers that are alike change their minds at the same price, all at once; as many of them as fit are let.
+    Identical layers change their option at the same price; as many of them as fit get the larger option.
     """
     steps = -np.diff(costs, axis=1) / np.diff(sizes)
     low, high = 0.0, float(steps.max(initial=0.0)) * 2 + 1e-300
@@ -106,12 +106,12 @@ def _bound(costs: Floats, sizes: Ints, budget: int, price: float) -> float:
 
 
 def _up_to(sizes: Ints) -> Ints:
-    """Largest option of at most a size, for every size up to the largest."""
+    """For every size up to the largest: the largest option of at most that size."""
     return np.searchsorted(sizes, np.arange(int(sizes[-1]) + 1), side="right") - 1
 
 
-def _handed_out(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
-    """What is left goes, step by step, where it gains most for its size."""
+def _distribute_rest(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
+    """Distribute the rest of the budget greedily, by gain per size."""
     picks = picks.copy()
     rows, up_to, largest = np.arange(len(costs))[:, None], _up_to(sizes), int(sizes[-1])
     left = budget - int(sizes[picks].sum())
@@ -133,13 +133,13 @@ def _handed_out(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
     return picks
 
 
-def _exchanged(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
-    """While one layer gains more by some pages than another loses, they change hands."""
+def _exchange(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
+    """Move pages between two layers while one gains more than the other loses."""
     picks = picks.copy()
     if len(costs) < 2:
         return picks
     up_to, largest = _up_to(sizes), int(sizes[-1])
-    # Sizes of exchange worth a look: the smallest ones, and a spread of larger ones.
+    # Amounts to try: the smallest sizes, and a sample of larger ones.
     amounts = np.unique(
         np.concatenate([sizes[1:17], np.geomspace(1, largest, 24).astype(np.int64), sizes[-1:]])
     )
@@ -152,8 +152,8 @@ def _exchanged(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
         gain = now - costs[rows, taking]
         giving = up_to[np.maximum(held[:, None] - amounts, 0)]
         loss = np.where(held[:, None] >= amounts, costs[rows, giving] - now, np.inf)
-        # The best pair of different layers for every amount: the best taker with the best giver, or, where
-        # that is one layer, the second of either.
+        # Best pair of different layers for every amount: the best taker with the best giver, or the second
+        # best of either if that is the same layer.
         taker, giver = np.argsort(-gain, axis=0)[:2], np.argsort(loss, axis=0)[:2]
         columns = np.arange(len(amounts))
         profits = np.where(
@@ -169,7 +169,7 @@ def _exchanged(costs: Floats, sizes: Ints, budget: int, picks: Ints) -> Ints:
 
 
 def _exact(costs: Floats, sizes: Ints, budget: int, price: float, gap: float, work: float) -> Ints | None:
-    """The best choice, or ``None`` if it takes too much work or there is none better than the gap allows."""
+    """The best choice; ``None`` if it takes too much work or no choice lies within the gap."""
     priced = costs + price * sizes
     reduced = priced - priced.min(axis=1, keepdims=True)
     options = [np.flatnonzero(row <= gap * (1 + 1e-9)) for row in reduced]

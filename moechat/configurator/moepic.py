@@ -19,13 +19,13 @@ _MOST_MOVES = 1000
 
 @dataclass(frozen=True)
 class VramAllocation:
-    """What the search ended with.
+    """Result of the search.
 
     Attributes:
         volumes: V, experts, float64 ``[layers]``.
         experts: C, int64 ``[layers]``.
         exposed: T, seconds, float64 ``[layers]``.
-        moves: Moves that were kept.
+        moves: Number of accepted moves.
     """
 
     volumes: Floats
@@ -35,7 +35,7 @@ class VramAllocation:
 
     @property
     def theta(self) -> Floats:
-        """θ, float64 ``[layers]``; 0 where a layer has nothing."""
+        """θ, float64 ``[layers]``; 0 for a layer without memory."""
         return split_ratio(self.volumes, np.maximum(self.experts, 1).astype(np.float64))
 
 
@@ -47,25 +47,24 @@ def vram_allocation(
     zeta: float = ZETA,
     split: float | None = None,
 ) -> VramAllocation:
-    """Move ``ζ·V_e`` from the layer that loses least to the layer that gains most while the sum falls.
+    """Move ``ζ·V_e`` from the layer that loses least to the one that gains most while the sum decreases.
 
-    Where the paper's text leaves something open:
+    Details that the paper does not define:
 
-    - A layer's V stays within 0 and N experts: constraint 8 asks for V > 0, and a layer cannot use more than
-      all of its experts. A layer that has less than ``ζ·V_e`` gives nothing, one that has not the room takes
-      nothing; V + ζ·V_e and V - ζ·V_e are held to the same limits where only their times are asked for.
-    - The uniform start with θ = 0.5 has no bearing on the result, as the first thing that is done is to
-      choose each θ anew.
-    - All layers are tried with more memory in one pass and with less in another, as written, so a layer's
-      gain includes what changes in its window because all layers before it have more, too.
-    - A move that leaves the sum as it is ends the search, as one that raises it does.
+    - A layer's V stays within 0 and N experts: constraint 8 requires V > 0, and a layer cannot use more than
+      all of its experts. A layer with less than ``ζ·V_e`` gives nothing, one without room takes nothing;
+      V + ζ·V_e and V - ζ·V_e are clipped to the same limits when only their times are computed.
+    - The uniform start with θ = 0.5 does not affect the result, because the first step recomputes each θ.
+    - All layers are evaluated with more memory in one pass and with less in another, as in the paper, so a
+      layer's gain includes the change of its window because all earlier layers have more memory too.
+    - A move that does not change the sum ends the search, like one that increases it.
 
     Args:
         curves: Routing.
         model: Times of a layer by m.
         budget: V_e in experts.
         zeta: ζ.
-        split: θ where it is given.
+        split: A fixed θ; ``None``: free.
     """
     layers, most = curves.layers, float(curves.experts)
     budget = min(budget, layers * most)

@@ -1,4 +1,4 @@
-"""The inner loops in the native core: the same numbers as the modules beside this one give, a lot sooner."""
+"""Native inner loops, with the same results as the Python modules of this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MISS = {"fetch": 1, "compute": 2, "both": 3}
 
 
 def native_plan(curves: RoutingCurves, model: LayerModel) -> _native.LayerPlan:
-    """Tables and times for the native loops.
+    """Create the tables and times of the native loops.
 
     Args:
         curves: Routing.

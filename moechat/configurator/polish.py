@@ -1,4 +1,4 @@
-"""Small changes to an allocation, tried with all that follows from them."""
+"""Local search: small changes to an allocation, evaluated with all their effects."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from moechat.configurator.curves import Floats
 from moechat.configurator.targets import Targets, pages_of
 
-# Changes of C and of b that are tried.
+# Changes of (C, b) to try.
 _STEPS = ((1, 0), (-1, 0), (0, 1), (0, -1), (3, 0), (-3, 0), (0, 3), (0, -3), (1, -1), (-1, 1))
-# Changes of single layers that pairs are made of, and pairs that are tried.
+# Number of single changes to combine to pairs, and of pairs to try.
 _SINGLES, _PAIRS = 96, 48
 
 
@@ -26,20 +26,20 @@ def polished(
     free_split: bool,
     work: int,
 ) -> Targets:
-    """Change one layer, or take from one and give to another, while the exposed time falls.
+    """Change one layer, or move pages between two, while the exposed time decreases.
 
-    Changes of single layers are evaluated first, whether they fit or not; then the pairs that promise most
-    and do fit. Windows of all layers behind are part of each evaluation, which the choice under a price of
-    windows sees only in a straight line.
+    Changes of single layers are evaluated first, even if they exceed the budget; then the most promising
+    pairs that fit. Evaluations include the windows of all later layers exactly, while window prices are
+    linear.
 
     Args:
-        targets: Within the budget.
-        total: Exposed seconds that they come to.
-        totals: The same for several targets, ``[candidates, layers, 2]``.
+        targets: Targets within the budget.
+        total: Their exposed seconds.
+        totals: Gives the exposed seconds of several targets, ``[candidates, layers, 2]``.
         experts: N.
         blocks: B.
         pages: Budget.
-        free_split: θ may change.
+        free_split: Whether θ may change.
         work: Most evaluations.
     """
     steps = np.array([step for step in _STEPS if free_split or step[1] == 0], dtype=np.int32)
@@ -61,7 +61,7 @@ def polished(
         gains = total - totals(single)
         sizes = changed.prod(axis=1) - targets.prod(axis=1)[layers]
         work -= len(single)
-        # Takers by what they gain, givers by what they lose.
+        # Takers ordered by gain, givers by loss.
         order = np.argsort(-gains, kind="stable")
         takers, givers = order[sizes[order] > 0][:_SINGLES], order[sizes[order] <= 0][:_SINGLES]
         tried = [single[order[sizes[order] <= left]][:1]]
@@ -70,7 +70,7 @@ def polished(
             promise[
                 (sizes[takers][:, None] + sizes[givers] > left) | (layers[takers][:, None] == layers[givers])
             ] = -np.inf
-            # Also those that promise nothing: together two changes can do what neither does alone.
+            # Including pairs without expected gain: two changes together can gain more than their sum.
             flat = np.argsort(-promise, axis=None, kind="stable")[:_PAIRS]
             first, second = np.unravel_index(flat[promise.ravel()[flat] > -np.inf], promise.shape)
             both = single[takers[first]]

@@ -1,4 +1,4 @@
-"""From shares of experts to pages: whole blocks of whole experts, within the budget."""
+"""Rounds shares of experts to whole blocks of whole experts, within the budget."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def rounded_down(
     pages: int,
     split: float | None = None,
 ) -> Targets:
-    """Targets that no layer's volume is exceeded by: ``b = ⌊θ·B⌋``, at least 1, and C fewer if need be.
+    """Targets within each layer's volume: ``b = ⌊θ·B⌋``, at least 1, and a smaller C if necessary.
 
     Args:
         volumes: V, experts, float64 ``[layers]``.
         experts: C, int64 ``[layers]``.
         blocks: B.
-        pages: At most so many in all; layers with the largest targets give what is too much.
-        split: θ where it is given.
+        pages: Limit of the total; layers with the largest targets are reduced first.
+        split: A fixed θ; ``None``: free.
     """
     held = np.floor(volumes * blocks + 1e-6).astype(np.int64)
     count = np.maximum(experts, 1)
@@ -49,19 +49,19 @@ def filled(
     split: float | None = None,
     least_gain: float = -math.inf,
 ) -> Targets:
-    """Hand out what is left, one expert or one block of each expert of a layer at a time, by gain.
+    """Distribute remaining pages greedily: one expert, or one block of each expert, of a layer at a time.
 
-    The step that brings the most activated experts near for a page comes first. One that brings nothing is
-    still better than a page that nobody has.
+    The step with the largest gain in m per page comes first. By default steps without gain are taken too,
+    because unused pages are worthless.
 
     Args:
-        targets: Within the budget.
+        targets: Targets within the budget.
         curves: Routing.
         reach: Windows in loads, float64 ``[layers]``.
         blocks: B.
         pages: Budget.
-        split: θ where it is given: only the number of experts grows.
-        least_gain: Steps that bring less are not made.
+        split: A fixed θ, so that only the number of experts grows; ``None``: free.
+        least_gain: Smallest gain of a step.
     """
     now = targets.tolist()
     left = pages - pages_of(targets)

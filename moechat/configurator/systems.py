@@ -1,7 +1,7 @@
-"""How a near tier is run: which experts are kept, what is fetched ahead, what becomes of a miss.
+"""Settings of a near tier: eviction policy, prefetching, and handling of misses.
 
-A published system is a combination of these settings (DESIGN, section 7); :data:`SYSTEMS` names them. The
-engine and the simulator read the same ones.
+A published system is a combination of these settings; :data:`SYSTEMS` has their names. Engine and simulator
+use the same settings.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Miss = Literal["fetch", "compute", "both"]
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse a value that is none of ``choices``."""
+    """Raise ``UsageError`` for a value that is not one of ``choices``."""
     if value not in choices:
         raise UsageError(f"{name} is {value!r}", hint=f"choose one of: {', '.join(map(str, choices))}")
 
 
 def within(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Refuse a value outside ``low`` to ``high``; with ``above``, ``low`` itself too."""
-    # Written so that NaN fails too.
+    """Raise ``UsageError`` for a value outside ``low`` to ``high``; ``above`` excludes ``low`` itself."""
+    # NaN fails this comparison too.
     if not (low <= value <= high) or (above and value == low):
         raise UsageError(
             f"{name} is {value}; it must be {'above' if above else 'at least'} {low} and at most {high}"
@@ -35,33 +35,32 @@ def within(name: str, value: float, low: float, high: float, *, above: bool = Fa
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Decisions of the split-expert cache; every combination gives the same tokens, but for
-    the last bits where the CPU computes a part for a card.
+    """Settings of the split-expert cache. All combinations give the same tokens, except for the last bits
+    when the CPU computes a part for a GPU.
 
     Attributes:
-        policy: Which experts of a layer are kept: ``forecast`` (ours: those that will be wanted soonest, by
-            what it has learned of this use), ``blend`` (ours: rates over three spans of time), ``lcp``
-            (MoEpic, section 3.3), ``lru``, ``lfu``, ``discount`` (MELINOE, appendix C), ``two_level_lru``
-            (ExpertFlow, section 3.3), ``static`` or ``belady``.
-        split: θ: share of an expert's blocks that is kept; the rest is fetched when it is needed. ``None``
-            leaves it to the allocation, layer by layer.
-        allocation: How the pages are divided among the layers: ``uniform``; ``auto`` (ours) and ``moepic``
-            (MoEpic, algorithm 1) minimise the load time that nothing hides; ``dp`` maximises the hits
-            (AdapMoE); ``model`` keeps the most popular experts of the whole model; ``layers`` keeps whole
-            layers, the first ones.
-        keep: Share of the pages, without those reserved for blocks on their way, that protected experts may
-            take; 0 keeps nothing between tokens on purpose.
+        policy: Eviction policy: ``forecast`` (moechat's: keeps the experts expected to be needed soonest, by
+            learned rates), ``blend`` (moechat's: rates over three time spans), ``lcp`` (MoEpic, section 3.3),
+            ``lru``, ``lfu``, ``discount`` (MELINOE, appendix C), ``two_level_lru`` (ExpertFlow, section 3.3),
+            ``static`` or ``belady``.
+        split: θ: share of an expert's blocks that is cached; the rest is fetched when needed. ``None``:
+            chosen by the allocation for each layer.
+        allocation: Division of the pages among the layers: ``uniform``; ``auto`` (moechat's) and ``moepic``
+            (MoEpic, algorithm 1) minimise the exposed load time; ``dp`` maximises the hits (AdapMoE);
+            ``model`` keeps the most popular experts of the whole model; ``layers`` keeps the first layers
+            completely.
+        keep: Share of the pages, without the reserve for blocks in transit, for protected experts; 0: no
+            experts are kept between tokens deliberately.
         prefetch: ``next-router`` ranks the next layer's experts with its router (MoEpic, section 3.2);
-            ``whole-layer`` queues the whole next layer; ``none`` waits for the router; ``perfect`` knows what
-            a replayed trace will choose.
+            ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``perfect`` uses the
+            future of a replayed trace.
         lookahead: Layers ahead that are predicted, 1 to 8.
-        prefetch_experts: Most experts to fetch ahead for a layer; ``None`` is the model's top-k.
-        prefetch_bytes: Most bytes to fetch ahead for a layer; ``None`` sets no limit but the pages.
-        miss: What becomes of missing blocks: ``fetch`` brings them over the link, ``compute`` computes them
-            where they lie, ``both`` shares them by measured rates. Where the far tier cannot compute (an
-            SSD), all of them are fetched.
-        whole_experts: Compute an expert only when all of it has arrived, as most published systems do.
-        omega: ``lcp``: tokens in which an unused expert's priority falls by the factor ``rho``.
+        prefetch_experts: Most experts to prefetch per layer; ``None``: the model's top-k.
+        prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.
+        miss: Handling of missing blocks: ``fetch`` transfers them, ``compute`` computes them in the far tier,
+            ``both`` divides them by measured rates. All are fetched if the far tier (an SSD) cannot compute.
+        whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
+        omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.
         gamma: ``discount``: factor of the counts at each token.
 
@@ -97,7 +96,7 @@ class CacheSettings:
         within("omega", self.omega, 0.0, 1e9, above=True)
         within("rho", self.rho, 0.0, 1.0, above=True)
         within("gamma", self.gamma, 0.0, 1.0, above=True)
-        # Larger ones mean nothing, and the native runner counts in 64 bits.
+        # Larger values have no effect and would overflow the native runner's 64-bit counters.
         for name, most in (("prefetch_experts", 1 << 20), ("prefetch_bytes", 1 << 62)):
             value = getattr(self, name)
             if value is None:
@@ -108,8 +107,13 @@ class CacheSettings:
                 )
 
     @property
+    def ahead(self) -> str:
+        """Name of the prefetches in native code: ``none``, ``ranked`` by a predictor, or ``whole-layer``."""
+        return {"none": "none", "whole-layer": "whole-layer"}.get(self.prefetch, "ranked")
+
+    @property
     def first_split(self) -> float:
-        """θ before an allocation has chosen one; MoEpic begins with one half (algorithm 1, line 4)."""
+        """θ before an allocation has chosen one; MoEpic starts with 0.5 (algorithm 1, line 4)."""
         if self.split is not None:
             return self.split
         return 0.5 if self.allocation == "moepic" else 1.0
@@ -125,8 +129,8 @@ SYSTEMS: Mapping[str, CacheSettings] = {
     "on-demand": replace(_LRU_WHOLE, prefetch="none"),
     "pregated": replace(_LRU_WHOLE, keep=0.0),
     "deepspeed": replace(_LRU_WHOLE, keep=0.0, prefetch="whole-layer"),
-    # What it would fetch ahead by its counts over the whole model is what it keeps anyway (MoE-Infinity,
-    # sections 5.1 and 5.2).
+    # No prefetching: by its counts over the whole model it would prefetch the experts that it keeps
+    # (MoE-Infinity, sections 5.1 and 5.2).
     "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none"),
     "fiddler": CacheSettings(policy="static", allocation="model", prefetch="none", miss="compute"),
     "static": CacheSettings(policy="static", allocation="layers", prefetch="none", miss="compute"),
@@ -138,7 +142,7 @@ def settings_of(system: str) -> CacheSettings:
     """Settings of a named system.
 
     Raises:
-        UsageError: There is no such system.
+        UsageError: The system is unknown.
     """
     if system not in SYSTEMS:
         raise UsageError(f"system {system!r} is not known", hint=f"choose one of: {', '.join(SYSTEMS)}")
@@ -146,7 +150,7 @@ def settings_of(system: str) -> CacheSettings:
 
 
 def parse_settings(text: str) -> CacheSettings:
-    """Settings of ``NAME`` or ``NAME:key=value,key=value``; for benchmarks and experiments.
+    """Parse ``NAME`` or ``NAME:key=value,key=value``, for benchmarks and experiments.
 
     Raises:
         UsageError: Unknown system, unknown key, or a value out of range.
@@ -174,5 +178,5 @@ def _parsed(key: str, value: str, sample: object) -> object:
         if isinstance(sample, int) or sample is None:
             return int(value)
     except (KeyError, ValueError):
-        raise UsageError(f"{key} is {value!r}, which is no value for it") from None
+        raise UsageError(f"{key} is {value!r}, which is not a valid value") from None
     return value

@@ -1,4 +1,4 @@
-"""Targets of a cache, looked at through a model: what is loaded and what is exposed, layer by layer."""
+"""Evaluates targets of a cache: loaded experts and exposed time of each layer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from moechat.configurator.exposure import LayerModel
 from moechat.configurator.native import native_plan
 
 Targets = npt.NDArray[np.int32]
-# By so many loads a window is longer to see what it is worth.
+# Increment of a window, in loads, for the numerical derivative that gives its price.
 _MORE = 0.02
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What targets come to.
+    """Evaluation of targets.
 
     Attributes:
         loaded: m, float64 ``[layers]``.
         exposed: T, seconds, float64 ``[layers]``.
         windows: W, seconds, float64 ``[layers]``: for the prefetches of each layer.
-        prices: Exposed seconds, of this layer and those after it, that a second more of a layer's window
-            would save: float64 ``[layers]``.
+        prices: float64 ``[layers]``: exposed seconds of a layer and all later ones saved per second of
+            additional window.
     """
 
     loaded: Floats
@@ -38,23 +38,23 @@ class Evaluation:
 
     @property
     def total(self) -> float:
-        """Exposed seconds a token."""
+        """Exposed seconds per token."""
         return float(self.exposed.sum())
 
     @property
     def score(self) -> tuple[float, float]:
-        """Smaller is better: exposed time, then what is missing."""
+        """Sort key, smaller is better: exposed time, then missing experts."""
         return self.total, -float(self.loaded.sum())
 
 
 def evaluate(targets: Targets, curves: RoutingCurves, model: LayerModel, blocks: int) -> Evaluation:
-    """Go through the layers in order; each leaves the next one its window.
+    """Evaluate the layers in order; each determines the window of the next one.
 
     Args:
-        targets: int32 ``[layers, 2]``: experts and blocks of each.
+        targets: int32 ``[layers, 2]``: experts, and blocks of each.
         curves: Routing.
-        model: Of a layer's times.
-        blocks: B, blocks of an expert.
+        model: Times of a layer.
+        blocks: B, blocks per expert.
     """
     return evaluate_all([targets], curves, model, blocks)[0]
 
@@ -62,18 +62,18 @@ def evaluate(targets: Targets, curves: RoutingCurves, model: LayerModel, blocks:
 def evaluate_all(
     candidates: Sequence[Targets], curves: RoutingCurves, model: LayerModel, blocks: int
 ) -> list[Evaluation]:
-    """:func:`evaluate` for several targets in one go, which takes hardly longer than for one."""
+    """:func:`evaluate` for several targets at once, which takes hardly longer than one."""
     return evaluated(candidates, native_plan(curves, model), blocks)
 
 
 def evaluated(candidates: Sequence[Targets], plan: LayerPlan, blocks: int) -> list[Evaluation]:
-    """:func:`evaluate_all` where the native tables are there already."""
+    """:func:`evaluate_all` with existing native tables."""
     results = plan.evaluate(*_arguments(np.stack(candidates), blocks), _MORE)
     return [Evaluation(*rows) for rows in zip(*results, strict=True)]
 
 
 def exposed_totals(candidates: Targets, plan: LayerPlan, blocks: int) -> Floats:
-    """Exposed seconds a token of several targets, ``[candidates, layers, 2]``, and nothing else."""
+    """Exposed seconds per token of several targets, ``[candidates, layers, 2]``."""
     return np.asarray(plan.evaluate(*_arguments(candidates, blocks), _MORE)[1].sum(axis=1))
 
 
@@ -90,14 +90,14 @@ def outcomes(
     model: LayerModel,
     blocks: int,
 ) -> tuple[Floats, Floats, Floats]:
-    """What several targets of one layer, each with a window of its own, come to: the native loops, in Python.
+    """Evaluate several targets of one layer, each with its own window; Python reference of the native loops.
 
     Args:
-        layer: Which.
-        targets: Experts and blocks of each, ``[targets, 2]``.
+        layer: Index of the layer.
+        targets: Experts, and blocks of each, ``[targets, 2]``.
         windows: Seconds, ``[targets]``.
         curves: Routing.
-        model: Of a layer's times.
+        model: Times of a layer.
         blocks: B.
 
     Returns:
@@ -112,5 +112,5 @@ def outcomes(
 
 
 def pages_of(targets: Targets) -> int:
-    """Pages that targets take."""
+    """Number of pages of targets."""
     return int((targets[:, 0].astype(np.int64) * targets[:, 1]).sum())

@@ -1,6 +1,8 @@
-"""Pages that blocks on their way need, and the same share of the others for every layer."""
+"""The reserve of pages for blocks in transit, and the uniform division of the others."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -9,9 +11,11 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.uniform import same_for_all
 from moechat.geometry import ExpertGeometry
 
+_STREAM_SHARE = 0.5  # of a layer's experts
+
 
 def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) -> int:
-    """Pages that blocks on their way can use: one token's experts, and those fetched ahead."""
+    """Most pages that blocks in transit can use: one token's experts and the prefetched ones."""
     ahead = 0
     if settings.prefetch == "whole-layer":
         ahead = geometry.num_experts
@@ -21,21 +25,26 @@ def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) ->
     return (min(top_k, geometry.num_experts) + ahead) * geometry.blocks_per_expert
 
 
+def stream_tokens(top_k: int, experts: int) -> int:
+    """Tokens from which a pass is expected to need half of a layer; the next layer is then streamed whole."""
+    share = min(top_k, experts) / experts
+    return max(2, math.ceil(math.log(1 - _STREAM_SHARE) / math.log1p(-share))) if share < 1 else 2
+
+
 def uniform_targets(
     geometry: ExpertGeometry, layers: int, pages: int, top_k: int, settings: CacheSettings
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """A reserve for blocks on their way, and of the rest the same for every layer.
+    """Reserve pages for blocks in transit and divide the rest equally among the layers.
 
     Args:
-        geometry: Of the experts.
-        layers: Expert layers.
-        pages: Of the slab.
-        top_k: Experts a token.
-        settings: For ``split`` and ``keep``.
+        geometry: Geometry of the experts.
+        layers: Number of expert layers.
+        pages: Pages of the slab.
+        top_k: Experts per token.
+        settings: Gives ``split``, ``keep`` and the prefetch.
 
     Returns:
-        int32 ``[layers, 2]``: experts kept and blocks kept of each; and the pages left for blocks on their
-        way.
+        int32 ``[layers, 2]``: experts kept and blocks kept of each; and the reserve in pages.
     """
     everything = layers * geometry.num_experts * geometry.blocks_per_expert
     reserve = max(1, min(in_transit(geometry, top_k, settings), pages // 2))

@@ -1,4 +1,4 @@
-"""Targets that need no search: the same for all layers, whole layers, popular experts."""
+"""Targets without search: equal for all layers, whole layers, or popular experts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def kept_blocks(split: float, blocks: int) -> int:
 
 
 def same_for_all(layers: int, experts: int, blocks: int, pages: int, split: float) -> Targets:
-    """The same number of experts, to within one, and the same split for every layer.
+    """The same split and, up to one, the same number of experts for every layer.
 
-    Where every expert has its share, the rest makes the share larger (MoEpic: θ = min(1, V / (C·U_e))), first
-    in the first layers.
+    If all experts have their share, the rest increases the split (MoEpic: θ = min(1, V / (C·U_e))), first in
+    the first layers.
     """
     kept = kept_blocks(split, blocks)
     count, more = divmod(pages // kept, layers)
@@ -33,7 +33,7 @@ def same_for_all(layers: int, experts: int, blocks: int, pages: int, split: floa
 
 
 def first_layers(layers: int, experts: int, blocks: int, pages: int, split: float) -> Targets:
-    """All experts of the first layers, as far as the pages go; the last of them has some of its experts."""
+    """All experts of the first layers, as far as the pages suffice; the last one may be partial."""
     kept = kept_blocks(split, blocks)
     full, more = divmod(pages // kept, experts)
     targets = np.full((layers, 2), (0, kept), dtype=np.int32)
@@ -44,11 +44,10 @@ def first_layers(layers: int, experts: int, blocks: int, pages: int, split: floa
 
 
 def most_popular(activations: npt.NDArray[np.int64], blocks: int, pages: int, split: float) -> Targets:
-    """As many experts of each layer as are among the most often chosen ones of the whole model.
+    """For each layer, the number of its experts among the most popular ones of the whole model.
 
-    Equally popular experts are taken in turn, one of each layer, so that without counts all layers have the
-    same number. This is how Fiddler and Brainstorm place experts; which of a layer's experts are kept is
-    the policy's business.
+    Equally popular experts are taken from the layers in turn, so that without counts all layers have the same
+    number. Fiddler and Brainstorm place experts this way; the policy chooses the experts within a layer.
     """
     layers, experts = activations.shape
     kept = kept_blocks(split, blocks)

@@ -1,7 +1,7 @@
-"""Routing statistics where none were recorded yet: shipped defaults by family, and how counts replace them.
+"""Default routing statistics by model family, used until enough tokens are recorded.
 
-The defaults are curves of a few numbers, fitted to what was at hand; every number says where it comes from.
-They order layers and sizes sensibly, no more: a few hundred tokens of the user's own outweigh them.
+The defaults are curves with a few parameters, fitted to available data; every number has its source. They
+only order layers and sizes sensibly, and a few hundred recorded tokens outweigh them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Origin = Literal["fitted", "published", "estimate"]
 
-# Tokens that the defaults count for when real ones join them. With 8 of 128 experts these are 3200
-# activations, 25 a rank: from there on counts say more than curves of another model.
+# Weight of the defaults in tokens when counts are added. With 8 of 128 experts these are 3200 activations, 25
+# per rank: from there on counts are better than curves of another model.
 PSEUDO_TOKENS = 400
-# Resolution of the defaults: shares are exact to half a count of these.
+# Resolution of the defaults: shares are rounded to whole counts of this many tokens.
 _BASE_TOKENS = 100_000
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family routes, in the middle of the model.
+    """Routing of a family, in the middle of the model.
 
     Attributes:
-        skew: a of ``H(C) = (1 − exp(−a·C/N)) / (1 − exp(−a))`` under ``lcp``; 0 would be random routing.
-        accuracy: Share of the activated experts among the K that the next layer's router ranks best.
-        origin: Of ``skew`` first, then of ``accuracy``.
-        source: What they were taken from.
+        skew: a in ``H(C) = (1 − exp(−a·C/N)) / (1 − exp(−a))`` under ``lcp``; 0 is random routing.
+        accuracy: Share of the activated experts in the top K of the next layer's router.
+        origin: Origin of ``skew``, then of ``accuracy``.
+        source: Source of the data.
     """
 
     skew: float
@@ -120,15 +120,15 @@ _POLICY_FACTOR: Mapping[str, float] = {
 # Early layers route more evenly: skew 0.51, 0.69, 0.87, 0.98 of the mean in gpt-oss's first layers, 0.85,
 # 0.72, 0.81, 0.78 in DeepSeek-V2-Lite's.
 _EVEN_DROP, _EVEN_SPAN = 0.33, 3.0
-# And they are predicted worse, as are the last ones, by a little (MoEpic, figures 2c and 6; AdapMoE's table:
-# 0.57 / 0.88, 0.72 / 0.88, 0.79 / 0.88 in layers 1 to 3, 0.85 / 0.88 in the last).
+# Their predictions are worse too, and those of the last layer slightly (MoEpic, figures 2c and 6; AdapMoE's
+# table: 0.57 / 0.88, 0.72 / 0.88, 0.79 / 0.88 in layers 1 to 3, 0.85 / 0.88 in the last).
 _PREDICTED_DROP, _PREDICTED_SPAN, _LAST_DROP = 0.36, 1.6, 0.04
-# The first layer is predicted from the last one of the token before; AdapMoE predicts it with 0. An estimate.
+# The first layer is predicted from the last layer of the previous token; an estimate (AdapMoE: 0).
 _FIRST_ACCURACY = 0.3
 
 
 def family_of(model_type: str) -> Family:
-    """Numbers of a transformers ``model_type``; those of the generic family if it is not known."""
+    """Parameters of a transformers ``model_type``; those of the generic family if it is unknown."""
     return FAMILIES.get(_ALIKE.get(model_type, model_type), _GENERIC)
 
 
@@ -140,25 +140,25 @@ def default_statistics(
     depth: int | None = None,
     policy: str = "blend",
 ) -> RoutingStatistics:
-    """What to expect of a model of which nothing was recorded.
+    """Expected statistics of a model without recorded routing.
 
     - ``H(C)``: see :class:`Family`; less skewed in early layers.
-    - ``P(y)`` falls from near 1 to near 0 around place K, as a logistic function: as wide as the accuracy
-      says, and adding up to K over all places.
-    - ``PH(y, C)``: an expert that will be activated is cached with ``H(C)``; one that will not, though it was
-      likely, halfway between that and ``C / N``.
+    - ``P(y)`` falls from near 1 to near 0 around position K, as a logistic function with a width given by the
+      accuracy and a sum of K over all positions.
+    - ``PH(y, C)``: an expert that will be activated is cached with probability ``H(C)``; a predicted expert
+      that will not be, with the mean of that and ``C / N``.
 
     Args:
-        model_type: As transformers names it.
-        layers: Expert layers.
-        experts: Of a layer.
-        top_k: Experts a token.
-        depth: Places of a prediction; ``None``: twice ``top_k``, at most all experts.
-        policy: Of the cache.
+        model_type: transformers' name of the family.
+        layers: Number of expert layers.
+        experts: Experts per layer.
+        top_k: Experts per token.
+        depth: Positions of a prediction; ``None``: twice ``top_k``, at most all experts.
+        policy: Eviction policy of the cache.
 
     Returns:
-        Statistics with ``tokens = 0``, for none were counted, and counts that stand for shares; every expert
-        is equally popular, since which ones are is not known.
+        Statistics with ``tokens = 0``, because none were counted, and counts that represent shares; all
+        experts are equally popular, because the popular ones are unknown.
 
     Raises:
         ValueError: A size is below 1, ``top_k`` or ``depth`` is above ``experts``.
@@ -174,7 +174,7 @@ def default_statistics(
         [[1.0], _layer_factors(layers - 1, _PREDICTED_DROP, _PREDICTED_SPAN)]
     )
     accuracy[-1] -= _LAST_DROP if layers > 1 else 0.0
-    # Nothing is predicted worse than by chance.
+    # At least the accuracy of random predictions.
     accuracy[0] = _FIRST_ACCURACY
     accuracy = np.maximum(accuracy, top_k / experts)
     places = _places(accuracy, experts, top_k)[:, :depth]
@@ -196,18 +196,18 @@ def default_statistics(
 def blended_statistics(
     default: RoutingStatistics, seen: RoutingStatistics | None, pseudo_tokens: int = PSEUDO_TOKENS
 ) -> RoutingStatistics:
-    """Counts over the defaults, which count for ``pseudo_tokens`` tokens in every layer.
+    """Add counts to the defaults, which weigh as much as ``pseudo_tokens`` tokens in every layer.
 
-    A layer that was seen less, or predicted less, keeps more of its default. After ``pseudo_tokens`` tokens
-    both weigh the same, after ten times as many the defaults make a tenth, and nothing ever jumps.
+    The transition is smooth: after ``pseudo_tokens`` tokens both have the same weight, after ten times as
+    many the defaults have a tenth. Layers with fewer counts or predictions keep more of the default.
 
     Args:
-        default: From :func:`default_statistics`.
-        seen: Recorded, of the same model and policy; ``None``: nothing.
+        default: Result of :func:`default_statistics`.
+        seen: Recorded statistics of the same model and policy, if any.
         pseudo_tokens: Weight of the defaults.
 
     Returns:
-        Counts with ``tokens`` of ``seen``, and as many places of predictions as both have.
+        Counts with ``tokens`` of ``seen``, and the positions of predictions that both have.
 
     Raises:
         ValueError: The two differ in layers, experts, top-k or policy, or the weight is below 1.
@@ -237,21 +237,22 @@ def blended_statistics(
 
 
 def _layer_factors(layers: int, drop: float, span: float) -> Floats:
-    """1 in the middle of a model, ``1 − drop`` in its first layer."""
+    """Factor of each layer: ``1 − drop`` in the first one, rising towards 1."""
     return 1.0 - drop * np.exp(-np.arange(layers) / span)
 
 
 def _saturating(share: Floats, skew: float) -> Floats:
-    """From (0, 0) to (1, 1), steeper at first the larger the skew."""
+    """A concave curve from (0, 0) to (1, 1), initially steeper for a larger skew."""
     if skew < 1e-6:
         return share
     return np.asarray(np.expm1(-skew * share) / math.expm1(-skew))
 
 
 def _places(accuracy: Floats, experts: int, top_k: int) -> Floats:
-    """``P(y)``: ``[layers, experts]``, falling, K in all, of which ``accuracy·K`` in the first K places.
+    """``P(y)``: ``[layers, experts]``, decreasing, with sum K and sum ``accuracy·K`` over the first K
+    positions.
 
-    The mean over each place of a logistic function that falls around K. Where it falls follows from its width
+    The mean over each position of a logistic function that falls around K. Its centre follows from its width
     in closed form; the width is found by bisection.
     """
     if top_k == experts:
@@ -277,12 +278,12 @@ def _places(accuracy: Floats, experts: int, top_k: int) -> Floats:
 
 
 def _counts(cumulative: Floats, total: int) -> Ints:
-    """Whole counts ``[..., n]``, with running sums ``cumulative`` ``[..., n + 1]`` of ``total`` to 0.5."""
+    """Integer counts ``[..., n]`` whose running sums are ``total · cumulative [..., n + 1]``, rounded."""
     return np.maximum(np.diff(np.rint(cumulative * total), axis=-1), 0).astype(np.int64)
 
 
 def _shares(counts: Ints) -> Floats:
-    """Running shares ``[..., n + 1]`` of counts ``[..., n]``; even where there are none."""
+    """Running shares ``[..., n + 1]`` of counts ``[..., n]``; uniform if all counts are 0."""
     n = counts.shape[-1]
     sums = np.concatenate([np.zeros((*counts.shape[:-1], 1)), np.cumsum(counts, axis=-1)], axis=-1)
     total = sums[..., -1:]

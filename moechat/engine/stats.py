@@ -1,13 +1,15 @@
-"""Measurements of an answer, and how they come out of the counters of experts and link."""
+"""Statistics of an answer, from the counters of experts and link."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moechat.offload.cached import NearTier
 from moechat.offload.experts import ExpertCounters
+from moechat.offload.tier import ExpertTier
+from moechat.offload.upkeep import Replanned
+from moechat.tuner import Tuning
 
 
 @dataclass(frozen=True)
@@ -22,29 +24,29 @@ class Stats:
         ttft_s: Seconds from the call of ``generate`` to the first token; 0 before it.
         tpot_s: Mean seconds for each token after the first; 0 before the second.
         expert_activations: (token, layer, expert) triples computed.
-        expert_bytes: Bytes of expert blocks walked by the kernels.
-        hits_full: Experts that a token of the answer needed and that were resident as a whole. This and
-            what follows to ``link_busy_s`` is 0 where experts are mapped.
-        hits_prefetched: The same, whose missing blocks were on their way or there through a prefetch.
-        hits_top: The same, resident in part, the rest fetched on demand.
-        misses: The same, fetched on demand as a whole.
-        demand_bytes: Moved by the link because a router had asked.
-        prefetch_bytes: Moved ahead of that.
-        shared_bytes: Of blocks that were missing on a card and that the CPU computed where they lie.
-        stall_s: Seconds in which the link was waited for with nothing to compute.
+        expert_bytes: Bytes of expert blocks read by the kernels.
+        hits_full: Experts that a token of the answer needed and that were wholly resident. This field and
+            those up to ``link_busy_s`` are 0 where experts are mapped.
+        hits_prefetched: Needed experts whose missing blocks a prefetch had moved or was moving.
+        hits_top: Needed experts that were resident in part; the rest was fetched on demand.
+        misses: Needed experts that were fetched on demand as a whole.
+        demand_bytes: Moved by the link after a router had chosen the expert.
+        prefetch_bytes: Moved by the link before that.
+        shared_bytes: Of blocks that were missing on a card and that the CPU computed in place.
+        stall_s: Seconds in which the computation waited for the link.
         link_busy_s: Seconds with at least one transfer under way.
         busy_s: Seconds from the call of ``generate`` to the last token drawn.
         pages: Pages of the near tier, one block each; 0 where experts are mapped.
-        pages_peak: Most of them in use at a time since the model was loaded.
-        page_bytes: A page.
+        pages_peak: Most pages in use at a time since the model was loaded.
+        page_bytes: Bytes of a page.
         budget_bytes: Memory budget of the whole process.
         peak_rss_bytes: Largest resident set of the process so far, mapped files included.
-        seed: What makes the same draw again.
-        plan: How the pages are divided among the layers: the method; empty where experts are mapped.
+        seed: Repeats the draw.
+        plan: Method that divided the pages among the layers; empty where experts are mapped.
         tuned: Candidate that the tuner has chosen, now or at an earlier start; empty without one.
-        replans: How often the plan was made anew since the model was loaded.
-        replan: The last of them, see :class:`moechat.offload.upkeep.Replanned`; ``None`` before.
-        tuning: What the tuner did and why, see :class:`moechat.tuner.Tuning`; ``None`` if it was not asked.
+        replans: New plans since the model was loaded.
+        replan: The last of them; ``None`` before the first.
+        tuning: Result of the tuner; ``None`` if it did not run.
     """
 
     load_s: float = 0.0
@@ -74,8 +76,8 @@ class Stats:
     plan: str = ""
     tuned: str = ""
     replans: int = 0
-    replan: dict[str, Any] | None = None
-    tuning: dict[str, Any] | None = None
+    replan: Replanned | None = None
+    tuning: Tuning | None = None
 
     @property
     def hit_rates(self) -> dict[str, float]:
@@ -97,14 +99,18 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """Plain values; the keys do not depend on how the experts are held."""
         rates = {f"hit_rate_{name}": rate for name, rate in self.hit_rates.items()}
-        return {**asdict(self), **rates, "link_busy_share": self.link_busy_share}
+        nested = {
+            "replan": None if self.replan is None else self.replan.to_json(),
+            "tuning": None if self.tuning is None else self.tuning.to_json(),
+        }
+        return {**vars(self), **nested, **rates, "link_busy_share": self.link_busy_share}
 
 
 class Meter:
     """Turns the running counters of experts and link into those of one answer.
 
-    Counters are read before and after the passes of a step, so that answers side by side do not share them;
-    transfers between two steps count for the next.
+    Counters are read before and after the passes of a step, so that two answers in turns do not count each
+    other's work; transfers between two steps count for the next.
     """
 
     _SAME: Mapping[str, tuple[str, ...]] = {
@@ -118,51 +124,30 @@ class Meter:
         "link_busy_s": ("link_busy_seconds",),
     }
 
-    def __init__(self, near: NearTier | None, counters: ExpertCounters) -> None:
+    def __init__(self, near: ExpertTier | None, counters: ExpertCounters) -> None:
         self._counters = counters
         self._near = near
         self._pages_peak = 0
         self._before = self._read()
 
     def close(self) -> None:
-        """Let go of the near tier."""
+        """Drop the near tier, which is about to be closed."""
         self._near = None
 
-    def describe(self) -> dict[str, Any]:
-        """How the near tier is run."""
-        if self._near is None:
-            return {}
-        near, settings = self._near, self._near.settings
-        told = {
-            "policy": settings.policy,
-            "split": settings.split,
-            "prefetch": settings.prefetch,
-            "plan": near.plan.method,
-            "plan_experts_by_layer": near.targets[:, 0].tolist(),
-            "plan_blocks_by_layer": near.targets[:, 1].tolist(),
-        }
-        if near.knowledge is not None and near.plan.allocation is not None:
-            told |= {
-                "plan_exposed_ms": 1000 * near.plan.allocation.exposed_total,
-                "plan_statistics": near.knowledge.statistics_from,
-                "plan_costs": near.knowledge.costs_from,
-            }
-        return told
-
     def restart(self) -> None:
-        """What was computed and moved until now belongs to no answer."""
+        """Attribute all that was computed and moved until now to no answer."""
         self._before = self._read()
 
     def start(self) -> None:
-        """What was computed since the last step belongs to others."""
+        """Attribute all that was computed since the last step to other answers."""
         now = self._read()
         for key in ("expert_activations", "expert_bytes"):
             self._before[key] = now[key]
 
     def add(self, stats: Stats) -> Stats:
-        """The statistics with what has happened since the last call."""
+        """The statistics, with everything since the last call added."""
         now = self._read()
-        # A counter below its last value has been set back to 0 meanwhile.
+        # A counter below its last value was reset to 0 in between.
         gained = {
             key: value - self._before[key] if value >= self._before[key] else value
             for key, value in now.items()

@@ -1,4 +1,4 @@
-"""A model from the hub becomes a store: planned from headers, then fetched and converted shard by shard."""
+"""Downloads a model into a store: plans from headers, then fetches and converts shard by shard."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from functools import partial
 from pathlib import Path
 
 from moechat.config import Paths
-from moechat.hub.leftovers import note_variant
-from moechat.hub.library import KEPT
-from moechat.hub.names import ModelRef
-from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.transfer import PART_SUFFIX, Transfer, is_whole
-from moechat.loading.download_plan import ASIDE, DownloadPlan, make_plan
-from moechat.loading.model import Progress, Report
-from moechat.loading.read_ahead import Background, ReadAhead
-from moechat.loading.selection import (
-    MARK,
+from moechat.fetch.download_plan import SAVED_DENSE, DownloadPlan, make_plan
+from moechat.fetch.file_selection import (
+    WEIGHTS_ID_FILE,
     Selection,
-    announced,
     cached_file,
+    checkpoint_from_headers,
     read_headers,
-    select,
+    select_files,
     source_path,
-    weights_mark,
+    weights_id,
 )
-from moechat.models.mapping import plan_checkpoint
+from moechat.fetch.prefetch import BackgroundCall, PrefetchingSource
+from moechat.fetch.repository import RemoteFile, RemoteRepository
+from moechat.fetch.transfer import PART_SUFFIX, Transfer, is_whole
+from moechat.hub.leftovers import record_variant
+from moechat.hub.library import KEEP_MARK
+from moechat.hub.model_ref import ModelRef
+from moechat.loading.model import Progress, Report
+from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.files import called, explained
 from moechat.store.lock import exclusive_lock
-from moechat.store.renewal import note_revision
+from moechat.store.revision import record_revision
+from moechat.store.shard_supply import ShardSupply
 from moechat.store.store import Store
-from moechat.store.supply import ShardSupply
 
 Notice = Callable[[str], None]
 _COPY_CHUNK = 8 << 20
 
 
 class Download:
-    """One model on its way from the hub into the library; see :func:`prepared`.
+    """The download of one model into the library; see :func:`prepare_download`.
 
     Attributes:
-        plan: What it takes.
+        plan: Sizes, times and destination.
     """
 
     def __init__(
@@ -59,31 +59,32 @@ class Download:
         keep_source: bool,
         needed: frozenset[str],
     ) -> None:
-        """Use :func:`prepared`."""
+        """Use :func:`prepare_download`."""
         self.plan = plan
         self._ref = ref
         self._transfer = transfer
         self._selection = selection
         self._headers = headers
         self._source = source_path(paths, transfer.remote, selection)
-        self._asked_to_keep = keep_source
-        self._keep = keep_source or (self._source / KEPT).exists()
+        self._keep_requested = keep_source
+        self._keep = keep_source or (self._source / KEEP_MARK).exists()
         self._state = paths.state
         self._needed = needed
 
     def run(self, report: Report, notice: Notice) -> Store:
-        """Fetch and convert, once; what an interrupted run left is used.
+        """Fetch and convert, resuming an interrupted run. Call once.
 
-        Files come in a thread of their own, which has ended when this returns or raises (see
-        :class:`Background` for the one exception). Callbacks run in the calling thread, and may raise
+        Files are fetched in a background thread, which has ended when this returns or raises (see
+        :class:`BackgroundCall` for the exception). Callbacks run in the calling thread and may raise
         ``KeyboardInterrupt``.
 
         Args:
-            report: Called with stage ``download`` all the time, ``wait`` while another process works on it.
-            notice: Called with lines about lost connections.
+            report: Receives progress: stage ``download``, or ``wait`` while another process downloads the
+                model.
+            notice: Receives messages about lost connections.
 
         Raises:
-            MoechatError: See :mod:`moechat.errors`; a later call continues.
+            MoechatError: See :mod:`moechat.errors`; another run resumes.
         """
         source = self._source
         with explained("downloading", source):
@@ -91,47 +92,51 @@ class Download:
             lock = source.parent / f".{source.name}.lock"
             waiting = Progress("wait", 0, None, "another process is downloading this model")
             with exclusive_lock(lock, lambda: report(waiting)):
-                # Whoever worked on it before may have been asked to keep it.
-                self._keep = self._keep or (source / KEPT).exists()
+                # The process that held the lock may have been started with --keep-source.
+                self._keep = self._keep or (source / KEEP_MARK).exists()
                 source.mkdir(exist_ok=True)
-                (source / MARK).write_text(weights_mark(self._selection), "ascii")
-                note_variant(source, self._ref.variant)
-                with Background(self._transfer.stop.stop) as background:
+                (source / WEIGHTS_ID_FILE).write_text(weights_id(self._selection), "ascii")
+                record_variant(source, self._ref.variant)
+                with BackgroundCall(self._transfer.stop.stop) as background:
                     store = self._fetch_and_convert(background, report, notice)
                 if self._keep:
-                    (source / KEPT).touch()
-                    shutil.rmtree(source / ASIDE, ignore_errors=True)
+                    (source / KEEP_MARK).touch()
+                    shutil.rmtree(source / SAVED_DENSE, ignore_errors=True)
                 else:
                     shutil.rmtree(source, ignore_errors=True)
         return store
 
-    def note(self) -> None:
-        """Where nothing is left to do: let the store know that the commit asked for has the same weights,
-        and shards that were asked for stay, though the run that fetched them did not come to its end.
+    def record_finished(self) -> None:
+        """Update a store that is finished already.
+
+        Records the requested commit, which has the same weights, and keeps requested shards that an
+        interrupted run left.
 
         Raises:
-            MoechatError: It cannot be written, or is damaged.
+            MoechatError: The store cannot be written, or is damaged.
         """
-        note_revision(self.plan.destination, self._transfer.remote.commit, self._state)
-        if self._asked_to_keep and self._source.is_dir():
+        record_revision(self.plan.destination, self._transfer.remote.commit, self._state)
+        if self._keep_requested and self._source.is_dir():
             with explained("keeping shards", self._source):
-                (self._source / KEPT).touch()
+                (self._source / KEEP_MARK).touch()
 
-    def _fetch_and_convert(self, background: Background, report: Report, notice: Notice) -> Store:
+    def _fetch_and_convert(self, background: BackgroundCall, report: Report, notice: Notice) -> Store:
         state = _State(self.plan.download_bytes, report)
-        state.done = self._skipped()
+        state.done = self._skipped_bytes()
         transfer = replace(
-            self._transfer, advance=background.relayed(state.advance), notice=background.relayed(notice)
+            self._transfer,
+            advance=background.in_owner_thread(state.advance),
+            notice=background.in_owner_thread(notice),
         )
         for file in self._selection.side:
-            state.waits_for(file.path)
-            background.begin(partial(transfer.fetch, file, self._source / file.path))
+            state.on_wait(file.path)
+            background.start(partial(transfer.fetch, file, self._source / file.path))
             background.wait()
-        checkpoint = announced(self._source, transfer.remote, self._selection, self._headers)
+        checkpoint = checkpoint_from_headers(self._source, transfer.remote, self._selection, self._headers)
         plan = plan_checkpoint(checkpoint)
         shards = _HubShards(self._source, self._selection.shards, transfer)
-        ahead = ReadAhead(shards, background, state.waits_for, ahead=self.plan.reads_ahead)
-        supply = ShardSupply(checkpoint, plan.dense_keys, ahead, self._source / ASIDE, keep=self._keep)
+        source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
+        supply = ShardSupply(checkpoint, plan.dense_keys, source, self._source / SAVED_DENSE, keep=self._keep)
 
         def on_convert(event: ConvertProgress) -> None:
             stage = {"waiting": "wait", "checking": "verify"}.get(event.stage, "download")
@@ -139,7 +144,7 @@ class Download:
                 report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
                 return
             state.detail = f"converting {event.detail}"
-            background.listen()
+            background.run_callbacks()
             state.show()
 
         store = convert(
@@ -153,26 +158,26 @@ class Download:
             supply=supply,
         )
         if self._keep:
-            # Some may not have been needed any more by a conversion that was nearly finished.
+            # A resumed conversion does not fetch the shards of finished layers.
             for name in self._selection.shards:
-                state.waits_for(name)
-                background.begin(partial(shards.fetch_own, name))
+                state.on_wait(name)
+                background.start(partial(shards.fetch_into_directory, name))
                 background.wait()
         return store
 
-    def _skipped(self) -> int:
-        """Bytes that are neither here nor needed: their part of the store is finished."""
+    def _skipped_bytes(self) -> int:
+        """Bytes of shards that are not needed, because their part of the store is finished."""
         side = sum(file.size for file in self._selection.side)
         needed = sum(self._selection.shards[name].size for name in self._needed)
         return self.plan.download_bytes - side - needed
 
 
 class _State:
-    """Where a download stands, for its reports; it belongs to the thread that makes them.
+    """The progress of a download; used by the calling thread only.
 
     Attributes:
-        done: Bytes that have come, or need not.
-        detail: What is waited for or converted.
+        done: Bytes that arrived or are not needed.
+        detail: The current file or conversion step.
     """
 
     def __init__(self, total: int, report: Report) -> None:
@@ -185,7 +190,7 @@ class _State:
         self.done += size
         self.show()
 
-    def waits_for(self, name: str) -> None:
+    def on_wait(self, name: str) -> None:
         self.detail = name
         self.show()
 
@@ -194,43 +199,43 @@ class _State:
 
 
 class _HubShards:
-    """Shards from the hub, or from its cache on this machine; those of the cache are only read."""
+    """Fetches shards from the hub; reads those in the cache of huggingface_hub in place."""
 
     def __init__(self, directory: Path, files: dict[str, RemoteFile], transfer: Transfer) -> None:
         self._directory = directory
         self._files = files
         self._transfer = transfer
-        self._whole: set[str] = set()  # checked by this run
+        self._checked: set[str] = set()
 
     def fetch(self, name: str) -> Path:
         cached = self._cached(name)
         if cached is None:
-            self.fetch_own(name)
+            self.fetch_into_directory(name)
             return self._directory / name
         self._transfer.advance(self._files[name].size)
         return cached
 
-    def fetch_own(self, name: str) -> None:
-        """Into the directory, whatever the cache holds."""
+    def fetch_into_directory(self, name: str) -> None:
+        """Fetch a shard into the directory, copying it from the cache if it is there."""
         own = self._directory / name
         cached = self._cached(name)
         if cached is not None:
-            # Under the name of what is not whole yet: it goes on from there, as after any other end.
+            # Copied to the name of an unfinished download, so that an interrupted copy is resumed.
             part = own.with_name(own.name + PART_SUFFIX)
             part.unlink(missing_ok=True)
             with open(cached, "rb") as source, open(part, "wb") as target:
                 while data := source.read(_COPY_CHUNK):
                     self._transfer.stop.check()
                     target.write(data)
-        if name not in self._whole or not own.exists():
+        if name not in self._checked or not own.exists():
             self._transfer.fetch(self._files[name], own)
-            self._whole.add(name)
+            self._checked.add(name)
 
     def expect(self, name: str | None) -> None:
-        """It comes when it is asked for."""
+        """Do nothing: shards are fetched when needed."""
 
     def discard(self, name: str) -> None:
-        self._whole.discard(name)
+        self._checked.discard(name)
         (self._directory / name).unlink(missing_ok=True)
 
     def _cached(self, name: str) -> Path | None:
@@ -241,47 +246,47 @@ class _HubShards:
         return cached if whole else None
 
 
-def _once(notice: Notice) -> Notice:
-    """Say the same thing of several files once: headers are read many at a time."""
-    said: set[str] = set()
+def _without_repeats(notice: Notice) -> Notice:
+    """Drop messages that repeat for another file: several headers are read at a time."""
+    shown: set[str] = set()
 
-    def say(text: str) -> None:
-        _, _, what = text.partition(": ")
-        if what not in said:
-            said.add(what)
+    def show(text: str) -> None:
+        _, _, reason = text.partition(": ")
+        if reason not in shown:
+            shown.add(reason)
             notice(text)
 
-    return say
+    return show
 
 
 @contextmanager
-def prepared(
+def prepare_download(
     ref: ModelRef, remote: RemoteRepository, bits: int, paths: Paths, *, keep_source: bool, notice: Notice
 ) -> Iterator[Download]:
-    """Find out from configuration and headers alone what a download takes, and that its result can be used.
+    """Plan a download from configuration and headers alone, and check that the model is supported.
 
     Args:
-        ref: The name asked for.
-        remote: What the hub says of it.
-        bits: Of an expert weight.
+        ref: The requested model.
+        remote: Its repository.
+        bits: Bits per expert weight.
         paths: The user's directories.
-        keep_source: Shards stay.
-        notice: Called with lines about lost connections.
+        keep_source: Keep the shards.
+        notice: Receives messages about lost connections.
 
     Raises:
-        UnsupportedModelError: moechat cannot run the model.
+        UnsupportedModelError: The model is not supported.
         CheckpointError: The repository is malformed.
         MoechatError: The hub cannot be read.
     """
-    transfer = Transfer(remote, lambda _size: None, _once(notice))
+    transfer = Transfer(remote, lambda _size: None, _without_repeats(notice))
     with (
         tempfile.TemporaryDirectory(prefix="moechat-") as temporary,
         called(Path(temporary), remote.title),
     ):
         directory = Path(temporary)
-        selection = select(remote, transfer, directory, ref.variant)
+        selection = select_files(remote, transfer, directory, ref.variant)
         headers = read_headers(transfer, selection)
-        checkpoint = announced(directory, remote, selection, headers)
+        checkpoint = checkpoint_from_headers(directory, remote, selection, headers)
         plan = plan_checkpoint(checkpoint)
         needed, made = make_plan(ref, remote, selection, checkpoint, plan, bits, paths, keep_source)
         yield Download(ref, transfer, selection, headers, made, paths, keep_source, needed)

@@ -1,4 +1,4 @@
-"""What a download takes, from the configuration and the headers of its shards alone."""
+"""Plans a download, its sizes and times, from the configuration and the headers of the shards alone."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 
 from moechat.config import Paths
 from moechat.errors import DoesNotFitError, StoreDamagedError
+from moechat.fetch.file_selection import CONFIG, Selection, cached_file, source_path
+from moechat.fetch.repository import RemoteRepository
+from moechat.fetch.transfer import PART_SUFFIX
 from moechat.hardware.identity import existing_parent
 from moechat.hub.leftovers import disk_usage
-from moechat.hub.library import KEPT
-from moechat.hub.names import ModelRef
-from moechat.hub.remote import RemoteRepository
-from moechat.hub.transfer import PART_SUFFIX
-from moechat.loading.selection import CONFIG, Selection, cached_file, source_path
-from moechat.store.announced import AnnouncedCheckpoint
+from moechat.hub.library import KEEP_MARK
+from moechat.hub.model_ref import ModelRef
 from moechat.store.convert import finished_files
-from moechat.store.disk_room import most_bytes_at_once
+from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.files import format_bytes
 from moechat.store.outline import ExpertsFile, PlannedFile, SideFile, StoreOutline, outline_store
+from moechat.store.peak_disk import peak_disk_bytes
 from moechat.store.quantizer import choose_solver, make_packer
-from moechat.store.source import CheckpointPlan
+from moechat.store.shard_supply import ShardSupply
 from moechat.store.store import Store
-from moechat.store.supply import ShardSupply
+from moechat.store.streamed_checkpoint import StreamedCheckpoint
 from moechat.store.workspace import workspace_path
 
-ASIDE = ".aside"
+SAVED_DENSE = ".aside"  # directory for dense tensors of discarded shards
 _MANIFEST_ROOM = 2 << 20
 _SAMPLE_NEURONS = 256
 _SAMPLE_WEIGHTS = 1 << 20
@@ -37,27 +37,27 @@ _SAMPLE_WEIGHTS = 1 << 20
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """What a download takes, before its first shard.
+    """Sizes and times of a download, known before its first shard.
 
     Attributes:
-        name: The model as ``moechat run`` takes it.
+        name: The model's name for ``moechat run``.
         remote: Repository and commit.
-        bits: Of an expert weight.
-        config: ``config.json``, for plans of memory; gone with the download.
+        bits: Bits per expert weight.
+        config: ``config.json``, for memory plans; deleted after the download.
         destination: The store's directory.
-        files: Files that are fetched.
-        weight_files: Shards among them.
-        download_bytes: All of them.
-        missing_bytes: What is still to come.
-        store_bytes: The finished store.
-        expert_bytes: Experts in it.
-        disk_bytes: What the disk has to hold beyond what lies there already, at the fullest moment.
-        ahead_bytes: The same if the next shard comes while others are converted.
-        free_bytes: Of the disk.
-        reads_ahead: The next shard comes while others are converted: the disk has room for it.
-        overlaps: It does, and there is one for which that saves time.
-        convert_s: Estimated seconds of converting on this machine; ``None`` where nobody knows.
-        finished: The store is here already, made of this very commit.
+        files: Number of files to fetch.
+        weight_files: Number of shards among them.
+        download_bytes: Size of all files.
+        missing_bytes: Bytes still to fetch.
+        store_bytes: Size of the finished store.
+        expert_bytes: Size of its experts.
+        disk_bytes: Peak of additional disk space.
+        ahead_bytes: The same with prefetching.
+        free_bytes: Free disk space.
+        reads_ahead: Prefetch the next shard while others are converted: there is disk space for it.
+        overlaps: Prefetching saves time.
+        convert_s: Estimated seconds of conversion on this machine; ``None`` if unknown.
+        finished: The store exists already, with the same weights.
     """
 
     name: str
@@ -80,10 +80,10 @@ class DownloadPlan:
     finished: bool
 
     def require_disk(self) -> None:
-        """Refuse a disk that is too small.
+        """Check the disk space.
 
         Raises:
-            DoesNotFitError: The message has both numbers.
+            DoesNotFitError: There is too little; the message names both sizes.
         """
         if self.disk_bytes > self.free_bytes:
             raise DoesNotFitError(
@@ -98,35 +98,49 @@ def make_plan(
     ref: ModelRef,
     remote: RemoteRepository,
     selection: Selection,
-    checkpoint: AnnouncedCheckpoint,
+    checkpoint: StreamedCheckpoint,
     plan: CheckpointPlan,
     bits: int,
     paths: Paths,
     keep_source: bool,
 ) -> tuple[frozenset[str], DownloadPlan]:
-    """Names of the shards that are still needed, and what it all takes."""
+    """Plan a download.
+
+    Args:
+        ref: The requested model.
+        remote: Its repository.
+        selection: The files to fetch.
+        checkpoint: The checkpoint described by their headers.
+        plan: Its experts and dense tensors.
+        bits: Bits per expert weight.
+        paths: The user's directories.
+        keep_source: Keep the shards.
+
+    Returns:
+        The names of the shards that are still needed, and the plan.
+    """
     destination = ref.library_path(paths.models, bits)
     source = source_path(paths, remote, selection)
-    keep = keep_source or (source / KEPT).exists()
+    keep = keep_source or (source / KEEP_MARK).exists()
     sizes = {name: file.size for name, file in selection.shards.items()}
     outline = outline_store(checkpoint, plan, bits)
-    supply = ShardSupply(checkpoint, plan.dense_keys, _Nowhere(), source / ASIDE, keep=keep)
+    supply = ShardSupply(checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep)
     side_bytes = sum(file.size for file in selection.side)
-    # Of a GGUF model configuration and tokenizer are made, not fetched.
+    # Configuration and tokenizer of a GGUF model are generated, not fetched.
     store_bytes = outline.total_bytes + side_bytes - (0 if selection.is_gguf else _side_bytes_in(outline))
     done = finished_files(checkpoint, plan, destination, bits=bits)
     missing = [file for file in outline.files if file.name not in done]
     needed = frozenset(sizes if keep else (name for file in missing for name in supply.shards_to_fetch(file)))
-    lying = {name: _bytes_here(source / name) for name in sizes}
-    here = sum(lying[name] for name in needed)
-    here += sum(_bytes_here(source / file.path) for file in selection.side)
+    present = {name: _bytes_present(source / name) for name in sizes}
+    present_bytes = sum(present[name] for name in needed)
+    present_bytes += sum(_bytes_present(source / file.path) for file in selection.side)
     total = side_bytes + sum(sizes.values())
     cached = {
         name
         for name in needed
         if not (source / name).exists() and cached_file(remote, name) is not None and not keep
     }
-    missing_bytes = side_bytes + sum(sizes[name] for name in needed - cached) - here
+    missing_bytes = side_bytes + sum(sizes[name] for name in needed - cached) - present_bytes
     order = supply.order(missing)
 
     def disk(ahead: bool) -> int:
@@ -134,8 +148,8 @@ def make_plan(
             most = total + store_bytes
         else:
             written = outline.total_bytes - sum(file.nbytes for file in missing)
-            most = side_bytes * 2 + most_bytes_at_once(
-                order, supply, ahead=ahead, written=written, lying=lying, elsewhere=cached
+            most = side_bytes * 2 + peak_disk_bytes(
+                order, supply, ahead=ahead, written=written, present=present, read_in_place=cached
             )
         return max(0, most + _MANIFEST_ROOM - taken)
 
@@ -143,7 +157,7 @@ def make_plan(
     free = shutil.disk_usage(existing_parent(paths.models)).free
     with_ahead = disk(ahead=True)
     reads_ahead = with_ahead <= free
-    to_come = {name for name in needed - cached if lying[name] < sizes[name]}
+    incomplete = {name for name in needed - cached if present[name] < sizes[name]}
     finished = _is_finished(destination, checkpoint) and (not keep_source or missing_bytes <= 0)
     made = DownloadPlan(
         name=ref.name,
@@ -161,37 +175,37 @@ def make_plan(
         ahead_bytes=0 if finished else with_ahead,
         free_bytes=free,
         reads_ahead=reads_ahead,
-        overlaps=reads_ahead and not finished and _comes_later(supply, order, to_come),
+        overlaps=reads_ahead and not finished and _is_fetched_later(supply, order, incomplete),
         convert_s=0.0 if finished else _convert_seconds(plan, bits),
         finished=finished,
     )
     return needed, made
 
 
-class _Nowhere:
-    """No shards: for plans."""
+class _NoSource:
+    """Stands in for a source of shards while planning, where it is never called."""
 
     def fetch(self, name: str) -> Path:
-        raise AssertionError(f"a plan brings no shard, and not {name}")
+        raise AssertionError(f"planning fetches {name}")
 
     def expect(self, name: str | None) -> None:
-        raise AssertionError(f"a plan expects no shard, and not {name}")
+        raise AssertionError(f"planning expects {name}")
 
     def discard(self, name: str) -> None:
-        raise AssertionError(f"a plan has no shard to let go, and not {name}")
+        raise AssertionError(f"planning discards {name}")
 
 
 def _side_bytes_in(outline: StoreOutline) -> int:
     return sum(file.nbytes for file in outline.files if isinstance(file, SideFile))
 
 
-def _comes_later(supply: ShardSupply, order: list[PlannedFile], to_come: set[str]) -> bool:
-    """Whether a shard is still to come when the first layer can be converted."""
+def _is_fetched_later(supply: ShardSupply, order: list[PlannedFile], incomplete: set[str]) -> bool:
+    """Whether a shard is still incomplete when the first layer can be converted."""
     first = next((file for file in order if isinstance(file, ExpertsFile)), None)
-    return first is not None and not to_come <= set(supply.shards_of(first))
+    return first is not None and not incomplete <= set(supply.shards_of(first))
 
 
-def _bytes_here(path: Path) -> int:
+def _bytes_present(path: Path) -> int:
     for candidate in (path, path.with_name(path.name + PART_SUFFIX)):
         try:
             return candidate.stat().st_size
@@ -200,7 +214,7 @@ def _bytes_here(path: Path) -> int:
     return 0
 
 
-def _is_finished(destination: Path, checkpoint: AnnouncedCheckpoint) -> bool:
+def _is_finished(destination: Path, checkpoint: StreamedCheckpoint) -> bool:
     try:
         store = Store.open(destination)
     except StoreDamagedError:  # it will be replaced
@@ -209,7 +223,7 @@ def _is_finished(destination: Path, checkpoint: AnnouncedCheckpoint) -> bool:
 
 
 def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
-    """Estimate by quantising a little; nothing to estimate where values are copied, or a GPU does it."""
+    """Estimate by timing a small sample; ``None`` where values are copied, or a GPU quantises."""
     if choose_solver("auto", bits) != "native":
         return None
     geometry = replace(

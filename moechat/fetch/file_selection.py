@@ -1,4 +1,4 @@
-"""Which files of a repository a store is made of, and what their headers announce."""
+"""Selects the files of a repository to build a store from, and reads their headers."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.transfer import Transfer
-from moechat.loading.at_once import at_once
-from moechat.loading.gguf_repository import announced_gguf, choose_gguf, gguf_models, read_gguf_header
-from moechat.store.announced import AnnouncedCheckpoint, Shard
-from moechat.store.checkpoint import (
-    INDEX_FILE,
-    MAX_JSON_BYTES,
-    MAX_SIDE_FILE_BYTES,
-    SINGLE_FILE,
-    is_document,
-    is_kept,
-    read_index,
+from moechat.fetch.gguf_repository import (
+    choose_gguf,
+    gguf_checkpoint_from_headers,
+    gguf_models,
+    read_gguf_header,
 )
+from moechat.fetch.parallel import map_in_threads
+from moechat.fetch.repository import RemoteFile, RemoteRepository
+from moechat.fetch.transfer import Transfer
+from moechat.store.checkpoint_files import INDEX_FILE, MAX_JSON_BYTES, SINGLE_FILE, read_index
+from moechat.store.side_files import MAX_SIDE_FILE_BYTES, is_document, is_kept
+from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
 CONFIG = "config.json"
-MARK = ".weights"  # in a directory of shards: which weights these are
+WEIGHTS_ID_FILE = ".weights"  # in a directory of shards: the ID of their weights
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _READERS = 8
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a repository that a store is made of.
+    """The files of a repository to build a store from.
 
     Attributes:
-        side: Configuration, tokenizer, licence and card.
-        shards: Files of weights by name; of a GGUF model its parts, in order.
-        index: Shard of each tensor; empty where there is only one, and for GGUF models.
+        side: Configuration, tokenizer, licence and model card.
+        shards: Files of weights by name; for a GGUF model its parts, in order.
+        index: The shard of each tensor; empty for a single shard and for GGUF models.
         is_gguf: The weights are a GGUF model.
     """
 
@@ -50,70 +48,69 @@ class Selection:
 
     @property
     def identity(self) -> dict[str, list[object]]:
-        """What all of the store depends on, by name; licence and card may change without a new one."""
+        """Size and hash of every file that the store's content depends on, so without licence and card."""
         files = [file for file in self.side if not is_document(file.path)]
         return {file.path: [file.size, file.identity] for file in (*files, *self.shards.values())}
 
 
 def source_path(paths: Paths, remote: RemoteRepository, selection: Selection) -> Path:
-    """Where shards of a repository lie while they are needed, or stay if they are kept.
+    """The directory for the shards of a repository.
 
-    The name has the commit that they were first asked for at. A later commit with the same weights finds them
-    by a mark in the directory: makers edit their cards more often than their weights.
+    It is named for the commit of the first download. A later commit with the same weights, such as an edited
+    model card, uses the same directory, found by the ID in it.
     """
     stem = remote.repository.replace("/", "--")
     own = paths.sources / f"{stem}@{remote.commit[:12]}{_suffix(selection)}"
     if own.exists():
         return own
     for other in sorted(paths.sources.glob(f"{glob.escape(stem)}@*")):
-        if source_mark(other) == weights_mark(selection):
+        if _read_weights_id(other) == weights_id(selection):
             return other
     return own
 
 
-def weights_mark(selection: Selection) -> str:
-    """Tells the weights of a selection from others."""
-    described = {name: [file.size, file.identity] for name, file in selection.shards.items()}
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+def weights_id(selection: Selection) -> str:
+    """A hash over names, sizes and hashes of all files of weights."""
+    files = {name: [file.size, file.identity] for name, file in selection.shards.items()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def source_mark(directory: Path) -> str | None:
-    """The mark of the weights that a directory of shards is for."""
+def _read_weights_id(directory: Path) -> str | None:
     try:
-        return (directory / MARK).read_text("ascii")
+        return (directory / WEIGHTS_ID_FILE).read_text("ascii")
     except (OSError, UnicodeDecodeError):
         return None
 
 
 def _suffix(selection: Selection) -> str:
-    """Tells the GGUF models of one commit apart; they come and go on their own."""
-    return f"+{weights_mark(selection)[:12]}" if selection.is_gguf else ""
+    """Separates the GGUF models of one commit, which are downloaded and removed independently."""
+    return f"+{weights_id(selection)[:12]}" if selection.is_gguf else ""
 
 
 def cached_file(remote: RemoteRepository, name: str) -> Path | None:
-    """A file of the repository in the cache of huggingface_hub (``HF_HOME``), where another tool left it."""
+    """A file of the repository in the cache of huggingface_hub (``HF_HOME``), shared with other programs."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(remote.repository, name, revision=remote.commit)
     return Path(found) if isinstance(found, str) else None
 
 
-def select(
+def select_files(
     remote: RemoteRepository, transfer: Transfer, directory: Path, variant: str | None = None
 ) -> Selection:
-    """Choose the files, by an allow-list; configuration and index are fetched into ``directory`` for it.
+    """Select files by an allow-list; fetches configuration and index into ``directory``.
 
     Args:
         remote: The repository.
         transfer: Fetches from it.
-        directory: Gets configuration and index.
-        variant: A GGUF model of the repository; ``None``: its safetensors, or its only GGUF model where it
+        directory: Receives configuration and index.
+        variant: A GGUF model of the repository; ``None`` for its safetensors, or its only GGUF model if it
             has none.
 
     Raises:
-        CheckpointError: A file is missing, too large, or the hub does not describe it.
-        UnsupportedModelError: There are no weights that moechat reads.
-        UsageError: It is not clear which GGUF model is meant.
+        CheckpointError: A file is missing, too large, or has no size or hash.
+        UnsupportedModelError: There are no weights in a supported format.
+        UsageError: Several GGUF models match, or none.
         MoechatError: The hub cannot be read.
     """
     files = remote.files
@@ -124,7 +121,7 @@ def select(
         return Selection(documents, {file.path: file for file in parts}, {}, is_gguf=True)
     if CONFIG not in files:
         raise CheckpointError(
-            f"{remote.title} has no {CONFIG}: it is no transformers model",
+            f"{remote.title} has no {CONFIG}: it is not a transformers model",
             hint=_other_formats(remote),
         )
     side = {CONFIG: files[CONFIG], **{name: file for name, file in files.items() if is_kept(name)}}
@@ -141,7 +138,7 @@ def select(
         names = sorted(set(index.values()))
     else:
         raise UnsupportedModelError(
-            f"{remote.title} has no safetensors weights{_seen(remote)}", hint=_other_formats(remote)
+            f"{remote.title} has no safetensors weights{_pickle_note(remote)}", hint=_other_formats(remote)
         )
     missing = [name for name in names if name not in files]
     if missing:
@@ -154,10 +151,10 @@ def select(
 
 
 def require_described(remote: RemoteRepository, files: tuple[RemoteFile, ...]) -> None:
-    """Check before anything is fetched that files can be checked, and that small ones are small.
+    """Check, before fetching, that files have sizes and hashes, and that side files are small.
 
     Raises:
-        CheckpointError: The hub gives no size or hash of one, or it is too large for what it is.
+        CheckpointError: A size or hash is missing, or a side file is too large.
     """
     for file in files:
         if file.size < 0 or not file.identity:
@@ -169,7 +166,7 @@ def require_described(remote: RemoteRepository, files: tuple[RemoteFile, ...]) -
             )
 
 
-def _seen(remote: RemoteRepository) -> str:
+def _pickle_note(remote: RemoteRepository) -> str:
     pickle = next((name for name in sorted(remote.files) if name.lower().endswith(_PICKLES)), None)
     if pickle is not None:
         return f": they are pickles ({pickle}), which can run code when they are read"
@@ -183,23 +180,23 @@ def _other_formats(remote: RemoteRepository) -> str:
 
 
 def read_headers(transfer: Transfer, selection: Selection) -> dict[str, bytes]:
-    """The first bytes of every file of weights, as far as its header reaches, several at once."""
+    """The header of every file of weights, as its first bytes; fetches several at a time."""
     read = partial(read_gguf_header, transfer) if selection.is_gguf else transfer.read_header
-    headers = at_once(read, selection.shards.values(), threads=_READERS, stop=transfer.stop.stop)
+    headers = map_in_threads(read, selection.shards.values(), threads=_READERS, stop=transfer.stop.stop)
     return dict(zip(selection.shards, headers, strict=True))
 
 
-def announced(
+def checkpoint_from_headers(
     directory: Path, remote: RemoteRepository, selection: Selection, headers: dict[str, bytes]
-) -> AnnouncedCheckpoint:
-    """The checkpoint as far as its headers tell, identified by sizes and hashes of its files.
+) -> StreamedCheckpoint:
+    """The checkpoint described by its headers, identified by sizes and hashes of its files.
 
-    For a GGUF model configuration and tokenizer are written into ``directory``.
+    Writes configuration and tokenizer of a GGUF model into ``directory``.
     """
     if selection.is_gguf:
-        return announced_gguf(directory, remote, selection.shards, headers)
+        return gguf_checkpoint_from_headers(directory, remote, selection.shards, headers)
     shards = {
         name: Shard.of_header(directory / name, headers[name], file.size)
         for name, file in selection.shards.items()
     }
-    return AnnouncedCheckpoint(directory, shards, selection.index, selection.identity, title=remote.title)
+    return StreamedCheckpoint(directory, shards, selection.index, selection.identity, title=remote.title)

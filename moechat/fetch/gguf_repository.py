@@ -1,4 +1,4 @@
-"""GGUF files of a repository: which of them is meant, their headers, and the checkpoint they announce."""
+"""GGUF models of a repository: selects one, reads its headers, and builds a checkpoint from them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from moechat.errors import CheckpointError, UsageError
-from moechat.hub.names import GGUF_SUFFIX, first_gguf_part, gguf_parts
-from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.transfer import Transfer
+from moechat.fetch.repository import RemoteFile, RemoteRepository
+from moechat.fetch.transfer import Transfer
+from moechat.hub.gguf_parts import GGUF_SUFFIX, first_gguf_part, gguf_parts
 from moechat.models.gguf import describe_gguf
 from moechat.models.gguf_source import (
     VERSION,
@@ -19,15 +19,15 @@ from moechat.models.gguf_source import (
     sources_in,
     write_side_files,
 )
-from moechat.store.announced import AnnouncedCheckpoint, Shard
 from moechat.store.files import format_bytes
 from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, entries, require_decodable
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
+from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
-# Vocabularies take 1 to 10 MiB of a header; each further request doubles what has come.
+# Vocabularies take 1 to 10 MiB of a header; each further request doubles the size.
 _FIRST_READ = 4 << 20
-# Of vision models, and of calibrations: no language models.
-_OTHERS = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
+# Files that are no language models: projectors of vision models, and importance matrices.
+_NOT_MODELS = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
 _SHOWN = 12
 
 
@@ -36,7 +36,7 @@ def gguf_models(remote: RemoteRepository) -> dict[str, list[RemoteFile]]:
     names = sorted(
         name
         for name in remote.files
-        if name.lower().endswith(GGUF_SUFFIX) and not _OTHERS.search(PurePosixPath(name).name)
+        if name.lower().endswith(GGUF_SUFFIX) and not _NOT_MODELS.search(PurePosixPath(name).name)
     )
     models: dict[str, list[RemoteFile]] = {}
     for name in names:  # sorted: numbers of parts have five digits
@@ -47,68 +47,69 @@ def gguf_models(remote: RemoteRepository) -> dict[str, list[RemoteFile]]:
 
 
 def choose_gguf(remote: RemoteRepository, variant: str | None) -> list[RemoteFile]:
-    """The files of the model that is meant.
+    """The files of the requested model.
 
     Args:
         remote: The repository.
-        variant: A file's name, or a type in it; ``None`` where there is only one model.
+        variant: A file name, or a type in it; ``None`` for the only model.
 
     Raises:
-        UsageError: None or several fit.
+        UsageError: No model matches, or several.
         CheckpointError: A part is missing.
     """
     models = gguf_models(remote)
-    fitting = [name for name in models if variant is None or _fits(name, variant)]
-    if len(fitting) != 1:
-        shown = ", ".join(f"{name} ({_size(models[name])})" for name in (fitting or list(models))[:_SHOWN])
-        more = "" if len(fitting or models) <= _SHOWN else ", …"
-        what = f"{len(fitting)} GGUF models" if fitting else "no such GGUF model"
-        wanted = "" if variant is None else f" for {variant}"
+    matching = [name for name in models if variant is None or _matches(name, variant)]
+    if len(matching) != 1:
+        candidates = matching or list(models)
+        shown = ", ".join(f"{name} ({_size(models[name])})" for name in candidates[:_SHOWN])
+        more = "" if len(candidates) <= _SHOWN else ", …"
+        found = f"{len(matching)} GGUF models" if matching else "no such GGUF model"
+        requested = "" if variant is None else f" for {variant}"
         raise UsageError(
-            f"{remote.title} has {what}{wanted}: {shown}{more}",
+            f"{remote.title} has {found}{requested}: {shown}{more}",
             hint=f"name one by its type or file: moechat download {remote.repository}:{_example(models)}",
         )
-    files = models[fitting[0]]
-    names = gguf_parts(PurePosixPath(fitting[0]).name)
+    files = models[matching[0]]
+    names = gguf_parts(PurePosixPath(matching[0]).name)
     if len(files) != len(names):
         raise CheckpointError(
-            f"{remote.title} lacks {len(names) - len(files)} of the {len(names)} parts of {fitting[0]}",
+            f"{remote.title} lacks {len(names) - len(files)} of the {len(names)} parts of {matching[0]}",
             hint="its makers have not finished uploading it, or removed a part",
         )
     return files
 
 
 def read_gguf_header(transfer: Transfer, file: RemoteFile) -> bytes:
-    """The beginning of a GGUF file, as far as its header reaches.
+    """The header of a GGUF file, as its first bytes.
 
     Raises:
-        CheckpointError: It is no GGUF file, or a damaged one.
+        CheckpointError: It is not a GGUF file, or damaged.
         MoechatError: As :meth:`Transfer.fetch`.
     """
-    data, wanted = b"", _FIRST_READ
+    data, length = b"", _FIRST_READ
     most = min(MAX_HEADER_BYTES, file.size)
     while True:
-        end = min(wanted, most)
+        end = min(length, most)
         data += transfer.read_range(file, len(data), end)
         header = parse_gguf_header(data, file.size, file.path)
         if header is not None:
             return data[: header.nbytes]
-        wanted *= 2
+        length *= 2
 
 
 class GgufShard(Shard):
-    """A GGUF file of a repository: announced by its header, perhaps here, or reduced to its dense tensors."""
+    """A GGUF file of a repository; see :class:`Shard`."""
 
     def __init__(
         self, path: Path, header: GgufHeader, file_bytes: int, sources: Mapping[str, GgufSource]
     ) -> None:
-        """Announce what it holds.
+        """Create from the header.
 
         Args:
-            path: Its name in the checkpoint directory.
-            header: Of the file.
-            file_bytes: Its size.
-            sources: Where each of the checkpoint's tensors lies in it.
+            path: Name of the file in the checkpoint directory.
+            header: The file's header.
+            file_bytes: Size of the file.
+            sources: Location of each of the checkpoint's tensors in the file.
         """
         super().__init__(path, entries(header, sources), file_bytes)
         self._header = header
@@ -118,35 +119,35 @@ class GgufShard(Shard):
         file = GgufFile.open(path)
         if file.header != self._header:
             raise CheckpointError(
-                f"{path} does not hold the tensors that its header announced", hint="run the command again"
+                f"{path} does not hold the tensors that its header lists", hint="run the command again"
             )
         return GgufView(file, self._sources)
 
 
-def announced_gguf(
+def gguf_checkpoint_from_headers(
     directory: Path, remote: RemoteRepository, files: Mapping[str, RemoteFile], headers: Mapping[str, bytes]
-) -> AnnouncedCheckpoint:
-    """The checkpoint that GGUF files will be, with configuration and tokenizer written into a directory.
+) -> StreamedCheckpoint:
+    """The checkpoint described by GGUF headers; writes configuration and tokenizer into a directory.
 
     Args:
-        directory: Gets ``config.json`` and tokenizer.
+        directory: Receives ``config.json`` and tokenizer.
         remote: The repository.
         files: The parts, in order.
-        headers: Their beginnings.
+        headers: Their headers.
 
     Raises:
-        CheckpointError: They do not fit together.
-        UnsupportedModelError: moechat cannot read this model from GGUF files.
+        CheckpointError: The parts do not belong together.
+        UnsupportedModelError: The model is not supported in GGUF files.
     """
-    parsed = {name: _parsed(headers[name], file) for name, file in files.items()}
+    parsed = {name: _parse(headers[name], file) for name, file in files.items()}
     title = f"{next(iter(files))} of {remote.repository}"
     require_all_parts(list(parsed.values()), title)
     model = describe_gguf(joined_header(list(parsed.values()), title), title)
     for name, header in parsed.items():
         require_decodable(header, name)
     first = next(iter(files))
-    # transformers reads the vocabulary from a file: one of the right size, with a hole in place of its data.
-    # Not in the directory, where any name may be that of another file of the repository.
+    # transformers reads the vocabulary from a file, so write a sparse file with this header. Not into
+    # `directory`, where its name could be that of another file of the repository.
     with tempfile.TemporaryDirectory(prefix="moechat-") as temporary:
         stand_in = Path(temporary, PurePosixPath(first).name)
         with open(stand_in, "wb") as target:
@@ -158,16 +159,16 @@ def announced_gguf(
         for name, header in parsed.items()
     }
     identity = ["gguf", VERSION, {name: [file.size, file.identity] for name, file in files.items()}]
-    return AnnouncedCheckpoint(directory, shards, {}, identity, title=title)
+    return StreamedCheckpoint(directory, shards, {}, identity, title=title)
 
 
-def _parsed(data: bytes, file: RemoteFile) -> GgufHeader:
+def _parse(data: bytes, file: RemoteFile) -> GgufHeader:
     header = parse_gguf_header(data, file.size, file.path)
-    assert header is not None  # read_gguf_header() read on until there was one
+    assert header is not None  # read_gguf_header() returns complete headers
     return header
 
 
-def _fits(name: str, variant: str) -> bool:
+def _matches(name: str, variant: str) -> bool:
     if variant.lower().endswith(GGUF_SUFFIX):
         return variant in (name, PurePosixPath(name).name)
     return re.search(rf"(^|[-._/]){re.escape(variant)}($|[-._/])", name, re.IGNORECASE) is not None
@@ -178,7 +179,7 @@ def _size(files: Sequence[RemoteFile]) -> str:
 
 
 def _example(models: Mapping[str, object]) -> str:
-    """A name that chooses one of them."""
+    """A type that matches exactly one of the models."""
     return next(
-        (name for name in ("Q4_K_M", "Q8_0") if sum(_fits(model, name) for model in models) == 1), "FILE"
+        (name for name in ("Q4_K_M", "Q8_0") if sum(_matches(model, name) for model in models) == 1), "FILE"
     )

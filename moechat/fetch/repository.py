@@ -1,4 +1,4 @@
-"""What the hub says of a repository: its commit and its files, with sizes and hashes."""
+"""Reads a repository's commit and files, with sizes and hashes, from the hub."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from moechat.errors import CheckpointError, ModelNotFoundError, OfflineError
-from moechat.hub.failures import (
+from moechat.fetch.hub_client import (
     endpoint,
-    explained,
     has_token,
     http_library,
     is_offline,
-    offline_error,
     shown_endpoint,
 )
-from moechat.hub.names import require_repository
-from moechat.hub.patience import Patience
+from moechat.fetch.hub_errors import offline_error, translate_hub_errors
+from moechat.fetch.retry import RetryPolicy
+from moechat.hub.model_ref import require_repository
 
-_ANSWER_WITHIN_S = 30.0
+_TIMEOUT_S = 30.0
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 _MAX_FILE_BYTES = 1 << 50
-# What an answer of another form leads to.
-_NONSENSE = (
+# Raised while reading a response that does not have the hub's format.
+_MALFORMED_RESPONSE_ERRORS = (
     ValueError,
     KeyError,
     TypeError,
@@ -44,9 +43,9 @@ class RemoteFile:
 
     Attributes:
         path: Name inside the repository.
-        size: Bytes.
-        sha256: Of the content, for files in large file storage; ``None`` for those in git itself.
-        blob: Git's own hash (SHA-1 of a header and the content) of files in git itself; ``None`` for others.
+        size: In bytes.
+        sha256: SHA-256 of a file in large file storage; ``None`` for a file in git.
+        blob: Git's hash of a file in git (SHA-1 of a header and the content); ``None`` for others.
     """
 
     path: str
@@ -56,7 +55,7 @@ class RemoteFile:
 
     @property
     def identity(self) -> str:
-        """The hash that the content is checked against."""
+        """The hash to check the content against."""
         return self.sha256 or self.blob or ""
 
 
@@ -65,11 +64,11 @@ class RemoteRepository:
     """A repository at one commit.
 
     Attributes:
-        repository: ``org/name``, as the hub spells it.
-        revision: Branch, tag or commit asked for; ``None``: the default branch.
-        commit: The commit that it stood for; everything is read at this one.
+        repository: ``org/name`` in the hub's spelling.
+        revision: Requested branch, tag or commit; ``None`` for the default branch.
+        commit: The commit of that revision; all files are read at this commit.
         files: By name.
-        licence: As its card states it; ``None`` if it does not.
+        licence: From the model card; ``None`` if it states none.
     """
 
     repository: str
@@ -80,40 +79,40 @@ class RemoteRepository:
 
     @property
     def title(self) -> str:
-        """``org/name@commit``, or ``org/name@revision (commit)`` where a branch or a tag was asked for."""
+        """``org/name@commit``, or ``org/name@revision (commit)`` for a requested branch or tag."""
         short = self.commit[:12]
         if self.revision is None or self.commit.startswith(self.revision):
             return f"{self.repository}@{short}"
         return f"{self.repository}@{self.revision} ({short})"
 
 
-def look_up(
+def fetch_repository(
     repository: str, revision: str | None, notice: Callable[[str], None] = lambda _text: None
 ) -> RemoteRepository:
-    """Ask the hub for a repository; one request, and more where it says that it is busy.
+    """Read a repository's description from the hub, with retries while the hub is busy.
 
     Args:
         repository: ``org/name``.
-        revision: Branch, tag or commit; ``None``: the default branch.
-        notice: Called with a line for people before a wait.
+        revision: Branch, tag or commit; ``None`` for the default branch.
+        notice: Receives a message before each wait.
 
     Raises:
-        ModelNotFoundError: There is none, or no such revision.
-        NotAllowedError: The hub does not let us see it.
-        OfflineError: The hub cannot be asked, or does not answer like one.
-        CheckpointError: It lists no files.
-        UsageError: A variable of the hub makes no sense.
+        ModelNotFoundError: There is no such repository or revision.
+        NotAllowedError: The hub denies access.
+        OfflineError: The hub cannot be reached, or its answer is malformed.
+        CheckpointError: The repository has no files.
+        UsageError: A variable of the hub is invalid.
     """
     if is_offline():
         raise offline_error(repository, revision)
-    has_token()  # raises where the one that is set, or a variable, makes no sense
-    failures = Patience().begin()
+    has_token()  # raises if the token or a variable is invalid
+    failures = RetryPolicy().start_file()
     while True:
-        with explained(repository, revision):
+        with translate_hub_errors(repository, revision):
             try:
-                return _ask(repository, revision)
+                return _request(repository, revision)
             except http_library().HTTPError as problem:
-                # Who has no connection should hear it at once.
+                # A missing connection is reported at once.
                 pause = failures.pause(problem) if getattr(problem, "response", None) is not None else None
                 if pause is None:
                     raise
@@ -121,42 +120,42 @@ def look_up(
         time.sleep(pause)
 
 
-def _ask(repository: str, revision: str | None) -> RemoteRepository:
+def _request(repository: str, revision: str | None) -> RemoteRepository:
     from huggingface_hub import HfApi
 
     try:
         info = HfApi(endpoint=endpoint(), library_name="moechat").model_info(
-            repository, revision=revision, files_metadata=True, timeout=_ANSWER_WITHIN_S
+            repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
         )
-        return _repository(info, repository, revision)
+        return _parse_repository(info, repository, revision)
     except http_library().HTTPError:
         raise
-    except _NONSENSE as problem:  # a page for people: a captive portal, a proxy
+    except _MALFORMED_RESPONSE_ERRORS as problem:  # an HTML page of a captive portal or a proxy
         raise OfflineError(
             f"{shown_endpoint()} does not answer like a model hub ({type(problem).__name__})",
-            hint="check HF_ENDPOINT; a network may also want you to log in with a browser first",
+            hint="check HF_ENDPOINT; some networks require a login in a browser first",
         ) from problem
 
 
-def _repository(info: Any, repository: str, revision: str | None) -> RemoteRepository:
-    """Take what was said apart; a mirror may say anything, and names and commits become paths.
+def _parse_repository(info: Any, repository: str, revision: str | None) -> RemoteRepository:
+    """Parse a response strictly: it may come from any mirror, and names and commits become paths.
 
-    Files whose names are no plain paths below a directory are left out.
+    Files whose names would leave their directory are skipped.
 
     Raises:
-        CheckpointError: No files, or a commit or a file that cannot be one.
-        ValueError: As other exceptions of :data:`_NONSENSE`: it has another form.
+        CheckpointError: There are no files.
+        ValueError: Like the others of :data:`_MALFORMED_RESPONSE_ERRORS`: the response is malformed.
     """
     files: dict[str, RemoteFile] = {}
     for entry in info.siblings or ():
-        file = _file(entry)
+        file = _parse_file(entry)
         if _stays_inside(file.path):
             files[file.path] = file
     if not files or info.sha is None:
-        wish = "" if has_token() else "; without a token some repositories show no files"
-        raise CheckpointError(f"the hub lists no files of {repository}{wish}")
+        reason = "" if has_token() else "; without a token some repositories show no files"
+        raise CheckpointError(f"the hub lists no files of {repository}{reason}")
     if not _COMMIT.fullmatch(info.sha):
-        raise ValueError("no commit")
+        raise ValueError("not a commit")
     require_repository(info.id)
     card = getattr(info, "card_data", None)
     licence = card.get("license") if card is not None else None
@@ -170,22 +169,22 @@ def _repository(info: Any, repository: str, revision: str | None) -> RemoteRepos
 
 
 def _stays_inside(path: str) -> bool:
-    """Whether a name means a file below whatever directory it is joined to."""
-    parts = path.split("/")  # an absolute one has an empty part
+    """Whether a name, joined to a directory, stays below that directory."""
+    parts = path.split("/")  # an absolute path has an empty part
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
 
-def _file(entry: Any) -> RemoteFile:
+def _parse_file(entry: Any) -> RemoteFile:
     path, size, lfs = entry.rfilename, entry.size, entry.lfs
     if not isinstance(path, str):
-        raise TypeError("no name")
+        raise TypeError("not a name")
     sha256 = None if lfs is None else lfs.sha256
     size = lfs.size if size is None and lfs is not None else size
     blob = entry.blob_id if lfs is None else None
     if size is not None and (type(size) is not int or not 0 <= size <= _MAX_FILE_BYTES):
-        raise ValueError("no size")
+        raise ValueError("not a size")
     if (sha256 is not None and not _SHA256.fullmatch(sha256)) or (
         blob is not None and not _SHA1.fullmatch(blob)
     ):
-        raise ValueError("no hash")
+        raise ValueError("not a hash")
     return RemoteFile(path, -1 if size is None else size, sha256, blob)

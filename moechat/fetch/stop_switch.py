@@ -1,4 +1,4 @@
-"""Ends a transfer from another thread, where it waits for bytes as well."""
+"""Stops transfers from another thread, even while they wait for bytes."""
 
 from __future__ import annotations
 
@@ -10,67 +10,68 @@ from typing import Any
 from weakref import WeakSet
 
 
-class Stopped(BaseException):
-    """A transfer was told to stop; what has come is kept. No ``Exception``: nobody is to try again."""
+class TransferStopped(BaseException):
+    """A transfer was stopped; its bytes are kept. Not an ``Exception``, so that it is never retried."""
 
 
 class StopSwitch:
-    """Tells transfers to stop, for good.
+    """Stops all transfers that use it, permanently.
 
-    A transfer asks :meth:`check` before all that it writes. So after :meth:`stop` it writes one piece more at
-    most; while it looks up a host or connects it cannot be woken, and ends when that does.
+    Transfers call :meth:`check` before every write. So after :meth:`stop` a transfer writes at most one more
+    piece. A name lookup or a connection attempt cannot be interrupted; the transfer ends after it.
 
-    Invariant: each socket in ``_sockets`` is shut down by the time ``stop`` has returned, and each that is
-    added later is shut down at once; so nobody goes on waiting for bytes of one.
+    Invariant: when ``stop`` has returned, each socket in ``_sockets`` is shut down, and each one added later
+        is
+    shut down at once; so no thread keeps waiting for bytes.
     """
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
         self._sockets: WeakSet[socket.socket] = WeakSet()
-        self._guard = threading.Lock()  # of the set: a thread may add to it while another goes through it
+        self._lock = threading.Lock()  # of _sockets
 
     def stop(self) -> None:
-        """Stop whoever uses this switch; from any thread."""
-        with self._guard:
+        """Stop all transfers; may be called from any thread."""
+        with self._lock:
             self._stopped.set()
             for connection in list(self._sockets):
                 _shut_down(connection)
 
     def check(self) -> None:
-        """Go on?
+        """Do nothing unless stopped.
 
         Raises:
-            Stopped: No.
+            TransferStopped: :meth:`stop` was called.
         """
         if self._stopped.is_set():
-            raise Stopped
+            raise TransferStopped
 
     def sleep(self, seconds: float) -> None:
-        """Wait.
+        """Sleep.
 
         Raises:
-            Stopped: Before the time was over.
+            TransferStopped: :meth:`stop` was called before the end.
         """
         if self._stopped.wait(seconds):
-            raise Stopped
+            raise TransferStopped
 
     def watch(self, stream: Any) -> None:
-        """Know the socket of one of the HTTP client's network streams."""
+        """Register the socket of a network stream of the HTTP client."""
         connection = stream.get_extra_info("socket") if stream is not None else None
         if not isinstance(connection, socket.socket):
             return
-        with self._guard:
+        with self._lock:
             self._sockets.add(connection)
             if self._stopped.is_set():
                 _shut_down(connection)
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """The HTTP client's ``trace`` extension: know each connection from when there is one."""
+        """Register each new connection; the HTTP client's ``trace`` extension."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             self.watch(info.get("return_value"))
 
 
 def _shut_down(connection: socket.socket) -> None:
-    # Closing it would wake nobody. The method of a TLS socket would forget its state, which its reader needs.
+    # close() does not wake a reader, and SSLSocket.shutdown() drops the state that the reader still needs.
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

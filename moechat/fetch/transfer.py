@@ -1,8 +1,8 @@
-"""Files of a repository brought here: continued where they stopped, and checked before they get their name.
+"""Downloads files of a repository: resumes them after interruptions, and checks them before renaming.
 
-``<name>.part`` grows; once its size and its hash are what the hub says it becomes ``<name>``. huggingface_hub
-makes addresses, headers and the connection; its own file download begins anew in each process, which costs
-hours where shards have gigabytes, so the loop over the bytes is ours.
+Bytes are appended to ``<name>.part``, which is renamed to ``<name>`` once size and hash match. Addresses,
+headers and the connection come from huggingface_hub. The loop over the bytes is our own, because its file
+download starts again in each process, which costs hours with shards of gigabytes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moechat.errors import DownloadError, OfflineError
-from moechat.hub.failures import (
+from moechat.fetch.hub_client import (
     endpoint,
-    explained,
     http_library,
     hub_constants,
     hub_headers,
     hub_utilities,
     session,
 )
-from moechat.hub.patience import Patience
-from moechat.hub.remote import RemoteFile, RemoteRepository
-from moechat.hub.stop import StopSwitch
+from moechat.fetch.hub_errors import translate_hub_errors
+from moechat.fetch.repository import RemoteFile, RemoteRepository
+from moechat.fetch.retry import RetryPolicy
+from moechat.fetch.stop_switch import StopSwitch
 
 PART_SUFFIX = ".part"
 _CHUNK = 1 << 20
-_CONNECT_WITHIN_S = 15.0
-# A header of a shard is mostly shorter; one request then gives all of it.
-_HEADER_GUESS = 256 << 10
-_MAX_HEADER = 16 << 20
+_CONNECT_TIMEOUT_S = 15.0
+# Longer than most headers of shards, so that one request fetches all of it.
+_HEADER_GUESS_BYTES = 256 << 10
+_MAX_HEADER_BYTES = 16 << 20
 
 Advance = Callable[[int], None]
 
@@ -44,28 +44,29 @@ class Transfer:
 
     Attributes:
         remote: The repository.
-        advance: Called with the number of bytes that have come (or were here already); negative when some
-            have to come again. It may raise ``KeyboardInterrupt``.
-        notice: Called with a line for people when a connection is lost and tried again.
-        stop: Ends it from another thread, with :class:`moechat.hub.stop.Stopped`.
-        patience: With a hub that fails.
+        advance: Receives the number of bytes that arrived or were present; negative for bytes to fetch again.
+            May raise ``KeyboardInterrupt``.
+        notice: Receives a message before each retry.
+        stop: Stops the transfer from another thread.
+        retry: When to retry failed requests.
     """
 
     remote: RemoteRepository
     advance: Advance
     notice: Callable[[str], None]
     stop: StopSwitch = field(default_factory=StopSwitch)
-    patience: Patience = field(default_factory=Patience)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def fetch(self, file: RemoteFile, destination: Path) -> None:
-        """Bring a file here, unless it is, and check it.
+        """Download a file, unless it is present, and check it.
 
         Raises:
-            DownloadError: What comes is not what the hub promised; nothing of it is kept.
-            ModelNotFoundError: The file is gone.
-            NotAllowedError: The hub does not give it to us.
-            OfflineError: The connection fails for good; what has come is kept.
-            OSError: It cannot be written.
+            DownloadError: Size or hash do not match; the bytes are discarded.
+            ModelNotFoundError: The file does not exist any more.
+            NotAllowedError: The hub denies access.
+            OfflineError: All retries failed; the bytes so far are kept.
+            OSError: The file cannot be written.
+            TransferStopped: ``stop`` was used; the bytes so far are kept.
         """
         destination.parent.mkdir(parents=True, exist_ok=True)
         if is_whole(destination, file, self.stop.check):
@@ -75,17 +76,17 @@ class Transfer:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(part, flags, 0o644), "r+b") as target:
             download = _Download(self, file, target)
-            continued = download.take_what_is_here()
+            resumed = download.resume()
             download.complete()
             found = download.hash()
-            if found != file.identity and continued:
-                # The beginning came in another run, and power may have failed since: once more, all of it.
-                self.notice(f"{file.path} does not fit its hash; it is downloaded again")
-                download.begin_anew()
+            if found != file.identity and resumed:
+                # The bytes of an earlier run may be damaged, for example by a power failure.
+                self.notice(f"{file.path} does not match its hash; it is downloaded again")
+                download.restart()
                 download.complete()
                 found = download.hash()
             if found != file.identity:
-                download.begin_anew()
+                download.restart()
                 kind = "SHA-256" if file.sha256 else "git hash"
                 raise DownloadError(
                     f"{file.path} ({file.size} bytes) was altered on its way: its {kind} is {found[:12]}…, "
@@ -100,12 +101,12 @@ class Transfer:
         """The first bytes of a safetensors file: the length of its header, and the header.
 
         Raises:
-            DownloadError: It is no such file.
+            DownloadError: It is not a safetensors file.
             MoechatError: As :meth:`fetch`.
         """
-        data = self.read_range(file, 0, min(_HEADER_GUESS, file.size))
+        data = self.read_range(file, 0, min(_HEADER_GUESS_BYTES, file.size))
         length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > min(_MAX_HEADER, file.size - 8):
+        if len(data) < 8 or length > min(_MAX_HEADER_BYTES, file.size - 8):
             raise DownloadError(
                 f"{file.path} of {self.remote.repository} is no safetensors file: its header claims "
                 f"{length} bytes, it has {file.size}"
@@ -115,22 +116,22 @@ class Transfer:
         return data[: 8 + length]
 
     def read_range(self, file: RemoteFile, begin: int, end: int) -> bytes:
-        """Bytes ``[begin, end)`` of a file, not checked; a server that ignores the range is cut off.
+        """Bytes ``[begin, end)`` of a file, unchecked. Servers that ignore ranges are supported.
 
         Raises:
-            DownloadError: Fewer came.
+            DownloadError: The file is too short.
             MoechatError: As :meth:`fetch`.
         """
         chunks: list[bytes] = []
         missing = end - begin
 
-        def take(response: Any) -> None:
+        def read(response: Any) -> None:
             nonlocal missing
             chunks.clear()
             missing = end - begin
             skip = 0 if response.status_code == 206 else begin
             for data in response.iter_bytes():
-                self.patience.came()
+                self.retry.record_progress()
                 kept = data[skip:][:missing]
                 skip = max(0, skip - len(data))
                 chunks.append(kept)
@@ -138,42 +139,42 @@ class Transfer:
                 if missing <= 0:
                     return
 
-        _Attempts(self, file).run(lambda: {"Range": f"bytes={begin}-{end - 1}"}, take, lambda: 0)
+        _Requests(self, file).run(lambda: {"Range": f"bytes={begin}-{end - 1}"}, read, lambda: 0)
         data = b"".join(chunks)
         if len(data) != end - begin:
-            raise DownloadError(f"{file.path}: {len(data)} bytes came instead of {end - begin}")
+            raise DownloadError(f"{file.path}: {len(data)} bytes arrived instead of {end - begin}")
         return data
 
 
-class _Attempts:
-    """Asks for a file until it has come, as long as something comes."""
+class _Requests:
+    """Requests for one file, repeated according to the retry policy."""
 
     def __init__(self, transfer: Transfer, file: RemoteFile) -> None:
         self._transfer = transfer
         self._file = file
 
     def run(
-        self, headers: Callable[[], dict[str, str]], take: Callable[[Any], None], done: Callable[[], int]
+        self, headers: Callable[[], dict[str, str]], read: Callable[[Any], None], done: Callable[[], int]
     ) -> None:
-        """Request, and request again after failures that may pass.
+        """Send requests until one succeeds.
 
         Args:
-            headers: Of the next request.
-            take: Reads a response; it returns when it has all it wanted.
-            done: Bytes that are here; tries count only while it does not grow.
+            headers: Returns the headers of the next request.
+            read: Reads a response; returns when it has all the bytes it needs.
+            done: Returns the number of bytes so far; failures are counted only while it does not grow.
         """
         library = http_library()
-        failures, before = self._transfer.patience.begin(), done()
+        failures, before = self._transfer.retry.start_file(), done()
         while True:
             try:
-                with explained(self._transfer.remote.repository, self._transfer.remote.revision):
+                with translate_hub_errors(self._transfer.remote.repository, self._transfer.remote.revision):
                     try:
-                        self._once(headers(), take)
+                        self._send(headers(), read)
                         return
                     except library.HTTPError as problem:
-                        self._transfer.stop.check()  # it may be why the connection has ended
+                        self._transfer.stop.check()  # stopping closes the connection
                         if done() > before:
-                            failures.forget()
+                            failures.reset()
                             before = done()
                         pause = failures.pause(problem)
                         if pause is None:
@@ -188,32 +189,32 @@ class _Attempts:
                 raise
             self._transfer.stop.sleep(pause)
 
-    def _once(self, more: dict[str, str], take: Callable[[Any], None]) -> None:
+    def _send(self, more: dict[str, str], read: Callable[[Any], None]) -> None:
         from huggingface_hub import hf_hub_url
 
         utilities = hub_utilities()
         remote = self._transfer.remote
         url = hf_hub_url(remote.repository, self._file.path, revision=remote.commit, endpoint=endpoint())
-        # Compressed, the bytes could not be counted, nor a download continued.
+        # Compressed bytes could be neither counted nor resumed.
         headers = {
             **hub_headers(),
             "Accept-Encoding": "identity",
             **more,
         }
-        # The client leaves the token out where it is redirected to another host.
-        timeout = http_library().Timeout(hub_constants().HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_WITHIN_S)
+        # The client removes the token from redirects to another host.
+        timeout = http_library().Timeout(hub_constants().HF_HUB_DOWNLOAD_TIMEOUT, connect=_CONNECT_TIMEOUT_S)
         stop = self._transfer.stop
         stop.check()
         with session().stream(
             "GET", url, headers=headers, timeout=timeout, extensions={"trace": stop.trace}
         ) as response:
-            for answer in (*response.history, response):  # their connections may have been there before
+            for answer in (*response.history, response):  # reused connections do not call `trace`
                 stop.watch(answer.extensions.get("network_stream"))
             if response.status_code >= 400:
                 response.read()
             utilities.hf_raise_for_status(response)
             stop.check()
-            take(response)
+            read(response)
 
 
 def _reason(problem: Any) -> str:
@@ -221,14 +222,14 @@ def _reason(problem: Any) -> str:
     if response is not None:
         return f"the hub answers with status {response.status_code}"
     if isinstance(problem, http_library().TimeoutException):
-        return "nothing comes any more"
+        return "no more data arrives"
     return "the connection was lost"
 
 
 class _Download:
-    """One file on its way into an open file.
+    """The download of one file into an open file.
 
-    Invariant: ``_done`` bytes lie in the file, and ``_digest`` has seen exactly those.
+    Invariant: the file holds ``_done`` bytes, and ``_digest`` is the hash of exactly these.
     """
 
     def __init__(self, transfer: Transfer, file: RemoteFile, target: BinaryIO) -> None:
@@ -238,10 +239,10 @@ class _Download:
         self._done = 0
         self._digest = _new_digest(file)
 
-    def take_what_is_here(self) -> bool:
-        """Continue what an earlier run left; returns whether there was anything."""
+    def resume(self) -> bool:
+        """Count and hash the bytes of an earlier run; returns whether there are any."""
         if os.fstat(self._target.fileno()).st_size > self._file.size:
-            self.begin_anew()
+            self.restart()
             return False
         self._target.seek(0)
         while data := self._target.read(_CHUNK):
@@ -249,7 +250,8 @@ class _Download:
             self._count(data)
         return self._done > 0
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
+        """Discard all bytes."""
         self._target.seek(0)
         self._target.truncate()
         self._transfer.advance(-self._done)
@@ -257,51 +259,52 @@ class _Download:
         self._digest = _new_digest(self._file)
 
     def hash(self) -> str:
+        """The hash of the bytes so far, in the form of :attr:`RemoteFile.identity`."""
         return str(self._digest.hexdigest())
 
     def complete(self) -> None:
-        """Fetch what is missing."""
+        """Fetch the missing bytes."""
         if self._done < self._file.size:
-            _Attempts(self._transfer, self._file).run(self._range, self._take, lambda: self._done)
+            _Requests(self._transfer, self._file).run(self._range, self._read, lambda: self._done)
 
     def _range(self) -> dict[str, str]:
         return {"Range": f"bytes={self._done}-"} if self._done else {}
 
-    def _take(self, response: Any) -> None:
-        begun = self._done if self._continues(response) else 0
-        announced = response.headers.get("content-length", "")
+    def _read(self, response: Any) -> None:
+        start = self._done if self._is_continuation(response) else 0
+        length = response.headers.get("content-length", "")
         plain = response.headers.get("content-encoding", "identity") == "identity"
-        if plain and announced.isdecimal() and begun + int(announced) != self._file.size:
-            # A page to log in at, perhaps; what has come is no worse for it, and stays.
-            raise self._wrong_size(begun + int(announced))
-        if self._done > begun:
-            self.begin_anew()  # the server sends all of it
-        # As they come: gathered into larger pieces, those of a connection that is lost would be lost too.
+        if plain and length.isdecimal() and start + int(length) != self._file.size:
+            # Perhaps a login page; the bytes so far are not affected and stay.
+            raise self._wrong_size(start + int(length))
+        if self._done > start:
+            self.restart()  # the server sends the whole file
+        # Written piece by piece: bytes gathered in a buffer would be lost with the connection.
         try:
             for data in response.iter_bytes():
                 self._transfer.stop.check()
-                self._transfer.patience.came()
+                self._transfer.retry.record_progress()
                 size = self._done + len(data)
                 if size > self._file.size:
-                    self.begin_anew()
+                    self.restart()
                     raise self._wrong_size(size)
                 self._target.write(data)
                 self._count(data)
         finally:
-            self._target.flush()  # nothing is left to be written by a thread that then waits to connect again
+            self._target.flush()  # a thread that is abandoned in a later retry then has nothing left to write
         if self._done < self._file.size:
             raise http_library().RemoteProtocolError("the file ended early")
 
-    def _continues(self, response: Any) -> bool:
+    def _is_continuation(self, response: Any) -> bool:
         if response.status_code != 206:
             return False
         return str(response.headers.get("content-range", "")).startswith(f"bytes {self._done}-")
 
     def _wrong_size(self, size: int) -> DownloadError:
         return DownloadError(
-            f"{self._file.path} has {size} bytes or more where it comes from, the hub says {self._file.size}",
-            hint="run the same command again; if it stays so, a network that wants you to log in with a "
-            "browser, a proxy, or the repository is at fault",
+            f"{self._file.path} has at least {size} bytes on the server, the hub says {self._file.size}",
+            hint="run the same command again; if it stays so, a network that requires a login in a browser, "
+            "a proxy, or the repository is at fault",
         )
 
     def _count(self, data: bytes) -> None:
@@ -313,13 +316,13 @@ class _Download:
 def _new_digest(file: RemoteFile) -> Any:
     if file.sha256:
         return hashlib.sha256()
-    digest = hashlib.sha1(usedforsecurity=False)  # what git names its content by
+    digest = hashlib.sha1(usedforsecurity=False)  # git's blob hash
     digest.update(b"blob %d\0" % file.size)
     return digest
 
 
 def is_whole(path: Path, file: RemoteFile, check: Callable[[], None] = lambda: None) -> bool:
-    """Whether the file is here and is the one that the hub has; ``check`` is called now and then."""
+    """Whether a file is present with the size and hash of the hub's; ``check`` is called regularly."""
     try:
         if path.stat().st_size != file.size:
             return False

@@ -1,1 +1,1 @@
-"""What the machine has."""
+"""Hardware: profiles, measurements, and detection of CPU, memory, disk and GPU."""

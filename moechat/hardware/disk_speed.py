@@ -1,4 +1,4 @@
-"""The file link from the disk of the model library, measured by reading stores or a file of our own."""
+"""Measures the file link on the disk of the model library, by reading stores or a scratch file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from moechat import _native
 from moechat.hardware.measure_budget import EXPERT_BYTES, LARGE_BYTES, RECORD_BYTES, Budget, format_size
 from moechat.hardware.measure_link import Moved, latency, stream
-from moechat.hardware.pages import touched_pages
 from moechat.hardware.profile import Figure, LinkFigures
+from moechat.hardware.resident_pages import touched_pages
 from moechat.hardware.scratch import Extent, drop_cached, reads_direct, scratch_file, stored_files
 
 Report = Callable[[str], None]
@@ -22,14 +22,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReadableDisk:
-    """What the link reads.
+    """Files to read through the link.
 
     Attributes:
         extents: Parts of files.
-        stores: They are stores' files, not one of our own.
-        direct: They are read past the page cache.
-        window: Where it goes. Taken once: where memory is given out slowly, taking it would be what is
-            measured.
+        stores: Whether they are files of stores; else a scratch file.
+        direct: Whether they are read with direct I/O, bypassing the page cache.
+        window: Target memory, allocated once, so that slow page faults are not measured.
     """
 
     extents: list[Extent]
@@ -39,7 +38,7 @@ class ReadableDisk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read from."""
+        """Total bytes of the extents."""
         return sum(extent.nbytes for extent in self.extents)
 
     def stream(self, unit_bytes: int, seconds: float, seed: int) -> Moved:
@@ -50,17 +49,17 @@ class ReadableDisk:
             RECORD_BYTES,
             seconds=seconds,
             window=self.window,
-            # Through the page cache a second reading would be one of memory.
+            # A second read through the page cache would measure memory.
             once=not self.direct,
             seed=seed,
         )
 
     def figures(self, budget: Budget, report: Report) -> LinkFigures:
-        """Measure the link alone: what it moves and its latency, at three sizes.
+        """Measure bandwidth and latency of the link alone, at three sizes.
 
         Raises:
             OSError: A file cannot be opened.
-            MoechatError: Something cannot be read, or nothing arrives.
+            MoechatError: A read fails or stalls.
         """
         bandwidth = {}
         for nbytes in (RECORD_BYTES, EXPERT_BYTES, LARGE_BYTES):
@@ -80,7 +79,7 @@ class ReadableDisk:
             seconds=seconds,
             window=self.window,
             once=not self.direct,
-            seed=unit_bytes + 1,  # other places than the bandwidth's
+            seed=unit_bytes + 1,  # other offsets than the bandwidth measurement
         )
         how = f"median, one at a time, in transfers of {format_size(RECORD_BYTES)}"
         return Figure(waited, "measured", how)
@@ -94,15 +93,15 @@ class ReadableDisk:
 
 @contextmanager
 def readable_disk(library: Path, budget: Budget, report: Report) -> Iterator[ReadableDisk]:
-    """Files on the disk of the library: those of stores where there are enough, else one of our own.
+    """Files on the disk of the library: those of stores if they are large enough, else a scratch file.
 
     Args:
         library: Directory of stores.
         budget: Sizes.
-        report: Told what is written.
+        report: Called with a description of writes.
 
     Raises:
-        NoRoomError: A file of our own is needed and cannot be written.
+        NoRoomError: A scratch file is needed and cannot be written.
         OSError: A file cannot be opened.
     """
     with ExitStack() as stack:

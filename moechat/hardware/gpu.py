@@ -1,6 +1,6 @@
-"""Graphics cards as NVIDIA's management library reports them (``nvidia-ml-py``); no CUDA is loaded.
+"""GPUs as reported by NVIDIA's management library (``nvidia-ml-py``), without loading CUDA.
 
-That there is no card, no driver or no library is a normal case: it is said in :attr:`GpuReport.why`.
+A missing GPU, driver or library is not an error; :attr:`GpuReport.why` gives the reason.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Any
 from moechat.hardware.profile import Figure, GpuFigures
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-# Operations of tensor cores for one of the other cores' multiply-adds, 16 bit with sums in 32, dense: of the
-# consumer cards since Ampere (GA102, AD102, GB202 whitepapers), and of GA100 and GH100.
+# Tensor core operations per multiply-add of the other cores, 16 bit with 32-bit sums, dense: consumer GPUs
+# since Ampere (GA102, AD102, GB202 whitepapers), and GA100 and GH100.
 _TENSOR_FACTOR = 2.0
 _TENSOR_FACTOR_DATACENTRE = {(8, 0): 16.0, (9, 0): 14.7, (10, 0): 15.0}
-# What programs reach of the rates that follow from the highest clocks: profiles/README.md says where it was
-# measured; cards compute at some 0.85 of the clock that they call their highest.
+# Share of the peak rates (at the highest clocks) that programs reach; profiles/README.md gives the
+# measurement. GPUs compute at about 0.85 of their reported highest clock.
 _SUSTAINED_MEMORY = 0.914
 _SUSTAINED_COMPUTE = 0.85
 _LAUNCH_SECONDS = 5e-6
-# Of a card that the kernels can be built for: Turing.
+# Oldest compute capability that the kernels support: Turing.
 LEAST_CAPABILITY = (7, 5)
 
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """One card; ``None`` stands for what its driver does not tell.
+    """One GPU; values that its driver does not report are ``None``.
 
     Attributes:
-        index: Its number in the order of the management library (that of the slots).
-        name: As the driver says.
-        identity: Hash of its unique number.
-        vram: Bytes in all.
-        vram_free: Bytes that nobody uses now.
-        generation: PCIe generation of the slot as it runs now; idle cards run slower.
-        generation_most: The highest of card and slot.
-        lanes: PCIe lanes in use.
-        lanes_most: The most of card and slot.
-        memory_bandwidth: Bytes a second by memory clock and bus width.
-        flops: 16-bit operations a second by cores and clock.
+        index: Its index in the management library (order of the slots).
+        name: Name reported by the driver.
+        identity: Hash of its UUID.
+        vram: Total bytes.
+        vram_free: Bytes free now.
+        generation: Current PCIe generation; lower while the GPU is idle.
+        generation_most: Highest PCIe generation of GPU and slot.
+        lanes: Current PCIe lanes.
+        lanes_most: Most PCIe lanes of GPU and slot.
+        memory_bandwidth: Bytes per second from memory clock and bus width.
+        flops: 16-bit operations per second from cores and clock.
         capability: Compute capability.
     """
 
@@ -61,7 +61,7 @@ class GpuDevice:
 
     @property
     def unknown(self) -> list[str]:
-        """In words, what the driver does not tell."""
+        """Names of the properties that the driver does not report."""
         missing = []
         if self.generation_most is None and self.generation is None:
             missing.append("PCIe generation")
@@ -74,11 +74,10 @@ class GpuDevice:
         return missing
 
     def figures(self) -> GpuFigures:
-        """The card as part of a profile.
+        """The GPU as part of a profile.
 
-        Only its memory is measured; the rest are estimates, by the rules in their sources. What the driver
-        does not tell is taken from the weakest card that is worth using: PCIe 3.0 with 8 lanes, 200 GB/s, 20
-        TFLOP/s.
+        Only its memory is measured; the rest are estimates, by the rules in their sources. Unreported values
+        are those of a weak GPU: PCIe 3.0 with 8 lanes, 200 GB/s, 20 TFLOP/s.
         """
         unknown = "the driver does not tell; that of a weak card is assumed"
         bandwidth, flops = self.memory_bandwidth, self.flops
@@ -102,20 +101,21 @@ class GpuDevice:
                 "tensor cores, as NVML reports them",
             ),
             launch=Figure(_LAUNCH_SECONDS, "estimate", "starting a kernel from the host"),
-            # Idle cards step the link's speed down, so the present generation says little.
+            # The highest generation, because idle GPUs reduce the current one.
             pcie_generation=self.generation_most or self.generation or 3,
             pcie_lanes=self.lanes or self.lanes_most or 8,
+            capability=self.capability,
         )
 
 
 @dataclass(frozen=True)
 class GpuReport:
-    """The cards that may be used.
+    """The GPUs that may be used.
 
     Attributes:
-        devices: In the library's order; empty if there is none.
+        devices: GPUs in the library's order.
         driver: Version of the driver, if there is one.
-        why: Why there is no card, in words; empty if there is one.
+        why: Why there is no GPU; empty if there is one.
     """
 
     devices: tuple[GpuDevice, ...] = ()
@@ -124,11 +124,11 @@ class GpuReport:
 
     @property
     def best(self) -> GpuDevice | None:
-        """The card with the most memory, the first of several."""
+        """The GPU with the most memory, the first of several."""
         return max(self.devices, key=lambda device: (device.vram, -device.index), default=None)
 
     def facts(self) -> list[dict[str, Any]]:
-        """Plain values of each card, for people and programs."""
+        """Properties of each GPU as JSON types."""
         return [
             {
                 "name": device.name,
@@ -144,17 +144,17 @@ class GpuReport:
 
 
 def find_gpus(environment: Mapping[str, str] | None = None) -> GpuReport:
-    """The cards of this machine that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+    """GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` makes visible to this process.
 
     Args:
-        environment: Variables to look into; ``None`` takes the process's own.
+        environment: Environment variables; ``None`` takes those of the process.
     """
     variables = os.environ if environment is None else environment
     try:
         import pynvml
     except ImportError:
-        return GpuReport(why="nvidia-ml-py, which asks for NVIDIA cards, is not installed")
-    except Exception as error:  # a foreign package of that name may do anything
+        return GpuReport(why="nvidia-ml-py, which detects NVIDIA GPUs, is not installed")
+    except Exception as error:  # another package of that name may raise anything
         return GpuReport(why=f"nvidia-ml-py cannot be loaded: {type(error).__name__}")
     try:
         pynvml.nvmlInit()
@@ -188,14 +188,14 @@ def _why_not(pynvml: Any, error: Exception) -> str:
     if is_a("NVMLError_DriverNotLoaded"):
         return "the NVIDIA driver is not loaded"
     if is_a("NVMLError_NoPermission"):
-        return "the NVIDIA driver may not be asked by this user"
+        return "this user may not access the NVIDIA driver"
     if is_a("NVMLError_LibRmVersionMismatch"):
         return "the NVIDIA driver was replaced while it was loaded; restart the machine"
     return f"the NVIDIA driver does not answer: {error}"
 
 
 def _device(pynvml: Any, index: int) -> tuple[GpuDevice, str] | None:
-    """The card and its unique number; ``None`` for one that cannot be used (lost, or without memory)."""
+    """A GPU and its UUID; ``None`` if it is unusable (lost, or without memory)."""
 
     def ask(name: str, *arguments: Any) -> Any:
         function = getattr(pynvml, name, None)
@@ -237,7 +237,7 @@ def _tensor_factor(capability: tuple[int, int] | None) -> float:
 
 
 def _visible(devices: list[GpuDevice], numbers: Mapping[int, str], wanted: str) -> list[GpuDevice]:
-    """What CUDA would see: entries up to the first that names no card; a unique number may be cut short."""
+    """GPUs visible to CUDA: entries up to the first unknown one; a UUID may be abbreviated."""
     chosen: list[GpuDevice] = []
     for entry in (part.strip() for part in wanted.split(",")):
         matching = [
@@ -253,7 +253,7 @@ def _visible(devices: list[GpuDevice], numbers: Mapping[int, str], wanted: str) 
 
 
 def _ask(pynvml: Any, function: Callable[[], Any]) -> Any:
-    """What the library answers; ``None`` where the card or the driver does not know."""
+    """Result of a library call; ``None`` if GPU or driver do not support it."""
     try:
         return function()
     except pynvml.NVMLError:
@@ -261,7 +261,7 @@ def _ask(pynvml: Any, function: Callable[[], Any]) -> Any:
 
 
 def _text(value: Any) -> str:
-    # Older releases of the package give bytes.
+    # Older releases of the package return bytes.
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     return " ".join(text.split())
 

@@ -1,6 +1,6 @@
-"""What a measured profile holds for: this hardware, and the software that measured it.
+"""Identity of hardware and software for which a measured profile is valid.
 
-Nothing in it names the machine's host or its users; unique numbers of cards are hashed.
+It contains no host or user names; UUIDs of GPUs are hashed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moechat.config import active_isa, user_paths
 from moechat.hardware.gpu import GpuReport, find_gpus
 
 _KEY_DIGITS = 16
-# What the kernel keeps for itself differs by some megabytes from boot to boot.
+# The memory reserved by the kernel differs by some megabytes from boot to boot.
 _RAM_STEP = 256 << 20
 
 
@@ -32,7 +32,7 @@ class Disk:
 
     Attributes:
         file_system: Its type, such as ``ext4``; empty if unknown.
-        device: Maker's name of the device, or the system's; empty if unknown.
+        device: Vendor's name of the device, or the system's; empty if unknown.
         nbytes: Size of the device; 0 if unknown.
     """
 
@@ -43,17 +43,17 @@ class Disk:
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that measured figures depend on and that is quick to ask for.
+    """Properties that measured figures depend on and that are quick to determine.
 
     Attributes:
         cpu: Model of the processor.
         cores: Physical cores that may be used.
-        isa: Instruction set that the kernels use.
-        ram: Bytes in all, rounded to 256 MiB.
-        gpus: Name and hash of the unique number of each card that may be used.
-        disk: Below the model library.
-        linux: Release of the kernel.
-        version: Of moechat.
+        isa: Instruction set of the kernels.
+        ram: Total bytes, rounded to 256 MiB.
+        gpus: Name and hashed UUID of each GPU that may be used.
+        disk: Disk of the model library.
+        linux: Release of the Linux kernel.
+        version: Version of moechat.
         block_format: Version of the block layout.
     """
 
@@ -69,20 +69,20 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits that are the same for equal identities only."""
+        """Hash of all fields, 16 hexadecimal digits."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Fields as JSON types."""
         return asdict(self)
 
 
 def this_machine(gpus: GpuReport | None = None) -> Identity:
-    """Identity of this machine, as this process may use it.
+    """Identity of the parts of this machine that this process may use.
 
     Args:
-        gpus: Its cards, if they are known already.
+        gpus: Its GPUs, if known.
 
     Raises:
         UsageError: ``MOECHAT_HOME`` names something that is not a directory.
@@ -103,25 +103,25 @@ def this_machine(gpus: GpuReport | None = None) -> Identity:
 
 @cache
 def _gpus() -> GpuReport:
-    # The driver may take a second to wake up; cards do not come and go while a process runs.
+    # Cached, because initialising the driver can take a second.
     return find_gpus()
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Model of the processor, as it calls itself."""
+    """Model name of the processor."""
     fields = ("model name", "Model", "Hardware", "cpu")
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    # The first processor's, where several kinds sit in one machine.
+    # Reversed, so that the first processor's values win.
     lines = [line.partition(":") for line in reversed(text.splitlines())]
     found = {name.strip(): " ".join(value.split()) for name, _, value in lines}
     return next((found[name] for name in fields if found.get(name)), platform.machine())
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the closest directory above it that exists."""
+    """The path, or its closest existing parent directory."""
     for candidate in (path, *path.parents):
         if candidate.is_dir():
             return candidate
@@ -129,7 +129,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def disk_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
-    """The file system that holds (or will hold) a directory; empty fields where the system does not tell."""
+    """The file system that contains (or will contain) a directory; fields are empty if unknown."""
     place = existing_parent(directory).resolve()
     best: tuple[int, str, str, str] | None = None
     try:
@@ -143,7 +143,7 @@ def disk_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Dis
         if len(left) < 5 or len(right) < 2:
             continue
         mount = Path(left[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\"))
-        # Of several file systems on one mount point the last one is seen.
+        # Of several file systems on one mount point the last one is visible.
         if place.is_relative_to(mount) and (best is None or len(mount.parts) >= best[0]):
             best = (len(mount.parts), right[0], right[1], left[2])
     if best is None:
@@ -154,10 +154,10 @@ def disk_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Dis
 
 
 def _block_device(source: str, number: str) -> tuple[str, int]:
-    """Name and size of the whole device under a file system."""
+    """Name and size of the whole device of a file system."""
     system = Path("/sys/dev/block") / number
     if not system.exists() and source.startswith("/dev/"):
-        # Btrfs and others number their mounts themselves.
+        # Btrfs and others have device numbers of their own.
         try:
             status = os.stat(source)
             system = Path("/sys/dev/block") / f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"

@@ -1,4 +1,4 @@
-"""All that is measured of the CPU: memory, kernels by bits and threads, and kernels while a link is busy."""
+"""Measures the CPU: memory bandwidth, kernels by bits and threads, and kernels while a link is busy."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from moechat.hardware.measure_cpu import (
 )
 from moechat.hardware.profile import Figure
 
-# What else the machine does comes and goes within seconds; so all of it is measured twice, one after the
-# other, and the better figure counts.
+# Everything is measured twice and the better figure counts, because other load varies within seconds.
 ROUNDS = 2
 
 
 class KernelSweep:
-    """Figures of the CPU, as they are found.
+    """Figures of the CPU, collected over several rounds.
 
     Attributes:
-        stream: Bytes a second that are read from memory; ``None`` before :meth:`read_memory`.
-        rate: By bits and threads: bytes of blocks a second at one token.
-        operations: By bits: operations a second with many tokens.
-        together: By bits: as ``rate`` with all threads while the link is busy.
+        stream: Memory read bandwidth in bytes per second; ``None`` before :meth:`read_memory`.
+        rate: By bits and threads: bytes of blocks per second at one token.
+        operations: By bits: operations per second with many tokens.
+        together: By bits: as ``rate``, with all threads while the link is busy.
         failure: Why link and kernels could not be measured together; empty if they could.
     """
 
     def __init__(self, memory: ExpertMemory, cores: int, report: Callable[[str], None]) -> None:
-        """Measure nothing yet.
+        """Prepare; nothing is measured yet.
 
         Args:
-            memory: To fill with experts.
+            memory: Memory for experts.
             cores: Most threads.
-            report: Told in a few words what is measured next.
+            report: Called with a short description of each step.
         """
         self._memory = memory
         self._cores = cores
@@ -52,7 +51,7 @@ class KernelSweep:
 
     @property
     def link_together(self) -> Figure | None:
-        """Bytes a second of the link while kernels run on all threads; ``None`` if that was not measured."""
+        """Bytes per second of the link while kernels run on all threads; ``None`` if not measured."""
         if not self._link_rates:
             return None
         how = "median over bits, while kernels run on all threads"
@@ -61,7 +60,7 @@ class KernelSweep:
     def read_memory(self, seconds: float) -> Figure:
         """Measure :attr:`stream`."""
         self._report("memory: reading")
-        # One thread may read as fast as all where few channels are shared by many cores.
+        # One thread may be the fastest if many cores share few memory channels.
         counts = {1, self._cores}
         best = max(self._memory.stream_rate(threads, seconds / len(counts)) for threads in counts)
         how = "reading alone, the fastest of several passes"
@@ -76,13 +75,13 @@ class KernelSweep:
         many_seconds: float,
         link: Callable[[int], float] | None,
     ) -> None:
-        """Measure the kernels of each encoding once more.
+        """Measure one round of the kernels of each encoding.
 
         Args:
             bits: Encodings.
-            compute_seconds: For each number of threads.
-            many_seconds: For many tokens.
-            link: Keeps the link busy for some time, given a seed, and returns its bytes a second.
+            compute_seconds: Time for each number of threads.
+            many_seconds: Time with many tokens.
+            link: Keeps the link busy for a while, given a seed, and returns its bytes per second.
         """
         for each in bits:
             experts = self._memory.fill(each)
@@ -104,17 +103,17 @@ class KernelSweep:
             except (OSError, MoechatError) as problem:
                 self.failure = str(problem)
                 continue
-            # Both of one time: the best of each from two times would be more than they do together.
+            # Both from the same round, as the best of different rounds could not be reached together.
             before = self.together.get(each)
             if before is None or background.rate > before.value:
                 self.together[each] = Figure(background.rate, "measured", "while the file link is busy")
                 self._link_rates[each] = moved
 
     def settle(self) -> None:
-        """Let what was measured under a load stand for what is possible without it, where that was slower.
+        """Raise figures measured alone to those measured under load, if they are lower.
 
-        Alone nothing is slower than together with something else, and memory gives at least what the kernels
-        read of it; where it was measured otherwise, other programs were in the way.
+        Nothing is slower alone than under load, and memory bandwidth is at least what the kernels read; lower
+        figures are due to other programs.
         """
         for bits, together in self.together.items():
             all_threads = self.rate[bits][self._cores]

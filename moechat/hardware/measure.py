@@ -1,7 +1,7 @@
 """Measures this machine: the file link, the CPU's expert kernels, memory, and link and kernels together.
 
-Each part has a share of some seconds. What cannot be measured is left out of the profile, with the reason in
-:attr:`Measurement.missing`; only without memory for the kernels there is no profile.
+The whole takes some seconds. Parts that cannot be measured are left out of the profile, with the reason in
+:attr:`Measurement.missing`; only missing memory for the kernels is an error.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def measure_machine(report: Report = lambda _: None, *, budget: Budget | None = None) -> HardwareProfile:
-    """Measure this machine, and keep the profile for :func:`load_measured`.
+    """Measure this machine and store the profile for :func:`load_measured`.
 
     Args:
-        report: Told in a few words what is measured next, and if the profile cannot be kept.
-        budget: For tests.
+        report: Called with a short description of each step, and if the profile cannot be stored.
+        budget: Limits, for tests.
 
     Raises:
-        DoesNotFitError: There is no memory for the measurement.
+        DoesNotFitError: There is too little memory for the measurement.
         UsageError: ``MOECHAT_HOME`` names something that is not a directory.
     """
     measurement = measure(report, budget=budget)
@@ -65,7 +65,7 @@ def measure_machine(report: Report = lambda _: None, *, budget: Budget | None = 
 
 
 def measure(report: Report = lambda _: None, *, budget: Budget | None = None) -> Measurement:
-    """As :func:`measure_machine`, with all that belongs to it, and without keeping it."""
+    """As :func:`measure_machine`, but return the whole measurement without storing it."""
     return _Measuring(report, budget or Budget()).run()
 
 
@@ -138,7 +138,7 @@ class _Measuring:
         }
         file_system = disk_of(library).file_system
         if file_system in _IN_MEMORY:
-            self.remarks.append(f"The model library lies in memory ({file_system}), not on a disk.")
+            self.remarks.append(f"The model library is in memory ({file_system}), not on a disk.")
         elif not disk.direct:
             self.remarks.append(
                 f"{file_system or 'The file system'} refuses direct reads; the disk was read "
@@ -192,7 +192,7 @@ class _Measuring:
             self.missing["together"] = sweep.failure
         return sweep
 
-    # ---- what is asked for
+    # ---- remarks and facts
 
     def _note_others(self, share: float) -> None:
         self.facts["others_share"] = round(share, 3)
@@ -225,7 +225,7 @@ class _Measuring:
 
 
 class _Others:
-    """How much of the processor other programs, and other guests of the same host, take meanwhile."""
+    """CPU use of other programs, and of other guests of the same host, since the object was created."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -233,19 +233,19 @@ class _Others:
     @staticmethod
     def _now() -> tuple[float, float, float]:
         times = psutil.cpu_times()
-        # Guests are counted within user time.
+        # User time includes guests.
         idle = times.idle + getattr(times, "iowait", 0.0)
         whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         return whole, whole - idle, time.process_time()
 
     def share(self) -> float:
-        """Of the time of all processors since the beginning, 0 to 1."""
+        """Share of the time of all processors, 0 to 1."""
         whole, busy, own = (now - before for now, before in zip(self._now(), self._before, strict=True))
         return min(1.0, max(0.0, (busy - own) / whole)) if whole > 0 else 0.0
 
 
 def _settled(link: LinkFigures) -> LinkFigures:
-    """The link, alone at least as fast as together with the kernels; see :meth:`KernelSweep.settle`."""
+    """Raise the bandwidth measured alone to that under load, if lower; see :meth:`KernelSweep.settle`."""
     together = link.together
     if together is None or link.bandwidth[LARGE_BYTES].value >= together.value:
         return link

@@ -1,11 +1,11 @@
-"""How long measuring a machine may take, and what of it it may use."""
+"""Limits of time, memory and disk for measuring a machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Bytes of one transfer, and of what lies together and is asked for together: a block (216 KiB for a hidden
-# size of 2048 at 4 bits), an expert, and as much as several experts.
+# Bytes of one transfer, about a block (216 KiB for a hidden size of 2048 at 4 bits), and of contiguous
+# requests: one expert, several experts.
 RECORD_BYTES = 256 << 10
 EXPERT_BYTES = 4 << 20
 LARGE_BYTES = 32 << 20
@@ -13,21 +13,21 @@ LARGE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Budget:
-    """How long, and how much memory and disk, measuring may take.
+    """Limits of one measurement.
 
     Attributes:
-        scratch_bytes: Size of the file to read from, where no store is large enough.
-        least_scratch: Smallest file that tells anything.
-        keep_free: Bytes of the disk that are never used.
-        write_seconds: After so long the file is no longer written, if it has the least size.
-        link_seconds: For each size.
-        latency_seconds: Of the idle link, for each size; a slow link may take three times as long.
-        memory_bytes: For expert kernels; 0: twice the largest cache, 256 MiB to 1 GiB.
-        stream_seconds: For reading memory.
-        compute_seconds: For each number of bits and threads.
-        many_seconds: For many tokens, for each number of bits.
-        together_seconds: Link and kernels, for each number of bits.
-        bits: Encodings.
+        scratch_bytes: Size of the scratch file, written if no store is large enough.
+        least_scratch: Smallest useful scratch file.
+        keep_free: Bytes that stay free on the disk.
+        write_seconds: Time after which writing stops, if the file has the least size.
+        link_seconds: Bandwidth measurement, for each size.
+        latency_seconds: Latency measurement, for each size; up to three times as long for a slow link.
+        memory_bytes: Memory for expert kernels; 0: twice the largest cache, 256 MiB to 1 GiB.
+        stream_seconds: Memory bandwidth measurement.
+        compute_seconds: Kernels, for each number of bits and threads.
+        many_seconds: Kernels with many tokens, for each number of bits.
+        together_seconds: Link and kernels together, for each number of bits.
+        bits: Encodings to measure.
     """
 
     scratch_bytes: int = 512 << 20

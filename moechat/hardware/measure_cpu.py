@@ -1,4 +1,4 @@
-"""How fast the CPU computes experts and reads memory, with the very kernels that the engine uses."""
+"""Measures how fast the CPU computes experts and reads memory, with the engine's kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.hardware.pages import touched_pages
+from moechat.hardware.resident_pages import touched_pages
 
-# An expert in the middle of what models have: 16 blocks of 64 neurons, 216 KiB each at 4 bits.
+# An expert of typical size: 16 blocks of 64 neurons, 216 KiB each at 4 bits.
 HIDDEN = 2048
 BLOCKS = 16
 TOP_K = 8
-_STRETCHES = 4
+_INTERVALS = 4
 _MANY_TOKENS = 128
 _MANY_EXPERTS = 4
 _CHOICES = 64
@@ -29,12 +29,12 @@ _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 @dataclass(frozen=True)
 class Experts:
-    """Equal experts in memory.
+    """Identical experts in memory.
 
     Attributes:
-        layout: Of their records.
+        layout: Layout of their records.
         records: uint8 ``[experts, blocks, record_bytes]``.
-        activation: Name, slope and limit, as the kernels take them.
+        activation: Name, slope and limit, as in the kernels' arguments.
     """
 
     layout: _native.BlockLayout
@@ -43,26 +43,26 @@ class Experts:
 
 
 class ExpertMemory:
-    """Memory too large for caches, filled with experts of one encoding after the other.
+    """Memory larger than the caches, filled with experts of one encoding at a time.
 
     Attributes:
         nbytes: Its size.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Take it.
+        """Allocate it.
 
         Args:
-            nbytes: At least 32 MiB, for two 16-bit experts and more.
+            nbytes: At least 32 MiB, enough for two 16-bit experts.
 
         Raises:
-            MemoryError: The system refuses it.
+            MemoryError: The system has not enough memory.
         """
         self.nbytes = nbytes
         self._bytes = touched_pages(1, nbytes)[0]
 
     def fill(self, bits: int) -> Experts:
-        """Fill it with experts of so many bits; what was there before is gone."""
+        """Fill it with experts of ``bits`` bits, replacing the previous ones."""
         layout = _native.BlockLayout(HIDDEN, BLOCKS * 64, bits)
         generator = np.random.default_rng(bits)
         one = _native.BlockLayout(HIDDEN, 64, bits)
@@ -71,7 +71,7 @@ class ExpertMemory:
             for shape in ((64, HIDDEN), (64, HIDDEN), (HIDDEN, 64))
         )
         record = np.empty((1, one.record_bytes), dtype=np.uint8)
-        # One block many times over: what the kernels do does not depend on the weights.
+        # All blocks are equal, because the kernels' speed does not depend on the weights.
         _native.pack_expert(one, gate, up, down, None, record)
         experts = self.nbytes // (BLOCKS * layout.record_bytes)
         used = experts * BLOCKS * layout.record_bytes
@@ -79,16 +79,16 @@ class ExpertMemory:
         return Experts(layout, self._bytes[:used].reshape(experts, BLOCKS, layout.record_bytes))
 
     def stream_rate(self, threads: int, seconds: float) -> float:
-        """Bytes a second at which so many threads read it."""
+        """Bytes per second at which ``threads`` threads read it."""
         with used_threads(threads):
             return _native.stream_read_rate(self._bytes, threads, seconds)
 
 
 class Passes:
-    """One token's experts, computed again and again: each time others, none again before all the rest.
+    """Computes experts for one token repeatedly, each time with other experts, cycling through all.
 
     Attributes:
-        nbytes: Bytes of records walked so far.
+        nbytes: Bytes of records read so far.
     """
 
     def __init__(self, experts: Experts, top_k: int = TOP_K, seed: int = 0) -> None:
@@ -105,7 +105,7 @@ class Passes:
         self.nbytes = 0
 
     def once(self) -> None:
-        """Compute the next ones."""
+        """Compute the next ``top_k`` experts."""
         experts = self._experts
         choice = self._choices[self._next]
         self._next = (self._next + 1) % len(self._choices)
@@ -117,27 +117,27 @@ class Passes:
 def compute_rate(
     experts: Experts, threads: int, *, seconds: float, top_k: int = TOP_K, seed: int = 0
 ) -> float:
-    """Bytes of blocks a second that so many threads compute for one token.
+    """Bytes of blocks per second that ``threads`` threads compute for one token.
 
-    The best of several stretches: what else the machine does can only make it slower.
+    The best of several intervals, because other load can only reduce the rate.
     """
     with used_threads(threads):
         passes = Passes(experts, top_k, seed)
         passes.once()
         best = 0.0
-        for _ in range(_STRETCHES):
+        for _ in range(_INTERVALS):
             before, started = passes.nbytes, time.perf_counter()
             while True:
                 passes.once()
                 elapsed = time.perf_counter() - started
-                if elapsed >= seconds / _STRETCHES:
+                if elapsed >= seconds / _INTERVALS:
                     break
             best = max(best, (passes.nbytes - before) / elapsed)
     return best
 
 
 def operation_rate(experts: Experts, threads: int, *, seconds: float) -> float:
-    """Multiplications and additions a second with 128 tokens an expert, as prompts have; the best of some."""
+    """Operations per second with 128 tokens per expert, as in prompts; the best of several passes."""
     layout = experts.layout
     count = min(_MANY_EXPERTS, len(experts.records))
     generator = np.random.default_rng(1)
@@ -158,10 +158,10 @@ def operation_rate(experts: Experts, threads: int, *, seconds: float) -> float:
 
 
 class Background:
-    """Computes one token's experts in a thread of its own until the block ends; a context manager.
+    """Context manager that computes one token's experts in a background thread during the block.
 
     Attributes:
-        rate: Bytes of blocks a second over the whole time, once the block has ended.
+        rate: Bytes of blocks per second over the whole time, set at the end of the block.
     """
 
     def __init__(self, experts: Experts, threads: int) -> None:
@@ -210,7 +210,7 @@ class Background:
 
 @contextmanager
 def used_threads(threads: int) -> Iterator[None]:
-    """Let the kernels use so many threads inside."""
+    """Set the number of kernel threads in the block."""
     before = _native.num_threads()
     _native.set_num_threads(threads)
     try:
@@ -220,13 +220,13 @@ def used_threads(threads: int) -> Iterator[None]:
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Numbers of threads to measure with: the powers of two up to the cores, and all of them."""
+    """Numbers of threads to measure: powers of two up to ``cores``, and ``cores``."""
     counts = {1 << power for power in range(cores.bit_length()) if 1 << power <= cores}
     return sorted(counts | {cores})
 
 
 def last_cache_bytes(directory: Path = _CPU_CACHES) -> int:
-    """Bytes of the largest cache that one core reaches; 0 where the system does not tell."""
+    """Bytes of the largest cache of a core; 0 if unknown."""
     largest = 0
     for file in directory.glob("index*/size"):
         try:

@@ -1,4 +1,4 @@
-"""How fast a link moves what it is asked for, with the very link that the engine uses."""
+"""Measures bandwidth and latency of a link, with the engine's own link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from moechat import _native
 from moechat.errors import MoechatError
-from moechat.hardware.pages import touched_pages
+from moechat.hardware.resident_pages import touched_pages
 
 WINDOW_BYTES = 64 << 20
 _WAIT_SECONDS = 0.2
@@ -22,14 +22,14 @@ _LEAST_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Moved:
-    """What a link has moved, and in what time."""
+    """Bytes moved by a link, and the time."""
 
     nbytes: int
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.nbytes / self.seconds
 
 
@@ -44,22 +44,22 @@ def stream(
     seed: int = 0,
     stall_seconds: float = 30.0,
 ) -> Moved:
-    """Keep a link busy with units in random order, as a prefetcher does.
+    """Keep a link busy with units in random order, like a prefetcher.
 
     Args:
-        link: Not yet opened; it is stopped at the end.
-        unit_bytes: Bytes that lie together and are asked for together, such as an expert.
+        link: A link that is not open yet; it is stopped at the end.
+        unit_bytes: Contiguous bytes that are requested together, such as an expert.
         record_bytes: Bytes of one transfer, such as a block; divides ``unit_bytes``.
-        seconds: Nothing more is asked for after so long.
-        window: uint8, C-contiguous, at the beginning of a page: memory for what is asked for and on its way,
-            two units at least; ``None`` takes 64 MiB or two units.
-        once: Read no unit twice, even if that ends it early.
-        seed: Of the order.
-        stall_seconds: Without any arrival for so long it ends with an error.
+        seconds: Time after which no more units are requested.
+        window: uint8, C-contiguous, page-aligned memory for units in flight, at least two units; ``None``
+            allocates 64 MiB or two units.
+        once: Read no unit twice, even if that ends the measurement early.
+        seed: Random seed of the order.
+        stall_seconds: Time without any arrival after which an error is raised.
 
     Raises:
-        MoechatError: Something cannot be read, or nothing arrives.
-        ValueError: No region holds a unit, or the window not two.
+        MoechatError: A read fails, or the link stalls.
+        ValueError: No region holds a unit, or the window does not hold two.
     """
     records = unit_bytes // record_bytes
     units = _units(link, unit_bytes)
@@ -119,21 +119,21 @@ def latency(
     seed: int = 0,
     stall_seconds: float = 30.0,
 ) -> float:
-    """Seconds from asking the idle link for one unit until all of it is there: the median of several.
+    """Seconds from the request of one unit on the idle link to its last byte; the median of several.
 
     Args:
-        link: Not yet opened; it is stopped at the end.
-        unit_bytes: As for :func:`stream`; the next unit is asked for when nothing is on its way.
+        link: A link that is not open yet; it is stopped at the end.
+        unit_bytes: As for :func:`stream`; a unit is requested when none is in flight.
         record_bytes: As for :func:`stream`.
-        seconds: So long, one is asked for after the other; up to three times as long until there are 5.
-        window: As for :func:`stream`, but one unit is enough; ``None`` takes one.
-        once: Read no unit twice, even if that ends it early.
-        seed: Of their places.
+        seconds: Time for samples; up to three times as long until there are 5.
+        window: As for :func:`stream`, but one unit is enough; ``None`` allocates one.
+        once: Read no unit twice, even if that ends the measurement early.
+        seed: Random seed of the order.
         stall_seconds: As for :func:`stream`.
 
     Raises:
-        MoechatError: Something cannot be read, or does not arrive.
-        ValueError: No region holds a unit, or the window none.
+        MoechatError: A read fails, or the link stalls.
+        ValueError: No region or not the window holds a unit.
     """
     places = _units(link, unit_bytes)
     order = np.random.default_rng(seed).permutation(len(places)).tolist()
@@ -173,7 +173,7 @@ def latency(
 
 
 def _goes_on(count: int, most: int | None, taken: float, seconds: float) -> bool:
-    """Whether another sample is taken: one at least, and several unless each takes very long."""
+    """Whether to take another sample: at least one, and several unless each takes very long."""
     if count == 0:
         return True
     if most is not None and count >= most:
@@ -182,7 +182,7 @@ def _goes_on(count: int, most: int | None, taken: float, seconds: float) -> bool
 
 
 def _units(link: _native.Link, unit_bytes: int) -> list[tuple[int, int]]:
-    """Region and offset of everything of that size that can be asked for."""
+    """Region and offset of all units of that size."""
     units = [
         (region, at * unit_bytes)
         for region in range(link.regions())

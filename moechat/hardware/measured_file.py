@@ -1,7 +1,7 @@
-"""Where measured profiles are kept: one JSON file for each identity, in the user's data directory.
+"""Files with measured profiles: one JSON file per machine identity, in the user's data directory.
 
-A file that is damaged, foreign or of another version of this form is never an error: it is as if nothing had
-been measured, and whoever asked is told why.
+Damaged files, and files of other programs or format versions, are ignored; the ``notice`` callback gets the
+reason.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Notice = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured on a machine, and what was not.
+    """Result of measuring a machine.
 
     Attributes:
         profile: The figures.
         missing: By part (``gpu``, ``link file``, ``link gpu``): why it was not measured.
-        remarks: What whoever reads the figures should know, in sentences.
-        facts: Plain values about the machine beyond the profile: caches, huge pages, versions.
-        seconds: That measuring took.
+        remarks: Notes on the figures, in sentences.
+        facts: Further properties of the machine as JSON types: caches, huge pages, versions.
+        seconds: Duration of the measurement.
     """
 
     profile: HardwareProfile
@@ -51,7 +51,7 @@ class Measurement:
 
     @property
     def age(self) -> float | None:
-        """Seconds since it was measured; ``None`` if it does not say when."""
+        """Seconds since the measurement; ``None`` if its time is unknown."""
         try:
             created = datetime.fromisoformat(self.profile.created)
         except ValueError:
@@ -61,7 +61,7 @@ class Measurement:
         return max(0.0, (datetime.now(UTC) - created).total_seconds())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; :func:`_from_json` is the inverse."""
+        """JSON types; :func:`_from_json` is the inverse."""
         return {
             "format": FORMAT,
             "kind": _KIND,
@@ -75,7 +75,7 @@ class Measurement:
 
 
 def profiles_directory() -> Path:
-    """Where the files lie; it need not exist.
+    """Directory of the files; it may not exist.
 
     Raises:
         UsageError: ``MOECHAT_HOME`` names something that is not a directory.
@@ -84,10 +84,10 @@ def profiles_directory() -> Path:
 
 
 def save_measurement(measurement: Measurement) -> Path:
-    """Keep it in place of an older one of the same identity; whoever reads meanwhile sees one of the two.
+    """Write a measurement atomically, replacing an older one of the same identity.
 
     Raises:
-        MoechatError: It cannot be written.
+        MoechatError: The file cannot be written.
     """
     path = profiles_directory() / f"{measurement.profile.key}.json"
     write_json(path, measurement.to_json())
@@ -97,13 +97,14 @@ def save_measurement(measurement: Measurement) -> Path:
 def load_measurement(
     notice: Notice = lambda _: None, *, identity: Identity | None = None
 ) -> Measurement | None:
-    """What was measured on this machine with this software; ``None`` if nothing was.
-
-    What is free of a card's memory is asked anew.
+    """Load the measurement of this machine with this software, with the GPU's currently free memory.
 
     Args:
-        notice: Told in a sentence why a file is not used.
-        identity: Of the machine, if it is known already.
+        notice: Called with the reason, in a sentence, if a file is not used.
+        identity: Identity of the machine, if known.
+
+    Returns:
+        ``None`` if there is none.
     """
     key = (this_machine() if identity is None else identity).key
     found = _read(profiles_directory() / f"{key}.json", notice)
@@ -111,19 +112,19 @@ def load_measurement(
 
 
 def load_measured(notice: Notice = lambda _: None) -> HardwareProfile | None:
-    """The profile that was measured on this machine with this software; ``None`` if there is none.
+    """Load the measured profile of this machine with this software; ``None`` if there is none.
 
-    ``gpu.vram_free`` is what is free now.
+    ``gpu.vram_free`` is the currently free memory.
 
     Args:
-        notice: Told in a sentence why a file is not used.
+        notice: Called with the reason, in a sentence, if a file is not used.
     """
     found = load_measurement(notice)
     return None if found is None else found.profile
 
 
 def saved_measurements(notice: Notice = lambda _: None) -> list[Measurement]:
-    """All that are kept, the newest first, whichever machine they hold for."""
+    """All stored measurements, of any machine, newest first."""
     try:
         names = sorted(
             entry.name for entry in os.scandir(profiles_directory()) if _NAME.fullmatch(entry.name)
@@ -135,15 +136,15 @@ def saved_measurements(notice: Notice = lambda _: None) -> list[Measurement]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file at once or not at all.
+    """Write a file atomically.
 
     Raises:
-        MoechatError: It cannot be written.
+        MoechatError: The file cannot be written.
     """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: two processes may have measured.
+        # A unique temporary name, as two processes may write at the same time.
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, allow_nan=False)
@@ -164,7 +165,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, notice: Notice) -> dict[str, Any] | None:
-    """The object in a file; ``None``, and a word to ``notice``, if it is none."""
+    """Read the JSON object in a file; ``None``, with a call of ``notice``, if it is damaged."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -188,7 +189,7 @@ def _read(path: Path, notice: Notice) -> Measurement | None:
     if data is None:
         return None
     if data.get("kind") != _KIND or data.get("format") != FORMAT:
-        notice(f"{path} was written by another version of moechat, or is no hardware profile; it is ignored")
+        notice(f"{path} was written by another version of moechat, or is not a hardware profile: ignored")
         return None
     try:
         measurement = _from_json(data)
@@ -201,12 +202,12 @@ def _read(path: Path, notice: Notice) -> Measurement | None:
 
 
 def _with_free_now(measurement: Measurement) -> Measurement:
-    """The measurement with what is free of the card's memory now instead of then."""
+    """The measurement with the GPU's currently free memory."""
     report = find_gpus()
-    gpu, card = measurement.profile.gpu, report.best
-    if gpu is None or card is None or card.name != gpu.name:
+    gpu, best = measurement.profile.gpu, report.best
+    if gpu is None or best is None or best.name != gpu.name:
         return measurement
-    profile = replace(measurement.profile, gpu=replace(gpu, vram_free=card.figures().vram_free))
+    profile = replace(measurement.profile, gpu=replace(gpu, vram_free=best.figures().vram_free))
     return replace(measurement, profile=profile, facts={**measurement.facts, "gpus": report.facts()})
 
 

@@ -15,12 +15,12 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def resident_bytes() -> int:
-    """Resident set of this process, mapped files included."""
+    """Resident set size of this process, including mapped files."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set of this process so far; the present one where the system keeps no peak."""
+    """Peak resident set size of this process; the current one if the system does not record the peak."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             for line in status:
@@ -32,25 +32,24 @@ def peak_resident_bytes() -> int:
 
 
 def give_back_unused() -> None:
-    """Return memory that the process has freed to the system."""
-    with suppress(OSError, AttributeError):  # not glibc: the system sees it when it sees it
+    """Return freed memory of this process to the system."""
+    with suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def total_bytes() -> int:
-    """Memory that the machine has."""
+    """Memory of the machine."""
     return int(psutil.virtual_memory().total)
 
 
 def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
-    """Memory that this process could still take: the least of the machine's and of every control group's
-    rest.
+    """Memory available to this process: the minimum over the machine and all its control groups.
 
-    What a group holds of files counts as free: the system drops it when memory is wanted.
+    A group's page cache counts as available, because the system can drop it.
 
     Args:
-        cgroups: Where control groups are mounted.
-        own: The list of this process's groups.
+        cgroups: Mount point of control groups.
+        own: File with the control groups of this process.
     """
     rest = [int(psutil.virtual_memory().available), *_cgroup_rests(cgroups, own)]
     return max(0, min(rest))
@@ -79,7 +78,7 @@ def _cgroup_rests(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _rests(root: Path, path: str, names: tuple[str, str, str, str]) -> Iterator[int]:
-    """What is left in a group and in those above it; a container does not show the groups above it."""
+    """Available memory in a group and its parents; inside a container the parents may be missing."""
     limit_name, usage_name, *file_names = names
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):

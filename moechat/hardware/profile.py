@@ -1,7 +1,7 @@
-"""What a machine can do: the figures that plans and predictions are made from.
+"""Performance figures of a machine, the input of plans and predictions.
 
-A profile is measured (``moechat profile``) or written down for a machine that is not at hand (``profiles/``).
-Every figure says where it comes from. Bytes are bytes, rates are bytes a second, times are seconds.
+A profile is measured (``moechat profile``) or written by hand for a reference machine (``profiles/``). Every
+figure has a source. Units are bytes, bytes per second and seconds.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from itertools import pairwise
 from typing import Literal
 
 Origin = Literal["measured", "datasheet", "published", "estimate"]
-# Bytes, seconds, bytes and operations a second of any machine lie within. What is read from a file and does
-# not is damage, and would make infinite times.
+# Range of all figures of real machines. Values outside mean a damaged file and would lead to infinite times.
 LEAST_VALUE, MOST_VALUE = 1e-9, 1e21
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it comes from.
+    """A number and its source.
 
     Attributes:
-        value: In the unit that the field it stands in says.
-        origin: ``measured`` on that machine by moechat, ``datasheet`` of the maker, ``published`` measurement
-            of others, or ``estimate``: ours, by the rule in ``source``.
-        source: Address, tool and settings, or the rule of an estimate.
+        value: The value, in the unit of its field.
+        origin: ``measured`` on that machine by moechat, ``datasheet`` of the vendor, ``published`` by others,
+            or ``estimate`` by the rule in ``source``.
+        source: URL, tool and settings, or the rule of an estimate.
     """
 
     value: float
@@ -39,12 +38,12 @@ class LinkFigures:
 
     Attributes:
         kind: ``file``: store to RAM. ``gpu``: RAM to VRAM.
-        bandwidth: By bytes of one transfer, ascending, many of them in flight: bytes a second.
-        latency: Seconds from asking the idle link for the smallest of these to its last byte.
-        together: Bytes a second, for the largest of these, while the CPU computes experts with all threads;
-            ``None``: not known.
-        latencies: By bytes asked for at once, ascending: seconds from asking the idle link to the last byte;
-            empty: not known but for :attr:`latency`.
+        bandwidth: Bytes per second by bytes of one transfer, ascending, with many transfers in flight.
+        latency: Seconds from a request of the smallest of these sizes on the idle link to its last byte.
+        together: Bytes per second for the largest size while the CPU computes experts with all threads;
+            ``None``: unknown.
+        latencies: Seconds from a request on the idle link to its last byte, by requested bytes, ascending;
+            empty: unknown except for :attr:`latency`.
     """
 
     kind: Literal["file", "gpu"]
@@ -54,7 +53,7 @@ class LinkFigures:
     latencies: Mapping[int, Figure] = field(default_factory=dict)
 
     def rate(self, nbytes: int) -> float:
-        """Bytes a second for transfers of ``nbytes``: linear between measured sizes, constant beyond."""
+        """Bytes per second for transfers of ``nbytes``: linear between measured sizes, constant beyond."""
         sizes = sorted(self.bandwidth)
         if nbytes <= sizes[0]:
             return self.bandwidth[sizes[0]].value
@@ -67,17 +66,18 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """A graphics card.
+    """A GPU.
 
     Attributes:
-        name: As its driver or its maker says.
-        vram: Bytes in all.
-        vram_free: Bytes that nobody uses; equal to ``vram`` for a machine that is not at hand.
-        bandwidth: Bytes a second from its memory, sustained.
-        flops: 16-bit operations a second with tensor cores, dense, sustained; for prefill.
-        launch: Seconds that starting one kernel costs.
-        pcie_generation: Of the slot as it runs.
-        pcie_lanes: As it runs.
+        name: Name by driver or vendor.
+        vram: Total bytes.
+        vram_free: Free bytes; equal to ``vram`` for a reference machine.
+        bandwidth: Sustained memory bandwidth, bytes per second.
+        flops: Sustained dense 16-bit operations per second with tensor cores, for prefill.
+        launch: Seconds to start one kernel.
+        pcie_generation: PCIe generation.
+        pcie_lanes: PCIe lanes.
+        capability: CUDA compute capability; ``None``: unknown.
     """
 
     name: str
@@ -88,6 +88,7 @@ class GpuFigures:
     launch: Figure
     pcie_generation: int
     pcie_lanes: int
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,21 @@ class HardwareProfile:
     """A machine.
 
     Attributes:
-        name: Short: of the file in ``profiles/``, or of the machine.
-        title: For people.
+        name: Short name: that of the file in ``profiles/``, or of the machine.
+        title: Name to show.
         cpu: Model of the processor.
         cores: Physical cores that may be used.
-        isa: Instruction set that the expert kernels use.
-        ram: Bytes in all.
-        ram_bandwidth: Bytes a second that all cores together read.
-        expert_rate: By bits of an expert weight, then by threads: bytes of blocks a second that the CPU
-            computes at one token, from memory too large for caches.
-        expert_rate_together: By bits, with all threads, while the link into the near tier is busy.
-        expert_flops: By bits: multiplications and additions a second with many tokens, all threads; for
-            prefill.
-        links: By kind, as far as present.
-        gpu: Its graphics card, if any.
-        created: When it was measured or written down, ISO 8601.
-        key: Identity of hardware and software versions that it holds for; empty for files of ``profiles/``.
+        isa: Instruction set of the expert kernels.
+        ram: Total bytes.
+        ram_bandwidth: Read bandwidth of all cores together, bytes per second.
+        expert_rate: By bits per expert weight, then by threads: bytes of blocks per second that the CPU
+            computes at one token, from memory larger than the caches.
+        expert_rate_together: By bits: the same with all threads while the link into the near tier is busy.
+        expert_flops: By bits: operations per second with many tokens and all threads, for prefill.
+        links: The links by kind.
+        gpu: Its GPU, if any.
+        created: Time of measurement or writing, ISO 8601.
+        key: Key of the :class:`~moechat.hardware.identity.Identity` it is valid for; empty for ``profiles/``.
     """
 
     name: str
@@ -131,13 +131,12 @@ class HardwareProfile:
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Times of one model on one machine at one decoded token, with all experts resident (MoEpic, section
-    3.4.1).
+    """Times of one model on one machine per decoded token, with all experts resident (MoEpic, section 3.4.1).
 
     Attributes:
         attention: ``T_att``: seconds of a layer without its routed experts.
         moe: ``T_moe``: seconds of a layer's K experts.
-        head: ``T_head``: seconds of what comes once a token.
+        head: ``T_head``: seconds of everything outside the layers.
     """
 
     attention: Figure

@@ -1,8 +1,8 @@
-"""Profiles in files: TOML for machines that are not at hand (``profiles/``), JSON for what was measured.
+"""Profiles in files: TOML for reference machines (``profiles/``), JSON for measured ones.
 
-The TOML form is for people: each figure in the unit that its key names, with its origin and its source
-beside it; ``profiles/README.md`` describes it. It is read strictly: what is not known, lacks a source or
-cannot be is refused with file and key, so that no plan rests on a typing error.
+In the TOML form each figure has the unit in its key's name, an origin and a source; ``profiles/README.md``
+describes it. Parsing is strict: unknown keys, missing sources and impossible values are errors that name file
+and key, so that no plan is based on a typing error.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ __all__ = [
     "reference_profile",
 ]
 
-# The native kernels' names, see native/src/kernels/dispatch.cc.
+# Names in native/src/kernels/isa/dispatch.cc.
 _INSTRUCTION_SETS = ("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "amx")
 _NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*", re.ASCII)
 _SIZE = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB|GiB)", re.ASCII)
 _BITS = re.compile(r"(2|3|4|8|16)bit", re.ASCII)
 _THREADS = re.compile(r"([1-9][0-9]{0,3})threads?", re.ASCII)
+_CAPABILITY = re.compile(r"([1-9][0-9]?)\.([0-9])", re.ASCII)
 _BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GIGA = 1e9
 _MOST_FILE_BYTES = 1 << 20
 
 
 def read_profile(path: str | Path) -> HardwareProfile:
-    """A profile in the TOML form; its name is the file's.
+    """Read a TOML profile; its name is the file's.
 
     Raises:
-        UsageError: There is no such file, or it is not of the form; the message names file and key.
+        UsageError: The file does not exist or is malformed; the message names file and key.
     """
     path = Path(path)
     if not _NAME.fullmatch(path.stem) or path.suffix != ".toml":
         raise UsageError(
-            f"{path} is no name for a profile", hint="use lower-case letters, digits, dashes and .toml"
+            f"{path} is not a valid profile name", hint="use lower-case letters, digits, dashes and .toml"
         )
     try:
         with path.open("rb") as file:
@@ -65,7 +66,7 @@ def read_profile(path: str | Path) -> HardwareProfile:
         raise UsageError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
     try:
         values = tomllib.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not TOML, or not UTF-8: both are ValueErrors
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or not UTF-8
         raise UsageError(f"{path} is not TOML: {error}") from error
     return _profile(path, values)
 
@@ -100,7 +101,7 @@ def _profile(path: Path, values: Mapping[str, Any]) -> HardwareProfile:
     gpu = _gpu(root.optional("gpu"))
     links = _links(root.table("link"), gpu is not None)
     root.finish()
-    # More likely than a source that nobody needs: a figure that cites the wrong one.
+    # An unused source usually means that a figure cites the wrong one.
     unused = sources.keys() - _cited(values)
     if unused and named is not None:
         raise named.error(min(unused), "is cited by no figure")
@@ -176,6 +177,13 @@ def _gpu(table: StrictTable | None) -> GpuFigures | None:
         return None
     table.cited("source")
     vram = table.figure("vram_mib", 1 << 20)
+    capability = None
+    if "compute_capability" in table.values:
+        stated = table.text("compute_capability")
+        match = _CAPABILITY.fullmatch(stated)
+        if match is None:
+            raise table.error("compute_capability", f"is {stated!r}, not a text like '8.6'")
+        capability = int(match[1]), int(match[2])
     gpu = GpuFigures(
         name=table.text("name"),
         vram=vram,
@@ -185,23 +193,23 @@ def _gpu(table: StrictTable | None) -> GpuFigures | None:
         launch=table.figure("launch_us", 1e-6),
         pcie_generation=table.number("pcie_generation", range(1, 8)),
         pcie_lanes=table.number("pcie_lanes", (1, 2, 4, 8, 16)),
+        capability=capability,
     )
     table.finish()
     return gpu
 
 
 def _cited(value: object) -> set[str]:
-    """Names of all sources that are cited anywhere below ``value``."""
+    """Names of all sources cited anywhere in ``value``."""
     if isinstance(value, dict):
         return set().union(*(_cited(item) for item in value.values()))
     return {value[1:].partition(" ")[0]} if isinstance(value, str) and value.startswith("@") else set()
 
 
 def _directory() -> Path:
-    """Where the reference profiles lie: inside an installed package, or beside it in a clone.
+    """Directory of the reference profiles: inside an installed package, or next to the package in a clone.
 
-    An editable install has a copy in site-packages that is as old as its last build; looking beside this
-    file finds a clone's own files.
+    Found relative to this file, because an editable install has an older copy in site-packages.
     """
     package = Path(__file__).resolve().parent.parent
     installed = package / "profiles"
@@ -214,25 +222,25 @@ def reference_names() -> list[str]:
 
 
 def reference_profile(name: str) -> HardwareProfile:
-    """A machine that need not be at hand.
+    """Profile of a reference machine.
 
     Args:
-        name: One of :func:`reference_names`; case, spaces and underscores do not matter.
+        name: One of :func:`reference_names`; case is ignored, spaces and underscores count as dashes.
 
     Raises:
-        UsageError: There is no such profile; the hint names those that resemble it, else all.
+        UsageError: The profile does not exist; the hint lists similar names, else all.
     """
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     names = reference_names()
     if wanted not in names:
-        near = _resembling(wanted, names)
+        near = _similar(wanted, names)
         hint = f"do you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names) or 'none'}"
         raise UsageError(f"there is no hardware profile {name!r}", hint=hint)
     return read_profile(_directory() / f"{wanted}.toml")
 
 
-def _resembling(wanted: str, names: list[str]) -> list[str]:
-    """Names with the same number of a card, such as 4090; else those that differ by a slip."""
+def _similar(wanted: str, names: list[str]) -> list[str]:
+    """Names with the same GPU model number, such as 4090; else those with a small edit distance."""
     numbers = re.findall(r"[0-9]{4}", wanted)
-    same_card = [name for name in names if any(number in name for number in numbers)]
-    return same_card or difflib.get_close_matches(wanted, names, n=3)
+    same_gpu = [name for name in names if any(number in name for number in numbers)]
+    return same_gpu or difflib.get_close_matches(wanted, names, n=3)

@@ -1,4 +1,4 @@
-"""Profiles in the JSON form: the fields of :class:`HardwareProfile`, in bytes, bytes a second and seconds."""
+"""Profiles as JSON: the fields of :class:`HardwareProfile`, in bytes, bytes per second and seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINK_KINDS = ("file", "gpu")
 
 
 def profile_to_json(profile: HardwareProfile) -> dict[str, Any]:
-    """Plain values: the fields of the profile, figures as objects, numbers that are keys as texts."""
+    """The fields of the profile as JSON types: figures as objects, integer keys as strings."""
     found: dict[str, Any] = _plain(asdict(profile))
     return found
 
@@ -89,7 +89,7 @@ def _link(kind: str, data: Mapping[str, Any]) -> LinkFigures:
     if not known["bandwidth"]:
         raise ValueError(f"the link {kind} has no bandwidth")
     known["latency"] = _figure(known["latency"], least=0.0)
-    # Profiles kept by earlier versions have none.
+    # Missing in profiles of earlier versions.
     known["latencies"] = _numbered(known.get("latencies", {}), least=0.0)
     known["together"] = None if known["together"] is None else _figure(known["together"])
     return LinkFigures(**known)
@@ -105,4 +105,9 @@ def _gpu_of(data: Mapping[str, Any]) -> GpuFigures:
         raise ValueError(f"the graphics card is called {known['name']!r}")
     for name in ("pcie_generation", "pcie_lanes"):
         _whole(name, known[name], least=0)
+    if known.get("capability") is not None:
+        major, minor = known["capability"]
+        _whole("capability", major)
+        _whole("capability", minor, least=0)
+        known["capability"] = (major, minor)
     return GpuFigures(**known)

@@ -1,4 +1,4 @@
-"""Memory to measure with: private, at the beginning of a page, in huge pages where the system gives them."""
+"""Memory for measurements: private, page-aligned, in huge pages if available."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _PART = 32 << 20
 
 
 def touched_pages(rows: int, columns: int) -> npt.NDArray[np.uint8]:
-    """Zeros uint8 ``[rows, columns]`` that lie in memory already, as the near tier's pages do.
+    """Allocate zeroed, resident uint8 ``[rows, columns]``, like the near tier's pages.
 
     Raises:
-        MemoryError: The system refuses it.
+        MemoryError: The system has not enough memory.
     """
     try:
         memory = mmap.mmap(-1, rows * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"the system refuses {rows * columns} bytes") from error
-    with contextlib.suppress(OSError, AttributeError):  # a wish
+    with contextlib.suppress(OSError, AttributeError):  # optional
         memory.madvise(mmap.MADV_HUGEPAGE)
     pages = np.ndarray((rows, columns), dtype=np.uint8, buffer=memory)
     flat = pages.reshape(-1)
-    # In parts: where the system gives memory out slowly, an interrupt need not wait for the last one.
+    # In parts, so that an interrupt is handled quickly if page faults are slow.
     for begin in range(0, flat.size, _PART):
         flat[begin : begin + _PART] = 0
     return pages

@@ -1,4 +1,4 @@
-"""A file to read from when the file link is measured, that leaves nothing behind however the process ends."""
+"""Scratch file for measuring the file link; it has no name, so it disappears however the process ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 4096
 _PIECE = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-# A file this much smaller on the disk than it says is compressed or has holes: reading it tells little.
+# A file with a lower share of allocated blocks is compressed or sparse, and reading it is too fast.
 _LEAST_STORED = 0.9
 
 
@@ -43,12 +43,13 @@ class NoRoomError(MoechatError):
 
 
 def stored_files(library: Path, wanted: int, least_each: int) -> list[Extent]:
-    """Files of finished stores, largest first, of together at least ``wanted`` bytes; none if they have less.
+    """Files of finished stores, largest first, with at least ``wanted`` bytes in total; empty if they have
+    less.
 
     Args:
         library: The directory of stores.
-        wanted: Bytes.
-        least_each: Smaller files are passed over.
+        wanted: Total bytes.
+        least_each: Smallest file.
     """
     sizes: list[tuple[int, str]] = []
     try:
@@ -61,7 +62,7 @@ def stored_files(library: Path, wanted: int, least_each: int) -> list[Extent]:
                 if status.st_size >= least_each and 512 * status.st_blocks >= _LEAST_STORED * status.st_size:
                     sizes.append((status.st_size, entry.path))
     except OSError:
-        return []  # another process removes a store: write a file of our own
+        return []  # another process is removing a store
     chosen: list[Extent] = []
     for size, path in sorted(sizes, reverse=True):
         chosen.append(Extent(path, 0, size // _ALIGNMENT * _ALIGNMENT))
@@ -80,18 +81,18 @@ def scratch_file(
     seconds: float,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Extent]:
-    """A file full of random bytes, without a name: it is gone with the process, whatever ends it.
+    """Create a file of random bytes without a name, which disappears with the process.
 
     Args:
-        directory: Where; made if need be.
-        nbytes: Its size; less if the disk has no room for it or is too slow.
+        directory: Its directory; created if necessary.
+        nbytes: Its size; less if the disk is too small or too slow.
         least: Smallest useful size.
         keep_free: Bytes that stay free on the disk.
-        seconds: After so long no more is written, if it has the least size.
-        report: Told when it turns out smaller.
+        seconds: Time after which writing stops, if the file has the least size.
+        report: Called if it is smaller than ``nbytes``.
 
     Raises:
-        NoRoomError: The disk has not the room, or nothing can be written there.
+        NoRoomError: The disk has too little space, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -115,14 +116,14 @@ def scratch_file(
 
 
 def _nameless(directory: Path) -> int:
-    """An open file that has no name."""
+    """Open a new file without a name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as problem:
         if problem.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
-    # A file system that cannot do it: the name lives for the time between two calls.
+    # O_TMPFILE is not supported: create a file and unlink it at once.
     path = directory / f".profile-{os.getpid()}.tmp"
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -131,14 +132,14 @@ def _nameless(directory: Path) -> int:
 
 
 def _fill(descriptor: int, nbytes: int, least: int, seconds: float) -> int:
-    """Write random bytes past the page cache, where that is possible; returns how many."""
+    """Write random bytes, with direct I/O if possible; returns the number of bytes."""
     generator = np.random.default_rng()
     piece = np.ndarray((_PIECE,), dtype=np.uint8, buffer=mmap.mmap(-1, _PIECE))
     direct = set_direct(descriptor, True)
     written, started = 0, time.perf_counter()
     try:
         while written < nbytes and (written < least or time.perf_counter() - started < seconds):
-            # Random and new each time: file systems and disks compress, and store equal blocks once.
+            # New random data for every piece, because file systems and disks compress and deduplicate.
             piece.view(np.uint64)[:] = generator.integers(0, 1 << 64, _PIECE // 8, dtype=np.uint64)
             view = memoryview(piece.data)
             while view.nbytes:
@@ -152,7 +153,7 @@ def _fill(descriptor: int, nbytes: int, least: int, seconds: float) -> int:
                 view = view[done:]
             written += _PIECE
             if not direct:
-                os.fdatasync(descriptor)  # else the time would be that of writing to memory
+                os.fdatasync(descriptor)  # else only the write to the page cache would be timed
     except OSError as problem:
         if problem.errno not in _FULL or written < least:
             raise NoRoomError(
@@ -163,7 +164,7 @@ def _fill(descriptor: int, nbytes: int, least: int, seconds: float) -> int:
 
 
 def set_direct(descriptor: int, wanted: bool) -> bool:
-    """Let reads and writes of a descriptor go past the page cache, or not; returns which of both holds."""
+    """Switch direct I/O of a descriptor on or off; returns the resulting state."""
     import fcntl
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -175,10 +176,10 @@ def set_direct(descriptor: int, wanted: bool) -> bool:
 
 
 def reads_direct(path: str) -> bool:
-    """Whether the file system reads this file past the page cache.
+    """Whether the file system supports direct reads of this file.
 
     Raises:
-        OSError: It cannot be opened or read at all.
+        OSError: It cannot be opened or read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -198,7 +199,7 @@ def reads_direct(path: str) -> bool:
 
 
 def drop_cached(path: str) -> None:
-    """Ask the system to forget what it holds of a file in memory."""
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Tables of a TOML file, read so that nothing in them is passed over."""
+"""Strict access to tables of a TOML file: unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from moechat.hardware.profile import LEAST_VALUE, MOST_VALUE, Figure, Origin
 
 
 class StrictTable:
-    """A table that knows where it stands and which of its keys nobody has asked for.
+    """A table that records which of its keys were read.
 
-    Every method that takes a key raises :class:`UsageError`, naming file and key, where the key is missing or
-    its value is not what was asked for.
+    Every method that takes a key raises :class:`UsageError`, naming file and key, if the key is missing or
+    its value has the wrong type or range.
 
     Args:
         path: The file, for messages.
-        place: Dotted keys that lead to the table; empty for the whole file.
-        values: What the parser found.
-        sources: Texts that ``@name`` stands for.
+        place: Dotted keys of the table; empty for the whole file.
+        values: Parsed content.
+        sources: Texts that ``@name`` refers to.
     """
 
     def __init__(self, path: Path, place: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -31,22 +31,22 @@ class StrictTable:
         self.place = place
         self.values = values
         self.sources = sources
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def error(self, key: str, fact: str, *, hint: str | None = None) -> UsageError:
-        """What is wrong with a key of this table; with the table itself if ``key`` is empty."""
+        """An error about a key of this table, or about the table itself if ``key`` is empty."""
         where = ".".join(filter(None, [self.place, key]))
         return UsageError(f"{self.path}: {where}: {fact}", hint=hint)
 
     def text(self, key: str) -> str:
-        """A text that is not empty."""
+        """A string that is not empty."""
         found = str(self._value(key, (str,), "a text")).strip()
         if not found:
             raise self.error(key, "is empty")
         return found
 
     def number(self, key: str, choices: range | tuple[int, ...]) -> int:
-        """A whole number, one of ``choices``."""
+        """An integer, one of ``choices``."""
         found = int(self._value(key, (int,), "a whole number"))
         if found not in choices:
             shown = f"{choices[0]} to {choices[-1]}" if isinstance(choices, range) else f"one of {choices}"
@@ -60,14 +60,14 @@ class StrictTable:
 
     def optional(self, key: str) -> StrictTable | None:
         """A table inside this one, or ``None``."""
-        self._asked.add(key)
+        self._read.add(key)
         return self.table(key) if key in self.values else None
 
     def figure(self, key: str, scale: float) -> Figure:
-        """A table of value, origin and source; the value times ``scale``."""
+        """A table with value, origin and source; the value is multiplied by ``scale``."""
         entry = self.table(key)
         value = entry._value("value", (int, float), "a number")
-        # Whole numbers have no end in TOML.
+        # TOML integers can be too large for a float.
         if not (0 < value < sys.float_info.max and LEAST_VALUE <= float(value) * scale <= MOST_VALUE):
             raise entry.error("value", f"is {str(value)[:20]}; it must be above 0 and of a possible size")
         origin = entry.text("origin")
@@ -78,7 +78,7 @@ class StrictTable:
         return Figure(float(value) * scale, origin, source)  # type: ignore[arg-type]
 
     def cited(self, key: str) -> str:
-        """A text; where it begins with ``@name``, that source and the rest of it."""
+        """A string; a leading ``@name`` is replaced by that source."""
         text = self.text(key)
         if not text.startswith("@"):
             return text
@@ -90,12 +90,12 @@ class StrictTable:
     def keyed(
         self, pattern: re.Pattern[str], example: str, meaning: Callable[[re.Match[str]], int]
     ) -> list[tuple[int, str]]:
-        """Keys that all have one form, with the number that each means, ascending.
+        """All keys, which must match a pattern, with their numbers, ascending.
 
         Args:
-            pattern: Of a whole key.
-            example: A key, for the hint.
-            meaning: Its number.
+            pattern: Pattern for a full match of a key.
+            example: Example of a key, for the hint.
+            meaning: Gives the number of a key.
         """
         found: dict[int, str] = {}
         for key in self.values:
@@ -110,19 +110,19 @@ class StrictTable:
         return sorted(found.items())
 
     def finish(self) -> None:
-        """Refuse keys that nobody has asked for."""
+        """Raise an error for a key that was not read."""
         for key in self.values:
-            if key not in self._asked:
-                raise self.error(key, "is not known", hint=_near(key, self._asked))
+            if key not in self._read:
+                raise self.error(key, "is not known", hint=_near(key, self._read))
 
     def _value(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
-        self._asked.add(key)
+        self._read.add(key)
         if key not in self.values:
-            unknown = [other for other in self.values if other not in self._asked]
+            unknown = [other for other in self.values if other not in self._read]
             near = difflib.get_close_matches(key, unknown, n=1)
             raise self.error(key, "is missing", hint=f"there is {near[0]} instead" if near else None)
         found = self.values[key]
-        # A truth value is an int to Python, and never a number here.
+        # bool is a subclass of int.
         if not isinstance(found, kinds) or isinstance(found, bool):
             raise self.error(key, f"is {found!r}, not {what}")
         return found

@@ -1,4 +1,4 @@
-"""Where the measured times of models are kept: beside the profile of the machine, one file for each."""
+"""Files with measured times of models, one per model, next to the profile of the machine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PARTS = ("attention", "moe", "head")
 
 @dataclass(frozen=True)
 class TimesKey:
-    """What the times of a model hold for.
+    """Everything that the times of a model depend on.
 
     Attributes:
         profile: Key of the machine: :attr:`moechat.hardware.identity.Identity.key`.
-        model: Fingerprint of its weights: ``store.manifest.source.fingerprint``.
-        dtype: Of its dense weights, such as ``bfloat16``.
-        threads: That compute.
-        bits: Of an expert weight.
-        dense_bits: Of a dense weight.
-        activation_bits: How inputs meet quantised weights.
+        model: Fingerprint of the weights: ``store.manifest.source.fingerprint``.
+        dtype: Type of the dense weights, such as ``bfloat16``.
+        threads: Number of compute threads.
+        bits: Bits per expert weight.
+        dense_bits: Bits per dense weight.
+        activation_bits: Bits of the inputs in products with quantised weights.
     """
 
     profile: str
@@ -44,17 +44,17 @@ class TimesKey:
 
     @property
     def path(self) -> Path:
-        """Where they are kept."""
+        """Path of the file."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return profiles_directory() / f"{self.profile}.times" / f"{name}.json"
 
 
 def save_times(key: TimesKey, times: ModelTimes) -> None:
-    """Keep them in place of older ones.
+    """Write times, replacing older ones.
 
     Raises:
-        MoechatError: They cannot be written.
+        MoechatError: The file cannot be written.
     """
     write_json(
         key.path,
@@ -69,11 +69,11 @@ def save_times(key: TimesKey, times: ModelTimes) -> None:
 
 
 def load_times(key: TimesKey, notice: Callable[[str], None] = lambda _: None) -> ModelTimes | None:
-    """What was measured for this key; ``None`` if nothing was.
+    """Load the times measured for a key; ``None`` if there are none.
 
     Args:
-        key: Of machine and model.
-        notice: Told in a sentence why a file is not used.
+        key: Machine, model and settings.
+        notice: Called with the reason, in a sentence, if a file is not used.
     """
     data = read_json(key.path, notice)
     if data is None:

@@ -1,1 +1,1 @@
-"""Names of models, and the library of block stores on this machine."""
+"""Model names, the library of block stores on this machine, known shapes, and the demo model."""

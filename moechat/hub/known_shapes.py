@@ -1,4 +1,4 @@
-"""Shapes of known models: configurations that ship with the package, for plans without weights.
+"""Configurations of known models that ship with the package, for plans without weights.
 
 Nothing here needs torch or the network.
 """
@@ -10,10 +10,10 @@ from importlib import resources
 from typing import Any
 
 from moechat.errors import UsageError
-from moechat.hub.addresses import plain_name
-from moechat.hub.names import ALIASES
+from moechat.hub.model_ref import ALIASES
+from moechat.hub.name_forms import normalise_name
 
-# Repositories whose models have a shape, in lower case.
+# Shapes by repository in lower case.
 _REPOSITORIES = {
     "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
     "mistralai/mixtral-8x7b-instruct-v0.1": "mixtral-8x7b",
@@ -38,14 +38,14 @@ def _directory() -> Any:
 
 
 def shape_names() -> list[str]:
-    """Names that :func:`shape_values` knows."""
+    """Names of all known shapes, sorted."""
     return sorted(
         file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")
     )
 
 
 def shape_values(name: str) -> dict[str, Any]:
-    """The configuration of a known shape, as its ``config.json`` states it.
+    """The content of ``config.json`` of a known shape.
 
     Raises:
         UsageError: The name is unknown.
@@ -57,14 +57,14 @@ def shape_values(name: str) -> dict[str, Any]:
 
 
 def find_shape(model: str) -> str | None:
-    """The shape of a model, in either case; ``None`` where none is known.
+    """The name of a model's shape; ``None`` if unknown.
 
     Args:
-        model: Its alias, its repository in any revision, the address of its page, or the shape's own name.
+        model: Alias, repository with or without a revision, URL on the hub, or shape name, in any case.
     """
     name = model.partition("@")[0].lower()
     if name not in shape_names():
-        name = plain_name(model).partition("@")[0].lower()
+        name = normalise_name(model).partition("@")[0].lower()
     if name in shape_names():
         return name
     return _REPOSITORIES.get(ALIASES.get(name, name).lower())

@@ -1,4 +1,4 @@
-"""What lies beside the finished stores: what interrupted work left, and checkpoints that were to be kept."""
+"""Directories beside the finished stores: leftovers of interrupted work, and kept checkpoints."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import MoechatError
-from moechat.hub.library import KEPT, LibraryEntry
-from moechat.hub.names import ModelRef, at_revision, hub_model, repository_of, variant_of
+from moechat.hub.library import KEEP_MARK, LibraryEntry
+from moechat.hub.model_ref import ModelRef, at_revision, hub_model, repository_of, variant_of
 
 _SUFFIXES = (".partial", ".removed")
-_VARIANTS = ".variants"  # in a directory of shards: which variants it was asked for as, one a line
-_MOST_VARIANTS = 1 << 16  # bytes of that file
+_VARIANTS_FILE = ".variants"  # in a directory of shards: the variants it was downloaded for, one per line
+_MAX_VARIANTS_BYTES = 1 << 16
 _COMMIT = re.compile(r"[0-9a-f]{7,40}", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What an interrupted download, conversion or removal left; or what one that is running works on.
+    """The directory of an unfinished download, conversion or removal, interrupted or still running.
 
     Attributes:
-        path: A directory.
-        nbytes: Its size on disk.
+        path: The directory.
+        nbytes: Its size on disk in bytes.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Leftover:
 
     @property
     def lock(self) -> Path:
-        """The lock file that whoever works on it holds."""
+        """The lock file that a running process holds."""
         name = self.path.name
         if name.startswith("."):  # .NAME.partial belongs to NAME
             name = name[1:].rpartition(".")[0]
@@ -43,14 +43,14 @@ class Leftover:
 
 @dataclass(frozen=True)
 class KeptSource:
-    """A downloaded checkpoint that was to be kept (``--keep-source``).
+    """A downloaded checkpoint that is kept (``--keep-source``).
 
     Attributes:
         repository: ``org/name``.
-        commit: The beginning of the commit that it is of.
-        variant: The GGUF model of the repository that it was first asked for as; empty without one.
+        commit: Its abbreviated commit.
+        variant: The GGUF variant of the first download; empty for safetensors.
         path: Its directory.
-        nbytes: Its size on disk.
+        nbytes: Its size on disk in bytes.
     """
 
     repository: str
@@ -67,7 +67,7 @@ class KeptSource:
 
 
 def list_leftovers(paths: Paths) -> list[Leftover]:
-    """Directories that belong to no finished store; a checkpoint that was to be kept is none."""
+    """Directories that belong to no finished store, without kept checkpoints."""
     found = [
         directory
         for directory in _own_directories(paths.models)
@@ -78,16 +78,16 @@ def list_leftovers(paths: Paths) -> list[Leftover]:
 
 
 def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
-    """What interrupted downloads and conversions of a hub model left, in whatever bits.
+    """Leftovers of a hub model, of all bits.
 
-    With a revision, only what belongs to it: shards are kept by commit, so none of them for a branch. Only
-    of the GGUF model that is named, and of none without one, as with stores.
+    A name with a revision matches that revision only; shards are stored by commit, so a branch matches none.
+    A name with a GGUF variant matches that variant only, one without matches no GGUF variant.
     """
     try:
         ref = hub_model(model)
     except MoechatError:
         return []
-    # In full: the names of other models may begin like this one.
+    # A full match: the names of other models may begin with this one.
     store = re.compile(rf"\.{re.escape(ref.slug)}-\d+bit\.(partial|removed)", re.IGNORECASE)
     return [
         item
@@ -98,24 +98,24 @@ def find_leftovers(model: str, paths: Paths) -> list[Leftover]:
 
 
 def is_kept_source(directory: Path) -> bool:
-    """Whether a downloaded checkpoint was to be kept (``--keep-source``).
+    """Whether a downloaded checkpoint is kept (``--keep-source``).
 
-    Where nobody can tell it was: what may not be looked into is not deleted unasked.
+    An unreadable directory counts as kept, so that it is never deleted without confirmation.
     """
     try:
-        return (directory / KEPT).exists()
+        return (directory / KEEP_MARK).exists()
     except OSError:
         return True
 
 
 def list_sources(paths: Paths) -> list[KeptSource]:
-    """The checkpoints that were to be kept."""
+    """All kept checkpoints."""
     found = []
     for directory in _own_directories(paths.sources):
         repository, commit = _origin(directory)
         if commit and is_kept_source(directory):
-            first = (_variants(directory) or ("",))[0]
-            found.append(KeptSource(repository, commit, first, directory, disk_usage(directory)))
+            variant = (_read_variants(directory) or ("",))[0]
+            found.append(KeptSource(repository, commit, variant, directory, disk_usage(directory)))
     return found
 
 
@@ -124,7 +124,7 @@ def find_sources(model: str, entries: list[LibraryEntry], paths: Paths) -> list[
 
     Args:
         model: As for :func:`moechat.hub.library.find_stores`.
-        entries: Its stores; their checkpoints count whatever the name says.
+        entries: Stores whose checkpoints count too.
         paths: The user's directories.
     """
     try:
@@ -142,58 +142,58 @@ def find_sources(model: str, entries: list[LibraryEntry], paths: Paths) -> list[
         if any(
             source.repository.lower() == repository
             and commit.startswith(source.commit)
-            and _is_for(source.path, variant)
+            and _serves(source.path, variant)
             for repository, variant, commit in stores
         )
         or (ref is not None and _is_source(source.path, ref))
     ]
 
 
-def note_variant(directory: Path, variant: str | None) -> None:
-    """Remember what a directory of shards is used for, so that removing something else leaves it there.
+def record_variant(directory: Path, variant: str | None) -> None:
+    """Record the variant that a directory of shards serves, so that removing another variant leaves it.
 
     Args:
-        directory: The shards; more than one name may stand for the same ones.
-        variant: The GGUF model of the repository, as asked for.
+        directory: The shards; several variants may share them.
+        variant: The requested GGUF variant of the repository.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
-    names = _variants(directory) or ()
+    names = _read_variants(directory) or ()
     if (variant or "") not in names:
-        (directory / _VARIANTS).write_text("".join(f"{name}\n" for name in (*names, variant or "")), "ascii")
+        content = "".join(f"{name}\n" for name in (*names, variant or ""))
+        (directory / _VARIANTS_FILE).write_text(content, "ascii")
 
 
-def _variants(directory: Path) -> tuple[str, ...] | None:
-    """What a directory of shards was asked for as; ``None``: an earlier version made it and noted nothing."""
-    if "+" not in directory.name:  # not of a GGUF model
+def _read_variants(directory: Path) -> tuple[str, ...] | None:
+    """The variants that a directory of shards serves; ``None`` if an earlier version recorded none."""
+    if "+" not in directory.name:  # safetensors
         return ("",)
     try:
-        with open(directory / _VARIANTS, encoding="ascii") as file:
-            return tuple(file.read(_MOST_VARIANTS).splitlines()) or None
+        with open(directory / _VARIANTS_FILE, encoding="ascii") as file:
+            return tuple(file.read(_MAX_VARIANTS_BYTES).splitlines()) or None
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _is_for(directory: Path, variant: str | None) -> bool:
-    variants = _variants(directory)
+def _serves(directory: Path, variant: str | None) -> bool:
+    variants = _read_variants(directory)
     return variants is None or (variant or "").lower() in map(str.lower, variants)
 
 
 def _origin(directory: Path) -> tuple[str, str]:
-    """Repository, and the beginning of its commit, from the name of a directory of shards.
+    """Repository and abbreviated commit from the name of a directory of shards, ``org--name@commit[+files]``.
 
-    That is ``org--name@commit``, and ``+`` with what tells its GGUF models apart; the commit is empty where
-    the name is of another form.
+    The commit is empty for names of another form.
     """
     name, _, rest = directory.name.rpartition("@")
     return name.replace("--", "/", 1), rest.partition("+")[0] if name else ""
 
 
 def _is_source(directory: Path, ref: ModelRef) -> bool:
-    """Whether a directory holds shards of a model, at a commit if one is given."""
+    """Whether a directory holds shards of a model, at its commit if it has one."""
     name, commit = _origin(directory)
-    if not commit or name.lower() != str(ref.repository).lower() or not _is_for(directory, ref.variant):
+    if not commit or name.lower() != str(ref.repository).lower() or not _serves(directory, ref.variant):
         return False
     if ref.revision is None:
         return True
@@ -209,7 +209,7 @@ def _own_directories(parent: Path) -> list[Path]:
 
 
 def _is_own_directory(path: Path) -> bool:
-    # What a link points to is not ours to count or to delete; nor is what cannot be looked at.
+    # Targets of links and unreadable paths are neither counted nor deleted.
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
@@ -217,7 +217,7 @@ def _is_own_directory(path: Path) -> bool:
 
 
 def disk_usage(directory: Path) -> int:
-    """Bytes of the disk that the files below a directory take; those that go meanwhile do not count."""
+    """Disk space of the files below a directory in bytes; files that vanish meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(directory):
         for name in names:

@@ -1,6 +1,6 @@
-"""The library on this machine: which stores are finished, and when a store was used.
+"""The library: the finished block stores on this machine, and when each was last used.
 
-Only manifests are read, and without numpy, so that a list of models comes at once.
+Reads manifests only, without numpy, so that listing models is fast.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from pathlib import Path
 
 from moechat.config import Paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
-from moechat.hub.names import (
+from moechat.hub.local_models import local_model
+from moechat.hub.model_ref import (
     DEMO,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     at_revision,
+    expand_alias,
     holds_manifest,
     hub_model,
-    resolve_apart,
+    is_explicit_path,
 )
 
-KEPT = ".kept"  # in a downloaded checkpoint: it was asked to stay, so no later run removes it
+KEEP_MARK = ".kept"  # file in a downloaded checkpoint that must not be removed (``--keep-source``)
 _DEFAULT_BITS = 4
-_MOST_BYTES = (1 << 63) - 1  # of a file
+_MAX_FILE_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,17 @@ class LibraryEntry:
     """One finished store.
 
     Attributes:
-        name: What ``moechat run`` takes: ``org/name[@revision]``; for a converted directory its name, which
-            others may share: :func:`told_apart`.
-        path: The store; may be a link to one elsewhere.
-        source: Where the weights came from: a repository or a directory's name.
-        commit: Of the repository; ``None`` for a directory.
+        name: ``org/name[@revision]``, or the name of the converted directory, which need not be unique: see
+            :func:`display_names`.
+        path: The store; may be a symbolic link.
+        source: Origin of the weights: a repository or a directory's name.
+        commit: Commit of the repository; ``None`` for a directory.
         model_type: The family, as transformers calls it.
-        bits: Of an expert weight.
-        nbytes: Size on disk.
-        used: When it was last opened, in seconds since 1970; ``None`` if never since it was made.
-        damaged: Its manifest cannot be read; all but name and path are then unknown or zero.
-        reason: Why not, where the file system says so.
+        bits: Bits per expert weight.
+        nbytes: Size on disk in bytes.
+        used: Last time it was opened, in seconds since 1970; ``None`` if never since it was made.
+        damaged: The manifest cannot be read; all fields but name and path are then empty or zero.
+        reason: The file system's error for a damaged entry, if there was one.
     """
 
     name: str
@@ -61,47 +63,44 @@ class LibraryEntry:
 
     @property
     def title(self) -> str:
-        """``org/name@revision``: the revision asked for, else the commit in short."""
+        """``org/name@revision``: the requested revision, else the abbreviated commit."""
         if self.commit and "@" not in self.name:
             return at_revision(self.name, self.commit[:12])
         return self.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that names it."""
+        """All names that refer to it."""
         return self.name, self.path.name, self.title, at_revision(self.name, str(self.commit))
 
 
 def list_stores(paths: Paths) -> list[LibraryEntry]:
-    """The finished stores, those used last first; what cannot be looked into is one that is damaged."""
+    """The finished stores, last used first; unreadable ones are marked as damaged."""
     entries = []
     for path in _visible(paths.models):
         try:
             if holds_manifest(path):
                 entries.append(read_entry(path, paths))
-        except OSError as error:  # of this one alone: the others are there all the same
+        except OSError as error:
             entries.append(_damaged(path, paths, error))
     return sorted(entries, key=lambda entry: (-(entry.used or 0.0), entry.name, entry.bits))
 
 
 def names_here(paths: Paths) -> list[str]:
-    """Names of the models that are here: the demo, then those of the library, the ones used last first."""
+    """Names of the models on this machine: the demo, then those in the library, last used first."""
     entries = list_stores(paths)
-    named = zip(entries, told_apart(entries), strict=True)
+    named = zip(entries, display_names(entries), strict=True)
     return list(dict.fromkeys([DEMO, *(name for entry, name in named if not entry.damaged)]))
 
 
-def told_apart(entries: list[LibraryEntry]) -> list[str]:
-    """What a list calls these stores.
-
-    That is the title of each, or the name of its directory where another one has the same title and bits.
-    """
+def display_names(entries: list[LibraryEntry]) -> list[str]:
+    """A unique name per store and bits: its title, or its directory's name where titles are equal."""
     count = Counter((entry.title, entry.bits) for entry in entries)
     return [entry.title if count[entry.title, entry.bits] == 1 else entry.path.name for entry in entries]
 
 
 def read_entry(store: Path, paths: Paths) -> LibraryEntry:
-    """What the manifest of a store says; one that cannot be read is ``damaged``."""
+    """The entry of one store; ``damaged`` if its manifest cannot be read."""
     try:
         with open(store / MANIFEST, "rb") as file:
             content = json.loads(file.read(MAX_MANIFEST_BYTES))
@@ -129,64 +128,64 @@ def _damaged(store: Path, paths: Paths, error: Exception) -> LibraryEntry:
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("not a text")
+        raise ValueError("not a non-empty string")
     return value
 
 
-def _count(value: object, least: int = 0, most: int = _MOST_BYTES) -> int:
-    # Not what int() makes of it: 1e400 is a number for JSON, and true is one for Python.
+def _count(value: object, least: int = 0, most: int = _MAX_FILE_BYTES) -> int:
+    # Stricter than int(): JSON allows 1e400, and Python counts true as an int.
     if type(value) is not int or not least <= value <= most:
         raise ValueError("not a count")
     return value
 
 
 def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry]:
-    """The stores in the library that a name means.
+    """The stores in the library that a name refers to.
 
     Args:
-        model: An alias, ``org/name[@revision]``, a checkpoint directory that was converted, a store's
-            directory, its name, or a name that :func:`list_stores` shows.
-        bits: Only the one with these bits.
+        model: An alias, ``org/name[@revision]``, the path of a converted checkpoint, the path of a store, the
+            name of a store's directory, or a name from :func:`display_names`.
+        bits: Bits per weight; ``None`` for any.
         paths: The user's directories.
 
     Raises:
         ModelNotFoundError: There is none.
-        UsageError: The name stands for different models.
+        UsageError: The name matches different models.
     """
     entries = list_stores(paths)
-    matching = _by_path(model, entries, paths)
+    matching = _by_path(model, entries)
     if not matching:
         matching = _by_name(model, entries)
     if len({entry.path.name.rpartition("-")[0] for entry in matching}) > 1:
-        raise _several("models", model, matching)
+        raise _ambiguous("models", model, matching)
     chosen = [entry for entry in matching if bits is None or entry.bits == bits or entry.damaged]
     if not chosen:
-        wanted = f" with {bits} bits" if bits is not None and matching else ""
+        with_bits = f" with {bits} bits" if bits is not None and matching else ""
         raise ModelNotFoundError(
-            f"{model}{wanted} is not in the library", hint="`moechat list` shows what is there"
+            f"{model}{with_bits} is not in the library", hint="`moechat list` shows what is there"
         )
     return chosen
 
 
 def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntry | None:
-    """The one store in the library that a name, which is no path, means to somebody who wants to run it.
+    """The store in the library to run for a name that is no path.
 
-    The name of a store's directory means that store. Of several stores of one name the bits choose, without
-    them 4 bits; with bits that none of them has, the stores are those of a name without bits.
+    A directory's name selects that store. Of several stores with one name the requested bits decide; without
+    bits, or if no store has them, 4 bits.
 
     Args:
-        model: A name that :func:`list_stores` shows, or that of a store's directory.
-        bits: Bits a weight that are wanted.
+        model: A name from :func:`display_names`, or that of a store's directory.
+        bits: Preferred bits per weight.
         paths: The user's directories.
 
     Returns:
-        The store, perhaps one of other bits; ``None`` if the name means none.
+        The store, perhaps with other bits; ``None`` if no name matches.
 
     Raises:
-        UsageError: The name stands for several, and nothing chooses between them.
+        UsageError: The name matches several stores, and bits do not decide.
     """
     entries = list_stores(paths)
-    # What is written as it is shown stands before what differs in capitals.
+    # Exact matches come before matches that differ in case.
     matching = (
         [entry for entry in entries if entry.path.name == model]
         or [entry for entry in entries if model in entry.names]
@@ -197,12 +196,12 @@ def find_store_to_run(model: str, bits: int | None, paths: Paths) -> LibraryEntr
         preferred = [entry for entry in chosen if entry.bits == _DEFAULT_BITS]
         chosen = preferred if len(preferred) == 1 else chosen
     if len(chosen) > 1:
-        raise _several("stores", model, chosen)
+        raise _ambiguous("stores", model, chosen)
     return chosen[0] if chosen else None
 
 
-def note_use(store: Path, paths: Paths) -> None:
-    """Remember that a store was opened just now; where nothing can be written nothing happens."""
+def record_use(store: Path, paths: Paths) -> None:
+    """Record that a store was opened now; errors are ignored."""
     stamp = _use_path(store, paths)
     with suppress(OSError):
         stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -210,16 +209,17 @@ def note_use(store: Path, paths: Paths) -> None:
 
 
 def forget_use(store: Path, paths: Paths) -> None:
-    """The store is gone."""
+    """Remove the record of use of a deleted store."""
     with suppress(OSError):
         _use_path(store, paths).unlink(missing_ok=True)
 
 
-def _by_path(model: str, entries: list[LibraryEntry], paths: Paths) -> list[LibraryEntry]:
-    if not (model.startswith((".", "/", "~")) or os.path.isdir(model)):
+def _by_path(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
+    named = model.lower() == DEMO or expand_alias(model) is not None
+    if not is_explicit_path(model) and (named or not os.path.isdir(model)):
         return []
     try:
-        ref = resolve_apart(model, paths=paths)
+        ref = local_model(model)
     except MoechatError:
         return []
     if ref.store is not None:
@@ -228,20 +228,15 @@ def _by_path(model: str, entries: list[LibraryEntry], paths: Paths) -> list[Libr
 
 
 def _by_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
-    named = {_spelt_out(model).lower(), model.lower()}
-    return [entry for entry in entries if not named.isdisjoint(map(str.lower, entry.names))]
+    names = {model.lower()}
+    with suppress(MoechatError):
+        names.add(hub_model(model).name.lower())
+    return [entry for entry in entries if not names.isdisjoint(map(str.lower, entry.names))]
 
 
-def _several(what: str, model: str, entries: list[LibraryEntry]) -> UsageError:
-    shown = ", ".join(entry.path.name for entry in entries)
-    return UsageError(f"{model} stands for several {what}: {shown}", hint="say one of these names")
-
-
-def _spelt_out(model: str) -> str:
-    try:
-        return hub_model(model).name
-    except MoechatError:
-        return model
+def _ambiguous(kind: str, model: str, entries: list[LibraryEntry]) -> UsageError:
+    matches = ", ".join(entry.path.name for entry in entries)
+    return UsageError(f"{model} matches several {kind}: {matches}", hint="use one of these names")
 
 
 def _visible(parent: Path) -> list[Path]:

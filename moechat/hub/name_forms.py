@@ -1,4 +1,4 @@
-"""Other ways to write a model's name: the address of its page on the hub, and the names of known shapes."""
+"""Other spellings of a model's name: the URL of a page on the hub, and the names of known shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import unquote
 
-# Shapes that `plan` knows, and the alias of the model that they are the shape of.
+# Aliases of the models whose shapes ship with the package, by shape.
 _ALIAS_OF_SHAPE = {
     "mixtral-8x7b": "mixtral",
     "qwen1.5-moe-a2.7b": "qwen-moe",
@@ -16,28 +16,28 @@ _ALIAS_OF_SHAPE = {
 }
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SCHEME = re.compile(r"https?://", re.IGNORECASE)
-_NO_MODELS = {"datasets", "spaces", "collections", "docs", "papers", "api"}
-# Pages of one revision: the revision follows.
-_OF_REVISION = {"tree", "blob", "resolve", "raw", "commit", "commits"}
+_NOT_MODELS = {"datasets", "spaces", "collections", "docs", "papers", "api"}
+# Path segments that a revision follows.
+_BEFORE_REVISION = {"tree", "blob", "resolve", "raw", "commit", "commits"}
 
 
-def plain_name(model: str) -> str:
-    """The name as ``org/name[@revision][:file.gguf]`` or an alias, where it is written in another way.
+def normalise_name(model: str) -> str:
+    """Convert a URL to ``org/name[@revision][:file.gguf]``, and the name of a known shape to its alias.
 
-    Understood are addresses of pages of the hub (``https://`` may be missing; ``HF_ENDPOINT`` counts too) and
-    names of known shapes, in either case; everything else, and what exists as a path, stays as it is.
+    URLs of the hub and of ``HF_ENDPOINT`` are recognised, also without ``https://``; shape names in any case.
+    All other names, and existing paths, are returned unchanged.
     """
     if os.path.exists(model):
         return model
-    address = _of_address(model)
-    if address is not None:
-        return address
+    name_in_url = _parse_url(model)
+    if name_in_url is not None:
+        return name_in_url
     name, rest = re.fullmatch(r"([^@:]*)(.*)", model, re.DOTALL).groups()  # type: ignore[union-attr]
     alias = _ALIAS_OF_SHAPE.get(name.lower())
     return model if alias is None else alias + rest
 
 
-def _of_address(model: str) -> str | None:
+def _parse_url(model: str) -> str | None:
     text = _SCHEME.sub("", model, count=1) if _SCHEME.match(model) else model
     endpoint = _SCHEME.sub("", os.environ.get("HF_ENDPOINT", ""), count=1).rstrip("/")
     for base in (*_HOSTS, *([endpoint] if endpoint else [])):
@@ -46,11 +46,11 @@ def _of_address(model: str) -> str | None:
     else:
         return None
     parts = re.split(r"[?#]", text[len(base) + 1 :], maxsplit=1)[0].rstrip("/").split("/")
-    if len(parts) < 2 or parts[0] in _NO_MODELS:
+    if len(parts) < 2 or parts[0] in _NOT_MODELS:
         return None
     name = "/".join(parts[:2])
-    if len(parts) > 3 and parts[2] in _OF_REVISION:
-        # refs/pr/1 is one revision; behind others come names of files.
+    if len(parts) > 3 and parts[2] in _BEFORE_REVISION:
+        # refs/pr/1 is one revision; after other revisions come file names.
         revision = "/".join(parts[3:6]) if parts[3] == "refs" else unquote(parts[3])
         if parts[-1].lower().endswith(".gguf"):
             place = name if revision == "main" else f"{name}@{revision}"

@@ -1,4 +1,4 @@
-"""From a name to a verified store; a checkpoint is converted first."""
+"""Opens and verifies the store of a model; converts a checkpoint first."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from pathlib import Path
 
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError, UsageError
-from moechat.hub.library import note_use
-from moechat.hub.names import ModelRef
+from moechat.hub.library import record_use
+from moechat.hub.model_ref import ModelRef
 from moechat.loading.model import Progress, Report
+from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf_source import all_parts, gguf_fingerprint, opened_gguf
-from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.manifest import MANIFEST_NAME, Manifest
 from moechat.store.store import Store
 
 _DEFAULT_BITS = 4
-_TRIES = 3  # of a store that others keep replacing
+_TRIES = 3  # attempts to open a store that other processes replace meanwhile
 
 
 def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
-    """The verified store of a model; a checkpoint is converted first, unless that was done before.
+    """Open and verify the store of a model; a checkpoint is converted first, if it was not before.
 
     Raises:
         MoechatError: See :mod:`moechat.errors`.
@@ -34,17 +34,17 @@ def open_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
             lambda done, total, name: report(Progress("verify", done, total, name)),
         )
         if store.is_in_place():
-            note_use(store.path, user_paths())
+            record_use(store.path, user_paths())
             return store
         store.release()
     raise _replaced(store)
 
 
 def require_in_place(store: Store) -> None:
-    """Check after loading that what was loaded is one store.
+    """Check after loading that no other process has replaced the store meanwhile.
 
     Raises:
-        StoreDamagedError: Another process has put another one in its place meanwhile.
+        StoreDamagedError: One has, so files of both may have been loaded.
     """
     if not store.is_in_place():
         raise _replaced(store)
@@ -72,7 +72,7 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
     stored = Manifest.read(manifest).source.fingerprint if manifest.exists() else None
     if ref.checkpoint.is_file():
-        # Reading a GGUF file's header and vocabulary takes seconds, so first whether that is needed.
+        # Reading a GGUF file's header and vocabulary takes seconds, so look for a current store first.
         if stored is not None and stored == gguf_fingerprint(all_parts(ref.checkpoint)):
             return Store.open(destination)
         with opened_gguf(ref.checkpoint) as opened:

@@ -1,4 +1,4 @@
-"""What lies beside a model's weights: tokenizer, generation settings, limits."""
+"""Loads a model's tokenizer, generation settings and limits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import AutoTokenizer, GenerationConfig
 from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-# For the few models that state no limit.
+# For models without a stated limit.
 _DEFAULT_CONTEXT = 4096
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer in ``directory``, or ``None`` if there is none.
+    """Load the transformers tokenizer in ``directory``; ``None`` if there is none.
 
     Raises:
-        UnsupportedModelError: Its files cannot be read, or need code of their own.
+        UnsupportedModelError: Its files cannot be read, or require custom code.
     """
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
@@ -30,7 +30,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def load_generation_config(directory: Path) -> GenerationConfig | None:
-    """The model's own ``generation_config.json``, or ``None``.
+    """Load the model's ``generation_config.json``; ``None`` if there is none.
 
     Raises:
         UnsupportedModelError: The file cannot be read.
@@ -46,7 +46,7 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
 
 
 def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Every end-of-sequence token that the generation settings, the configuration or the tokenizer names."""
+    """All end-of-sequence tokens in the generation settings, the configuration and the tokenizer."""
     found: set[int] = set()
     for source in (generation, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -57,11 +57,11 @@ def stop_tokens(generation: GenerationConfig | None, config: Any, tokenizer: Any
 
 
 def context_length(config: Any, wanted: int | None) -> int:
-    """Tokens of prompt and answer together: what was wanted, else the model's own limit.
+    """Most tokens of prompt and answer together: ``wanted``, or the model's own limit.
 
     Raises:
-        UsageError: Fewer than two tokens.
-        DoesNotFitError: More than the model was made for.
+        UsageError: ``wanted`` is less than 2.
+        DoesNotFitError: ``wanted`` exceeds the model's limit.
     """
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     own = own if isinstance(own, int) and own > 1 else None

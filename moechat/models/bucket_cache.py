@@ -1,8 +1,8 @@
-"""The attention cache as a pass sees it that is recorded once and replayed for every token.
+"""Attention cache for a pass that is captured once (CUDA graph) and replayed for every token.
 
-Nothing in it depends on how many tokens there are but the contents of tensors: keys and values are the first
-slots of the reserved memory, as many as the bucket has, and where the new token goes is read from a tensor.
-transformers makes the masks from the same tensors, as it does for its own ``StaticCache``.
+Shapes and addresses do not depend on the number of tokens; only the contents of tensors do. Keys and values
+are the first ``bucket`` slots of the reserved memory, and the slot of the new token is read from a tensor.
+transformers makes the masks from the same tensors, as for its own ``StaticCache``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moechat.models.cache_memory import Place
 class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer.
 
-    Slots after the token are masked, and hold finite numbers (:meth:`LayerMemory.take`).
+    Slots after the token are masked and hold finite numbers (:meth:`LayerMemory.take`).
 
     Args:
-        place: The memory; its ``slot`` is not looked at.
-        bucket: Slots that attention sees.
-        position: int64, no dimension: tokens before this one.
-        slot: int64, no dimension: where the token goes. A mask depends on differences of positions alone, so
-            that a window may count in slots.
-        sliding: Whether the mask is that of a window.
+        place: The memory; its ``slot`` is unused.
+        bucket: Number of slots that attention sees.
+        position: int64 scalar: number of tokens before this one.
+        slot: int64 scalar: slot of the token. Masks depend only on differences of positions, so a window may
+            count slots instead.
+        sliding: Whether the layer has a sliding window mask.
     """
 
     is_compileable = True
@@ -45,7 +45,7 @@ class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The memory is there."""
+        """Do nothing: the memory exists already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -56,25 +56,25 @@ class BucketLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots, and which is the first."""
+        """Number of slots, and the first one's index."""
         return self.bucket, 0
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
-        """Tokens before this one; a tensor, as of transformers' ``StaticLayer``."""
+        """Number of tokens before this one; a tensor, as in transformers' ``StaticLayer``."""
         return self.position
 
     def get_max_length(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return self.bucket
 
 
 class BucketCache(Cache):
-    """All layers."""
+    """The layers of a model."""
 
     def __init__(self, layers: Sequence[BucketLayer]) -> None:
         super().__init__(layers=list(layers))
         self._slots = [layer.slot for layer in layers]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
-        """The slot of the token, which is what the mask of the layer counts from."""
+        """The slot of the token, from which the layer's mask counts."""
         return self._slots[layer_idx]

@@ -1,4 +1,4 @@
-"""Memory for keys and values that attention caches use after one another, so that its addresses stay."""
+"""Memory for keys and values that successive attention caches reuse, so that its addresses stay the same."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class Place(NamedTuple):
-    """Where the next token of a layer goes.
+    """Memory for the next token of a layer.
 
     Attributes:
         keys: All reserved memory of the layer's keys, ``[1, heads, slots, dim]``.
-        values: The same of its values.
-        slot: Where in it the token lies; what it sees lies in the slots before.
+        values: All reserved memory of its values.
+        slot: The token's slot; it attends to the slots before.
     """
 
     keys: torch.Tensor
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class LayerMemory:
-    """Memory of one layer; whoever takes it is the only one to use it."""
+    """Memory of one layer, with one user at a time."""
 
     def __init__(self) -> None:
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -32,14 +32,14 @@ class LayerMemory:
     def take(
         self, key_states: torch.Tensor, value_states: torch.Tensor, slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros ``[..., slots, dim]``, for keys and for values: the memory of the last time if that fits.
+        """Zeroed ``[..., slots, dim]`` tensors for keys and values, reusing the last memory if it fits.
 
-        Zeros, since attention over masked slots multiplies what they hold by nothing: it must be finite.
+        Zeroed, because attention multiplies masked slots by zero, so they must be finite.
 
         Args:
-            key_states: ``[..., tokens, dim]``; shape, type and device of the keys.
-            value_states: The same of the values.
-            slots: Tokens to make room for.
+            key_states: ``[..., tokens, dim]``; gives shape, type and device of the keys.
+            value_states: The same for the values.
+            slots: Capacity in tokens.
         """
         both = (key_states, value_states)
         shapes = [(*states.shape[:-2], slots, states.shape[-1]) for states in both]
@@ -50,7 +50,7 @@ class LayerMemory:
             for tensor in self._tensors:
                 tensor.zero_()
             return self._tensors
-        self._tensors = None  # its memory goes before more is taken
+        self._tensors = None  # free the old memory first
         keys, values = (states.new_zeros(shape) for states, shape in zip(both, shapes, strict=True))
         self._tensors = keys, values
         return self._tensors
@@ -59,7 +59,7 @@ class LayerMemory:
 class CacheMemory:
     """Memory of all layers of a cache, lent to one cache at a time.
 
-    Invariant: no more than one cache that anything refers to uses it.
+    Invariant: at most one living cache uses it.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class CacheMemory:
         self._borrower: Callable[[], Any] = lambda: None
 
     def lend(self, cache: Any) -> bool:
-        """Let a cache have its memory from here, if it can.
+        """Lend the memory to a cache, if possible.
 
         Args:
-            cache: Its layers are :class:`~moechat.models.attention_cache.ReservedLayer` or ``WindowLayer``.
+            cache: A cache of :class:`~moechat.models.cache_layers.ReservedLayer` or ``WindowLayer``.
 
         Returns:
-            Whether it has it. A cache that holds tokens already gets none, nor one of other layers, nor any
-            while the cache before is in use.
+            Whether the cache has the memory. ``False`` if it holds tokens already, has other layers, or the
+            previous cache is still alive.
         """
         borrower = self._borrower()
         if borrower is not None:

@@ -1,9 +1,8 @@
-"""From checkpoint names to model names, through transformers' own conversion rules.
+"""Maps checkpoint tensors to model parameters with transformers' conversion rules.
 
 Checkpoints keep the names of their first release (``block_sparse_moe.experts.3.w1.weight``); transformers
-maps them to its modules while loading. We ask the same rules where each tensor goes, without loading any:
-expert tensors become :class:`~moechat.store.source.ExpertRef` descriptions for the store, the others are
-dense weights.
+maps them to its modules while loading. Here the same rules are applied to names only: expert tensors become
+:class:`~moechat.store.expert_refs.ExpertRef` descriptions for the store, the others are dense weights.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import WeightType
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 from moechat.store.checkpoint import Checkpoint
-from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
+from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}
 # Safetensors types that dense weights may have.
@@ -42,12 +41,11 @@ READABLE_TYPES = {
 
 @dataclass
 class Target:
-    """Where the tensors of one model parameter come from.
+    """A model parameter and the checkpoint tensors that it is made from.
 
     Attributes:
-        name: Parameter or buffer name in the model; the first one where a rule yields several.
-        converter: The rule that combines the sources, or ``None`` where the one source is the parameter
-            itself.
+        name: Parameter or buffer name in the model; the first one if a rule yields several.
+        converter: The rule that combines the sources; ``None`` if the single source is the parameter itself.
         sources: Checkpoint names by the rule's source pattern, in natural order of their numbers.
     """
 
@@ -55,12 +53,17 @@ class Target:
     converter: WeightConverter | None
     sources: dict[str, list[str]] = field(default_factory=dict)
 
+    @property
+    def keys(self) -> list[str]:
+        """Checkpoint names of all sources."""
+        return [key for group in self.sources.values() for key in group]
+
 
 def map_keys(skeleton: Skeleton, keys: Iterable[str]) -> tuple[dict[str, Target], list[str]]:
     """Find the model parameter of every checkpoint tensor.
 
     Returns:
-        Targets by name, and the checkpoint names that the model does not use.
+        Targets by name, and the unused checkpoint names.
     """
     model, state = skeleton.model, skeleton.state
     rules = get_model_conversion_mapping(model)
@@ -86,12 +89,12 @@ def combine(target: Target, tensors: dict[str, torch.Tensor], model: Any) -> dic
     """Run a target's rule on loaded tensors.
 
     Args:
-        target: Which rule, and which checkpoint names it takes.
+        target: The rule and its checkpoint names.
         tensors: The loaded tensors by checkpoint name.
-        model: The skeleton's model; some rules ask it for sizes.
+        model: The skeleton's model; some rules read sizes from it.
 
     Returns:
-        Tensors by model parameter name (several, where the rule splits one source).
+        Tensors by model parameter name; several if the rule splits one source.
 
     Raises:
         CheckpointError: The tensors do not have the shapes that the rule expects.
@@ -111,48 +114,33 @@ def combine(target: Target, tensors: dict[str, torch.Tensor], model: Any) -> dic
 
 
 def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
-    """Describe a checkpoint directory for the store: which tensors are experts, which are dense.
+    """Determine the expert and dense tensors of a checkpoint.
 
     Raises:
-        UnsupportedModelError: moechat cannot run the model; the reason is named.
-        CheckpointError: Expert tensors are missing or do not have the shapes that the configuration says.
+        UnsupportedModelError: moechat cannot run the model; the message gives the reason.
+        CheckpointError: Tensors are missing, or their shapes differ from the configuration's.
     """
     config = load_config(checkpoint.path)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(depth, int) and depth > len(checkpoint.keys()):
         raise CheckpointError(f"{checkpoint.title} has {len(checkpoint.keys())} tensors for {depth} layers")
     skeleton = build_skeleton(config, torch.float32)
-    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    expert_names = skeleton.expert_names
     plain: list[str] = []
     packed: dict[str, str] = {}
-    for key in checkpoint.keys():  # noqa: SIM118 - it is no mapping
+    for key in checkpoint.keys():  # noqa: SIM118 - not a mapping
         stem = re.sub(r"_(blocks|scales)$", "", key)
         (packed.setdefault(stem, key) if stem != key else plain.append(key))
     targets, _ = map_keys(skeleton, [*plain, *packed])
-    packed_targets = {
-        name
-        for name, target in targets.items()
-        for keys in target.sources.values()
-        for key in keys
-        if key in packed
-    }
-    if not packed_targets <= expert_names:
-        stray = sorted(packed_targets - expert_names)[0]
+    dense = [target for name, target in targets.items() if name not in expert_names]
+    stray = min((target.name for target in dense if not packed.keys().isdisjoint(target.keys)), default=None)
+    if stray is not None:
         raise UnsupportedModelError(
             f"{stray} is packed in blocks and scales, which moechat reads for experts only"
         )
 
     layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
-    dense_keys = sorted(
-        (
-            key
-            for name, t in targets.items()
-            if name not in expert_names
-            for ks in t.sources.values()
-            for key in ks
-        ),
-        key=_natural,
-    )
+    dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
     first = skeleton.experts[0]
     plan = CheckpointPlan(
         model_type=config.model_type,
@@ -167,7 +155,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         layers=layers,
         dense_keys=tuple(dense_keys),
     )
-    _check_dense(skeleton, checkpoint, [t for t in targets.values() if t.name not in expert_names])
+    _check_dense(skeleton, checkpoint, dense)
     missing = missing_dense(skeleton, set(targets) | expert_names)
     if missing:
         raise CheckpointError(
@@ -187,9 +175,9 @@ def missing_dense(skeleton: Skeleton, present: set[str]) -> list[str]:
 
 
 def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Target]) -> None:
-    """Find out before an hour of conversion what would keep the dense weights from being loaded after it."""
+    """Check before a long conversion that the dense weights can be loaded."""
     for target in targets:
-        for key in (key for group in target.sources.values() for key in group):
+        for key in target.keys:
             dtype, shape = checkpoint.info(key)
             if dtype not in READABLE_TYPES:
                 raise UnsupportedModelError(
@@ -270,12 +258,11 @@ def _matrix(
 
 
 def _only_key(target: Target) -> str:
-    keys = [key for group in target.sources.values() for key in group]
-    if len(keys) != 1 or target.converter is not None:
+    if len(target.keys) != 1 or target.converter is not None:
         raise UnsupportedModelError(
-            f"{target.name} comes from {len(keys)} tensors; moechat reads it from one"
+            f"{target.name} comes from {len(target.keys)} tensors; moechat reads it from one"
         )
-    return keys[0]
+    return target.keys[0]
 
 
 def _weight_type(checkpoint: Checkpoint, layers: tuple[ExpertLayerSource, ...]) -> WeightType:

@@ -1,4 +1,4 @@
-"""Load the dense part of a model into a skeleton: all weights but those of the routed experts."""
+"""Loads the dense weights of a model (all but the routed experts) into a skeleton."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from moechat.errors import CheckpointError
+from moechat.models.checkpoint_mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.dense_form import HALVES, DenseForm, packed_bytes
 from moechat.models.linear import StoredEmbedding, StoredLinear
-from moechat.models.mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.skeleton import Skeleton
 
 
-class TensorSource(Protocol):
-    """A set of named tensors on disk; a checkpoint or a store's dense part."""
+class TensorHeaders(Protocol):
+    """Names, types and shapes of a set of tensors."""
 
     def keys(self) -> Iterable[str]:
         """Names of all tensors."""
@@ -30,12 +30,29 @@ class TensorSource(Protocol):
         """Safetensors type name and shape."""
         ...
 
+
+class HeaderTable(dict[str, tuple[str, tuple[int, ...]]]):
+    """Headers in memory: type and shape by name. A :class:`TensorHeaders`."""
+
+    @classmethod
+    def of(cls, source: TensorHeaders) -> HeaderTable:
+        """A copy that outlives the files of its source."""
+        return cls({key: source.info(key) for key in source.keys()})  # noqa: SIM118 - no mapping
+
+    def info(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """Safetensors type name and shape."""
+        return self[key]
+
+
+class TensorSource(TensorHeaders, Protocol):
+    """Named tensors on disk: a checkpoint or a store's dense files."""
+
     def array(self, key: str) -> np.ndarray[Any, Any]:
-        """The tensor's values, read-only, mapped from its file; bf16 as uint16."""
+        """Read-only values, mapped from the file; bf16 as uint16."""
         ...
 
     def release(self, names: Iterable[str]) -> None:
-        """Drop the mapped pages of tensors from this process; what still views them reads them again."""
+        """Drop the mapped pages of tensors from this process; views that remain read them again."""
         ...
 
 
@@ -43,53 +60,51 @@ def read_tensor(source: TensorSource, key: str) -> torch.Tensor:
     """A read-only torch view of one tensor, without a copy.
 
     Raises:
-        CheckpointError: torch has no such type.
+        CheckpointError: The element type is not supported.
     """
     dtype, shape = _type_and_shape(source, key)
     array = source.array(key)
     if array.size == 0:
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
-        # The mapping is read-only on purpose; nothing writes through the tensor.
+        # The mapping is read-only deliberately; nothing writes through the tensor.
         warnings.filterwarnings("ignore", message=".*not writable.*")
         flat = torch.frombuffer(array.data, dtype=dtype)
     return flat.reshape(shape)
 
 
-def _type_and_shape(source: TensorSource, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def _type_and_shape(source: TensorHeaders, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype, shape = source.info(key)
     if dtype not in READABLE_TYPES:
         raise CheckpointError(f"dense tensor {key!r} has type {dtype}, which moechat does not read")
     return READABLE_TYPES[dtype], shape
 
 
-def stored_types(skeleton: Skeleton, source: TensorSource) -> dict[str, torch.dtype]:
-    """Type in which a source has each weight of a model; those made from several types are left out.
+def stored_types(skeleton: Skeleton, source: TensorHeaders) -> dict[str, torch.dtype]:
+    """Stored type of each weight of a model; weights made from several types are left out.
 
     Raises:
-        CheckpointError: torch does not have the type of a weight.
+        CheckpointError: A weight's type is not supported.
     """
     found = {}
     for target in map_keys(skeleton, source.keys())[0].values():
-        keys = [key for group in target.sources.values() for key in group]
-        kinds = {_type_and_shape(source, key)[0] for key in keys}
+        kinds = {_type_and_shape(source, key)[0] for key in target.keys}
         if len(kinds) == 1:
             found[target.name] = kinds.pop()
     return found
 
 
-def loading_bytes(skeleton: Skeleton, source: TensorSource, form: DenseForm | None = None) -> int:
-    """Most that :func:`load_dense` takes at a time besides the weights that it leaves.
+def loading_bytes(skeleton: Skeleton, source: TensorHeaders, form: DenseForm | None = None) -> int:
+    """Largest temporary memory of :func:`load_dense`, besides the loaded weights.
 
-    It goes weight by weight. One that is used as it is takes nothing else. Of one in another type or form
-    there are the mapped pages of its source, until they are released. Where a rule makes weights from their
-    sources, there are its result in the type of the source, and the input of its last step where it has
-    several.
+    Weights are loaded one at a time. A weight used as stored needs no more. For one in another type or form,
+    the mapped pages of its source count until they are released. For a rule that combines sources, its result
+    in the type of the source counts too, and the input of its last step if it has several.
 
     Raises:
-        CheckpointError: torch does not have the type of a weight.
+        CheckpointError: A weight's type is not supported.
     """
-    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    expert_names = skeleton.expert_names
     targets, _ = map_keys(skeleton, source.keys())
     kept = frozenset() if form is None else form.kept
     packed = set() if form is None or not form.packs else {f"{name}.weight" for name in form.linears}
@@ -97,7 +112,7 @@ def loading_bytes(skeleton: Skeleton, source: TensorSource, form: DenseForm | No
     for target in targets.values():
         if target.name in expert_names:
             continue
-        infos = [_type_and_shape(source, key) for group in target.sources.values() for key in group]
+        infos = [_type_and_shape(source, key) for key in target.keys]
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in infos)
         reference = skeleton.state.get(target.name)
         if target.converter is not None:
@@ -116,36 +131,35 @@ def loading_bytes(skeleton: Skeleton, source: TensorSource, form: DenseForm | No
 
 
 def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None = None) -> None:
-    """Put the dense weights of ``source`` into the skeleton and make the model ready to run.
+    """Load the dense weights of ``source`` into the skeleton and make the model ready to run.
 
-    Weights that already have the model's type, or that ``form`` keeps in their own, stay mapped from their
-    file; others are converted. Buffers that no checkpoint holds (rotary frequencies) are computed by the
-    model's own initialisation.
+    Weights that have the model's type, or that ``form`` keeps in the stored one, stay mapped from their file;
+    others are converted. Buffers that are not in checkpoints (rotary frequencies) are computed by the model's
+    initialisation.
 
     Args:
-        skeleton: On the meta device.
-        source: Of the weights.
-        form: How they are kept; ``None``: all as torch keeps them, in the model's type. Layers that are to be
-            packed are left to :func:`moechat.models.packed.pack_layers`.
+        skeleton: A model on the meta device.
+        source: Source of the weights.
+        form: Form of the weights in memory; ``None``: torch tensors in the model's type. Layers to be packed
+            are left to :func:`moechat.models.packed.pack_layers`.
 
     Raises:
-        CheckpointError: A weight is missing or has another shape than the configuration says.
+        CheckpointError: A weight is missing, or its shape differs from the configuration's.
     """
     model = skeleton.model
-    expert_names = {name for entry in skeleton.experts for name in entry.parameter_names}
+    expert_names = skeleton.expert_names
     targets, _ = map_keys(skeleton, source.keys())
     loaded: set[str] = set()
     for target in targets.values():
         if target.name in expert_names:
             continue
-        keys = [key for group in target.sources.values() for key in group]
-        tensors = {key: read_tensor(source, key) for key in keys}
+        tensors = {key: read_tensor(source, key) for key in target.keys}
         for name, tensor in combine(target, tensors, model).items():
             _assign(skeleton, name, tensor, keep=form is not None and name in form.kept)
             loaded.add(name)
         del tensors
-        # What was converted is not needed a second time; what is used as it is comes back when it is used.
-        source.release(keys)
+        # Converted sources are no longer needed; pages of weights used as stored are read again on use.
+        source.release(target.keys)
     missing = missing_dense(skeleton, loaded | expert_names)
     if missing:
         raise CheckpointError(
@@ -158,11 +172,11 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
     if stray:
         raise CheckpointError(f"{len(stray)} weights were never loaded, first {stray[0]!r}")
     if form is not None:
-        _take_as_stored(skeleton, form)
+        _install_stored_layers(skeleton, form)
 
 
-def _take_as_stored(skeleton: Skeleton, form: DenseForm) -> None:
-    """Put layers that read 16-bit rows in the place of torch's."""
+def _install_stored_layers(skeleton: Skeleton, form: DenseForm) -> None:
+    """Replace torch's layers by those that read 16-bit rows as stored."""
     model = skeleton.model
     changed: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -179,12 +193,12 @@ def _take_as_stored(skeleton: Skeleton, form: DenseForm) -> None:
 
 
 def model_type(skeleton: Skeleton, name: str) -> torch.dtype:
-    """The type that a weight has where nothing else is said."""
+    """Type of a weight in the model, unless its form keeps the stored type."""
     return _wanted_type(skeleton.model, name, skeleton.state[name].dtype)
 
 
 def replace_modules(model: nn.Module, changed: dict[str, nn.Module]) -> None:
-    """Put other modules in the place of the named ones, wherever those are used."""
+    """Replace named modules everywhere they are used."""
     by_old = {model.get_submodule(name): module for name, module in changed.items()}
     for parent in list(model.modules()):
         for leaf, child in parent._modules.items():
@@ -210,12 +224,14 @@ def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor, *, keep: bool =
     else:
         value = tensor.clone()
         parent._buffers[leaf] = value
-    # transformers' initialisation skips what carries this mark.
+    # transformers' initialisation skips tensors with this mark.
     value._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _wanted_type(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Families list weights that stay in float32: one list binds for fp16 only, one for bf16 too."""
+    """Type of a weight; families list weights that stay float32 in fp16 models, or in fp16 and bf16
+    models.
+    """
     patterns: list[str] = []
     if dtype == torch.float16:
         patterns += getattr(model, "_keep_in_fp32_modules", None) or []
@@ -226,7 +242,7 @@ def _wanted_type(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _initialise_rest(skeleton: Skeleton) -> None:
-    """Compute the buffers that are no part of a checkpoint, as from_pretrained does."""
+    """Compute the buffers that are not in checkpoints, as from_pretrained does."""
     model = skeleton.model
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -234,6 +250,6 @@ def _initialise_rest(skeleton: Skeleton) -> None:
                 module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
         module.__dict__.pop("_is_hf_initialized", None)
     for entry in skeleton.experts:
-        # Their initialisation would look for the parameters that were taken out.
+        # Their initialisation needs the removed parameters.
         entry.module._is_hf_initialized = True  # type: ignore[assignment]
     model.initialize_weights()  # type: ignore[no-untyped-call]

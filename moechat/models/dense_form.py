@@ -1,9 +1,8 @@
-"""In which form the dense weights of a model are kept, decided before any of them is loaded.
+"""Chooses the form of dense weights in memory, before any of them is loaded.
 
-A weight can be kept in another form than torch's where everything that uses it is an ``nn.Linear`` or an
-``nn.Embedding`` that a family only calls. Routers stay as they are: they are small, and prediction reads
-them. So do layers whose weight is read elsewhere than in their own forward, which a trial pass on the meta
-device shows.
+A weight can have another form than a torch tensor if all its users are ``nn.Linear`` or ``nn.Embedding``
+modules that the family only calls. Routers stay torch tensors: they are small, and prediction reads them.
+So do layers whose weight is read outside their own forward, which a trial pass on the meta device shows.
 """
 
 from __future__ import annotations
@@ -17,55 +16,32 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
-from moechat.errors import UsageError
-from moechat.geometry import ACTIVATION_BITS, DENSE_BITS
 from moechat.models.decode.latent import latent_projections
 from moechat.models.skeleton import Skeleton
 
 HALVES = (torch.bfloat16, torch.float16)
-# Below, a product costs less than the call.
+# For smaller matrices the call costs more than the product.
 _LEAST_SIDE = 16
-# Of a matrix that a card unpacks at a time: one of 4096 x 4096 weights of 16 bits.
+# Most bytes that a GPU unpacks at a time: a 4096 x 4096 matrix of 16 bits.
 _UNPACKED_BYTES = 32 << 20
 
 
-def check_dense_bits(bits: Any) -> int:
-    """The number of bits, if dense weights can be kept with so many.
-
-    Raises:
-        UsageError: They cannot.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in DENSE_BITS:
-        raise UsageError(f"dense_bits is {bits!r}", hint="choose one of 4, 8, 16")
-    return bits
-
-
-def check_activation_bits(bits: Any) -> int:
-    """The number of bits, if inputs can meet quantised weights with so many.
-
-    Raises:
-        UsageError: They cannot.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in ACTIVATION_BITS:
-        raise UsageError(f"activation_bits is {bits!r}", hint="choose one of 8, 16, 32")
-    return bits
-
-
 def packed_bytes(rows: int, cols: int, bits: int) -> int:
-    """Bytes of a matrix packed in groups: rows and columns padded to 16 and 64, codes, then scale and zero in
-    fp16 for each row and group.
+    """Bytes of a packed matrix: rows padded to 16, columns to 64, codes, and an fp16 scale and zero per group
+    of each row.
     """
     padded_rows, groups = -(-rows // 16) * 16, -(-cols // 64)
     return padded_rows * groups * (64 * bits // 8 + 4)
 
 
 def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
-    """Bytes in which a card unpacks rows of packed matrices for products of many tokens; 0 where nothing is
-    packed. As many as the largest matrix takes, within limits; 16 rows of the longest as float32 at least.
+    """Size of the GPU buffer for unpacking packed matrices in products of many tokens; 0 if none is packed.
+
+    It holds the largest matrix, up to 32 MiB, and at least 16 rows of the widest one as float32.
 
     Args:
-        form: Of the dense weights.
-        itemsize: Bytes of a number in the model's type.
+        form: Form of the dense weights.
+        itemsize: Bytes of an element in the model's type.
     """
     if not form.packs:
         return 0
@@ -76,10 +52,10 @@ def unpacked_bytes(form: DenseForm, itemsize: int) -> int:
 
 
 class WatchedReads:
-    """Which layers' weights were read from outside while a pass was watched.
+    """Layers whose weights were read from outside during a watched pass.
 
     Attributes:
-        modules: Of those layers.
+        modules: Those layers.
     """
 
     def __init__(self) -> None:
@@ -88,7 +64,7 @@ class WatchedReads:
 
 @contextmanager
 def watched_weights(model: nn.Module) -> Iterator[WatchedReads]:
-    """Note for a pass inside who reads the weight or bias of a plain layer other than its own forward."""
+    """Record reads of plain layers' weights and biases from outside their own forward, during the block."""
     reads = WatchedReads()
 
     class _Watched:
@@ -122,18 +98,18 @@ def watched_weights(model: nn.Module) -> Iterator[WatchedReads]:
 
 @dataclass(frozen=True)
 class DenseForm:
-    """How dense weights are kept.
+    """Form of the dense weights in memory.
 
     Attributes:
         bits: 16: as stored; 8 or 4: packed.
-        activation_bits: How inputs meet packed weights.
-        linears: Names of the layers in another form than torch's, with rows and columns.
+        activation_bits: Type of the inputs in products with packed weights.
+        linears: Names of the layers that are not torch's, with rows and columns.
         embeddings: Names of the embeddings that keep the stored type.
-        kept: Names of the weights that keep the stored type instead of taking the model's.
-        nbytes: Of all weights and buffers of the model as they will be in memory, each memory once.
-        head_bytes: Of those, of the head.
-        in_layers: Of those, of weights between the embedding and the head.
-        itemsize: Bytes of one of these weights, in the mean.
+        kept: Names of the weights that keep the stored type instead of the model's.
+        nbytes: Bytes of all weights and buffers in memory, shared memory counted once.
+        head_bytes: Bytes of the head, included in ``nbytes``.
+        in_layers: Bytes of weights between the embedding and the head, included in ``nbytes``.
+        itemsize: Mean bytes per weight in the layers.
     """
 
     bits: int
@@ -148,7 +124,7 @@ class DenseForm:
 
     @property
     def packs(self) -> bool:
-        """Weights are packed, which needs their values."""
+        """Whether weights are packed, which needs their values."""
         return self.bits < 16
 
 
@@ -161,17 +137,17 @@ def choose_form(
     reads: WatchedReads | None = None,
     stored_rows: bool = True,
 ) -> DenseForm:
-    """Decide for every weight of a skeleton.
+    """Choose the form of every weight of a skeleton.
 
     Args:
-        skeleton: On the meta device.
-        stored: Type of each weight in the store, by its name in the model; weights that are made from several
-            types, or several weights from one, are left out and stay torch's.
+        skeleton: A model on the meta device.
+        stored: Stored type of each weight, by its name in the model. Weights combined from several types or
+            split from one tensor are missing here and stay torch tensors.
         bits: 16, 8 or 4.
         activation_bits: 8, 16 or 32.
-        reads: From a trial pass.
-        stored_rows: Layers that are not packed read 16-bit rows as they are stored, where they can; else, as
-            on a card, they stay torch's and take the model's type.
+        reads: Reads seen in a trial pass.
+        stored_rows: Let layers that are not packed read 16-bit rows as stored, if possible; ``False``, as on
+            a GPU: they stay torch layers in the model's type.
     """
     model = skeleton.model
     avoided = latent_projections(model) | (set() if reads is None else reads.modules)
@@ -222,12 +198,12 @@ def choose_form(
         for name in packed:
             sizes[key][name] = packed_bytes(*linears[name], bits)
         if packed and len(packed) == len(of):
-            # Only the packer reads it, and as it is stored.
+            # Only the packer reads it, in the stored type.
             kept.update(names)
             del sizes[key]["stored"]
 
     def weight_of(module: Any) -> tuple[int, int, bool]:
-        """Bytes of a layer's weight, its key, and whether it has a form of its own."""
+        """Bytes of a layer's weight, its key, and whether it is packed for this layer."""
         parameter = None if module is None else module._parameters.get("weight")
         if parameter is None:
             return 0, 0, False
@@ -237,7 +213,7 @@ def choose_form(
 
     embedding, embedding_key, _ = weight_of(model.get_input_embeddings())
     head, head_key, own = weight_of(model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    # Without an output embedding of its own a model's head is its embedding.
+    # A model without an output embedding uses its input embedding as head.
     head = head or embedding
     outside = head + (embedding if own or head_key not in (0, embedding_key) else 0)
     nbytes = sum(sum(size.values()) for size in sizes.values())

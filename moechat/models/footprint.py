@@ -1,6 +1,6 @@
-"""What a pass of a model takes besides weights and attention cache, and how many tokens a pass may have.
+"""Activation memory of a pass, and the number of tokens per pass.
 
-The estimate is an upper one of the largest set of tensors alive at a time, computed from the configuration.
+The estimate is an upper bound of the largest set of tensors alive at a time, computed from the configuration.
 Measured peaks on a CPU, with q tokens in a pass over a cache of n tokens, and the estimate, in MiB:
 
 | model | q | n | measured | estimate |
@@ -23,28 +23,28 @@ import torch
 
 from moechat.models.attention_cache import PREFILL_CHUNK, CacheShape
 
-# Kept by the allocator, what the library of the dense products sets up at its first use, alignment, and
-# small tensors that are not in the formula.
+# Memory kept by the allocator, set up by the BLAS library at its first use, alignment, and small tensors that
+# are not in the formula.
 _SLACK_BYTES = 32 << 20
 _SLACK_FACTOR = 1.08
-# From how many on the kernels gather tokens by expert, at the earliest.
+# Fewest tokens for which the kernels gather tokens by expert.
 _MANY_TOKENS = 6
-# A mask of one byte a pair, its copy in numbers, and what it is made of.
+# Per pair of tokens: a mask of one byte, its float copy, and temporaries for making it.
 _MASK_BYTES = 8
-# Most scores a token of the cache: 16 heads with PREFILL_CHUNK tokens.
+# Most scores per token of the cache: 16 heads with PREFILL_CHUNK tokens.
 _MOST_SCORES = 16 * PREFILL_CHUNK
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Figures of a configuration that tensors of a pass are made of."""
+    """Sizes in a configuration that determine the tensors of a pass."""
 
     hidden: int
     heads: int
     kv_heads: int
     query: int  # dimensions of a query or key
     value: int
-    latent: bool  # keys and values of all heads are expanded from one vector a token
+    latent: bool  # keys and values of all heads are expanded from one vector per token
     intermediate: int
     experts: int
     vocabulary: int
@@ -81,20 +81,20 @@ class _Sizes:
 
 
 def score_copies(config: Any) -> float:
-    """How many matrices of scores, a number a head for each pair of tokens, attention holds at a time."""
+    """Number of score tensors ``[heads, tokens, context]`` that attention materialises at a time."""
     sizes = _Sizes.of(config)
     named = getattr(config.get_text_config(), "_attn_implementation", None)
     if str(named).removeprefix("moechat-") == "eager":
         return 3.1
-    # The fused kernel wants values as long as keys.
+    # torch's fused kernel needs values of the same size as keys.
     return 2.0 if sizes.query != sizes.value else 0.0
 
 
 def prefill_chunk(config: Any) -> int:
-    """Tokens of a prompt that are computed in one pass, where a prompt may come in parts.
+    """Tokens per pass of a prompt that may be computed in parts.
 
-    Fewer than :data:`PREFILL_CHUNK` for models of many heads whose attention holds its scores. It depends
-    on the model alone, so that no budget changes how a prompt's logits round.
+    Less than :data:`PREFILL_CHUNK` for models with many heads whose attention materialises scores. It depends
+    only on the model, so that the rounding of a prompt's logits does not depend on a budget.
     """
     if score_copies(config) == 0:
         return PREFILL_CHUNK
@@ -111,19 +111,19 @@ def pass_tokens(config: Any, shape: CacheShape, context: int) -> int:
 
 
 def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) -> int:
-    """Upper estimate of what a pass takes besides weights, attention cache and the kernels' scratch.
+    """Upper estimate of the memory of a pass besides weights, attention cache and the kernels' scratch.
 
     The larger of two sets. Attention: 5 tensors like the hidden states, 4 like the queries, 6 like the
-    keys; for each token of the context the keys and values repeated for every head (or expanded, three
-    times, where they are latent), the mask, and the scores where they are materialised. Feed-forward: 3
-    tensors like the hidden states, 4 of the widest dense part, input and output of the experts in float32,
-    the router's numbers. Then one row of logits, and 8 % and 32 MiB for what is not listed.
+    keys; for each token of the context the keys and values repeated for every head (or, if latent, expanded
+    three times), the mask, and materialised scores. Feed-forward: 3 tensors like the hidden states, 4 of the
+    widest dense part, input and output of the experts in float32, the router's output. Then one row of
+    logits, and 8 % plus 32 MiB for the rest.
 
     Args:
-        config: Of the model.
-        dtype: Of the activations.
-        tokens: In the pass.
-        context: In the attention cache when it ends.
+        config: The model's configuration.
+        dtype: Type of the activations.
+        tokens: Tokens of the pass.
+        context: Tokens in the attention cache at its end.
 
     Returns:
         Bytes.
@@ -148,10 +148,9 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
 
 
 def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
-    """As :func:`workspace_bytes`, for a family whose prompts go in one pass.
+    """As :func:`workspace_bytes`, for a family whose prompts are computed in one pass.
 
-    Such families keep states instead of keys; what they compute them from is taken as three times what
-    attention would.
+    Such families keep states instead of keys; computing those is estimated as three times attention.
     """
     sizes = _Sizes.of(config)
     size = dtype.itemsize
@@ -161,14 +160,15 @@ def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
 
 
 def scratch_bytes(hidden_size: int, blocks: int, top_k: int, tokens: int) -> int:
-    """Most that the native kernels and the expert sums keep: prepared inputs, activations, accumulators,
-    indices; of many tokens also both gathered by expert (native/src/kernels/forward.cc).
+    """Most scratch memory of the native kernels and expert sums: prepared inputs, activations, accumulators,
+    indices; for many tokens also inputs and activations gathered by expert
+    (native/src/kernels/experts/forward.cc).
 
     Args:
         hidden_size: Columns of the experts.
-        blocks: Of an expert.
-        top_k: Experts of a token.
-        tokens: Of the longest pass.
+        blocks: Blocks per expert.
+        top_k: Experts per token.
+        tokens: Tokens of the longest pass.
 
     Returns:
         Bytes.

@@ -1,9 +1,8 @@
-"""Recognise the gate of an experts module by what it computes, not by the name of its family.
+"""Recognises the gate of an experts module by its results, not by the name of its family.
 
-transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Feeding
-it known numbers and comparing with the gates that the kernels have tells the activation, its constants and
-whether gate and up are interleaved; a gate that matches none of them is refused instead of being
-approximated.
+transformers gives every decorated experts class ``_apply_gate(gate_up) -> [tokens, intermediate]``. Its
+results for known inputs are compared with the gates of the kernels, which determines the activation, its
+constants, and whether gate and up are interleaved. A gate without a match is rejected, not approximated.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from moechat.geometry import Activation
 
 @dataclass(frozen=True)
 class Gate:
-    """What an experts module does between its first and its second projection.
+    """The computation between the first and second projection of an experts module.
 
     Attributes:
         activation: One of the kernels' gates.
         alpha: Sigmoid slope of ``CLAMPED_SWIGLU``, else 0.
         limit: Clamp of ``CLAMPED_SWIGLU``, else 0.
-        interleaved: Gate and up rows alternate (``g0 u0 g1 u1 …``) instead of following each other.
+        interleaved: Gate and up rows alternate (``g0 u0 g1 u1 …``); else all gate rows come first.
     """
 
     activation: Activation
@@ -36,7 +35,7 @@ class Gate:
 
 
 def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
-    """Reference of the kernels' gates in torch; both inputs ``[tokens, intermediate]``."""
+    """Reference implementation of the kernels' gates; both inputs ``[tokens, intermediate]``."""
     if gate.activation is Activation.CLAMPED_SWIGLU:
         g = gate_rows.clamp(max=gate.limit)
         u = up_rows.clamp(min=-gate.limit, max=gate.limit)
@@ -48,14 +47,14 @@ def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> to
 
 
 def recognise_gate(experts: Any, name: str) -> Gate:
-    """Find the gate that ``experts`` computes.
+    """Find the gate of ``experts``.
 
     Args:
         experts: A decorated experts module of transformers; its parameters may be on the meta device.
         name: Module name, for the error.
 
     Raises:
-        UnsupportedModelError: The experts are not gated, or their gate is none of the kernels'.
+        UnsupportedModelError: The experts have no gate, or the kernels do not have their gate.
     """
     if not getattr(experts, "has_gate", True):
         raise UnsupportedModelError(f"{name} has experts without a gate projection, which moechat cannot run")
@@ -68,8 +67,8 @@ def recognise_gate(experts: Any, name: str) -> Gate:
     if alpha > 0 and limit > 0:
         kinds.append((Activation.CLAMPED_SWIGLU, alpha, limit))
 
-    # The probe reaches far beyond any clamp, is dense around zero where the activations differ, and pairs
-    # every gate value with positive and negative up values.
+    # The probe extends beyond any clamp, is dense near zero where the activations differ, and pairs every
+    # gate value with positive and negative up values.
     gate_rows = torch.cat([torch.linspace(-40, 40, 41), torch.linspace(-3, 3, 55)]).repeat(2, 1)
     up_rows = torch.stack([torch.linspace(-30, 30, 96), torch.linspace(2, -2, 96)])
     for interleaved in (False, True):
@@ -82,8 +81,8 @@ def recognise_gate(experts: Any, name: str) -> Gate:
             raise UnsupportedModelError(f"{name} has a gate that could not be probed: {error}") from error
         for activation, a, b in kinds:
             gate = Gate(activation, a, b, interleaved)
-            # Where a gate cancels to almost nothing, how torch vectorises it decides the last bits of what it
-            # cancels; so the size of that counts. The gates differ by a thousand times more.
+            # The third term allows for cancellation, where torch's vectorisation decides the last bits of
+            # the operands. Different gates differ a thousand times more.
             wanted = apply_gate(gate, gate_rows, up_rows)
             allowed = 1e-6 + 1e-5 * wanted.abs() + 2e-6 * (gate_rows * up_rows).abs()
             if bool(((answer - wanted).abs() <= allowed).all()):

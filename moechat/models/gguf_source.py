@@ -1,7 +1,6 @@
-"""A GGUF file, or the parts of one, opened as a checkpoint.
+"""Opens a GGUF file, or a split one, as a checkpoint.
 
-What a checkpoint has beside its weights (configuration, tokenizer, chat template) is written out of the
-file's metadata into a directory for as long as it is needed.
+Configuration, tokenizer and chat template are written from the file's metadata into a temporary directory.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.hub.names import gguf_parts
+from moechat.hub.gguf_parts import gguf_parts
 from moechat.models.gguf import GgufModel, describe_gguf
-from moechat.models.shape import without_warnings
-from moechat.store.checkpoint import Checkpoint, read_config, tensor_set
+from moechat.models.model_outline import without_warnings
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.files import called
 from moechat.store.gguf_file import GgufFile, GgufSource, GgufView, require_decodable
 from moechat.store.gguf_header import GgufHeader
 from moechat.store.tensors import TensorSet
 
-# Part of every identity: stores of files that were understood differently are made anew.
+# Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
 VERSION = 2
 
 
@@ -35,10 +35,10 @@ class GgufCheckpoint(Checkpoint):
         """Use :func:`opened_gguf`.
 
         Args:
-            directory: With ``config.json`` and tokenizer, made for it.
+            directory: Directory with the generated ``config.json`` and tokenizer.
             title: Name for messages.
             files: The GGUF files.
-            tensors: Under the names of a checkpoint.
+            tensors: Tensors by checkpoint name.
         """
         self._files = tuple(files)
         super().__init__(directory, read_config(directory), tensors)
@@ -57,10 +57,10 @@ class GgufCheckpoint(Checkpoint):
 
 @contextmanager
 def opened_gguf(path: Path) -> Iterator[GgufCheckpoint]:
-    """A GGUF file on this machine as a checkpoint, for the duration of a ``with`` block.
+    """Open a GGUF file on this machine as a checkpoint, for the duration of a ``with`` block.
 
     Args:
-        path: The file; of a model in parts any of them.
+        path: The file, or any part of a split model.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -81,7 +81,7 @@ def opened_gguf(path: Path) -> Iterator[GgufCheckpoint]:
 
 
 def all_parts(path: Path) -> list[Path]:
-    """All files of a model, in order; their names say how many there are.
+    """All files of a model, in order; the number of parts is in their names.
 
     Raises:
         CheckpointError: One is missing.
@@ -99,10 +99,10 @@ def all_parts(path: Path) -> list[Path]:
 
 
 def gguf_fingerprint(files: Sequence[Path]) -> str:
-    """Identity of GGUF files on this machine, by name, size and time: without reading them.
+    """Fingerprint of GGUF files on this machine from their names, sizes and mtimes.
 
     Raises:
-        CheckpointError: One is gone.
+        CheckpointError: A file no longer exists.
     """
     digest = hashlib.sha256(f"gguf {VERSION}".encode())
     try:
@@ -115,7 +115,7 @@ def gguf_fingerprint(files: Sequence[Path]) -> str:
 
 
 def joined_header(headers: Sequence[GgufHeader], where: str) -> GgufHeader:
-    """The first part's header with the tensors of all.
+    """The first part's header with the tensors of all parts.
 
     Raises:
         CheckpointError: A tensor is in two parts.
@@ -130,7 +130,7 @@ def joined_header(headers: Sequence[GgufHeader], where: str) -> GgufHeader:
 
 
 def require_all_parts(headers: Sequence[GgufHeader], where: str) -> None:
-    """Check that files are the parts of one model, by what they say of themselves.
+    """Check by their metadata that files are all parts of one model, in order.
 
     Raises:
         CheckpointError: They are not.
@@ -147,17 +147,17 @@ def require_all_parts(headers: Sequence[GgufHeader], where: str) -> None:
 
 
 def sources_in(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, GgufSource]:
-    """Those of a model's tensors that lie in one file."""
+    """The tensors of a model that are in one file."""
     return {name: source for name, source in sources.items() if source.tensor in header.tensors}
 
 
 def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
-    """Write configuration, tokenizer and chat template, so that the directory looks like a checkpoint's.
+    """Write configuration, tokenizer and chat template, as in a checkpoint directory.
 
     Args:
-        directory: Exists; files of these names are replaced.
-        file: The GGUF file, or one of its size that begins with its header.
-        model: What it describes.
+        directory: An existing directory; files of these names are replaced.
+        file: The GGUF file, or one of the same size that begins with its header.
+        model: The model it describes.
 
     Raises:
         UnsupportedModelError: transformers cannot rebuild the tokenizer.
@@ -168,7 +168,8 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
         return
     from transformers import PreTrainedTokenizerFast
 
-    # transformers prefers a tokenizer.json beside the file, and other files there, to what is in it.
+    # In an empty directory, because transformers prefers tokenizer files next to the GGUF file to its
+    # content.
     with tempfile.TemporaryDirectory(prefix="moechat-") as alone:
         Path(alone, "model.gguf").symlink_to(file.resolve())
         try:
@@ -177,7 +178,7 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
                     alone, gguf_file="model.gguf", local_files_only=True
                 )
                 tokenizer.save_pretrained(str(directory))
-        except Exception as problem:  # whatever a vocabulary leads transformers to
+        except Exception as problem:  # transformers raises many types for malformed vocabularies
             raise UnsupportedModelError(
                 f"transformers cannot rebuild the tokenizer of {file.name}: {str(problem)[:300]}",
                 hint="take the model's own repository, with safetensors files",

@@ -1,16 +1,16 @@
-"""Dense layers that read their weights in the form in which they are kept: 16 bits as in the checkpoint, or
-8 or 4 bits packed in groups.
+"""Dense layers that read weights directly from their storage form: 16 bits as in the checkpoint, or 8 or 4
+bits packed in groups.
 
-They stand in for ``nn.Linear`` and ``nn.Embedding`` where a family uses them as such. In decoding the dense
-weights are most of the bytes that a token reads, so they are neither widened nor copied:
+They replace ``nn.Linear`` and ``nn.Embedding`` modules. In decoding, dense weights are most of the bytes read
+per token, so they are neither widened nor copied:
 
-- :class:`StoredLinear` reads bf16 or fp16 rows where they lie, mapped from their file. A few tokens go
-  through the native kernel, products and sums in float32. Many tokens go through torch: as bf16 where inputs
-  and weights both are, else panels of rows are widened to float32 one after the other.
-- :class:`PackedLinear` reads weights packed by the experts' quantiser, for any number of tokens natively.
-- :class:`StoredEmbedding` widens the rows that are looked up.
+- :class:`StoredLinear` reads bf16 or fp16 rows in the mapped file. A few tokens use the native kernel, with
+  float32 products and sums. Many tokens use torch: in bf16 if inputs and weights both are bf16, else panels
+  of rows are widened to float32 one at a time.
+- :class:`PackedLinear` reads weights packed by the experts' quantiser, natively for any number of tokens.
+- :class:`StoredEmbedding` converts only the rows that are looked up.
 
-Their results do not depend on the number of threads, nor on other tokens of a pass of the same kind.
+Results do not depend on the number of threads, nor on other tokens of a pass of the same kind.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
 
 from moechat import _native
-from moechat.models.threads import one_thread, steady_columns
+from moechat.models.threads import is_thread_invariant, one_thread
 
-# Weights that are widened at a time: what they become stays in the second-level caches.
+# Weights widened at a time; the result fits the second-level caches.
 _PANEL_WEIGHTS = 1 << 20
 _PANEL_ROWS = 64
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class _Dense(nn.Module, ABC):
-    """Shape and bias of a dense layer; the weights are the subclasses' business."""
+    """Shape and bias of a dense layer; subclasses hold the weights."""
 
     def __init__(self, rows: int, cols: int, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,16 +50,16 @@ class _Dense(nn.Module, ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of weights that a token reads, the bias included."""
+        """Bytes of weights and bias, which every token reads."""
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens, in_features]``, contiguous."""
         return x.reshape(-1, self.in_features).to(torch.float32).contiguous()
 
     def _natively(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of :meth:`_run` for ``[..., in_features]``, in the type of ``x``."""
+        """Result of :meth:`_run` for ``[..., in_features]``, in the type of ``x``."""
         if x.dtype is torch.float32 and x.is_contiguous():
-            # A step of decoding comes here many times: as few tensors as can be.
+            # Called many times per decoded token, so with as few tensors as possible.
             out = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
             self._run(x.numpy().reshape(-1, self.in_features), out.numpy().reshape(-1, self.out_features))
             return out
@@ -70,11 +70,11 @@ class _Dense(nn.Module, ABC):
 
     @abstractmethod
     def product(self) -> _native.DenseProduct:
-        """The same product for native code; it keeps the weights alive."""
+        """The product as an object for native code; it keeps the weights alive."""
 
     @abstractmethod
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
-        """float32 ``[tokens, in_features]`` to ``[tokens, out_features]``, both contiguous."""
+        """Compute ``out [tokens, out_features]`` from ``x [tokens, in_features]``; both contiguous."""
 
     def _outputs(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return out.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
@@ -84,9 +84,9 @@ class StoredLinear(_Dense):
     """``nn.Linear`` with its weights as 16-bit rows.
 
     Args:
-        weight: bf16 or fp16 ``[out_features, in_features]``, contiguous; read in place as long as this lives.
+        weight: bf16 or fp16 ``[out_features, in_features]``, contiguous; read in place.
         bias: ``[out_features]`` of any floating type, or ``None``.
-        dtype: What :attr:`weight` is given in.
+        dtype: Type of :attr:`weight`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -99,12 +99,12 @@ class StoredLinear(_Dense):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rows in the type of the model; made anew each time where they are stored in another."""
+        """The rows in the model's type; converted at each access if stored in another."""
         return self.rows.to(self._dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that a token reads, the bias included."""
+        """Bytes of weights and bias, which every token reads."""
         return self.rows.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class StoredLinear(_Dense):
         if x.numel() <= _native.ROWS16_MAX_TOKENS * self.in_features:
             return self._natively(x)
         if x.dtype == torch.bfloat16 == self.rows.dtype:
-            with one_thread(not steady_columns(self.out_features)):
+            with one_thread(not is_thread_invariant(self.out_features)):
                 bias = None if self.bias is None else self.bias.to(torch.bfloat16)
                 return F.linear(x, self.rows, bias)
         return self._outputs(self._in_panels(self._inputs(x)), x)
@@ -121,7 +121,7 @@ class StoredLinear(_Dense):
         _native.rows16_forward(self._words, self._fp16, x, self._bias32, out)
 
     def product(self) -> _native.DenseProduct:
-        """The same product for native code; it keeps the weights alive."""
+        """The product as an object for native code; it keeps the weights alive."""
         return _native.rows16_product(self._words, self._fp16, self._bias32)
 
     def _in_panels(self, flat: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class StoredLinear(_Dense):
         step = max(_PANEL_ROWS, _PANEL_WEIGHTS // self.in_features // _PANEL_ROWS * _PANEL_ROWS)
         for first in range(0, self.out_features, step):
             panel = self.rows[first : first + step].to(torch.float32)
-            with one_thread(not steady_columns(len(panel))):
+            with one_thread(not is_thread_invariant(len(panel))):
                 torch.mm(flat, panel.T, out=out[:, first : first + step])
         if self._bias32 is not None:
             out += torch.from_numpy(self._bias32)
@@ -140,11 +140,11 @@ class PackedLinear(_Dense):
     """``nn.Linear`` with its weights packed in 8 or 4 bits.
 
     Args:
-        layout: Of the packed weights.
-        data: uint8 ``[layout.nbytes]``; read in place as long as this lives.
+        layout: Layout of the packed weights.
+        data: uint8 ``[layout.nbytes]``; read in place.
         bias: ``[out_features]`` of any floating type, or ``None``.
-        activation_bits: How inputs meet the weights: 8 or 16, integers; 32, float32.
-        dtype: What :attr:`weight` is given in.
+        activation_bits: Type of the inputs in products: 8 or 16 for integers, 32 for float32.
+        dtype: Type of :attr:`weight`.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class PackedLinear(_Dense):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the packed weights stand for, in the type of the model; made anew each time."""
+        """The unpacked weights in the model's type; unpacked at each access."""
         return torch.from_numpy(_native.unpack_linear(self.layout, self.data)).to(self._dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that a token reads, the bias included."""
+        """Bytes of weights and bias, which every token reads."""
         return self.layout.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,16 +180,16 @@ class PackedLinear(_Dense):
         )
 
     def product(self) -> _native.DenseProduct:
-        """The same product for native code; it keeps the weights alive."""
+        """The product as an object for native code; it keeps the weights alive."""
         return _native.packed_product(self.layout, self.data, self._bias32, self._activation_bits)
 
 
 class StoredEmbedding(nn.Module):
-    """``nn.Embedding`` with its rows as they are stored.
+    """``nn.Embedding`` with its rows as stored.
 
     Args:
-        weight: ``[num_embeddings, embedding_dim]``; read in place as long as this lives.
-        dtype: Type of what is looked up.
+        weight: ``[num_embeddings, embedding_dim]``; read in place.
+        dtype: Type of the results.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
@@ -200,7 +200,7 @@ class StoredEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rows in the type of the model; made anew each time where they are stored in another."""
+        """The rows in the model's type; converted at each access if stored in another."""
         return self.rows.to(self._dtype)
 
     @property
@@ -209,7 +209,7 @@ class StoredEmbedding(nn.Module):
         return self.rows.nbytes
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the given numbers: ``[..., embedding_dim]``."""
+        """Rows ``[..., embedding_dim]`` of the given ids."""
         return F.embedding(ids, self.rows).to(self._dtype)
 
     def extra_repr(self) -> str:
@@ -217,7 +217,7 @@ class StoredEmbedding(nn.Module):
 
 
 def weight_storages(model: nn.Module) -> dict[int, tuple[str, int]]:
-    """Weights of a loaded model, each memory once: by address, the name of the first module and the bytes."""
+    """Distinct weight memories of a loaded model: address -> name of the first module, bytes."""
     found: dict[int, tuple[str, int]] = {}
     for name, module in model.named_modules():
         tensors: list[Any] = list(module._parameters.values())

@@ -1,5 +1,5 @@
-"""Pack dense layers in 8 or 4 bits while loading, for the CPU or a card; the result is kept in a file, see
-:mod:`moechat.models.packed_file`.
+"""Packs dense layers in 8 or 4 bits during loading, for CPU or GPU; :mod:`moechat.models.packed_file` caches
+the result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 from moechat import _native
 from moechat.errors import UnsupportedModelError
+from moechat.models.checkpoint_mapping import map_keys
 from moechat.models.dense import TensorSource, model_type, replace_modules
 from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear
-from moechat.models.mapping import map_keys
 from moechat.models.packed_file import Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
 
@@ -26,34 +26,34 @@ PackCallback = Callable[[int, int], None]
 
 
 class PackedMemory(Protocol):
-    """Where packed layers are kept while a model runs: in the process's memory, or in a card's."""
+    """Memory for the packed layers of a running model, on host or GPU."""
 
     def read(self, file: PackedFile) -> bool:
-        """Take all layers from their file; ``False`` where it is not there as it should be."""
+        """Load all layers from a file; ``False`` if it is missing, damaged or does not match."""
         ...
 
     def write(self, file: PackedFile) -> None:
-        """Put all layers in their file's place.
+        """Write all layers to a file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         ...
 
     def put(self, at: int, packed: Bytes) -> None:
-        """Take one layer; ``at`` is the place of its first byte."""
+        """Store one packed layer at offset ``at``."""
         ...
 
     def layer(
         self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> nn.Module:
-        """The layer that reads its weights at a place.
+        """Create the layer whose packed weights are at an offset.
 
         Args:
-            layout: Of its weights.
-            at: Place of its first byte.
+            layout: Layout of its weights.
+            at: Offset of its first byte.
             bias: ``[rows]``, or ``None``.
-            dtype: Of the model.
+            dtype: Type of the model.
         """
         ...
 
@@ -87,18 +87,19 @@ def pack_layers(
     progress: PackCallback | None = None,
     memory: PackedMemory | None = None,
 ) -> bool:
-    """Put packed layers in the place of those that ``form`` names; from the file, or packed now and kept.
+    """Replace the layers that ``form`` names with packed ones, read from the file or packed and written to
+    it.
 
     Args:
-        skeleton: With its dense weights loaded.
-        source: That they came from; its pages are released.
-        form: With 8 or 4 bits.
-        file: Where the packed layers are kept. If it cannot be written, the next start packs again.
-        progress: Called with bytes packed and bytes in all.
-        memory: Where the layers go; ``None``: into the process's memory.
+        skeleton: Model with its dense weights loaded.
+        source: Source of the weights; its pages are released.
+        form: Form with 8 or 4 bits.
+        file: Cache of the packed layers. If it cannot be written, the next start packs again.
+        progress: Called with bytes packed and bytes in total.
+        memory: Memory for the layers; ``None``: host memory.
 
     Returns:
-        Whether the file served.
+        Whether the layers came from the file.
 
     Raises:
         UnsupportedModelError: A weight is not finite or too large to be packed.
@@ -120,9 +121,9 @@ def pack_layers(
                     f"{name} cannot be packed in {form.bits} bits: {error}",
                     hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
                 ) from error
-            target = targets.get(f"{name}.weight")  # none: it is tied to another one
+            target = targets.get(f"{name}.weight")  # None if the weight is tied to another one
             if target is not None:
-                source.release(key for keys in target.sources.values() for key in keys)
+                source.release(target.keys)
             if progress is not None:
                 progress(at + layout.nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")

@@ -1,13 +1,12 @@
-"""The file in the cache directory that keeps the packed dense layers of a model.
+"""The file in the cache directory that stores the packed dense layers of a model.
 
-Packing reads every dense weight and takes seconds for a large model, so the result is kept in one file a
-model and number of bits. The file names what it was made from: the dense files of the store by their
-SHA-256, the layers, the bits, the format of the packed groups. It holds a SHA-256 of every piece of its data.
-Whatever does not fit, is damaged or missing is packed again; no store depends on it, and it may be deleted at
-any time.
+Packing reads every dense weight and takes seconds for a large model, so the result is stored in one file per
+model and number of bits. The header identifies the input: the dense files of the store by their SHA-256, the
+layers, the bits, the format of the packed groups. It also has a SHA-256 of every piece of the data. If the
+file does not match, is damaged or missing, the layers are packed again, so it may be deleted at any time.
 
-Layout: magic (8 bytes), length of the header (8, little-endian), header (JSON), zeros up to 4096 bytes or a
-multiple, then the packed layers one after the other.
+Layout: magic (8 bytes), length of the header (8, little-endian), header (JSON), zeros up to a multiple of
+4096 bytes, then the packed layers.
 """
 
 from __future__ import annotations
@@ -31,12 +30,10 @@ from moechat.models.dense_form import DenseForm
 from moechat.routing.atomic import TEMPORARY, replacing
 
 _MAGIC = b"MOEDENSE"
-# Of this file; the groups have the version of the blocks.
-_FORMAT = 1
+_FORMAT = 1  # of this file; packed groups have the version of the block format
 _ALIGNMENT = 4096
 _PIECE = 32 << 20
-# Threads that read and hash pieces, at most.
-_WORKERS = 8
+_WORKERS = 8  # most threads that read and hash pieces
 _MOST_HEADER = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,9 +44,9 @@ class PackedFile:
     """The file of a model's packed layers.
 
     Attributes:
-        path: Where it is, or would be.
-        content: What it is made from and holds; a file that says anything else is another one.
-        nbytes: Of all packed layers.
+        path: Its path; the file may not exist yet.
+        content: Header fields that identify input and content; files with other values are ignored.
+        nbytes: Bytes of all packed layers.
     """
 
     path: Path
@@ -63,10 +60,10 @@ class PackedFile:
         """The file for a store.
 
         Args:
-            directory: For such files; made when one is written.
-            dense_files: SHA-256 of the store's dense files by their names.
-            form: Which layers are packed, and in how many bits.
-            dtype: Of the model: weights that are not kept as they are stored are packed from it.
+            directory: Directory of packed files; created by the first write.
+            dense_files: SHA-256 of the store's dense files by name.
+            form: Layers to pack and their bits.
+            dtype: Type of the model, from which weights are packed that are not kept as stored.
         """
         layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
         content = {
@@ -82,9 +79,10 @@ class PackedFile:
         return cls(directory / f"{key[:32]}.packed", content, nbytes)
 
     def read(self, into: Bytes) -> bool:
-        """Fill ``into`` (uint8 ``[nbytes]``) from the file; ``False`` where it is not there as it should be.
+        """Fill ``into`` (uint8 ``[nbytes]``) from the file.
 
-        What ``into`` holds then is undefined.
+        Returns:
+            ``False`` if the file is missing, damaged or does not match; ``into`` is undefined then.
         """
 
         def piece(file: int, at: int, offset: int) -> str:
@@ -93,8 +91,9 @@ class PackedFile:
         return self._read(piece, _WORKERS)
 
     def read_in_pieces(self, take: Callable[[int, Bytes], None]) -> bool:
-        """As :meth:`read`, for what lies elsewhere: ``take`` gets each piece in turn, with the place of its
-        first byte, and does not keep it.
+        """As :meth:`read`, but calls ``take(offset, piece)`` for each piece in order.
+
+        ``take`` must not keep a reference to the piece, whose memory is reused.
         """
         buffer = np.empty(min(_PIECE, self.nbytes), np.uint8)
 
@@ -107,7 +106,9 @@ class PackedFile:
         return self._read(piece, 1)
 
     def _read(self, read: Callable[[int, int, int], str], workers: int) -> bool:
-        """``read`` takes a file, the place of a piece and its offset in the file, and gives its SHA-256."""
+        """Check the header, call ``read(file, offset_in_data, offset_in_file)`` for each piece, check
+        hashes.
+        """
         try:
             with open(self.path, "rb", buffering=0) as file:
                 number = file.fileno()
@@ -130,19 +131,18 @@ class PackedFile:
             return False
 
     def write(self, data: Bytes) -> None:
-        """Put the packed layers in the file's place, whole or not at all.
+        """Write the packed layers atomically.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         self._write(lambda at: data[at : at + _PIECE], _WORKERS)
 
     def write_in_pieces(self, give: Callable[[int, int], Bytes]) -> None:
-        """As :meth:`write`, of what lies elsewhere: ``give`` gets the first byte of a piece and the one after
-        its last, every piece twice.
+        """As :meth:`write`, with the data from ``give(start, end)``, which is called twice for each piece.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         self._write(lambda at: give(at, min(at + _PIECE, self.nbytes)), 1)
 
@@ -159,7 +159,7 @@ class PackedFile:
 
 
 def _read_piece(file: int, offset: int, into: Bytes) -> str:
-    """Fill ``into`` from an offset of a file; its SHA-256."""
+    """Fill ``into`` from an offset of a file; returns its SHA-256."""
     done = 0
     while done < len(into):
         count = os.preadv(file, [into[done:].data], offset + done)
@@ -170,7 +170,7 @@ def _read_piece(file: int, offset: int, into: Bytes) -> str:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Delete what killed processes were writing: as large as what they did not finish."""
+    """Delete temporary files of processes that were killed while writing."""
     for path in directory.glob(f".*{TEMPORARY}"):
         with suppress(OSError, ValueError):
             writer = int(path.name.split(".")[-2])

@@ -1,4 +1,4 @@
-"""Keep the attention cache of a conversation, so that its next turn computes only what is new."""
+"""Keeps the attention cache of a conversation, so that the next turn computes only new tokens."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from moechat.models.attention_cache import can_crop
 
 
 class PromptCache:
-    """The keys and values of the last answer's tokens.
+    """Keys and values of the tokens of the last prompt and answer.
 
-    A longer prompt that goes on from that answer takes them over. A prompt that merely begins alike does not:
-    the same prompt with the same seed must give the same answer whatever was asked before, and a prefill in
-    two parts rounds differently from one in a single pass.
+    A prompt that continues that answer reuses them. A prompt that only shares a beginning does not: the same
+    prompt with the same seed must give the same answer whatever came before, and a prefill in two parts
+    rounds differently from a single pass.
     """
 
-    # Invariant: when _cache is not None it holds exactly _tokens, and nobody else holds it.
+    # Invariant: a _cache that is not None holds exactly _tokens and has no other owner.
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._prompt = 0
         self._cache: Any = None
 
     def take(self, tokens: list[int]) -> tuple[Any, int]:
-        """Hand over what serves as the beginning of ``tokens``.
+        """Take the cache out if it holds a usable prefix of ``tokens``.
 
         Returns:
-            The cache, or ``None``, and how many of the tokens it holds (always fewer than all of them). The
-            caller owns the cache from now on; it comes back through :meth:`keep`.
+            The cache, or ``None``, and the length of the prefix, which is shorter than ``tokens``. The caller
+            owns the cache and returns it with :meth:`keep`.
         """
         cache, known, prompt = self._cache, self._tokens, self._prompt
         self.drop()
@@ -44,10 +44,10 @@ class PromptCache:
         return cache, common
 
     def keep(self, cache: Any, tokens: list[int], prompt: int) -> None:
-        """Remember a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
+        """Store a cache that holds ``tokens``, of which the first ``prompt`` were the prompt.
 
-        Layers may hold more, and are cut to that length; where that cannot be done nothing is remembered,
-        nor where there is no more than the prompt or a part of it.
+        Layers that hold more are cropped to that length. The cache is dropped if it cannot be cropped, or
+        holds no token of an answer.
         """
         self.drop()
         if len(tokens) <= prompt or not can_crop(cache):
@@ -60,5 +60,5 @@ class PromptCache:
         self._cache, self._tokens, self._prompt = cache, tokens, prompt
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Discard the stored cache."""
         self._cache, self._tokens, self._prompt = None, [], 0

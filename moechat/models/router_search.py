@@ -1,10 +1,10 @@
-"""Find the routers of a model by what they choose, not by the name of its family.
+"""Finds the routers of a model by their choices, not by the name of its family.
 
-A router is a parameter ``[experts, hidden]`` somewhere beside the experts module; some add a bias to its
-output, some a correction that only serves the choice (DeepSeek-V3 and others). Which of these a family does,
-and with which function before the correction, is found out by letting the module that owns both choose
-experts for known hidden states and comparing. A router whose choice cannot be reproduced is left out: it
-cannot predict.
+A router is a parameter ``[experts, hidden]`` in the module that also has the experts module. Some families
+add a bias to its output, some a correction for the choice only (DeepSeek-V3 and others). The variant, and the
+scoring function before the correction, are found by comparing with the experts that the model's own module
+chooses for known hidden states. A router whose choices cannot be reproduced is left out, as it cannot be used
+for prediction.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 _PROBES = 64
-# How far the agreement with the model's own choice must lie above chance. Routers that first choose among
-# groups of experts (DeepSeek-V2 and -V3) agree in part only: their groups are not modelled.
+# Least agreement with the model's choices, above chance. Routers that first choose groups of experts
+# (DeepSeek-V2 and -V3) agree only in part, because groups are not modelled.
 _LEAST_AGREEMENT = 0.25
 
 
-class ExpertsPlace(Protocol):
-    """Where the experts of a layer are; a :class:`moechat.models.skeleton.ExpertsModule` says it, and more.
+class ExpertLayer(Protocol):
+    """The part of :class:`moechat.models.skeleton.ExpertsModule` that is used here.
 
     Attributes:
         name: Name of the experts module inside the model.
@@ -44,7 +44,7 @@ class ExpertsPlace(Protocol):
 
 
 class Scoring(StrEnum):
-    """What is applied to a router's output before the correction is added."""
+    """Function applied to a router's output before the correction is added."""
 
     NONE = "none"
     SIGMOID = "sigmoid"
@@ -53,14 +53,14 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True)
 class Router:
-    """What ranks the experts of a layer.
+    """Ranks the experts of a layer.
 
     Attributes:
-        weight: float32 ``[experts, hidden]``, contiguous; a copy unless the model holds it so.
+        weight: float32 ``[experts, hidden]``, contiguous; a copy unless the model has it in this form.
         bias: float32 ``[experts]`` added to the product, or ``None``.
-        scoring: Applied before the correction; without a correction it changes no ranking and is ``NONE``.
-        correction: float32 ``[experts]`` added after it, for the choice only, or ``None``.
-        agreement: Share of the model's own choices for random hidden states that are among the best k of
+        scoring: Applied before the correction; ``NONE`` without one, as it does not change the ranking then.
+        correction: float32 ``[experts]`` added after the scoring, for the choice only, or ``None``.
+        agreement: Share of the model's choices for random hidden states that are among the top k of
             :meth:`scores`.
     """
 
@@ -71,9 +71,7 @@ class Router:
     agreement: float = 0.0
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores by which the experts rank: float32 ``[tokens, experts]`` for hidden states ``[tokens,
-        hidden]``.
-        """
+        """Scores of the experts, float32 ``[tokens, experts]``, for hidden states ``[tokens, hidden]``."""
         logits = torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
         if self.scoring is Scoring.SIGMOID:
             logits = logits.sigmoid()
@@ -82,22 +80,22 @@ class Router:
         return logits if self.correction is None else logits + self.correction
 
 
-def find_routers(model: nn.Module, experts: Iterable[ExpertsPlace]) -> list[Router | None]:
+def find_routers(model: nn.Module, experts: Iterable[ExpertLayer]) -> list[Router | None]:
     """The router of each expert layer.
 
     Args:
-        model: With its dense weights loaded.
+        model: The model with its dense weights loaded.
         experts: Its expert layers, in order.
 
     Returns:
-        One router a layer; ``None`` where none was found whose choice agrees with the model's own.
+        One router per layer; ``None`` if no router agrees with the model's choices.
     """
-    # Not inference tensors: they are used inside and outside of inference mode.
+    # Not inference tensors, as they are used inside and outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         return [_find(model.get_submodule(entry.name.rpartition(".")[0]), entry) for entry in experts]
 
 
-def _find(owner: nn.Module, entry: ExpertsPlace) -> Router | None:
+def _find(owner: nn.Module, entry: ExpertLayer) -> Router | None:
     named = [
         (name, tensor)
         for name, tensor in [*owner.named_parameters(), *owner.named_buffers()]
@@ -113,23 +111,22 @@ def _find(owner: nn.Module, entry: ExpertsPlace) -> Router | None:
         candidate
         for name, weight in weights
         if weight is not None
-        for candidate in _readings(name, weight, vectors)
+        for candidate in _candidates(name, weight, vectors)
     ]
     if not candidates:
         return None
     hidden, chosen = _probe(owner, entry, candidates[0].weight)
     if chosen is None:
         return None
-    judged = [replace(item, agreement=_agreement(item, hidden, chosen)) for item in candidates]
-    # The simplest reading comes first and wins where several agree alike, as with corrections that are all
-    # zero.
-    best = max(judged, key=lambda item: item.agreement)
+    rated = [replace(item, agreement=_agreement(item, hidden, chosen)) for item in candidates]
+    # Of equal candidates (a correction of zeros, for example) max takes the first, which is the simplest.
+    best = max(rated, key=lambda item: item.agreement)
     chance = chosen.shape[-1] / entry.num_experts
     return best if best.agreement >= chance + _LEAST_AGREEMENT * (1 - chance) else None
 
 
-def _weight(tensor: torch.Tensor, entry: ExpertsPlace) -> torch.Tensor | None:
-    """The tensor as ``[experts, hidden]``, if it can be a router's."""
+def _weight(tensor: torch.Tensor, entry: ExpertLayer) -> torch.Tensor | None:
+    """The tensor as ``[experts, hidden]``; ``None`` if it has another shape."""
     if tensor.shape == (entry.num_experts, entry.hidden_size):
         return _float32(tensor)
     if tensor.shape == (entry.hidden_size, entry.num_experts):
@@ -141,20 +138,20 @@ def _float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().contiguous()
 
 
-def _readings(name: str, weight: torch.Tensor, vectors: Sequence[tuple[str, torch.Tensor]]) -> list[Router]:
-    """Everything that the weight and the vectors beside it can mean, the simplest first."""
+def _candidates(name: str, weight: torch.Tensor, vectors: Sequence[tuple[str, torch.Tensor]]) -> list[Router]:
+    """All routers that the weight can form with the vectors in its module, simplest first."""
     own = name.rpartition(".")[0]
     biases = [vector for key, vector in vectors if key == (f"{own}.bias" if own else "bias")]
-    readings = [Router(weight), *(Router(weight, bias) for bias in biases)]
-    for reading in list(readings):
+    found = [Router(weight), *(Router(weight, bias) for bias in biases)]
+    for plain in list(found):
         for _, vector in vectors:
             if not any(vector is bias for bias in biases):
-                readings += [replace(reading, scoring=kind, correction=vector) for kind in Scoring]
-    return readings
+                found += [replace(plain, scoring=kind, correction=vector) for kind in Scoring]
+    return found
 
 
 class _ChosenError(Exception):
-    """Carries what the router gave out of the module, before the experts would be computed."""
+    """Ends a pass at the experts module and carries the chosen experts out."""
 
     def __init__(self, index: torch.Tensor | None) -> None:
         super().__init__()
@@ -162,13 +159,13 @@ class _ChosenError(Exception):
 
 
 def _probe(
-    owner: nn.Module, entry: ExpertsPlace, weight: torch.Tensor
+    owner: nn.Module, entry: ExpertLayer, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Hidden states ``[tokens, hidden]`` and the experts ``[tokens, k]`` that the module chooses for them."""
     generator = torch.Generator().manual_seed(20260)
     hidden = torch.randn((_PROBES, entry.hidden_size), generator=generator)
-    # As large as makes the products differ by about 1, as trained routers do: neither rounding nor a
-    # saturated sigmoid then hides the order.
+    # Scaled so that logits differ by about 1, as in trained routers; then neither rounding nor a saturated
+    # sigmoid hides the order.
     spread = float((hidden @ weight.T).std(dim=-1).mean())
     hidden /= spread if spread > 0 else 1.0
     dtype = next((p.dtype for p in owner.parameters() if p.is_floating_point()), torch.float32)
@@ -186,8 +183,7 @@ def _probe(
         if isinstance(index, torch.Tensor) and index.numel() and index.numel() % _PROBES == 0:
             return hidden.float(), index.reshape(_PROBES, -1)
     except Exception:
-        # The module wants more than hidden states (it may be a whole decoder layer): there is nothing to
-        # compare.
+        # The module needs more than hidden states (it may be a whole decoder layer), so no choice is known.
         return hidden.float(), None
     finally:
         hook.remove()

@@ -1,4 +1,4 @@
-"""Choose the next token: the model's generation settings under the user's flags."""
+"""Chooses the next token by the model's generation settings and the user's options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from moechat import _native
 from moechat.errors import UsageError
 
-# Below this, dividing logits overflows float32 before it could change which token wins.
+# Below this temperature, dividing logits overflows float32, and the choice is greedy anyway.
 _GREEDY_BELOW = 1e-4
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn; ``temperature`` 0 is greedy.
+    """Sampling parameters; ``temperature`` 0 is greedy.
 
     Raises:
         UsageError: A value is out of range.
@@ -53,7 +53,7 @@ class SamplingSettings:
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingSettings:
-        """The defaults that a model's authors ship; greedy where they do not ask for sampling."""
+        """The defaults in a model's generation config; greedy if it does not enable sampling."""
         if config is None:
             return cls()
         sample = bool(getattr(config, "do_sample", False))
@@ -62,27 +62,27 @@ class SamplingSettings:
         for name in (*names, "repetition_penalty"):
             found = getattr(config, name, None)
             if found is not None:
-                # A value out of range that a model ships must not make it unusable: it is as if not there.
+                # A value out of range in a model's config is ignored, so that the model stays usable.
                 shipped: dict[str, Any] = {name: found}
                 with suppress(UsageError):
                     settings = replace(settings, **shipped)
         return settings
 
     def override(self, **flags: float | None) -> SamplingSettings:
-        """These settings with every flag that is not ``None`` in its place."""
+        """These settings, with every flag that is not ``None`` replaced."""
         given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
         if (
             self.temperature == 0.0
             and "temperature" not in given
             and given.keys() & {"top_k", "top_p", "min_p"}
         ):
-            # Asking how to cut the distribution is asking to sample from it.
+            # Options that truncate the distribution imply sampling.
             given["temperature"] = 1.0
         return replace(self, **given)
 
 
 def _coerce(settings: SamplingSettings, name: str, to: Callable[[Any], float]) -> None:
-    """Give a field its type: callers pass ints, numpy scalars, or by mistake something else."""
+    """Convert a field to its type; callers pass ints, numpy scalars, or by mistake other values."""
     value = getattr(settings, name)
     try:
         if isinstance(value, bool | str):
@@ -96,8 +96,8 @@ class Sampler:
     """Draws tokens for one answer.
 
     Args:
-        settings: How to draw.
-        seed: Makes the draw repeatable on one machine and version.
+        settings: Sampling parameters.
+        seed: Makes the draws repeatable on one machine and version.
     """
 
     def __init__(self, settings: SamplingSettings, seed: int) -> None:
@@ -111,15 +111,15 @@ class Sampler:
     def draw(self, history: torch.Tensor, logits: torch.Tensor) -> int:
         """Choose a token.
 
-        The cuts mean what transformers' warpers of the same names mean, in their order: temperature, top-k,
+        The steps equal transformers' logits warpers of the same names, in their order: temperature, top-k,
         top-p, min-p.
 
         Args:
-            history: int64 ``[1, tokens]``, prompt and answer so far; the repetition penalty looks at it.
+            history: int64 ``[1, tokens]``, prompt and answer so far, for the repetition penalty.
             logits: ``[vocab]`` of the last position.
 
         Raises:
-            RuntimeError: The logits are not finite, so that there is nothing to draw from.
+            RuntimeError: The logits are not finite, so no token can be drawn.
         """
         scores = logits.detach().float()
         if self._penalty is not None:
@@ -127,12 +127,12 @@ class Sampler:
         values = scores.contiguous().numpy()
         if self._greedy:
             token = _native.largest_logit(values)
-            # Where something is not a number, torch has a rule of its own.
+            # With NaNs the native code returns -1; torch's argmax defines the choice then.
             return token if token >= 0 else int(scores.argmax())
         settings = self.settings
-        where = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        quantile = torch.rand((), dtype=torch.float64, generator=self._generator).item()
         token = _native.sample(
-            values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, where
+            values, settings.temperature, settings.top_k, settings.top_p, settings.min_p, quantile
         )
         if token < 0:
             raise RuntimeError("the model's logits are not finite: no token can be drawn")

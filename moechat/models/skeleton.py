@@ -1,8 +1,7 @@
-"""A transformers model without weights, its routed experts taken out.
+"""A transformers model without weights and without its routed experts' parameters.
 
-The skeleton is built on the meta device from ``config.json`` alone. Expert weights never exist as torch
-parameters: they are removed from the experts modules, whose shapes are remembered, and the block store
-serves them.
+The skeleton is built on the meta device from ``config.json`` alone. Parameters of experts modules are removed
+and only their shapes kept, because expert weights are read from the block store.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.models.gates import Gate, recognise_gate
 
-# Attribute of an experts module: what computes it.
+# Attribute of an experts module that holds the object that computes it.
 EXPERTS_RUNNER = "_moechat_layer"
 
-# Weights packed by these methods are decoded by the store room; every other method is refused by name.
+# Quantisation methods that moechat.store decodes; all others are rejected.
 _READABLE_QUANTISATION = ("mxfp4",)
 
 
@@ -33,13 +32,13 @@ class ExpertsModule:
     Attributes:
         name: Module name inside the model, ``model.layers.3.mlp.experts``.
         layer: Decoder layer index.
-        module: The module; its weight parameters have been removed.
+        module: The module, without its weight parameters.
         num_experts: Experts in the layer.
         hidden_size: Columns of gate and up.
         intermediate_size: Neurons of one expert.
         transposed: Parameters are ``[experts, in, out]`` instead of ``[experts, out, in]``.
         has_bias: ``gate_up_proj_bias`` and ``down_proj_bias`` exist.
-        gate: What lies between the projections.
+        gate: The computation between the projections.
     """
 
     name: str
@@ -54,7 +53,7 @@ class ExpertsModule:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Full names of the parameters that the module would have."""
+        """Full names of the removed parameters."""
         names = ("gate_up_proj", "down_proj")
         biases = ("gate_up_proj_bias", "down_proj_bias") if self.has_bias else ()
         return tuple(f"{self.name}.{suffix}" for suffix in names + biases)
@@ -62,37 +61,42 @@ class ExpertsModule:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model on the meta device and what was taken out of it.
+    """A model on the meta device, and its removed expert parameters.
 
     Attributes:
         model: The transformers model; all its parameters and buffers are meta tensors, the experts have none.
         experts: Its expert layers, ascending.
-        state: Names and meta tensors of the whole state dict, the experts included.
+        state: Names and meta tensors of the whole state dict, including the experts.
     """
 
     model: PreTrainedModel
     experts: tuple[ExpertsModule, ...]
     state: dict[str, torch.Tensor]
 
+    @property
+    def expert_names(self) -> frozenset[str]:
+        """Full names of all removed parameters."""
+        return frozenset(name for entry in self.experts for name in entry.parameter_names)
+
 
 def load_config(directory: Path) -> Any:
-    """Read ``config.json`` as a transformers configuration, never running code that came with it.
+    """Read ``config.json`` as a transformers configuration, without running code of the checkpoint.
 
     Raises:
-        UnsupportedModelError: The model type is unknown to transformers, or the weights are packed in a way
-            that moechat cannot read.
+        UnsupportedModelError: The model type is unknown to transformers, or moechat cannot read the packing
+            of the weights.
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         for part in (config, config.get_text_config()):
-            # A checkpoint may not choose how attention is computed: the name may stand for code elsewhere.
+            # A checkpoint must not choose the attention function, whose name could refer to downloaded code.
             part._attn_implementation = None
     except OSError as error:
         raise CheckpointError(f"{directory} has no readable config.json: {error}") from error
-    except Exception as error:  # transformers raises whatever a malformed value leads to
+    except Exception as error:  # transformers raises many types for malformed values
         reason = f"its config.json is not understood: {_summary(error)}"
         if "trust_remote_code" in str(error):
-            reason = "it needs code of its own, which moechat never runs"
+            reason = "it needs custom code, which moechat never runs"
         raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
@@ -108,23 +112,23 @@ def load_config(directory: Path) -> Any:
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str = "eager") -> Skeleton:
-    """Build the model of ``config`` on the meta device and take its experts out.
+    """Build the model of ``config`` on the meta device and remove its experts' parameters.
 
     Args:
         config: A transformers configuration of a text model.
         dtype: Type of the dense parameters.
-        experts_implementation: Name in ``ALL_EXPERTS_FUNCTIONS`` that will compute the experts.
+        experts_implementation: Name in ``ALL_EXPERTS_FUNCTIONS`` of the function that computes the experts.
 
     Raises:
-        UnsupportedModelError: No causal language model of that type exists, it has no routed experts, or they
-            are of a kind that moechat cannot run; the reason is named.
+        UnsupportedModelError: The type has no causal language model, it has no routed experts, or moechat
+            cannot run its experts; the message gives the reason.
     """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )
-    except Exception as error:  # a configuration can be wrong in as many ways as there are models
+    except Exception as error:  # depends on the family
         raise UnsupportedModelError(
             f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}"
         ) from error
@@ -138,11 +142,15 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
     return Skeleton(model, experts, state)
 
 
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether a module's class has transformers' decorator for experts, which sets these two attributes."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
 def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
     found = []
     for name, module in model.named_modules():
-        # The decorator of transformers' experts registry leaves these two marks on every instance.
-        if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+        if not is_experts_module(module):
             continue
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", f".{name}.")
         if len(numbers) != 1:
@@ -179,7 +187,7 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
 
 
 def _summary(error: Exception) -> str:
-    """The first line of what went wrong; transformers' texts can be pages long."""
+    """Type and first line of an error; transformers' messages can be pages long."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
@@ -205,4 +213,4 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
         )
     top_k = getattr(config.get_text_config(), "num_experts_per_tok", None)
     if isinstance(top_k, int) and not 0 < top_k <= experts[0].num_experts:
-        raise UnsupportedModelError(f"{top_k} experts a token of {experts[0].num_experts} make no sense")
+        raise UnsupportedModelError(f"{top_k} experts per token of {experts[0].num_experts} are not valid")

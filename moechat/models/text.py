@@ -1,14 +1,14 @@
-"""Tokens to text, piece by piece, never showing half a character."""
+"""Incremental conversion of tokens to text, in whole characters."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# An unfinished UTF-8 sequence has at most 3 bytes; tokenizers decode it to one replacement character or to
-# one a byte. More of them than that are not the beginning of anything.
+# An incomplete UTF-8 sequence has at most 3 bytes; tokenizers decode it to one replacement character or to
+# one per byte. More replacement characters cannot become a character.
 _MOST_HELD = 3
-# Text that never ends cleanly must not make every step decode all of it.
+# Limits the cost of each step for text that never ends in a whole character.
 _LONGEST_WINDOW = 256
 
 
@@ -16,16 +16,16 @@ class TextStream:
     """Turns a growing list of tokens into text increments.
 
     A token may hold a part of a UTF-8 sequence, and tokenizers may join neighbours (leading spaces, combining
-    marks), so a token cannot be decoded alone. The stream decodes a short window of tokens and yields what
-    has been added to its text, holding back a tail that may be the beginning of a character. The pieces add
-    up to what decoding all tokens at once gives.
+    marks), so tokens cannot be decoded one by one. The stream decodes a short window of tokens and returns
+    the text added to it, except for a tail that may be an incomplete character. The joined pieces equal the
+    text of all tokens decoded at once.
 
     Args:
         tokenizer: A transformers tokenizer.
     """
 
-    # Invariant: _window[:_context] was shown whole and ends in a whole character; of the text of _window,
-    # _shown characters have been yielded.
+    # Invariant: the text of _window[:_context] was returned and ends in a whole character; the first _shown
+    # characters of the text of _window were returned.
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
@@ -34,7 +34,7 @@ class TextStream:
         self._shown = 0
 
     def push(self, token: int) -> str:
-        """Text that became complete with ``token``; empty while a character is incomplete."""
+        """Add a token; returns the text completed by it, empty while a character is incomplete."""
         if token in self._special:
             return ""
         self._window.append(token)
@@ -43,14 +43,14 @@ class TextStream:
         piece = text[self._shown : len(text) - held]
         self._shown += len(piece)
         if (held == 0 and piece) or len(self._window) > _LONGEST_WINDOW:
-            # What was shown before this piece has served as context and goes; this piece becomes the context.
+            # Drop the old context; the tokens of this piece become the new one.
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._shown = len(self._decode(self._window)) - held
         return piece
 
     def flush(self) -> str:
-        """What is left when no token will follow; an incomplete character becomes U+FFFD."""
+        """Return the remaining text after the last token; an incomplete character becomes U+FFFD."""
         piece = self._decode(self._window)[self._shown :]
         self._shown += len(piece)
         return piece

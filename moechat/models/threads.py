@@ -1,9 +1,9 @@
-"""Dense products that do not depend on the number of threads.
+"""Makes dense products independent of the number of threads.
 
-MKL shares the columns of a product among its threads, and takes another kernel, which rounds differently,
-where a share is narrow. With ``MKL_CBWR=AUTO,STRICT`` (see ``moechat/__init__.py``) this is left, measured
-with torch 2.13 on an AMD CPU for 1 to 16 threads: products of 2 or 3 rows, and those with fewer than 12
-columns a thread. Products of a single row are the same for all.
+MKL divides the columns of a product among its threads and uses another kernel, which rounds differently, for
+narrow shares. With ``MKL_CBWR=AUTO,STRICT`` (see ``moechat/__init__.py``) two cases remain, measured with
+torch 2.13 on an AMD CPU for 1 to 16 threads: products of 2 or 3 rows, and those with fewer than 12 columns
+per thread. Products of a single row do not depend on the threads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-# Passes of 2 to this many tokens are computed by one thread.
+# Passes of 2 to this many tokens use one thread.
 _FEW_TOKENS = 3
-_COLUMNS_A_THREAD = 16
+_COLUMNS_PER_THREAD = 16
 
 
 @contextmanager
 def one_thread(needed: bool = True) -> Iterator[None]:
-    """Let torch use one thread inside, where ``needed``."""
+    """Limit torch to one thread in the block, if ``needed``."""
     threads = torch.get_num_threads()
     if not needed or threads == 1:
         yield
@@ -35,34 +35,32 @@ def one_thread(needed: bool = True) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def steady_columns(columns: int) -> bool:
-    """Whether a product with so many outputs rounds the same with torch's threads as with one."""
-    return torch.get_num_threads() <= columns // _COLUMNS_A_THREAD
+def is_thread_invariant(columns: int) -> bool:
+    """Whether a product with ``columns`` outputs rounds the same with torch's threads as with one."""
+    return torch.get_num_threads() <= columns // _COLUMNS_PER_THREAD
 
 
-def steady_pass(tokens: int) -> Any:
-    """Context for a pass of ``tokens`` tokens in which the number of threads makes no difference."""
+def thread_invariant_pass(tokens: int) -> Any:
+    """Context manager that makes a pass of ``tokens`` tokens independent of the number of threads."""
     return one_thread(1 < tokens <= _FEW_TOKENS)
 
 
-def steady_modules(model: nn.Module) -> None:
-    """Let modules with so few outputs that threads would make a difference, such as routers, use one
-    thread.
+def make_thread_invariant(model: nn.Module) -> None:
+    """Limit modules with few outputs, such as routers, to one thread if threads would change their rounding.
 
-    What is few is decided at every call: the number of threads belongs to the process, and whoever loads
-    another model changes it.
+    Decided at every call, because the number of threads can change when another model is loaded.
     """
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding):
-            module.forward = _steady(module.forward, weight.shape[0])
+            module.forward = _thread_invariant(module.forward, weight.shape[0])
 
 
-def _steady(forward: Callable[..., Any], columns: int) -> Callable[..., Any]:
-    @wraps(forward)  # whoever asks for its parameters sees those of the module
+def _thread_invariant(forward: Callable[..., Any], columns: int) -> Callable[..., Any]:
+    @wraps(forward)  # inspect.signature then shows the module's parameters
     def call(*arguments: Any, **named: Any) -> Any:
-        # Well under a microsecond where the module is wide.
-        if steady_columns(columns):
+        # Overhead for a wide module is well under a microsecond.
+        if is_thread_invariant(columns):
             return forward(*arguments, **named)
         with one_thread():
             return forward(*arguments, **named)

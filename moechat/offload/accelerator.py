@@ -1,6 +1,6 @@
-"""A graphics card as a place to compute: its torch device, its stream, and what goes between it and the host.
+"""A graphics card: its torch device, its stream, and copies between it and the host.
 
-Everything that a test replaces to run the same path without a card is a method here.
+A test runs the same code without a card by replacing methods of this class.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from moechat import _native
 from moechat.errors import DeviceUnavailableError
 from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
+from moechat.models.model_outline import card_type
 from moechat.offload.graphs import CudaGraphs, Graphs
+from moechat.offload.limits import CONTEXT_BYTES
 
-# Of a CUDA context with torch's libraries, where it cannot be measured.
-_CONTEXT_BYTES = 448 << 20
 _LEAST_CONTEXT_BYTES = 64 << 20
 _MOST_CONTEXT_BYTES = 2 << 30
-# By card, for this process: a context is made once.
+# Bytes by card; a process makes one context for each.
 _CONTEXTS: dict[int, int] = {}
 
 
@@ -31,22 +31,22 @@ class Accelerator:
     """One CUDA card, for one engine at a time.
 
     Args:
-        ordinal: Its number among those that ``CUDA_VISIBLE_DEVICES`` leaves.
+        ordinal: Its index among the cards in ``CUDA_VISIBLE_DEVICES``.
 
     Attributes:
-        device: torch's name of it.
+        device: Device for torch.
         ordinal: As given.
-        context_bytes: Of the card's memory that this process takes for being there.
+        context_bytes: Bytes of the card's memory that this process's CUDA context takes.
 
     Raises:
-        DeviceUnavailableError: There is no usable card, driver or Triton; the message says which.
+        DeviceUnavailableError: There is no usable card, driver or Triton; the message names it.
     """
 
     device: torch.device
     ordinal: int
     context_bytes: int
     _aside: torch.cuda.Stream | None = None
-    # What came to the host last, and when.
+    # Pinned buffer of the last copy to the host, and its event.
     _landing: torch.Tensor | None = None
     _landed: torch.cuda.Event
 
@@ -90,53 +90,53 @@ class Accelerator:
         report = find_gpus()
         initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if initialised or self.ordinal >= len(report.devices):
-            return _CONTEXT_BYTES
+            return CONTEXT_BYTES
         before = report.devices[self.ordinal].vram_free
         with self.active():
             torch.zeros(1, device=self.device)
         taken = before - self.memory()[0]
-        # Other programs give and take meanwhile.
-        return taken if _LEAST_CONTEXT_BYTES <= taken <= _MOST_CONTEXT_BYTES else _CONTEXT_BYTES
+        # Other programs allocate and free at the same time.
+        return taken if _LEAST_CONTEXT_BYTES <= taken <= _MOST_CONTEXT_BYTES else CONTEXT_BYTES
 
     @property
     def name(self) -> str:
-        """As the driver calls the card."""
+        """Name of the card, from the driver."""
         return torch.cuda.get_device_name(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The 16-bit type that the card computes best in."""
-        return torch.bfloat16 if torch.cuda.get_device_capability(self.device) >= (8, 0) else torch.float16
+        """The 16-bit type that the card computes fastest in."""
+        return card_type(torch.cuda.get_device_capability(self.device))
 
     def memory(self) -> tuple[int, int]:
-        """Free and all bytes of the card's memory."""
+        """Free bytes and total bytes of the card's memory."""
         return _native.cuda_memory(self.ordinal)
 
     def peak_bytes(self) -> int:
-        """Most bytes that torch has taken of the card's memory at a time."""
+        """Peak of the bytes that torch has allocated on the card."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def limit(self, nbytes: int) -> None:
-        """Let torch take at most so much of the card's memory; more is an out-of-memory error of its own."""
+        """Limit the memory that torch allocates on the card; beyond it torch raises OutOfMemoryError."""
         _, total = self.memory()
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
     def stream(self) -> int:
-        """CUstream that torch puts its kernels into now."""
+        """Handle (CUstream) of torch's current stream."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def synchronize(self) -> None:
-        """Wait for all that the card was given."""
+        """Wait for all work of the card."""
         torch.cuda.synchronize(self.device)
 
     def finish_stream(self) -> None:
-        """Wait for what the current stream was given, and for nothing else that the card does."""
+        """Wait for the work of the current stream only."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
 
     def active(self) -> AbstractContextManager[Any]:
-        """Makes the card the current one of this thread, for torch's and Triton's launches."""
+        """Make the card the current device of this thread, for launches of torch and Triton."""
         return torch.cuda.device(self.device)
 
     def alive(self) -> bool:
@@ -148,16 +148,16 @@ class Accelerator:
         return True
 
     def release(self) -> None:
-        """Give back to the driver what torch keeps of the card's memory without using it."""
+        """Return the memory that torch caches without using it to the driver."""
         gc.collect()
         torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Let :meth:`peak_bytes` begin anew."""
+        """Reset :meth:`peak_bytes`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def warm(self, launch: Callable[[], None]) -> None:
-        """Have kernels built before the first answer waits for them.
+        """Build kernels by launching them, before the first answer needs them.
 
         Raises:
             DeviceUnavailableError: They cannot be built.
@@ -167,34 +167,34 @@ class Accelerator:
             self.finish_stream()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler that is missing, or refuses, shows in many ways
+        except Exception as error:  # a missing or failing compiler raises many kinds of errors
             raise DeviceUnavailableError(
                 f"Triton cannot build the kernels: {type(error).__name__}: {error}",
                 hint="it needs a C compiler and Python's headers: gcc and python3-dev, say, or CC",
             ) from error
 
     def before_kernels(self) -> None:
-        """Called before kernels that read pages are launched."""
+        """Hook before the launch of kernels that read pages."""
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:
-        """Memory for pages, uint8 ``[count, page_bytes]``; nothing is written to it.
+        """Memory for pages, uint8 ``[count, page_bytes]``, not initialised.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much.
+            torch.OutOfMemoryError: The card has not so much memory.
         """
         return torch.empty((count, page_bytes), dtype=torch.uint8, device=self.device)
 
     def host_memory(self, rows: int, columns: int) -> torch.Tensor:
-        """Host memory that :meth:`to_device` copies from without staging it, float32 ``[rows, columns]``."""
+        """Pinned host memory, float32 ``[rows, columns]``, which :meth:`to_device` copies without staging."""
         with torch.inference_mode(False):
             return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the card. It is made in the stream's turn: until then ``host`` must stay as it is."""
+        """A copy on the card, in stream order; REQUIRES: ``host`` does not change until the copy is done."""
         return host.to(self.device, non_blocking=True)
 
     def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:
-        """Values of an int32 tensor ``[n]``, until the next call; one copy, waits for it and nothing else."""
+        """Values of an int32 tensor ``[n]``, valid until the next call; waits for this one copy only."""
         count = packed.numel()
         if self._landing is None or len(self._landing) < count:
             with torch.inference_mode(False):
@@ -208,7 +208,7 @@ class Accelerator:
         return values
 
     def graphs(self) -> Graphs:
-        """What makes graphs of this card, with memory of their own."""
+        """A maker of CUDA graphs, with memory of their own."""
         if self._aside is None:
             self._aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return CudaGraphs(self.device, self._aside)

@@ -1,22 +1,25 @@
-"""What a memory budget is spent on. Pure: numbers in, a plan or a refusal out.
+"""Divides a memory budget. Pure: numbers in, a plan or a refusal out.
 
-A budget is for the whole process. In it are, in this order: the process as it is when the plan is made
-(interpreter and libraries), the dense weights, the attention cache for the context, what a pass takes, the
-kernels' scratch, a margin, and what is left in pages of one block each for the experts. If all experts fit,
-they are mapped instead.
+On the CPU a budget is for the whole process; on a graphics card it is for all of its memory that moechat
+takes. It pays, in this order, for the base (interpreter and libraries, or the CUDA context), the dense
+weights, the attention cache of the context, the largest pass, the kernels' scratch and a margin; the rest
+becomes pages of one expert block each. If all experts fit, they are mapped from the store instead.
 
-Loading is over before the first page is allocated, so what it takes besides the dense weights need not be
-left beside the pages: it must fit the budget by itself.
+Loading ends before the first page is allocated. So the memory that loading needs besides the dense weights
+must fit the budget by itself, and takes nothing from the pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from moechat.errors import DoesNotFitError
+from moechat.store.files import format_bytes
 
 MEBI = 1 << 20
+Basis = Literal["counted", "measured", "estimate"]
 # Library code that comes into use with the first passes: about 16 MiB were measured. And for each thread
 # its stack, its heap and the buffers of the compute libraries.
 _FIRST_USE_BYTES = 24 * MEBI
@@ -29,42 +32,80 @@ _LEAST_CONTEXT = 4096
 _CONTEXT_STEP = 256
 _LEAST_RESERVE = 512 * MEBI
 _RESERVE_SHARE = 0.1
+# Of free graphics memory, where no budget is given: the desktop's share may grow.
+_FREE_SHARE = 0.95
 
 
 @dataclass(frozen=True)
-class Words:
-    """How a budget is spoken of.
+class BudgetLabels:
+    """The words for a budget in messages.
 
     Attributes:
-        flag: How it is given.
-        given: The budget, where the user gave it.
-        found: The same, where it was found.
+        flag: The option that gives it.
+        given: The budget that the user gave.
+        found: The budget that was found.
+        retry: Hint where no budget was given; ``{least}`` stands for the smallest one that works.
     """
 
-    flag: str = "--ram (ram=)"
-    given: str = "the memory budget"
-    found: str = "the memory that is available"
+    flag: str
+    given: str
+    found: str
+    retry: str
+
+
+RAM_LABELS = BudgetLabels(
+    "--ram (ram=)",
+    "the memory budget",
+    "the memory that is available",
+    "end other programs, or insist on {least} with --ram (ram=),",
+)
+VRAM_LABELS = BudgetLabels(
+    "--vram (vram=)",
+    "the budget of graphics memory",
+    "the graphics memory that is free",
+    "end other programs, or insist on {least} with --vram (vram=),",
+)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a model takes, in bytes.
+class Part:
+    """One use of a memory.
 
     Attributes:
-        base: The process when the plan is made.
+        name: For people, and the key for programs.
+        nbytes: Bytes that it takes.
+        basis: ``counted`` on the model, ``measured`` on this machine, or ``estimate``.
+    """
+
+    name: str
+    nbytes: int
+    basis: Basis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The bytes that a model takes; see :func:`moechat.offload.needs.memory_needs`.
+
+    Attributes:
+        base: The process, or the CUDA context, when the plan is made.
+        base_name: Name of that part.
+        basis: Source of that part.
         dense: Dense weights that are not loaded yet, in the type they are computed in.
-        loading: What loading the dense weights takes besides them, at most and for a time.
+        loading: Bytes that loading the dense weights takes besides them, at most and for a time.
         kv: Attention cache for a number of tokens.
-        workspace: What the largest pass takes in a context of so many tokens.
-        scratch: Of the native kernels.
+        workspace: The largest pass in a context of a number of tokens.
+        scratch: Scratch of the kernels and libraries.
         page_bytes: A block with its padding.
-        blocks: Of all experts.
+        blocks: Number of blocks of all experts.
+        spare_pages: Pages beyond one for every block, where all experts fit.
         min_pages: Fewest pages that work.
         own_context: Tokens that the model was made for.
-        threads: That compute.
+        threads: Threads that compute.
     """
 
     base: int
+    base_name: str = "process"
+    basis: Basis = "measured"
     dense: int
     loading: int
     kv: Callable[[int], int]
@@ -72,26 +113,34 @@ class Needs:
     scratch: int
     page_bytes: int
     blocks: int
+    spare_pages: int = 0
     min_pages: int
     own_context: int
     threads: int
 
+    @property
+    def all_expert_bytes(self) -> int:
+        """Bytes of all experts, where they fit."""
+        return (self.blocks + self.spare_pages) * self.page_bytes
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a budget is spent; all in bytes but ``pages`` and ``context``.
+    """The division of a budget; all in bytes except ``pages`` and ``context``.
 
     Attributes:
-        budget: For the whole process.
-        given: The user gave the budget; else it is what was available.
-        base: See :class:`Needs`, as the next four.
+        budget: The budget.
+        given: The user gave the budget; else it is the memory that was available.
+        base: See :class:`Needs`, as the next two.
+        base_name: Name of that part.
+        basis: Source of that part.
         dense: Dense weights.
         kv: Attention cache for the whole context.
-        workspace: Of the largest pass.
-        scratch: Of the native kernels.
-        margin: For what is not counted one by one.
+        workspace: The largest pass.
+        scratch: Scratch of the kernels and libraries.
+        margin: Allowance for everything that is not counted one by one.
         page_bytes: A page.
-        pages: Of the near tier; 0 if the experts are mapped.
+        pages: Number of pages; 0 if the experts are mapped.
         mapped: All experts fit and are mapped from the store.
         expert_bytes: Pages, or all experts if they are mapped.
         context: Tokens of prompt and answer together.
@@ -101,6 +150,8 @@ class MemoryPlan:
     budget: int
     given: bool
     base: int
+    base_name: str
+    basis: Basis
     dense: int
     kv: int
     workspace: int
@@ -114,14 +165,25 @@ class MemoryPlan:
     context_limited: bool
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """All uses of the budget, experts last."""
+        return (
+            Part(self.base_name, self.base, self.basis),
+            Part("dense weights", self.dense, "counted"),
+            Part("attention cache", self.kv, "counted"),
+            Part("workspace", self.workspace + self.scratch, "estimate"),
+            Part("margin", self.margin, "estimate"),
+            Part("experts", self.expert_bytes, "counted"),
+        )
+
+    @property
     def total(self) -> int:
-        """All parts together: at most the budget."""
-        fixed = self.base + self.dense + self.kv + self.workspace + self.scratch + self.margin
-        return fixed + self.expert_bytes
+        """Sum of all parts: at most the budget."""
+        return sum(part.nbytes for part in self.parts)
 
 
 def automatic_budget(available: int, base: int) -> int:
-    """Budget for the whole process where none was given: what is available, less a tenth or 512 MiB.
+    """Budget for the whole process where none was given: all that is available, less a tenth or 512 MiB.
 
     Args:
         available: Bytes that the process could still take.
@@ -131,6 +193,33 @@ def automatic_budget(available: int, base: int) -> int:
     return base + available - reserve
 
 
+def available_vram(free: int, context: int) -> int:
+    """Largest budget on a card: the CUDA context, and 95 % of the memory that is free beside it.
+
+    Args:
+        free: Bytes that are free beside the CUDA context.
+        context: Bytes of the CUDA context.
+    """
+    return context + int(max(0, free) * _FREE_SHARE)
+
+
+def card_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool, str]:
+    """Bytes of a card's memory that may be spent, whether they are the wanted ones, and a remark if not.
+
+    Args:
+        wanted: Bytes that the user gave; ``None``: all that is available.
+        free: Bytes that are free beside the CUDA context.
+        context: Bytes of the CUDA context.
+    """
+    most = available_vram(free, context)
+    if wanted is None or wanted <= most:
+        return (most, False, "") if wanted is None else (wanted, True, "")
+    short = (
+        f"{format_bytes(wanted)} of graphics memory were given, but only {format_bytes(most)} are available"
+    )
+    return most, False, short
+
+
 def plan_memory(
     needs: Needs,
     budget: int,
@@ -138,7 +227,8 @@ def plan_memory(
     given: bool = True,
     ctx: int | None = None,
     pages: int | None = None,
-    words: Words | None = None,
+    labels: BudgetLabels = RAM_LABELS,
+    capacity: int | None = None,
 ) -> MemoryPlan:
     """Divide a budget.
 
@@ -147,19 +237,26 @@ def plan_memory(
     model's own if that is shorter.
 
     Args:
-        needs: What the model takes.
-        budget: Bytes for the whole process.
-        given: Whether the user gave it.
+        needs: Bytes that the model takes.
+        budget: Bytes to divide.
+        given: Whether the user gave the budget.
         ctx: Tokens wanted, or ``None``.
-        pages: Pages wanted in place of what is left; 0 maps the experts. Then nothing is refused.
-        words: For the message of a refusal; ``None``: of a process's memory.
+        pages: Pages wanted in place of the rest of the budget; 0 maps the experts. Then nothing is refused.
+        labels: Words for the message of a refusal.
+        capacity: Bytes that the memory has in all, where that is known.
 
     Raises:
         DoesNotFitError: The budget is too small; the message has every part and the least budget that works.
     """
     plan = _divide(needs, budget, given, ctx, pages)
-    if plan is not None:
-        return plan
+    if plan is None:
+        raise _refusal(needs, budget, given, ctx, labels, capacity)
+    return plan
+
+
+def _refusal(
+    needs: Needs, budget: int, given: bool, ctx: int | None, labels: BudgetLabels, capacity: int | None
+) -> DoesNotFitError:
     least = least_budget(needs, ctx)
     context = _least_context(needs, ctx)
     parts = {**_fixed(needs, context), "experts": needs.min_pages * needs.page_bytes}
@@ -169,16 +266,17 @@ def plan_memory(
     if loading_is_most:
         parts, when = loading, "while the weights are loaded"
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
-    words = Words() if words is None else words
-    given_as = words.given if given else words.found
-    hints = [f"give at least {least // MEBI}M with {words.flag}"]
-    if not given:
-        hints = [f"end other programs, or insist on {least // MEBI}M with {words.flag},"]
+    if capacity is not None and least > capacity:
+        hints = ["name a card with more memory with --gpu (profile=)"]
+    elif given:
+        hints = [f"give at least {least // MEBI}M with {labels.flag}"]
+    else:
+        hints = [labels.retry.format(least=f"{least // MEBI}M")]
     if context > _CONTEXT_STEP and not loading_is_most:
         hints.append(f"or a context shorter than {context} tokens with --ctx (ctx=)")
-    raise DoesNotFitError(
-        f"{given_as} is {budget // MEBI} MiB; the least that works is {least // MEBI} MiB: "
-        f"{listed} (all in MiB, {when})",
+    return DoesNotFitError(
+        f"{labels.given if given else labels.found} is {budget // MEBI} MiB; the least that works is "
+        f"{least // MEBI} MiB: {listed} (all in MiB, {when})",
         hint=" ".join(hints),
         least_bytes=least,
     )
@@ -199,7 +297,6 @@ def least_budget(needs: Needs, ctx: int | None = None) -> int:
 
 
 def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int | None) -> MemoryPlan | None:
-    everything = needs.blocks * needs.page_bytes
     context, mapped = _choose(needs, budget, ctx)
     fixed = _fixed(needs, context)
     room = budget - sum(fixed.values())
@@ -209,17 +306,19 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
         if mapped:
             count = 0
         else:
-            # The share of the margin that grows with the pages.
+            # A part of the margin grows with the pages.
             count = min(needs.blocks, int(room / (1 + _MARGIN_SHARE)) // needs.page_bytes)
             if count < needs.min_pages:
                 return None
     else:
         mapped, count = pages == 0, pages
-    experts = everything if mapped else count * needs.page_bytes
+    experts = needs.all_expert_bytes if mapped else count * needs.page_bytes
     return MemoryPlan(
         budget=budget,
         given=given,
         base=needs.base,
+        base_name=needs.base_name,
+        basis=needs.basis,
         dense=needs.dense,
         kv=fixed["attention cache"],
         workspace=fixed["workspace"],
@@ -235,10 +334,10 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
 
 
 def _fixed(needs: Needs, context: int) -> dict[str, int]:
-    """Everything but the experts, by name, for a context."""
+    """All parts but the experts, by name, for a context."""
     kv = needs.kv(context)
     return {
-        "process": needs.base,
+        needs.base_name: needs.base,
         "dense weights": needs.dense,
         "attention cache": kv,
         "workspace": needs.workspace(context),
@@ -248,9 +347,9 @@ def _fixed(needs: Needs, context: int) -> dict[str, int]:
 
 
 def _while_loading(needs: Needs) -> dict[str, int]:
-    """Everything that is there while the dense weights are loaded, by name."""
+    """All parts that exist while the dense weights are loaded, by name."""
     return {
-        "process": needs.base,
+        needs.base_name: needs.base,
         "dense weights": needs.dense,
         "loading": needs.loading,
         "margin": _margin(needs, needs.dense),
@@ -267,13 +366,13 @@ def _least_context(needs: Needs, ctx: int | None) -> int:
 
 def _choose(needs: Needs, budget: int, ctx: int | None) -> tuple[int, bool]:
     """The context, and whether all experts fit beside it."""
-    everything = int(needs.blocks * needs.page_bytes * (1 + _MARGIN_SHARE))
+    everything = int(needs.all_expert_bytes * (1 + _MARGIN_SHARE))
     least = _least_context(needs, ctx)
     smallest = sum(_fixed(needs, least).values())
     mapped = smallest + everything <= budget
     if ctx is not None:
         return ctx, mapped
-    # What a context may take: all that the mapped experts leave, or a quarter of what everything else leaves.
+    # A context may take all that mapped experts leave, or a quarter of what the other fixed parts leave.
     empty = sum(_fixed(needs, 0).values())
     limit = budget - everything if mapped else empty + int(_CONTEXT_SHARE * (budget - empty))
 

@@ -1,8 +1,8 @@
 """Expert layers computed from block records, behind transformers' experts interface.
 
-``ALL_EXPERTS_FUNCTIONS["moechat"]`` receives what every decorated family hands to its experts — hidden
-states, the router's top-k indices and weights — and forwards it to the :class:`ExpertLayer` attached to the
-module. One layer costs one native call, whatever the number of experts.
+``ALL_EXPERTS_FUNCTIONS["moechat"]`` receives the hidden states and the router's top-k indices and weights
+from every decorated family, and forwards them to the :class:`ExpertLayer` attached to the module. One layer
+costs one native call, for any number of experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPLEMENTATION = "moechat"
 
 @dataclass
 class ExpertCounters:
-    """What the expert layers have done since they were made; the engine reads the differences.
+    """Totals of the expert layers since they were made; the engine reads the differences.
 
     Attributes:
         activations: (token, expert) pairs computed.
@@ -37,15 +37,15 @@ class ExpertCounters:
 
 
 class FirstUse:
-    """Reads mapped experts from the disk at once where they are used for the first time.
+    """Reads a mapped expert from the disk as a whole when it is used for the first time.
 
-    The kernels would touch them page by page, and wait for each. Experts that the system drops from memory
-    later are read page by page.
+    Without that the kernels would fault it in page by page. So they do when the system has dropped it from
+    memory later.
     """
 
     def __init__(self, records: npt.NDArray[np.uint8]) -> None:
         """Args:
-        records: uint8 ``[experts, ...]``; nothing is asked for unless it is mapped from a file.
+        records: uint8 ``[experts, ...]``; only an array mapped from a file is read ahead.
         """
         self._records = records
         self._unused: set[int] = set()
@@ -54,7 +54,7 @@ class FirstUse:
             _native.prefer_huge_pages(records)
 
     def before(self, index: torch.Tensor) -> None:
-        """Ask for the experts in ``index``, any shape, that were not asked for before."""
+        """Read the experts in ``index``, of any shape, that were not used before."""
         if not self._unused:
             return
         wanted = self._unused.intersection(index.flatten().tolist())
@@ -64,8 +64,8 @@ class FirstUse:
 
 
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values in C order; ``tensor`` itself where they are, since every call of torch costs microseconds
-    while the caches are full of weights.
+    """The values in C order and in a type; the tensor itself where possible, since every call of torch costs
+    microseconds while the caches are full of weights.
     """
     return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous().resolve_neg()
 
@@ -115,8 +115,8 @@ class ExpertLayer:
 
         Returns:
             ``[tokens, hidden_size]`` in the type of ``hidden``. Every expert's blocks are summed in float32
-            in ascending order, then the experts in ascending order (DESIGN, invariant 6), so that the result
-            does not depend on who computes, or when.
+            in ascending order, then the experts in ascending order, so that the result does not depend on
+            threads, budget or the order of arrival.
 
         Raises:
             ValueError: The shapes do not belong together, or a tensor is not in the CPU's memory.
@@ -126,7 +126,7 @@ class ExpertLayer:
         weight = _plain(top_k_weights, torch.float32)
         tokens, width = x.shape
         chosen = index.numel()
-        # The native call takes addresses: nothing after this line looks at shapes again.
+        # The native call takes addresses, so shapes are checked here.
         if (
             width != self.geometry.hidden_size
             or chosen != weight.numel()
@@ -138,7 +138,7 @@ class ExpertLayer:
                 f"{tuple(weight.shape)} on {x.device}, {index.device} and {weight.device} do not belong "
                 f"together in {self.geometry}"
             )
-        out = torch.empty_like(x)  # not of the default type and device, which others may change
+        out = torch.empty_like(x)  # independent of torch's default type and device
         self._first_use.before(index)
         if chosen == 0:
             out.zero_()
@@ -156,7 +156,7 @@ class ExpertLayer:
 
 
 class RunsExperts(Protocol):
-    """What computes the experts of one layer: mapped, over the near tier, or in its place."""
+    """Computes the experts of one layer, from the mapped store or from pages."""
 
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -166,7 +166,7 @@ class RunsExperts(Protocol):
 
 
 def attach(module: nn.Module, layer: RunsExperts) -> None:
-    """Let ``module`` (an experts module whose parameters were taken out) compute through ``layer``."""
+    """Attach a layer to an experts module, whose parameters were taken out."""
     vars(module)[EXPERTS_RUNNER] = layer
 
 
@@ -181,6 +181,6 @@ def experts_forward(
 
 
 def register() -> None:
-    """Make ``moechat`` known to transformers' experts registry; harmless when repeated."""
+    """Register ``moechat`` in transformers' experts registry; harmless when repeated."""
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -1,4 +1,4 @@
-"""Where a card's link reads experts from: host memory of their own, pinned as far as the system allows."""
+"""The far memory of a card: all experts in host memory, pinned as far as the system allows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from moechat import _native
 from moechat.errors import MoechatError, MoechatWarning
 from moechat.store.store import ExpertExtent, Store
 
+# Takes bytes read and bytes in all.
+ReadProgress = Callable[[int, int], None]
 _PIECE = 16 << 20
 _READERS = 4
-# With pinned buffers: so many of one block each, so that threads fill some while others are copied.
+# Pinned buffers of one block each: threads fill some while others are copied.
 _BUFFERS = 16
 
 Region = tuple[npt.NDArray[np.uint8] | None, int, bool, str, int]
@@ -26,19 +28,19 @@ Region = tuple[npt.NDArray[np.uint8] | None, int, bool, str, int]
 class FarMemory:
     """The experts of a store in host memory, one piece a layer, for one card.
 
-    A layer is read from the store, then pinned: registered memory is the only one that a card copies by
-    itself at full speed. When the system refuses to pin more (WSL2 does near half of the memory), the rest
-    goes through pinned buffers, with a warning, still to the card. Without memory for all of them experts
-    are read from their files, through the page cache.
+    A layer is read from the store, then pinned: a card copies pinned memory by itself at full speed. When the
+    system refuses to pin more (WSL2 does at about half of the memory), the rest is copied through pinned
+    buffers, with a warning. Experts that do not all fit into memory are read from their files, through the
+    page cache.
 
     Args:
         store: Verified.
-        ordinal: Number of the card.
+        ordinal: Index of the card.
         in_memory: Read all experts now; else they stay in their files.
         progress: Called with bytes read and bytes in all.
 
     Attributes:
-        pinned_bytes: Of the experts.
+        pinned_bytes: Pinned bytes of experts.
 
     Raises:
         MoechatError: A file cannot be read.
@@ -50,7 +52,7 @@ class FarMemory:
         *,
         ordinal: int,
         in_memory: bool,
-        progress: Callable[[int, int], None] | None = None,
+        progress: ReadProgress | None = None,
     ) -> None:
         self._ordinal = ordinal
         self._process = os.getpid()
@@ -89,15 +91,15 @@ class FarMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of experts that the card reads by itself."""
+        """Bytes of experts that the card copies by itself."""
         return sum(layer.nbytes for layer in self._pinned)
 
     def records(self) -> list[npt.NDArray[np.uint8]]:
-        """Of each layer, from which the CPU can compute; none where experts are read from their files."""
+        """Records of each layer in memory; empty where experts are read from their files."""
         return [layer for layer, *_ in self._regions if layer is not None]
 
     def link(self) -> _native.Link:
-        """A link from here into the card's memory; this object outlives it."""
+        """A link from here into the card's memory; REQUIRES: this object outlives it."""
         return _native.cuda_link(
             self._regions,
             device=self._ordinal,
@@ -106,20 +108,20 @@ class FarMemory:
         )
 
     def close(self) -> None:
-        """Give the memory back, after the link has stopped; harmless when repeated."""
+        """Free the memory; REQUIRES: the link has stopped. Harmless when repeated."""
         while self._pinned:
-            # A card that has failed refuses everything; the process gives the memory back at its end.
+            # A failed card refuses all calls; the memory is freed when the process ends.
             with suppress(_native.CudaError, _native.CudaUnavailableError):
                 _native.cuda_unpin(self._pinned.pop(), self._ordinal)
         self._regions.clear()
 
     def __del__(self) -> None:
-        # Registered memory must not be freed before it is unregistered, whatever went wrong on the way.
+        # Pinned memory must be unpinned before it is freed, after errors too.
         if "_pinned" in self.__dict__ and os.getpid() == self._process:
             self.close()
 
     def _leave_room(self) -> None:
-        """The buffers have to be pinned too: the last layer that was makes room for them."""
+        """Unpin the last layer, since the buffers have to be pinned too."""
         if not self._pinned:
             return
         _native.cuda_unpin(self._pinned.pop(), self._ordinal)
@@ -127,7 +129,7 @@ class FarMemory:
         self._regions.append((layer, nbytes, False, path, offset))
 
     def _pin(self, layer: npt.NDArray[np.uint8]) -> str:
-        """Empty, or why it was refused."""
+        """Pin a layer; returns the reason of a refusal, or an empty text."""
         try:
             _native.cuda_pin(layer, self._ordinal)
         except _native.CudaError as error:
@@ -139,7 +141,7 @@ class FarMemory:
 
 
 def _read(extent: ExpertExtent, into: npt.NDArray[np.uint8]) -> None:
-    """All bytes of a layer, in pieces, by several threads; the page cache keeps nothing of them.
+    """Read all bytes of a layer, in pieces, by several threads, without filling the page cache.
 
     Raises:
         MoechatError: The file cannot be read, or has become shorter.

@@ -1,17 +1,14 @@
-"""Decode a token on a card by replaying graphs of everything but its experts.
+"""Decodes a token on a card by replaying CUDA graphs of everything except its experts.
 
-Between two expert layers a card is given some forty kernels (norms, attention, router), each by a call of
-Python and torch that takes longer than most of the kernels. Here one pass is recorded by letting the model's
-own forward run: every expert layer, where the host has to decide, ends a graph and begins the next. A token
-is then graph 0, experts 0, graph 1, experts 1, ..., the last graph, and the logits. Nothing is known of the
-model's family.
+Between two expert layers a card runs some forty kernels (norms, attention, router); launching one from Python
+and torch takes longer than most of them run. Here the model's own forward is recorded once: every expert
+layer, where the host has to decide, ends a graph and begins the next. A token is then graph 0, experts 0,
+graph 1, experts 1, ..., the last graph, and the logits. This works for any family.
 
-The recorded attention sees a bucket of the cache, a power of two of slots, with a mask made on the card from
-the position; each bucket has graphs of its own, recorded when it is first needed. The cache itself is in
-memory that all caches use after one another (:class:`moechat.models.cache_memory.CacheMemory`), so that
-recordings serve from answer to answer; recording costs two passes, as much as some tokens do. Between two
-passes the layers of the cache are what a pass of the model would have left: replays and passes alternate
-freely.
+The recorded attention reads a bucket of the cache, a power of two of slots, with a mask made on the card
+from the position; each bucket has its own graphs, recorded when it is first needed. All caches use the same
+memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that recordings stay valid
+from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
 """
 
 from __future__ import annotations
@@ -27,53 +24,49 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moechat.models.attention_cache import ReservedLayer, WindowLayer
 from moechat.models.bucket_cache import BucketCache, BucketLayer
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.offload.card_layer import Capture, CardExpertLayer, ExpertRequest
 from moechat.offload.graphs import Graph, Graphs
-from moechat.offload.on_device import Asked, Capture, DeviceExpertLayer, DeviceTier
+from moechat.offload.limits import LEAST_BUCKET, MOST_BUCKET
 
-LEAST_BUCKET = 256
-# Longer ones are left to passes of the model: torch's attention with a mask walks a head's keys from first to
-# last with one block of threads, while the one without a mask divides them. An estimate.
-MOST_BUCKET = 2048
-# How far experts' inputs and logits of a replay may be from those of a pass, as a share of their length,
-# after two layers; it grows with the root of the layers. They are products of the same numbers, but attention
-# adds up in another order, which is a rounding a layer. Measured for random weights: after two layers at most
-# 1e-6 in float32, 8e-4 in float16, 6e-3 in bfloat16; after 48 in bfloat16 at most 0.09. With a position or a
-# mask that stands still the first layers are off by 0.25 and more.
+# Largest relative distance between experts' inputs, or logits, of a replay and of a pass after two layers; it
+# grows with the square root of the layers. Both compute the same products, but attention adds up in another
+# order, which rounds differently in each layer. Measured for random weights: after two layers at most 1e-6 in
+# float32, 8e-4 in float16, 6e-3 in bfloat16; after 48 in bfloat16 at most 0.09. A position or a mask that was
+# recorded as a constant gives 0.25 and more in the first layers.
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_16 = 5e-2
-# Replays of a recording that are compared: the first is of the token that was recorded, so that what should
-# not have stood still shows in the second.
+# Replays of a recording that are compared with a pass: the first is of the recorded token itself, so that
+# values recorded as constants show in the second.
 _CHECKED = 2
-# Arguments of a pass besides its tokens that a replay is right for.
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
 
 
 @dataclass
 class _Recording:
-    """One pass, and the pass as a :class:`moechat.offload.on_device.Capture`.
+    """A recorded pass; while it is recorded, a :class:`moechat.offload.card_layer.Capture`.
 
-    Invariant: tensors that experts read or write, and the logits, are referred to from here, so that graphs
-    that share the memory do not use theirs for anything else.
+    Invariant: this object refers to all tensors that experts read or write, and to the logits, so that no
+    other graph in the same memory reuses theirs.
     """
 
     new: Callable[[], Graph] | None
     graphs: list[Graph] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[ExpertRequest] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None
     unchecked: int = _CHECKED
     _open: Graph | None = None
 
-    def cut(self, ordinal: int, asked: Asked) -> torch.Tensor:
+    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
         """End the graph at the experts of a layer, and begin the next."""
-        # Of the first run finite, since the next layers keep what they make of it until it is written again.
-        total = torch.zeros_like(asked.x) if self.new is None else torch.empty_like(asked.x)
-        self.asked.append(asked)
+        # Finite in the first run, since the next layers keep its results until they are written again.
+        total = torch.zeros_like(request.x) if self.new is None else torch.empty_like(request.x)
+        self.requests.append(request)
         self.sums.append(total)
         self.ordinals.append(ordinal)
         self.end()
@@ -82,7 +75,7 @@ class _Recording:
 
     def begin(self) -> None:
         if self.new is not None:
-            # Known before it begins, so that it is abandoned whenever Ctrl-C comes.
+            # Assigned before it begins, so that Ctrl-C at any time abandons it.
             self._open = self.new()
             self._open.begin()
 
@@ -101,38 +94,38 @@ class _Recording:
 
 @dataclass
 class _Comparison:
-    """What experts were asked and answered in a replay, for a pass that is to give the same.
+    """Inputs and sums of the experts in a replay, for comparison with a pass of the model.
 
-    The pass is handed the answers, so that it does not matter which of two experts that nearly tie its own
-    routers choose, nor are experts computed, or counted, twice.
+    The pass takes the replay's sums: so it may choose another one of two experts that nearly tie, and no
+    expert is computed, or counted, twice.
     """
 
     answers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     off: list[torch.Tensor] = field(default_factory=list)
 
-    def cut(self, ordinal: int, asked: Asked) -> torch.Tensor:
+    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
         x, answer = self.answers[ordinal]
-        self.off.append(_distance(x, asked.x))
+        self.off.append(_distance(x, request.x))
         return answer
 
 
 class GraphDecoder:
-    """Calls a model, by replaying graphs where that gives the same.
+    """Calls a model, or replays its graphs where the result is the same.
 
-    A call is replayed that gives one token to a cache whose memory is lent by this; every other one goes to
-    the model. When a recording fails, or one of its first replays differs from the model's pass by more
-    than rounding, the graphs are dropped for good, and that is told.
+    Calls with one token and a cache in this object's memory are replayed; all others go to the model. When a
+    recording fails, or one of its first replays differs from the model's pass by more than rounding, the
+    graphs are dropped for good, and the user is notified.
 
     Args:
         model: The whole model, on the card.
         parts: Its experts modules, in order.
-        graphs: Begins graphs of the card.
-        dtype: Of the dense part.
-        tell: Takes a sentence for people.
+        graphs: Makes graphs of the card.
+        dtype: Type of the dense part.
+        notify: Takes a sentence for the user.
     """
 
-    # Invariant: recordings are of tensors at _addresses (with their slots), of experts of _asks, and of
-    # _token and _numbers.
+    # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make the
+    # requests of tier and settings in _recorded_for.
     def __init__(
         self,
         model: nn.Module,
@@ -140,7 +133,7 @@ class GraphDecoder:
         graphs: Callable[[], Graphs],
         *,
         dtype: torch.dtype,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -148,25 +141,25 @@ class GraphDecoder:
         self._make = graphs
         self._graphs: Graphs | None = None
         self._tolerance = _TOLERANCE.get(dtype, _TOLERANCE_16)
-        self._tell = tell
+        self._notify = notify
         self._recordings: dict[int, _Recording] = {}
         self._addresses: tuple[int, ...] = ()
-        self._asks: tuple[Any, ...] = ()
+        self._recorded_for: tuple[Any, ...] = ()
         self._token = self._numbers = torch.empty(0)
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        """As the model's forward; in inference mode.
+        """Call the model; REQUIRES: inference mode.
 
         Args:
             input_ids: ``[1, tokens]``, on the card.
-            arguments: As of the model.
+            arguments: Arguments of the model's forward.
 
         Returns:
-            What the model returns; of a replay, logits ``[1, 1, vocabulary]`` and the cache.
+            Output of the model; of a replay, logits ``[1, 1, vocabulary]`` and the cache.
 
         Raises:
-            Exception: Whatever the model's forward or an expert layer raises.
+            Exception: Any error of the model's forward or of an expert layer.
         """
         cache = arguments.get("past_key_values")
         if not self.off and cache is not None and self.memory.lend(cache):
@@ -176,7 +169,7 @@ class GraphDecoder:
         return self._model(input_ids=input_ids, **arguments)
 
     def _replayed(self, input_ids: torch.Tensor, cache: Any, arguments: dict[str, Any]) -> Any:
-        """What a replay returns; ``None``: this is not for one."""
+        """Output of a replay; ``None``: replays do not support this call."""
         if (
             input_ids.shape != (1, 1)
             or not arguments.get("use_cache")
@@ -189,12 +182,12 @@ class GraphDecoder:
             return None
         places = [place for layer in layers if (place := layer.next_place()) is not None]
         runners = [vars(part).get(EXPERTS_RUNNER) for part in self._parts]
-        if len(places) < len(layers) or not all(isinstance(runner, DeviceExpertLayer) for runner in runners):
+        if len(places) < len(layers) or not all(isinstance(runner, CardExpertLayer) for runner in runners):
             return None
         bucket = _bucket(position, layers, places)
         if bucket is None:
             return None
-        experts: list[DeviceExpertLayer] = runners  # type: ignore[assignment]
+        experts: list[CardExpertLayer] = runners  # type: ignore[assignment]
         self._keep_only(places, experts)
         self._set(input_ids, position, places)
         recording = self._recordings.get(bucket)
@@ -202,10 +195,10 @@ class GraphDecoder:
             try:
                 recording = self._record(bucket, layers, places, experts, arguments)
             except torch.OutOfMemoryError:
-                # Experts may give pages back; later it is tried again.
+                # The tier may give pages back; recording is tried again later.
                 self._forget()
                 raise
-            except Exception as error:  # whatever a family does that cannot be recorded
+            except Exception as error:  # some families do what cannot be recorded, in many ways
                 self._drop(f"this model's passes cannot be recorded ({_in_short(error)})")
                 return None
             except BaseException:
@@ -222,13 +215,13 @@ class GraphDecoder:
     def _compared(
         self,
         recording: _Recording,
-        experts: Sequence[DeviceExpertLayer],
+        experts: Sequence[CardExpertLayer],
         places: Sequence[Place],
         input_ids: torch.Tensor,
         cache: Any,
         arguments: dict[str, Any],
     ) -> Any:
-        """What a replay returns that gives nearly the same as a pass; ``None``: it does not."""
+        """Output of a replay after comparison with a pass; ``None``: they differ."""
         # The replay does not advance the cache: the pass writes the same token to the same place.
         comparison = _Comparison()
         logits = self._replay(recording, experts, comparison)
@@ -238,15 +231,15 @@ class GraphDecoder:
             for slot in (tensor.narrow(-2, place.slot, 1) for tensor in (place.keys, place.values))
         ]
         before = [dict(vars(layer)) for layer in cache.layers]
-        with _handing(experts, comparison):
+        with _captured(experts, comparison):
             output = self._model(input_ids=input_ids, **arguments)
         comparison.off.append(_distance(logits, output.logits[:, -1:]))
         distances = torch.stack(comparison.off).tolist()
-        # Written so that NaN is too far.
+        # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
             recording.unchecked -= 1
-            # The replay's keys and values, and its logits, as of every token after these: what an answer is
-            # does not depend on what was recorded before it.
+            # The replay's keys, values and logits, as for every later token: so an answer does not depend on
+            # which buckets were recorded before it.
             for slot, value in written:
                 slot.copy_(value)
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -260,24 +253,24 @@ class GraphDecoder:
         return None
 
     def _allowed(self, place: int) -> float:
-        """How far what comes after ``place + 1`` layers may be off."""
+        """Largest distance after ``place + 1`` layers."""
         return self._tolerance * math.sqrt(max(1.0, (place + 1) / 2))
 
-    def _keep_only(self, places: Sequence[Place], experts: Sequence[DeviceExpertLayer]) -> None:
-        """Forget recordings of other memory, or of what other expert layers ask."""
+    def _keep_only(self, places: Sequence[Place], experts: Sequence[CardExpertLayer]) -> None:
+        """Forget recordings of other memory, or with other requests."""
         addresses = tuple(
             number
             for keys, values, _ in places
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
-        near: DeviceTier = experts[0].near
-        if addresses == self._addresses and self._asks == (near, near.settings):
+        tier = experts[0].tier
+        if addresses == self._addresses and self._recorded_for == (tier, tier.settings):
             return
         self._forget()
-        self._addresses, self._asks = addresses, (near, near.settings)
+        self._addresses, self._recorded_for = addresses, (tier, tier.settings)
 
     def _set(self, input_ids: torch.Tensor, position: int, places: Sequence[Place]) -> None:
-        """Put the token, the tokens before it and the slot in each layer where the graphs read them."""
+        """Write the token, its position and its slot in each layer to the memory that the graphs read."""
         numbers = torch.tensor([position, *(place.slot for place in places)])
         if self._token.device != input_ids.device or self._numbers.shape != numbers.shape:
             self._forget()
@@ -291,7 +284,7 @@ class GraphDecoder:
         bucket: int,
         layers: Sequence[ReservedLayer | WindowLayer],
         places: Sequence[Place],
-        experts: Sequence[DeviceExpertLayer],
+        experts: Sequence[CardExpertLayer],
         arguments: dict[str, Any],
     ) -> _Recording:
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
@@ -311,7 +304,7 @@ class GraphDecoder:
 
         def run(recording: _Recording) -> None:
             try:
-                with _handing(experts, recording):
+                with _captured(experts, recording):
                     recording.begin()
                     output = self._model(
                         input_ids=self._token,
@@ -325,8 +318,8 @@ class GraphDecoder:
                 raise
 
         with graphs.aside():
-            # Libraries set themselves up at first use, which cannot be recorded. Experts are left out, so
-            # what this writes for the token means nothing; the replay or pass after it writes it again.
+            # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
+            # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
             run(_Recording(None))
             graphs.make_room()
             recording = _Recording(graphs.new)
@@ -338,21 +331,22 @@ class GraphDecoder:
     def _replay(
         self,
         recording: _Recording,
-        experts: Sequence[DeviceExpertLayer],
+        experts: Sequence[CardExpertLayer],
         comparison: _Comparison | None = None,
     ) -> torch.Tensor:
         first, *rest = recording.graphs
         first.replay()
-        for layer, asked, total, graph in zip(experts, recording.asked, recording.sums, rest, strict=True):
-            layer.answer(asked, total)
+        requests, sums = recording.requests, recording.sums
+        for layer, request, total, graph in zip(experts, requests, sums, rest, strict=True):
+            layer.answer(request, total)
             if comparison is not None:
-                comparison.answers.append((asked.x.clone(), total.clone()))
+                comparison.answers.append((request.x.clone(), total.clone()))
             graph.replay()
         assert recording.logits is not None
-        return recording.logits.clone()  # the next replay writes others there
+        return recording.logits.clone()  # the next replay overwrites them
 
     def _forget(self) -> None:
-        # The shared memory ends with the last graph in it, and cannot be begun again.
+        # The shared memory is freed with its last graph, and cannot be used again.
         self._recordings.clear()
         self._graphs = None
 
@@ -360,12 +354,12 @@ class GraphDecoder:
         self.off = True
         self._forget()
         self.memory = CacheMemory()
-        self._tell(f"tokens are decoded without CUDA graphs, which would be faster: {why}")
+        self._notify(f"tokens are decoded without CUDA graphs, which would be faster: {why}")
 
 
 @contextmanager
-def _handing(experts: Sequence[DeviceExpertLayer], capture: Capture) -> Iterator[None]:
-    """Lets expert layers hand what they are asked to somebody else."""
+def _captured(experts: Sequence[CardExpertLayer], capture: Capture) -> Iterator[None]:
+    """Redirect the requests of expert layers to a capture."""
     try:
         for layer in experts:
             layer.capture = capture
@@ -380,7 +374,7 @@ def _or_far(distance: float) -> float:
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Length of the difference relative to that of what was expected; no dimension."""
+    """Norm of the difference divided by the norm of the expected values; a scalar tensor."""
     expected = expected.float()
     distance: torch.Tensor = (found.float() - expected).norm() / expected.norm()
     return distance
@@ -389,8 +383,8 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 def _bucket(
     position: int, layers: Sequence[ReservedLayer | WindowLayer], places: Sequence[Place]
 ) -> int | None:
-    """Slots that attention sees where it sees all tokens; 0 where no layer does. ``None``: attention, or that
-    over the memory of a window, would see too many.
+    """Slots that full attention reads; 0 where no layer has it. ``None``: full attention, or attention over
+    the memory of a window, would read too many.
     """
     slots: dict[bool, list[int]] = {True: [], False: []}
     for layer, place in zip(layers, places, strict=True):

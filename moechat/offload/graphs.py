@@ -1,7 +1,7 @@
-"""CUDA graphs: what a card was given once, given again by one call.
+"""CUDA graphs: kernels recorded once and launched again by one call.
 
-``torch.cuda.CUDAGraph`` records what a stream is given and does not run it. A replay runs the same kernels on
-the same addresses; what Python decided while recording stays decided.
+``torch.cuda.CUDAGraph`` records the launches on a stream without running them. A replay runs the same kernels
+on the same addresses; decisions of Python are those made while recording.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Graph(Protocol):
     """One recording."""
 
     def begin(self) -> None:
-        """Record what the current stream is given from now on."""
+        """Record launches on the current stream from now on."""
         ...
 
     def end(self) -> None:
-        """Stop.
+        """Stop recording.
 
         Raises:
             RuntimeError: Something cannot be recorded: an operation that waits for the card.
@@ -29,11 +29,11 @@ class Graph(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Stop, if it has begun and not ended, and forget what was recorded; raises nothing."""
+        """Stop, if it has begun and not ended, and drop the recording; raises nothing."""
         ...
 
     def replay(self) -> None:
-        """Give the current stream what was recorded."""
+        """Launch the recording on the current stream."""
         ...
 
 
@@ -41,14 +41,14 @@ class Graphs(Protocol):
     """Makes graphs that share memory: they are replayed in the order of recording, one at a time."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Puts what follows into a stream of its own, where recording is possible.
+        """Run the block on a stream of its own, where recording is possible.
 
-        It begins after what the current stream was given, and the current stream goes on after it.
+        It starts after all work of the current stream, and the current stream continues after it.
         """
         ...
 
     def make_room(self) -> None:
-        """Give memory back that is kept for later: while a graph is recorded nothing else can be."""
+        """Free torch's unused memory: while a graph is recorded, that is not possible."""
         ...
 
     def new(self) -> Graph:
@@ -57,11 +57,11 @@ class Graphs(Protocol):
 
 
 class CudaGraph:
-    """A graph of torch's.
+    """A graph of torch.
 
     Args:
         device: The card.
-        pool: Of the memory that the recorded tensors take.
+        pool: Memory pool of the recorded tensors.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -71,7 +71,7 @@ class CudaGraph:
 
     def begin(self) -> None:
         """See :meth:`Graph.begin`."""
-        # Other threads go on copying and allocating meanwhile: only what this one does counts.
+        # Other threads copy and allocate at the same time: only this one is recorded.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -83,8 +83,8 @@ class CudaGraph:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # An end that fails leaves the allocator believing that the recording goes on, and that this graph
-            # needs the memory; had it never begun, the first call says so.
+            # After a failed end the allocator still treats the recording as active, and its memory as in use;
+            # if it never began, the first call raises.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
                 torch._C._cuda_releasePool(self._device.index or 0, self._pool)
@@ -99,7 +99,7 @@ class CudaGraphs:
 
     Args:
         device: The card.
-        stream: To record in; the same every time, since libraries keep memory for each stream.
+        stream: Stream to record on; always the same, since libraries keep memory for each stream.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:

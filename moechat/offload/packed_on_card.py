@@ -17,18 +17,18 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips, launch_all
 
 
-class CardMemory:
-    """A card's memory for the packed layers of a model, in one piece: torch rounds up every piece that it
-    takes. A :class:`moechat.models.packed.PackedMemory`.
+class PackedCardMemory:
+    """Memory of a card for the packed layers of a model, one allocation, since torch rounds up each of them.
+    A :class:`moechat.models.packed.PackedMemory`.
 
     Args:
-        nbytes: Of all layers.
-        form: Of the dense weights.
-        dtype: Of the model.
+        nbytes: Bytes of all layers.
+        form: Form of the dense weights.
+        dtype: Type of the model.
         device: The card.
 
     Raises:
-        torch.OutOfMemoryError: There is not so much.
+        torch.OutOfMemoryError: The card has not so much memory.
     """
 
     def __init__(self, nbytes: int, form: DenseForm, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,11 +36,11 @@ class CardMemory:
         self._strips = Strips(unpacked_bytes(form, dtype.itemsize), device)
 
     def read(self, file: PackedFile) -> bool:
-        """Take all layers from their file; ``False`` where it is not there as it should be."""
+        """Read all layers from their file; ``False`` where it is missing or damaged."""
         return file.read_in_pieces(self.put)
 
     def write(self, file: PackedFile) -> None:
-        """Put all layers in their file's place.
+        """Write all layers to their file.
 
         Raises:
             OSError: It cannot be written.
@@ -48,19 +48,19 @@ class CardMemory:
         file.write_in_pieces(lambda first, last: self._data[first:last].cpu().numpy())
 
     def put(self, at: int, packed: Bytes) -> None:
-        """Copy bytes to a place; they may be overwritten as soon as this returns."""
+        """Copy bytes to an offset; the caller may overwrite them as soon as this returns."""
         self._data[at : at + len(packed)].copy_(torch.from_numpy(packed))
 
     def layer(
         self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> nn.Module:
-        """The layer that reads its weights at a place.
+        """The layer whose weights lie at an offset.
 
         Args:
-            layout: Of its weights.
-            at: Place of its first byte.
-            bias: ``[rows]``, or ``None``; wherever it lies.
-            dtype: Of the model.
+            layout: Layout of its weights.
+            at: Offset of its first byte.
+            bias: ``[rows]`` on any device, or ``None``.
+            dtype: Type of the model.
         """
         part = self._data[at : at + layout.nbytes]
         return DevicePackedLinear(layout, part, bias, self._strips, dtype)
@@ -70,9 +70,9 @@ def warm_packed_layers(accelerator: Accelerator, model: nn.Module, dtype: torch.
     """Build the kernels of a model's packed layers, if it has any.
 
     Args:
-        accelerator: The card that it lies on.
-        model: Of any kind.
-        dtype: Of the hidden states.
+        accelerator: The card.
+        model: The model, on the card.
+        dtype: Type of the hidden states.
 
     Raises:
         DeviceUnavailableError: They cannot be built.

@@ -1,4 +1,4 @@
-"""Prediction that is never wrong, for bounds: it reads the trace that is played back."""
+"""A perfect predictor, for bounds: it reads the replayed trace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moechat.routing import Replay
 
 
 class PerfectPredictor:
-    """Ranks the experts that the replay will choose first.
+    """Ranks the experts first that the replay will choose.
 
     Args:
-        replay: What will be chosen.
-        experts: Of a layer.
+        replay: The trace.
+        experts: Number of experts of a layer.
     """
 
     def __init__(self, replay: Replay, experts: int) -> None:
@@ -31,13 +31,13 @@ class PerfectPredictor:
 
 
 def refuse_without_replay(settings: CacheSettings, replay: object) -> None:
-    """Refuse settings that look into the future where there is none to look into.
+    """Refuse settings that need to know the future, without a replayed trace.
 
     Raises:
-        UsageError: They need a replayed trace, and there is none.
+        UsageError: They need a replayed trace.
     """
     if replay is None and (settings.policy == "belady" or settings.prefetch == "perfect"):
         raise UsageError(
-            "the policy belady and perfect prefetches look into the future, so they need a replayed trace",
-            hint="`moechat simulate` and `moechat bench --routing` play one back",
+            "the policy belady and perfect prefetches need a replayed trace, to know the future",
+            hint="`moechat simulate` and `moechat bench --routing` replay one",
         )

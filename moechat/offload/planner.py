@@ -1,8 +1,8 @@
-"""From what is known of machine and routing to the targets of a near tier; there is always a plan.
+"""Computes the targets of a near tier from routing statistics and costs; always returns a plan.
 
-What is known is read from the user's files and from the package. Whatever of it is missing, unreadable or
-damaged is replaced: routing statistics by the package's for the family, measured costs by stated ones, and a
-plan that cannot be made by the same share for every layer. :attr:`Knowledge.notes` says so.
+Statistics and costs are read from the user's files and from the package. Missing, unreadable or damaged ones
+are replaced: recorded statistics by the package's defaults for the family, measured costs by assumed ones.
+If no plan can be made from them, every layer gets the same share. :attr:`Knowledge.notes` lists the reasons.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.exposure import EngineModel
-from moechat.configurator.pages import uniform_targets
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate, pages_of
+from moechat.configurator.transit_reserve import uniform_targets
 from moechat.configurator.warm_start import blended_statistics, default_statistics
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.measured_file import load_measured
-from moechat.hardware.model_times import TimesKey, load_times
+from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import load_statistics, model_key
 
-# A machine of which nothing is known: an NVMe disk of the third PCIe generation as experts are read from it,
-# memory with two channels of DDR4, a token's fixed work in Python and torch. The plan depends on ratios of
-# these alone, and the first plan made anew replaces them by what its tokens took.
+# Assumed for a machine that was not measured: experts read from an NVMe disk on PCIe 3.0, two channels of
+# DDR4 memory, fixed time in Python and torch. Rates are bytes a second. The plan depends only on their
+# ratios, and the first replan replaces them with costs observed while decoding.
 _ASSUMED_LINK = 2.0e9
 _ASSUMED_EXPERTS = 12.0e9
 _ASSUMED_DENSE = 10.0e9
 _LAYER_SECONDS = 100e-6
-# The same for a graphics card: of the middle class, behind PCIe 4.0 x16.
+# The same for a mid-range graphics card on PCIe 4.0 x16.
 _ASSUMED_CARD = 250e9
 _ASSUMED_PCIE = 20e9
 _CARD_LAYER_SECONDS = 150e-6
@@ -48,14 +48,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a plan is made from.
+    """The statistics and costs that a plan is made from.
 
     Attributes:
-        statistics: Of the routing; ``None``: nothing is known of it.
-        costs: Of a token.
-        statistics_from: Where the statistics come from, for people; so for the next.
-        costs_from: And the costs.
-        notes: What could not be used, and why.
+        statistics: Routing statistics, or ``None`` if there are none.
+        costs: Costs of a token.
+        statistics_from: Origin of the statistics, for people.
+        costs_from: Origin of the costs, for people.
+        notes: Reasons why statistics or costs could not be used.
     """
 
     statistics: RoutingStatistics | None
@@ -66,15 +66,16 @@ class Knowledge:
 
 
 @dataclass(frozen=True)
-class TierPlan:
+class TierTargets:
     """Targets of a near tier.
 
     Attributes:
         targets: int32 ``[layers, 2]``: experts kept, and blocks of each.
-        reserve: Pages left for blocks on their way.
-        method: Of the allocation that was made.
-        allocation: What the configurator expects of it; ``None`` where it was not asked.
-        notes: Why another method than the wanted one was taken.
+        reserve: Pages left for blocks in transit.
+        method: Method of the allocation.
+        allocation: The configurator's allocation with its expected times; ``None`` if the pages are divided
+            evenly without it.
+        notes: Reasons why another method than that of the settings was used.
     """
 
     targets: npt.NDArray[np.int32]
@@ -93,23 +94,23 @@ def plan_tier(
     knowledge: Knowledge | None,
     *,
     reserve: int | None = None,
-) -> TierPlan:
+) -> TierTargets:
     """Divide the pages among the layers.
 
     Args:
-        geometry: Of the experts.
-        layers: Expert layers.
-        pages: Of the slab.
-        top_k: Experts a token.
-        settings: For the method.
-        knowledge: What is known; ``None`` gives every layer the same.
-        reserve: Pages left for blocks on their way, where that is settled already.
+        geometry: Geometry of the experts.
+        layers: Number of expert layers.
+        pages: Pages of the slab.
+        top_k: Experts per token.
+        settings: Settings of the cache; they name the method.
+        knowledge: Statistics and costs; ``None`` gives every layer the same.
+        reserve: Pages left for blocks in transit; ``None`` takes the usual number.
     """
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings)
     reserve = usual if reserve is None else reserve
     kept = int((pages - reserve) * settings.keep)
-    evenly = TierPlan(targets, reserve, "uniform")
-    if pages_of(targets) > kept:  # a reserve larger than these settings would have made
+    evenly = TierTargets(targets, reserve, "uniform")
+    if pages_of(targets) > kept:  # the given reserve is larger than the usual one
         evenly = replace(evenly, targets=_shrunk(targets, kept))
     if settings.allocation == "uniform" or knowledge is None or knowledge.statistics is None or kept < layers:
         return evenly
@@ -123,9 +124,9 @@ def plan_tier(
             top_k=top_k,
         )
         _check(found.targets, geometry, layers, kept)
-    except Exception as error:  # a chat must begin, whatever is in the files that a plan is made from
+    except Exception as error:  # damaged files must not prevent a chat
         return replace(evenly, notes=(f"no {settings.allocation} plan could be made: {error!r}",))
-    return TierPlan(np.ascontiguousarray(found.targets, dtype=np.int32), reserve, found.method, found)
+    return TierTargets(np.ascontiguousarray(found.targets, dtype=np.int32), reserve, found.method, found)
 
 
 def _shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
@@ -159,20 +160,19 @@ def gather(
     near: Near = "ram",
     far_computes: bool = False,
 ) -> Knowledge:
-    """Read what is known before a model has run; quick, and it never fails.
+    """Read the statistics and costs of a model that has not run yet; fast, raises nothing.
 
     Args:
-        shape: Of the model.
-        model_type: Its family, as transformers calls it.
-        fingerprint: Of its weights: statistics and measured times are kept by it.
-        policy: Eviction policy by whose priorities statistics rank experts.
-        dtype: Of the dense weights; for measured times, as the next.
-        threads: That compute.
-        dense_bits: Of a dense weight.
-        activation_bits: How inputs meet quantised weights.
-        near: Tier that experts are kept in: ``ram``, or ``gpu``, of whose times nothing is measured.
-        far_computes: With ``gpu``: experts that are missing there lie in memory, where the CPU can compute
-            them.
+        shape: Shape of the model.
+        model_type: Its family, as named in transformers.
+        fingerprint: Fingerprint of its weights, the key of saved statistics and measured times.
+        policy: Eviction policy whose priorities rank the experts in the statistics.
+        dtype: Type of the dense weights, part of the key of measured times.
+        threads: Threads that compute, part of that key as well.
+        dense_bits: Bits of a dense weight.
+        activation_bits: Bits of the inputs of quantised weights.
+        near: Tier that keeps the experts: ``ram``, or ``gpu``, for which no layer times are measured.
+        far_computes: With ``gpu``: missing experts are in RAM, where the CPU can compute them.
     """
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
@@ -198,14 +198,14 @@ def gather(
 
 
 def defaults(shape: ModelShape, model_type: str, policy: str) -> Knowledge:
-    """What is known from the package alone, without a look into the user's files."""
+    """The defaults of the package; reads none of the user's files."""
     notes: list[str] = []
-    statistics, told = _statistics(shape, model_type, None, policy, notes)
-    return Knowledge(statistics, assumed_costs(shape), told, "assumed", tuple(notes))
+    statistics, origin = _statistics(shape, model_type, None, policy, notes)
+    return Knowledge(statistics, assumed_costs(shape), origin, "assumed", tuple(notes))
 
 
 def assumed_costs(shape: ModelShape) -> Costs:
-    """Costs on a machine of which nothing is known."""
+    """Costs on a machine that was not measured."""
     far = shape.expert_bytes / _ASSUMED_EXPERTS
     return Costs(
         attention=shape.layer_dense_bytes / _ASSUMED_DENSE + _LAYER_SECONDS,
@@ -227,27 +227,27 @@ def _statistics(
 def saved_statistics(
     shape: ModelShape, fingerprint: str, policy: str, notes: list[str]
 ) -> RoutingStatistics | None:
-    """What earlier runs have counted; ``None``, perhaps with a note, where there is nothing to be used."""
+    """Statistics of earlier runs; ``None`` if there are none, or, with a note, if they cannot be used."""
 
     def saved() -> RoutingStatistics | None:
         return load_statistics(key_of(shape, fingerprint), policy, warn=notes.append)
 
     seen = _tried("saved routing statistics", saved, notes)
     if seen is not None and (seen.layers, seen.experts) != (shape.layers, shape.experts):
-        notes.append(f"saved routing statistics are of {seen.describe()}, so they are not used")
+        notes.append(f"saved routing statistics are not used: they are for {seen.describe()}")
         return None
     return seen
 
 
 def key_of(shape: ModelShape, fingerprint: str) -> str:
-    """Name under which a model's statistics are kept."""
+    """Name of a model's saved statistics."""
     return model_key(fingerprint, layers=shape.layers, experts=shape.experts, top_k=shape.top_k)
 
 
 def family_statistics(
     shape: ModelShape, model_type: str, policy: str, notes: list[str]
 ) -> RoutingStatistics | None:
-    """What the package expects of a family; ``None``, and a note, where that fails."""
+    """The package's defaults for a family; ``None``, with a note, if they cannot be computed."""
 
     def usual() -> RoutingStatistics:
         return default_statistics(model_type, shape.layers, shape.experts, shape.top_k, policy=policy)
@@ -258,15 +258,19 @@ def family_statistics(
 def blend(
     default: RoutingStatistics | None, seen: RoutingStatistics | None, notes: list[str]
 ) -> tuple[RoutingStatistics | None, str]:
-    """The defaults, and what was seen as far as it goes; and where it comes from, for people."""
+    """Blend defaults with recorded statistics.
+
+    Returns:
+        The statistics, and their origin for people.
+    """
     if default is None:
         return seen, "none" if seen is None else f"{seen.tokens:,} tokens of this model"
 
     def both() -> RoutingStatistics:
         return blended_statistics(default, seen)
 
-    told = "defaults" if seen is None else f"defaults and {seen.tokens:,} tokens of this model"
-    return _tried("routing statistics", both, notes) or seen or default, told
+    origin = "defaults" if seen is None else f"defaults and {seen.tokens:,} tokens of this model"
+    return _tried("routing statistics", both, notes) or seen or default, origin
 
 
 def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[str]) -> tuple[Costs, str]:
@@ -275,8 +279,8 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
         if profile is None:
             return None
         times = load_times(key_for(profile.key), notes.append)
-        told = "the machine's profile" if times is None else "the machine's profile and the model's times"
-        return costs_of(profile, shape, times=times, near="ram"), told
+        origin = "the machine's profile" if times is None else "the machine's profile and the model's times"
+        return costs_of(profile, shape, times=times, near="ram"), origin
 
     return _tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
 
@@ -292,7 +296,7 @@ def _costs_on_card(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
 
 
 def assumed_on_card(shape: ModelShape) -> Costs:
-    """Costs on a graphics card of which nothing is known: a middling one behind PCIe 4.0 x16."""
+    """Costs on a graphics card that was not measured: a mid-range one on PCIe 4.0 x16."""
     return Costs(
         attention=shape.layer_dense_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
         moe=shape.top_k * shape.expert_bytes / _ASSUMED_CARD,
@@ -306,17 +310,17 @@ def assumed_on_card(shape: ModelShape) -> Costs:
 def observed_costs(
     shape: ModelShape, before: Costs, counted: Mapping[str, float], tokens: int, seconds: float
 ) -> Costs | None:
-    """Costs from what decoding has taken; ``None`` if nothing was computed or nothing was moved.
+    """Costs observed while decoding; ``None`` if no expert was computed or no block was moved.
 
-    What is not the experts' is divided between layers and head as in the costs before; rates of the link are
-    those that its transfers had together while it was busy.
+    The time outside the experts is divided between layers and head in the ratio of ``before``. The link's
+    rate is that of all its transfers over the time that it was busy.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         before: Costs that these replace.
         counted: Differences of the native runner's counters over these tokens.
         tokens: Tokens decoded.
-        seconds: That they took.
+        seconds: Seconds that they took.
     """
     computed, computing = counted["bytes_computed"], counted["compute_seconds"]
     moved, busy = counted["link_bytes"], counted["link_busy_seconds"]
@@ -336,16 +340,16 @@ def observed_costs(
 
 
 def expected_seconds(
-    plan: TierPlan, settings: CacheSettings, knowledge: Knowledge, top_k: int, blocks: int
+    plan: TierTargets, settings: CacheSettings, knowledge: Knowledge, top_k: int, blocks: int
 ) -> float | None:
-    """Load time of a token that nothing hides, under this knowledge; ``None`` where it cannot be told.
+    """Expected exposed load time of a token in seconds; ``None`` if it cannot be computed.
 
     Args:
-        plan: With the targets.
-        settings: How the near tier is run.
-        knowledge: What the expectation rests on.
-        top_k: Experts a token.
-        blocks: Of an expert.
+        plan: The targets.
+        settings: Settings of the near tier.
+        knowledge: Statistics and costs.
+        top_k: Experts per token.
+        blocks: Blocks per expert.
     """
     statistics, costs = knowledge.statistics, knowledge.costs
     if statistics is None:
@@ -358,9 +362,9 @@ def expected_seconds(
     return _tried("the expectation", seconds, [])
 
 
-def _tried(what: str, source: Callable[[], _T], notes: list[str]) -> _T | None:
+def _tried(name: str, source: Callable[[], _T], notes: list[str]) -> _T | None:
     try:
         return source()
-    except Exception as error:  # whatever is in the user's files, a chat must begin
-        notes.append(f"{what} cannot be used: {error!r}")
+    except Exception as error:  # damaged files must not prevent a chat
+        notes.append(f"{name} cannot be used: {error!r}")
         return None

@@ -1,4 +1,4 @@
-"""Records what a model's routers choose while it runs."""
+"""Records the choices of a model's routers while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moechat.routing.trace import Trace
 
 @dataclass
 class _Layer:
-    """Rows of the sequence under way: one entry a pass."""
+    """Rows of the current sequence: one entry a pass."""
 
     experts: list[npt.NDArray[np.int32]] = field(default_factory=list)
     weights: list[npt.NDArray[np.float16]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class _Sequence:
 
 
 class _Recording:
-    """Notes what one layer is given, and lets the layer compute it."""
+    """Records the inputs of one layer, and lets the layer compute."""
 
     def __init__(self, layer: _Layer, runner: RunsExperts) -> None:
         self._layer = layer
@@ -48,7 +48,7 @@ class _Recording:
     ) -> torch.Tensor:
         out = self._runner.forward(hidden, top_k_index, top_k_weights)
         rows = len(hidden)
-        # Copies: what a model hands over it may use again.
+        # Copies, since a model may reuse its tensors.
         self._layer.experts.append(top_k_index.detach().reshape(rows, -1).numpy().astype(np.int32))
         weights = top_k_weights.detach().reshape(rows, -1).to(torch.float16)
         self._layer.weights.append(weights.numpy().copy())
@@ -56,11 +56,11 @@ class _Recording:
 
 
 class RoutingRecorder:
-    """Hangs on the expert modules of a model, whether they are mapped or in pages.
+    """Attaches to the expert modules of a model, mapped or in pages.
 
     Args:
         modules: Experts modules in the order of their layers, each with a layer attached.
-        num_experts: Experts in a layer.
+        num_experts: Number of experts in a layer.
     """
 
     def __init__(self, modules: Sequence[nn.Module], num_experts: int) -> None:
@@ -76,22 +76,22 @@ class RoutingRecorder:
 
     @property
     def tokens(self) -> int:
-        """Tokens of these."""
+        """Tokens of the ended sequences."""
         return sum(len(sequence.tokens) for sequence in self._done)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of these, tokens of prompts."""
+        """Prompt tokens of the ended sequences."""
         return sum(sequence.prompt for sequence in self._done)
 
     @property
     def rows(self) -> int:
-        """Tokens of the sequence under way that all layers have computed."""
+        """Tokens of the current sequence that all layers have computed."""
         return min((layer.rows for layer in self._layers), default=0)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Record what is computed in the block; afterwards the modules are as before."""
+        """Record the passes in the block; afterwards the modules are as before."""
         before: list[RunsExperts] = [module._moechat_layer for module in self._modules]  # type: ignore[misc]
         try:
             for module, layer, runner in zip(self._modules, self._layers, before, strict=True):
@@ -102,7 +102,7 @@ class RoutingRecorder:
                 attach(module, runner)
 
     def forget(self, first: int, last: int) -> None:
-        """Drop rows ``first`` to ``last`` - 1 of the sequence under way; they were computed once more."""
+        """Drop rows ``first`` to ``last`` - 1 of the current sequence, which were computed again."""
         if first >= last:
             return
         for layer in self._layers:
@@ -111,17 +111,17 @@ class RoutingRecorder:
                 rows[:] = [whole[:first], whole[last:]]  # type: ignore[list-item]
 
     def end_sequence(self, tokens: Sequence[int], prompt: int) -> int:
-        """The sequence under way is complete; the next pass begins another one.
+        """End the current sequence; the next pass begins another one.
 
         Args:
-            tokens: Ids of its tokens; those that were not computed, such as the last one drawn, are left out.
-            prompt: How many of them were the prompt.
+            tokens: Ids of its tokens; those that were not computed, such as the last one drawn, are ignored.
+            prompt: Length of its prompt.
 
         Returns:
-            Rows that it has; a sequence without any is dropped.
+            Number of its rows; an empty sequence is dropped.
 
         Raises:
-            UnsupportedModelError: A token was not given as many different experts as the others.
+            UnsupportedModelError: The number of experts differs from token to token.
         """
         rows = min(self.rows, len(tokens))
         layers = [(layer.experts, layer.weights) for layer in self._layers]

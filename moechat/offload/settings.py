@@ -1,4 +1,4 @@
-"""The link between the store and the near tier, and what an engine can be told for measurements."""
+"""The link between store and pages, and options of the tier for tests and measurements."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ LinkIo = Literal["auto", "uring", "threads"]
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """The link between the store and the near tier.
+    """The link between the store and the pages of the tier.
 
     Attributes:
-        kind: ``file`` reads the store; ``sim`` moves records out of memory at a programmed speed.
-        io: ``file``: ``uring``, ``threads``, or the better one that works.
-        direct: ``file``: past the page cache where the file system allows it.
-        in_flight_bytes: Most bytes in flight; 0 takes the link's default.
-        stall_seconds: Seconds without any arrival after which waiting ends with an error.
-        bandwidth: ``sim``: bytes a second; 0 is as fast as memory.
+        kind: ``file`` reads the store; ``sim`` copies records from memory at a programmed speed.
+        io: ``file``: ``uring``, ``threads``, or ``auto``, the better one that works.
+        direct: ``file``: reads bypass the page cache where the file system allows it.
+        in_flight_bytes: Limit of the bytes in flight; 0 takes the link's default.
+        stall_seconds: Seconds without an arrival after which a wait ends with an error.
+        bandwidth: ``sim``: bytes a second; 0: as fast as memory.
         latency: ``sim``: seconds from the start of a transfer to its first byte.
-        jitter: ``sim``: up to that many more seconds for each transfer.
-        seed: ``sim``: of the drawn delays.
-        reorder: ``sim``: so many started transfers finish in a drawn order.
-        copy: ``sim``: ``False`` lets the time pass without moving the bytes; for measurements on random
-            weights.
+        jitter: ``sim``: largest random delay of a transfer, in seconds.
+        seed: ``sim``: seed of the random delays.
+        reorder: ``sim``: number of started transfers that finish in random order.
+        copy: ``sim``: ``False`` spends the time without moving bytes; for measurements on random weights.
     """
 
     kind: Literal["file", "sim"] = "file"
@@ -52,16 +51,15 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What an engine can be told about its near tier beyond a budget and a system; for measurements.
+    """Options of the tier beyond budget and system, for tests and measurements.
 
     Attributes:
         cache: Settings in place of those of the named system.
         link: The link.
-        pages: Pages of the near tier in place of what the budget leaves for them; 0 maps the store instead.
+        pages: Number of pages in place of the rest of the budget; 0 maps the store instead.
         predictor: A :class:`moechat.predict.Predictor` in place of the next layer's router.
-        replay: A :class:`moechat.routing.Replay` that chooses the experts in place of the routers.
-        accelerator: A :class:`moechat.offload.accelerator.Accelerator` in place of the card that the device
-            names.
+        replay: A :class:`moechat.routing.Replay` in place of the routers' choices.
+        accelerator: A :class:`moechat.offload.accelerator.Accelerator` in place of the card of ``device``.
     """
 
     cache: CacheSettings | None = None

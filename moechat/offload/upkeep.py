@@ -1,9 +1,9 @@
-"""What a near tier learns while it runs, and what is done with it while nobody waits for a token.
+"""Keeps the routing statistics of a tier and replans from them, between answers.
 
-Nothing here runs between the passes of an answer but two sums a token. Statistics go to the user's directory
-when an answer is over (rarely), when the chat waits for its user, and at the end; a plan is made anew from
-them every so many decoded tokens, and only when the caller says that nobody waits (MoEpic, section 3.4.2,
-where τ is 5000 tokens).
+During an answer this costs two additions a token. Statistics are written to the user's directory at the end
+of an answer (rarely), while the chat waits for its user, and when the engine is closed. A new plan is made
+from them after a number of decoded tokens, and only when the caller is idle (MoEpic, section 3.4.2, where τ
+is 5000 tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moechat.configurator.estimate import ModelShape
-from moechat.offload.cached import NearTier
 from moechat.offload.planner import (
     Knowledge,
     blend,
@@ -27,11 +26,12 @@ from moechat.offload.planner import (
     observed_costs,
     saved_statistics,
 )
+from moechat.offload.tier import ExpertTier
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics
 
 REPLAN_TOKENS = 5000
-# Decoded tokens from which what they took says more than a profile does.
+# Decoded tokens from which measured costs replace those of the profile.
 _OBSERVED_TOKENS = 64
 # Seconds between two writes: at the end of an answer, and while the chat waits.
 _SAVE_AFTER_ANSWER_S, _SAVE_IDLE_S = 120.0, 15.0
@@ -48,18 +48,18 @@ _RUNNER_COUNTERS = (
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan made anew.
+    """A new plan.
 
     Attributes:
-        tokens: Decoded since the plan before.
-        method: Of the allocation.
-        layers_changed: Layers whose targets are others now.
-        before_ms: Load time of a token that nothing hides, in milliseconds, with the targets before, as
-            expected by what is known now; ``None`` where nothing is known.
-        after_ms: The same with the targets now.
-        took_ms: Milliseconds that it took.
-        statistics_from: What the routing statistics come from.
-        costs_from: And the costs.
+        tokens: Tokens decoded since the plan before.
+        method: Method of the allocation.
+        layers_changed: Number of layers whose targets have changed.
+        before_ms: Expected load time of a token that nothing hides, in milliseconds, with the targets before;
+            ``None`` without statistics.
+        after_ms: The same with the new targets.
+        took_ms: Milliseconds that planning took.
+        statistics_from: Origin of the routing statistics.
+        costs_from: Origin of the costs.
     """
 
     tokens: int
@@ -77,24 +77,24 @@ class Replanned:
 
 
 class Upkeep:
-    """Counts, keeps and uses what is learnt; one for each near tier. Not safe for several threads.
+    """Counts, saves and uses the statistics of one tier. Not safe for several threads.
 
     Args:
-        near: The near tier.
-        shape: Of the model.
+        near: The tier.
+        shape: Sizes of the model.
         model_type: Its family.
-        fingerprint: Of its weights.
-        knowledge: From which the first plan was made.
+        fingerprint: Fingerprint of its weights.
+        knowledge: Knowledge that the first plan was made from.
         every: Decoded tokens after which a new plan is due; 0: never.
 
     Attributes:
-        replans: Plans made anew so far.
+        replans: Number of new plans so far.
         last: The last of them.
     """
 
     def __init__(
         self,
-        near: NearTier,
+        near: ExpertTier,
         shape: ModelShape,
         *,
         model_type: str,
@@ -109,17 +109,17 @@ class Upkeep:
         self._knowledge = knowledge
         self._every = every
         self._process = os.getpid()
-        # A trace that is played back, and a set that never changes, say nothing about what to keep.
+        # Neither a replayed trace nor a set that never changes shows which experts to keep.
         self._counts = near.replay is None and near.settings.policy not in ("static", "belady")
         self._pending: RoutingStatistics | None = None
         self._saved_at = time.monotonic()
         self._notes: deque[str] = deque(knowledge.notes + near.plan.notes, maxlen=_MOST_NOTES)
         self._default: RoutingStatistics | None = None
         self._tokens = 0  # decoded since the last plan
-        # Of the answer under way, after its first token.
+        # Of the current answer, after its first token.
         self._mark: Mapping[str, float] | None = None
         self._answer_tokens, self._seconds = 0, 0.0
-        # Of answers since the last plan: what their tokens took, by the native runner's clocks and in all.
+        # Of answers since the last plan: counters of the native runner, seconds in all, and tokens.
         self._taken = dict.fromkeys(_RUNNER_COUNTERS, 0.0)
         self._taken_seconds = 0.0
         self._taken_tokens = 0
@@ -129,7 +129,7 @@ class Upkeep:
     # ---- during an answer
 
     def step(self, seconds: float) -> None:
-        """A token of an answer was computed, the first one with its prompt."""
+        """Count a token of an answer; the first one was computed with its prompt."""
         if self._mark is None:
             self._mark = self._near.stats()
             self._answer_tokens, self._seconds = 0, 0.0
@@ -138,14 +138,14 @@ class Upkeep:
             self._seconds += seconds
 
     def answer_done(self) -> None:
-        """The answer has ended, in whatever way; cheap but for a rare write."""
+        """End the answer, complete or not; cheap except for a rare write."""
         mark, self._mark = self._mark, None
         if mark is None or os.getpid() != self._process:
             return
         now = self._near.stats()
         self._tokens += self._answer_tokens
         gained = {name: now[name] - mark[name] for name in self._taken}
-        if self._answer_tokens and min(gained.values()) >= 0:  # else somebody has set the counters back
+        if self._answer_tokens and min(gained.values()) >= 0:  # else the counters were reset meanwhile
             for name, value in gained.items():
                 self._taken[name] += value
             self._taken_seconds += self._seconds
@@ -153,10 +153,10 @@ class Upkeep:
         if time.monotonic() - self._saved_at >= _SAVE_AFTER_ANSWER_S:
             self.save()
 
-    # ---- while nobody waits
+    # ---- between answers
 
     def idle(self) -> Replanned | None:
-        """Do what is due: keep the statistics, and make a new plan if enough was decoded since the last.
+        """Save the statistics and replan, as far as either is due.
 
         Returns:
             The new plan, if one was made.
@@ -167,7 +167,7 @@ class Upkeep:
         return done
 
     def replan(self) -> Replanned:
-        """Make a new plan from all that is known now and let it take effect; no block moves."""
+        """Make a new plan from all statistics and costs and apply it; no block moves."""
         started = time.perf_counter()
         near, blocks = self._near, self._shape.blocks_per_expert
         knowledge = self._latest()
@@ -194,7 +194,7 @@ class Upkeep:
         return self.last
 
     def save(self) -> bool:
-        """Add what was counted to the user's file; ``False`` if that was not possible: it is tried again."""
+        """Add the counted statistics to the user's file; ``False`` if that failed: it is tried again."""
         if not self._counts or os.getpid() != self._process or sys.is_finalizing():
             return False
         self._saved_at = time.monotonic()
@@ -205,7 +205,7 @@ class Upkeep:
             kept = add_statistics(
                 key_of(self._shape, self._fingerprint), self._pending, warn=self._notes.append
             )
-        except Exception as error:  # nothing in a file is a reason to trouble a conversation
+        except Exception as error:  # a conversation goes on without its statistics
             self._notes.append(f"routing statistics cannot be kept: {error!r}")
             kept = False
         if not kept:
@@ -214,32 +214,32 @@ class Upkeep:
         return True
 
     def close(self) -> None:
-        """Keep what was counted, as far as that is possible; to be called before the near tier is closed."""
+        """Save the statistics, if possible; REQUIRES: the tier is still open."""
         self.save()
 
-    def tell(self, note: str) -> None:
-        """Keep a sentence for :meth:`take_notes`."""
+    def notify(self, note: str) -> None:
+        """Add a sentence for :meth:`take_notes`."""
         self._notes.append(note)
 
     def take_notes(self) -> list[str]:
-        """What could not be used or kept since the last call, for people who ask."""
+        """Problems with files since the last call, as sentences for the user."""
         notes = list(dict.fromkeys(self._notes))
         self._notes.clear()
         return notes
 
     def pending(self) -> RoutingStatistics | None:
-        """What was counted and is not kept yet; ``None``: nothing that could be."""
+        """Statistics that are counted and not saved yet; ``None``: there are none."""
         if self._counts:
             self._collect()
         return self._pending
 
     def collect(self) -> None:
-        """Set aside what was counted so far; what comes until :meth:`discard` may be thrown away."""
+        """Set the counts so far aside, so that :meth:`discard` drops only later ones."""
         if self._counts:
             self._collect()
 
     def discard(self) -> None:
-        """Throw away what was counted since :meth:`collect`: it was no text of the user's."""
+        """Drop the counts since :meth:`collect`, which are of text that is not the user's."""
         if self._counts:
             self._near.reset_routing_counts()
 
@@ -249,7 +249,7 @@ class Upkeep:
         self._pending = counted if self._pending is None else self._pending.merge(counted)
 
     def _latest(self) -> Knowledge:
-        """What is known now."""
+        """Knowledge with the newest statistics and costs."""
         notes: list[str] = []
         knowledge = self._knowledge
         statistics, told = knowledge.statistics, knowledge.statistics_from
@@ -259,7 +259,7 @@ class Upkeep:
         if self._taken_tokens >= _OBSERVED_TOKENS:
             tokens, seconds = self._taken_tokens, self._taken_seconds
             found = None
-            if self._near.clocked:
+            if self._near.placement.timed:
                 found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
             if found is not None:
                 costs, costs_from = found, f"{tokens:,} decoded tokens"

@@ -1,4 +1,4 @@
-"""What a model would take and how fast it would be on a machine, at hand or not; no weight is loaded."""
+"""Plans a model's memory and estimates its speed, on this or another machine, without loading weights."""
 
 from moechat.planning.make import plan
 from moechat.planning.result import Plan

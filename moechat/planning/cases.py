@@ -1,4 +1,4 @@
-"""A budget of the near tier and all that follows from it: memory, targets, costs, a token's time."""
+"""A model on a machine, for any budget: memory, targets, costs, the time of a token."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from moechat.configurator.allocate import allocate
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
-from moechat.configurator.estimate import CostFigures, ModelShape, cost_figures
+from moechat.configurator.estimate import CostFigures, cost_figures
 from moechat.configurator.exposure import EngineModel
-from moechat.configurator.pages import uniform_targets
-from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
+from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
-from moechat.hardware.model_times import TimesKey, load_times
 from moechat.hardware.profile import HardwareProfile, ModelTimes
-from moechat.offload.budget import MemoryPlan, Needs, plan_memory
+from moechat.hardware.times_file import TimesKey, load_times
+from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
+from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape
 from moechat.offload.planner import Knowledge, assumed_costs, plan_tier
+from moechat.options import LoadOptions
 from moechat.planning.machine import Machine
-from moechat.planning.memory import CUDA_BYTES, plan_vram
 from moechat.planning.routing import Routing, routing_of
 from moechat.planning.source import PlannedModel, refusals_with_hint
 from moechat.planning.speed import (
@@ -38,25 +38,21 @@ from moechat.planning.speed import (
 )
 
 if TYPE_CHECKING:
-    from moechat.models.shape import ModelOutline
-
-# Tokens that a decoded token attends to, where the plan says how fast it is.
-SPEED_CONTEXT = 1024
-# A page to compute from while another one is filled.
-_MIN_PAGES = 2
+    from moechat.models.model_outline import ModelOutline
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a budget comes to.
+    """The outcome of one budget.
 
     Attributes:
-        memory: The near tier, part by part.
+        memory: The tier that computes, part by part.
         allocation: Targets; ``None`` if all experts are near.
-        exposed: Seconds a layer that nothing hides, float64 ``[layers]``; ``None`` as before.
-        costs: What it was made with.
-        decode: A token.
-        remarks: Why another allocation than the settings' was made, if one was.
+        exposed: Seconds of each layer that nothing hides, float64 ``[layers]``; ``None`` if all experts are
+            near.
+        costs: Costs that the allocation was made with.
+        decode: Time of a decoded token.
+        remarks: Why another allocation than that of the settings was made, if one was.
     """
 
     memory: MemoryPlan
@@ -73,97 +69,75 @@ class Cases:
     Args:
         found: The model.
         machine: The machine.
-        settings: How the near tier is run.
-        ctx: Context wanted, or ``None``.
-        dense_bits: Of a dense weight.
+        options: As for loading.
 
     Attributes:
         outline: The model's sizes.
-        geometry: Its experts.
-        shape: What the time of a token depends on.
+        geometry: Shape and encoding of its experts.
+        shape: The sizes that the time of a token depends on.
+        needs: Bytes that the model takes of the tier that computes.
         routing: Its statistics.
-        times: Measured on this model on this machine, if it was.
-        ctx: As wanted, checked against the model.
+        times: Times of this model's layers, if they were measured on this machine.
+        ctx: Wanted context, checked against the model.
 
     Raises:
         DoesNotFitError: The context is longer than the model allows.
         MoechatError: moechat cannot run the model.
     """
 
-    def __init__(
-        self,
-        found: PlannedModel,
-        machine: Machine,
-        settings: CacheSettings,
-        ctx: int | None,
-        dense_bits: int = 16,
-    ) -> None:
-        # Imported here: torch and transformers come with them.
-        import torch
-
+    def __init__(self, found: PlannedModel, machine: Machine, options: LoadOptions) -> None:
+        # Imported here because they import torch and transformers.
         from moechat.models.assets import context_length
-        from moechat.models.shape import automatic_type, outline_model
+        from moechat.models.model_outline import outline_model, resolve_type
 
-        if machine.near == "gpu":
-            dtype = torch.bfloat16
-        else:
-            dtype = automatic_type() if machine.here else torch.float32
-        self.machine, self.settings = machine, settings
-        self.ctx = None if ctx is None else context_length(found.config, ctx)
+        self.machine, self.settings = machine, options.settings
+        self.ctx = None if options.ctx is None else context_length(found.config, options.ctx)
+        on_card = machine.near == "gpu"
         with refusals_with_hint(found.name):
-            self.outline: ModelOutline = outline_model(found.config, dtype, dense_bits)
+            self.outline: ModelOutline = outline_model(
+                found.config,
+                resolve_type(
+                    options.dtype, on_card=on_card, capability=machine.capability, here=machine.here
+                ),
+                dense_bits=options.dense_bits,
+                activation_bits=options.activation_bits,
+                on_card=on_card,
+                source=found.headers,
+            )
             self.geometry: ExpertGeometry = (
                 self.outline.geometry(found.bits) if found.store is None else found.store.geometry
             )
-        self.shape = _shape(self.outline, self.geometry)
-        self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, settings)
-        self.times = self._measured_times(found)
+        self.shape = model_shape(self.outline, self.geometry)
+        self.needs: Needs = memory_needs(self.outline, self.geometry, machine.memory(options))
+        self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, self.settings)
+        self.times = self._measured_times(found, options)
 
     @property
     def dtype(self) -> str:
-        """Of the dense weights."""
+        """Type that the dense part computes in."""
         return str(self.outline.dtype).removeprefix("torch.")
 
-    def needs(self) -> Needs:
-        """What the model takes of the near tier."""
-        outline, geometry, machine = self.outline, self.geometry, self.machine
-        on_gpu = machine.near == "gpu"
-        threads = 0
-        if not on_gpu:
-            here = machine.here or machine.profile is None
-            threads = _native.num_threads() if here or machine.profile is None else machine.profile.cores
-        return Needs(
-            base=CUDA_BYTES if on_gpu else machine.process.nbytes,
-            dense=outline.dense_bytes + outline.router_copies,
-            loading=0 if on_gpu else outline.loading,
-            kv=outline.cache.nbytes,
-            workspace=outline.workspace,
-            scratch=outline.scratch + (outline.unpacked if on_gpu else 0),
-            page_bytes=geometry.record_bytes,
-            blocks=self.shape.layers * geometry.num_experts * geometry.blocks_per_expert,
-            min_pages=_MIN_PAGES,
-            own_context=outline.own_context,
-            threads=threads,
-        )
-
-    def case(self, needs: Needs, budget: int, *, given: bool, ctx: int | None, ram_share: float) -> Case:
-        """What a budget comes to.
+    def case(self, budget: int, *, given: bool, ctx: int | None, ram_share: float) -> Case:
+        """The outcome of a budget.
 
         Args:
-            needs: See :meth:`needs`.
-            budget: Bytes of the near tier, or of the whole process where that is RAM.
-            given: Whether the user said so.
+            budget: Bytes of the tier that computes: of the card, or of the whole process.
+            given: Whether the user gave it.
             ctx: Context, or ``None`` for the usual rule.
-            ram_share: Of all experts, what RAM behind a graphics card holds.
+            ram_share: Share of all experts that RAM holds behind a graphics card.
 
         Raises:
             DoesNotFitError: It is too small.
         """
-        card = self.machine.vram
-        if card is None:
-            memory = plan_memory(needs, budget, given=given, ctx=ctx)
-        else:
-            memory = plan_vram(needs, budget, card, given=given, ctx=ctx)
+        gpu = self.machine.gpu
+        memory = plan_memory(
+            self.needs,
+            budget,
+            given=given,
+            ctx=ctx,
+            labels=RAM_LABELS if gpu is None else VRAM_LABELS,
+            capacity=None if gpu is None else int(gpu.vram.value),
+        )
         costs = self._costs(memory, ram_share)
         statistics = self.routing.statistics
         if memory.mapped:
@@ -174,7 +148,7 @@ class Cases:
         return Case(memory, found, exposed, costs, decode, remarks)
 
     def resident(self, memory: MemoryPlan) -> float:
-        """Share of all experts that the near tier holds."""
+        """Share of all experts that the tier that computes holds."""
         return min(1.0, memory.expert_bytes / self.shape.all_expert_bytes)
 
     def cost_figures(self, profile: HardwareProfile, memory: MemoryPlan) -> CostFigures:
@@ -183,8 +157,8 @@ class Cases:
         return cost_figures(profile, self.shape, times=self.times, near=self.machine.near, context=context)
 
     def prompts(self, case: Case, profile: HardwareProfile) -> dict[int, float] | None:
-        """Seconds to the first token, for prompts that the context has room for; ``None`` where the profile
-        says nothing about many tokens.
+        """Seconds to the first token, by length of the prompt, for prompts that fit into the context;
+        ``None`` where the profile has no figures for many tokens.
         """
         stream = self.shape.expert_bytes / case.costs.load
         rates = prefill_rates(profile, self.shape, self.machine.near, stream)
@@ -215,7 +189,7 @@ class Cases:
         )
 
     def _allocation(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
-        """How pages are divided, and why not as the settings say, if so."""
+        """The division of the pages, and the reasons if another method than the settings' was used."""
         if self.machine.near == "ram":
             return self._as_the_engine_does(pages, costs)
         top_k = self.outline.top_k
@@ -237,13 +211,13 @@ class Cases:
         made = plan_tier(self.geometry, self.shape.layers, pages, top_k, settings, knowledge)
         if made.allocation is not None:
             return made.allocation, made.notes
-        # The same for every layer, of which the engine expects nothing.
+        # Every layer keeps the same, for which the engine computes no expected times.
         curves = RoutingCurves.of(statistics, settings, top_k)
         model = EngineModel.of(settings, costs, curves.top_k, blocks)
         expected = evaluate(made.targets, curves, model, blocks)
         return Allocation(made.method, made.targets, expected.loaded, expected.exposed), made.notes
 
-    def _measured_times(self, found: PlannedModel) -> ModelTimes | None:
+    def _measured_times(self, found: PlannedModel, options: LoadOptions) -> ModelTimes | None:
         profile, store = self.machine.profile, found.store
         if not self.machine.here or self.machine.near != "ram" or profile is None or store is None:
             return None
@@ -252,25 +226,9 @@ class Cases:
                 profile=profile.key,
                 model=store.manifest.source.fingerprint,
                 dtype=self.dtype,
-                threads=_native.num_threads(),
+                threads=options.threads or _native.num_threads(),
                 bits=store.geometry.bits,
                 dense_bits=self.outline.form.bits,
+                activation_bits=self.outline.form.activation_bits,
             )
         )
-
-
-def _shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
-    return ModelShape(
-        layers=len(outline.expert_layers),
-        experts=geometry.num_experts,
-        top_k=outline.top_k,
-        bits=geometry.bits,
-        block_bytes=geometry.record_bytes,
-        blocks_per_expert=geometry.blocks_per_expert,
-        expert_weights=outline.expert_weights,
-        dense_bytes=outline.form.in_layers,
-        head_bytes=outline.form.head_bytes,
-        dense_itemsize=outline.form.itemsize,
-        kv_bytes=outline.cache.nbytes(SPEED_CONTEXT) // SPEED_CONTEXT,
-        hidden_size=geometry.hidden_size,
-    )

@@ -1,33 +1,38 @@
-"""The machine that a plan is for: this one, a reference profile, or one written down by the user."""
+"""The machine that a plan is for: this one, a reference profile, or one that the user describes in a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from moechat import _native
+from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
 from moechat.errors import DoesNotFitError, UsageError
-from moechat.hardware.gpu import find_gpus
+from moechat.hardware.gpu import GpuDevice, find_gpus
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.memory import available_bytes, resident_bytes
-from moechat.hardware.profile import HardwareProfile
+from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
-from moechat.offload.budget import MEBI, automatic_budget
-from moechat.planning.memory import HOST_BYTES, PROCESS_BYTES, SYSTEM_BYTES, Part
+from moechat.offload.budget import MEBI, automatic_budget, card_budget
+from moechat.offload.limits import CONTEXT_BYTES
+from moechat.offload.needs import CardMemory, HostMemory, Memory
+from moechat.options import LoadOptions
+from moechat.planning.memory import HOST_BYTES, PROCESS_BYTES, SYSTEM_BYTES
 
-# A card states a little less, or a little more, than its name says.
+# Tolerance: the reported memory of a card is a little below or above its nominal size.
 _SAME_VRAM = 1.03
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a model would run.
+    """The place where a model would run.
 
     Attributes:
         profile: Its figures; ``None`` if it is this one and nothing was measured yet.
-        here: It is this one.
+        here: Whether it is this machine.
         near: Tier that computes.
-        remarks: Why what was measured is not used, if it is not.
+        remarks: Reasons why measurements are not used.
     """
 
     profile: HardwareProfile | None
@@ -37,85 +42,99 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Short."""
+        """Short name."""
         return "this machine" if self.here or self.profile is None else self.profile.name
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Name for people."""
         return "this machine" if self.profile is None else self.profile.title
 
     @property
     def figures(self) -> HardwareProfile | None:
-        """The profile, if it has what a speed needs."""
+        """The profile, if it has the figures that a speed needs."""
         needed = "gpu" if self.near == "gpu" else "file"
         return None if self.profile is None or needed not in self.profile.links else self.profile
 
     @property
-    def vram(self) -> int | None:
-        """Bytes of the graphics card that computes; ``None`` where none does."""
+    def gpu(self) -> GpuFigures | None:
+        """The graphics card that computes; ``None`` where the CPU does."""
         if self.near != "gpu":
             return None
-        assert self.profile is not None  # find_machine() has looked
+        assert self.profile is not None  # find_machine() has checked both
         assert self.profile.gpu is not None
-        return int(self.profile.gpu.vram.value)
+        return self.profile.gpu
 
     @property
-    def process(self) -> Part:
-        """What the process itself takes of RAM where it computes in RAM."""
-        if self.here:
-            return Part("process", resident_bytes(), "measured")
-        return Part("process", PROCESS_BYTES, "estimate")
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability of the card; ``None`` where it is not known."""
+        present = self._present_card()
+        if present is not None and present.capability is not None:
+            return present.capability
+        return None if self.gpu is None else self.gpu.capability
 
-    def ram_budget(self, wanted: int | None) -> int:
-        """RAM that the process may take: what was wanted, else by the rule of ``moechat run``.
-
-        Raises:
-            DoesNotFitError: More is wanted than a machine that is not at hand has.
-        """
-        if wanted is not None:
-            if not self.here and self.profile is not None and wanted > self.profile.ram.value:
-                raise DoesNotFitError(
-                    f"{self.title} has {int(self.profile.ram.value) // MEBI} MiB of RAM; "
-                    f"{wanted // MEBI} MiB are asked for",
-                    hint="give less with --ram (ram=), or name another machine with --gpu (profile=)",
-                )
-            return wanted
-        base = HOST_BYTES if self.near == "gpu" else self.process.nbytes
+    def memory(self, options: LoadOptions) -> Memory:
+        """The memory that computes, before anything is loaded."""
+        if self.near == "gpu":
+            graphs = cuda_graphs_wanted() and not options.deterministic
+            return CardMemory(CONTEXT_BYTES, graphs, "estimate")
         if self.here or self.profile is None:
-            return automatic_budget(available_bytes(), resident_bytes())
-        available = int(self.profile.ram.value) - min(SYSTEM_BYTES, int(self.profile.ram.value) // 2)
-        return automatic_budget(max(0, available - base), base)
+            return HostMemory(resident_bytes(), options.threads or _native.num_threads())
+        return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")
 
-    def vram_budget(self, wanted: int | None) -> int:
-        """Graphics memory that may be taken: what was wanted, else what is free.
+    def ram_budget(self, wanted: int | None, base: int) -> int:
+        """Bytes of RAM for the whole process, as ``moechat run`` takes them.
+
+        Args:
+            wanted: Bytes that the user gave, or ``None``.
+            base: Bytes of the process where it computes in RAM.
 
         Raises:
-            DoesNotFitError: More is wanted than the card has.
+            DoesNotFitError: ``wanted`` exceeds the memory of another machine.
         """
-        assert self.profile is not None
-        gpu = self.profile.gpu
-        assert gpu is not None
+        if self.here or self.profile is None:
+            return automatic_budget(available_bytes(), resident_bytes()) if wanted is None else wanted
+        ram = int(self.profile.ram.value)
         if wanted is None:
-            # The profile says what was free when it was measured.
-            present = find_gpus().best if self.here else None
-            return int(gpu.vram_free.value) if present is None else present.vram_free
-        if wanted > gpu.vram.value * _SAME_VRAM:
+            base = HOST_BYTES if self.near == "gpu" else base
+            return automatic_budget(max(0, ram - min(SYSTEM_BYTES, ram // 2) - base), base)
+        if wanted > ram:
+            raise DoesNotFitError(
+                f"{self.title} has {ram // MEBI} MiB of RAM; {wanted // MEBI} MiB are asked for",
+                hint="give less with --ram (ram=), or name another machine with --gpu (profile=)",
+            )
+        return wanted
+
+    def vram_budget(self, wanted: int | None) -> tuple[int, bool, str]:
+        """Bytes of graphics memory that may be spent; see :func:`moechat.offload.budget.card_budget`.
+
+        Raises:
+            DoesNotFitError: ``wanted`` exceeds the memory of the card.
+        """
+        gpu = self.gpu
+        assert gpu is not None
+        if wanted is not None and wanted > gpu.vram.value * _SAME_VRAM:
             raise DoesNotFitError(
                 f"{gpu.name} has {int(gpu.vram.value) // MEBI} MiB of memory; "
                 f"{wanted // MEBI} MiB are asked for",
                 hint="give less with --vram (vram=), or name another card with --gpu (profile=)",
             )
-        return min(wanted, int(gpu.vram.value))
+        # The profile has only the memory that was free when it was measured.
+        present = self._present_card()
+        free = int(gpu.vram_free.value) if present is None else present.vram_free
+        return card_budget(wanted, free - CONTEXT_BYTES, CONTEXT_BYTES)
+
+    def _present_card(self) -> GpuDevice | None:
+        return find_gpus().best if self.here and self.near == "gpu" else None
 
 
-def find_machine(profile: str | Path | HardwareProfile | None, *, vram: bool) -> Machine:
+def find_machine(profile: str | Path | HardwareProfile | None, *, card: bool | None) -> Machine:
     """The machine of a plan.
 
     Args:
         profile: Name of a reference profile, a ``.toml`` file of that form, a profile, or ``None`` for this
             machine.
-        vram: Graphics memory is asked for.
+        card: Whether a graphics card computes; ``None``: the card of another machine, if it has one.
 
     Raises:
         UsageError: There is no such profile, or the machine has no graphics card.
@@ -123,7 +142,7 @@ def find_machine(profile: str | Path | HardwareProfile | None, *, vram: bool) ->
     if profile is None:
         remarks: list[str] = []
         measured = load_measured(remarks.append)
-        if not vram:
+        if not card:
             return Machine(measured, True, "ram", tuple(remarks))
         if measured is None:
             raise UsageError(
@@ -138,13 +157,13 @@ def find_machine(profile: str | Path | HardwareProfile | None, *, vram: bool) ->
                 "without both the plan is for this one",
             )
         return Machine(measured, True, "gpu")
-    found = profile if isinstance(profile, HardwareProfile) else _written(profile)
-    if found.gpu is None and vram:
+    found = profile if isinstance(profile, HardwareProfile) else _described(profile)
+    if found.gpu is None and card:
         raise UsageError(f"{found.title} has no graphics card", hint="plan for it without --vram (vram=)")
-    return Machine(found, False, "gpu" if found.gpu is not None else "ram")
+    return Machine(found, False, "ram" if found.gpu is None or card is False else "gpu")
 
 
-def _written(profile: str | Path) -> HardwareProfile:
+def _described(profile: str | Path) -> HardwareProfile:
     text = str(profile)
     if text.endswith(".toml") or "/" in text:
         return read_profile(Path(text).expanduser())

@@ -1,4 +1,4 @@
-"""A plan as it is handed out."""
+"""The plan that :func:`moechat.plan` returns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from moechat.planning.speed import Decode
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """What is kept of one layer.
+class LayerTargets:
+    """The experts that are kept of one layer.
 
     Attributes:
-        layer: Decoder layer.
+        layer: Index of the decoder layer.
         experts: C, experts kept.
         blocks: Blocks kept of each.
-        split: θ, share of an expert that is.
-        hit_rate: Share of the layer's activations, by bytes, that this serves.
-        exposed_s: Seconds a token that nothing hides.
+        split: θ, share of an expert that is kept.
+        hit_rate: Share of the layer's activations, by bytes, that these blocks serve.
+        exposed_s: Load time of a token that nothing hides, in seconds.
     """
 
     layer: int
@@ -33,12 +33,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class OtherBudget:
-    """What another budget would give.
+    """The speed with another budget.
 
     Attributes:
         name: ``half``, ``less``, ``more``, ``much_more`` or ``all_experts``.
-        nbytes: The budget.
-        tokens_per_s: ``None`` where it does not work.
+        nbytes: The budget in bytes.
+        tokens_per_s: Expected speed; ``None`` if the model does not run with it.
     """
 
     name: str
@@ -51,10 +51,10 @@ class RatedFigure:
     """A figure that the speed rests on.
 
     Attributes:
-        name: What it is, with its unit.
-        value: In that unit.
+        name: Name, with its unit.
+        value: Value in that unit.
         origin: See :class:`moechat.hardware.profile.Figure`.
-        source: The same.
+        source: See there.
     """
 
     name: str
@@ -65,19 +65,19 @@ class RatedFigure:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast it would be.
+    """The expected speed.
 
     Attributes:
         basis: ``estimate``: computed from figures of the machine and the model's shape.
-        times: ``measured`` if this model's own layers were timed on this machine, else ``estimate``.
+        times: ``measured`` if this model's layers were timed on this machine, else ``estimate``.
         context: Tokens that a decoded token attends to.
-        decode: A token, part by part.
-        ttft_s: Seconds to the first token, by tokens of the prompt; ``None`` where the machine's profile says
-            nothing about many tokens.
-        bottleneck: What a token's time mostly is, for people.
-        figures: Of the machine, with their origins.
-        costs: What they come to for this model: seconds, by the names of
-            :class:`moechat.configurator.costs.Costs`; where all experts are near, without those of others.
+        decode: Time of a decoded token, part by part.
+        ttft_s: Seconds to the first token, by tokens of the prompt; ``None`` where the machine's profile has
+            no figures for many tokens.
+        bottleneck: Largest part of a token's time, for people.
+        figures: Figures of the machine, with their origins.
+        costs: Costs of this model that follow from them, in seconds, by the names of
+            :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
     """
 
     basis: Literal["estimate"]
@@ -91,45 +91,45 @@ class Speed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded."""
+        """Decoded tokens a second."""
         return self.decode.rate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model would take on a machine, and how fast it would be.
+    """The memory that a model takes on a machine, and its expected speed.
 
     Attributes:
-        model: Its name.
+        model: Name of the model.
         model_type: Its family.
-        parameters: Weights.
-        active_parameters: Weights that a token is computed with.
-        bits: Of an expert weight.
-        dtype: Of the dense weights.
-        dense_bits: Of a dense weight.
-        weights: ``store``, ``checkpoint`` or ``none``: what of the model is here.
+        parameters: Number of weights.
+        active_parameters: Number of weights that a token is computed with.
+        bits: Bits of an expert weight.
+        dtype: Type that the dense part computes in.
+        dense_bits: Bits of a dense weight.
+        weights: ``store``, ``checkpoint`` or ``none``: the form in which the weights are here.
         expert_layers: Layers with routed experts.
         experts: Experts of such a layer.
-        top_k: Of them, those that a token takes.
-        blocks_per_expert: Blocks of 64 neurons.
+        top_k: Experts of a token.
+        blocks_per_expert: Blocks of 64 neurons of an expert.
         all_expert_bytes: Bytes of all experts.
         machine: Name of the profile, or ``this machine``.
-        machine_title: For people.
-        system: How experts are kept and fetched.
+        machine_title: Name of the machine for people.
+        system: Name of the system that keeps and fetches experts.
         near: Tier that computes: ``vram`` or ``ram``.
         context: Tokens of prompt and answer together.
-        context_limited: Memory made it shorter than the model allows.
-        tiers: Memories and what they are spent on, the near one first.
-        far: Where the other experts lie; ``None`` if all are near.
-        pages: Of the near tier; 0 if all experts are near.
-        resident_share: Of all experts, what the near tier keeps.
-        layers: By layer what is kept; empty where all is. Where nothing is known of the machine, it is
-            chosen with assumed times.
+        context_limited: Whether memory made it shorter than the model allows.
+        tiers: Memories and their parts, the near one first.
+        far: Place of the other experts; ``None`` if all are near.
+        pages: Pages of the near tier; 0 if all experts are near.
+        resident_share: Share of all experts that the near tier keeps.
+        layers: Targets of each layer; empty if all experts are near. They rest on assumed times if the
+            machine was not measured.
         statistics_tokens: Recorded tokens of this model that the choice rests on; 0: the family's defaults.
-        statistics_source: For people.
-        speed: ``None`` where nothing is known of the machine.
-        other_budgets: What less and more memory would give.
-        notes: What the user may not expect.
+        statistics_source: Origin of the statistics, for people.
+        speed: Expected speed; ``None`` without figures of the machine.
+        other_budgets: Speed with less and with more memory.
+        notes: Remarks for the user.
     """
 
     model: str
@@ -155,7 +155,7 @@ class Plan:
     far: Far | None
     pages: int
     resident_share: float
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[LayerTargets, ...]
     statistics_tokens: int
     statistics_source: str
     speed: Speed | None

@@ -14,13 +14,13 @@ from moechat.routing.statistics import RoutingStatistics
 
 @dataclass(frozen=True)
 class Routing:
-    """Statistics and where they come from.
+    """Routing statistics and their origin.
 
     Attributes:
-        statistics: For the configurator.
-        tokens: Recorded tokens of this very model among them.
-        source: For people.
-        remarks: Why what was recorded is not used, if it is not.
+        statistics: Statistics for the configurator.
+        tokens: Recorded tokens of this model among them.
+        source: Origin, for people.
+        remarks: Reasons why recorded statistics are not used.
     """
 
     statistics: RoutingStatistics
@@ -30,7 +30,7 @@ class Routing:
 
 
 def routing_of(found: PlannedModel, model_type: str, shape: ModelShape, settings: CacheSettings) -> Routing:
-    """What is known of a model's routing under a policy."""
+    """The routing statistics of a model, by the priorities of the settings' policy."""
     remarks: list[str] = []
     default = default_statistics(model_type, shape.layers, shape.experts, shape.top_k, policy=settings.policy)
     seen = None

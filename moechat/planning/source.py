@@ -1,4 +1,4 @@
-"""From a name to the configuration that a plan needs: nothing more of a model has to be here."""
+"""Finds the configuration of a model to plan for; the weights need not be present."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.config import user_paths
-from moechat.errors import ModelNotFoundError, UnsupportedModelError, UsageError
+from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, UsageError
 from moechat.hub.known_shapes import find_shape, shape_names
 from moechat.hub.library import names_here
-from moechat.hub.names import ALIASES, ModelRef, resolve
+from moechat.hub.model_ref import ALIASES, ModelRef
+from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
+    from moechat.models.dense import HeaderTable
     from moechat.store.store import Store
 
 _DEFAULT_BITS = 4
@@ -24,16 +26,17 @@ _DEFAULT_BITS = 4
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model by what is known of it.
+    """A model to plan for.
 
     Attributes:
-        name: To show.
+        name: Name to show.
         config: transformers' configuration.
-        bits: Of an expert weight.
+        bits: Bits of an expert weight.
         weights: ``store`` (converted, ready to run), ``checkpoint`` (to be converted), or ``none``: only the
             configuration is here.
-        store: The finished store, if that is what was named.
-        note: What the user may not expect, or empty.
+        store: The finished store, if one was named.
+        headers: Names, types and shapes of its dense weights, where store or checkpoint are here.
+        note: A remark for the user, or empty.
     """
 
     name: str
@@ -41,26 +44,27 @@ class PlannedModel:
     bits: int
     weights: str
     store: Store | None = None
+    headers: HeaderTable | None = None
     note: str = ""
 
 
 def find_model(model: str | Path, bits: int | None) -> PlannedModel:
-    """What a name stands for.
+    """Find a model by its name.
 
-    In this order: a file like a ``config.json``; whatever ``moechat run`` takes (the demo, an alias or a
-    repository in the library, a checkpoint, a store, a name that ``moechat list`` shows); a directory with
-    nothing but a ``config.json``; the shapes of known models.
+    In this order: a file like a ``config.json``; everything that ``moechat run`` takes (the demo, an alias
+    or a repository in the library, a checkpoint, a store, a name that ``moechat list`` shows); a directory
+    with nothing but a ``config.json``; the shapes of known models.
 
     Args:
         model: The name.
         bits: Bits of an expert weight wanted; ``None`` takes the store's, else 4.
 
     Raises:
-        ModelNotFoundError: The name means nothing.
-        MoechatError: What it means cannot be read or run.
+        ModelNotFoundError: There is no such model.
+        MoechatError: It cannot be read or run.
     """
     # Imported here: these bring torch and transformers.
-    from moechat.models.shape import known_config, read_config
+    from moechat.models.model_outline import known_config, read_config
 
     text = str(model)
     if _is_file(text):
@@ -81,44 +85,52 @@ def find_model(model: str | Path, bits: int | None) -> PlannedModel:
 def _is_file(text: str) -> bool:
     try:
         return text.lower().endswith(".json") and Path(text).expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):  # what resolve() says of such names is better
+    except (OSError, RuntimeError, ValueError):  # resolve() has a better message for such names
         return False
 
 
 def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
-    from moechat.models.shape import read_config
+    from moechat.models.dense import HeaderTable
+    from moechat.models.model_outline import read_config
+    from moechat.store.checkpoint import Checkpoint
     from moechat.store.store import Store
 
-    if ref.store is None:
-        assert ref.checkpoint is not None
+    if ref.store is not None:
+        store = Store.open(ref.store)
+        config, headers = read_config(store.path), HeaderTable.of(store.dense)
+        found = PlannedModel(ref.name, config, store.geometry.bits, "store", store, headers)
+        if bits is None or bits == store.geometry.bits:
+            return found
+        note = f"{ref.name} is stored with {store.geometry.bits} bits; this is the plan for {bits}"
+        return replace(found, bits=bits, weights="none", store=None, note=note)
+    assert ref.checkpoint is not None
+    bits = bits or _DEFAULT_BITS
+    with refusals_with_hint(ref.name):
         if ref.checkpoint.is_file():
             from moechat.models.gguf_source import opened_gguf
 
-            with opened_gguf(ref.checkpoint) as opened, refusals_with_hint(ref.name):
-                config = read_config(opened.path)
-            return PlannedModel(ref.name, config, bits or _DEFAULT_BITS, "checkpoint")
-        has_weights = any(ref.checkpoint.glob("*.safetensors"))
-        weights = "checkpoint" if has_weights else "none"
-        with refusals_with_hint(ref.name):
-            config = read_config(ref.checkpoint)
-        return PlannedModel(ref.name, config, bits or _DEFAULT_BITS, weights)
-    store = Store.open(ref.store)
-    found = PlannedModel(ref.name, read_config(store.path), store.geometry.bits, "store", store)
-    if bits is None or bits == store.geometry.bits:
-        return found
-    note = f"{ref.name} is stored with {store.geometry.bits} bits; this is what {bits} would take"
-    return replace(found, bits=bits, weights="none", store=None, note=note)
+            with opened_gguf(ref.checkpoint) as opened:
+                headers = HeaderTable.of(opened)
+                return PlannedModel(ref.name, read_config(opened.path), bits, "checkpoint", headers=headers)
+        config = read_config(ref.checkpoint)
+        if not any(ref.checkpoint.glob("*.safetensors")):
+            return PlannedModel(ref.name, config, bits, "none")
+        try:
+            headers = HeaderTable.of(Checkpoint.open(ref.checkpoint))
+        except CheckpointError:  # loading reports it; a plan needs only the configuration
+            return PlannedModel(ref.name, config, bits, "checkpoint")
+        return PlannedModel(ref.name, config, bits, "checkpoint", headers=headers)
 
 
 @contextmanager
 def refusals_with_hint(name: str) -> Iterator[None]:
-    """While a configuration is read and its model built: what refuses it says what to do next.
+    """Add a hint to errors while a configuration is read and its model built.
 
     Args:
-        name: Of the model, to show.
+        name: Name of the model, to show.
 
     Raises:
-        UnsupportedModelError: In place of every refusal of a value.
+        UnsupportedModelError: The configuration cannot be used; replaces a ``UsageError``.
     """
     hint = (
         f"compare the configuration of {name} with the config.json in the model's own repository, and fetch "
@@ -127,19 +139,19 @@ def refusals_with_hint(name: str) -> Iterator[None]:
     )
     try:
         with warnings.catch_warnings():
-            # Of torch, about sizes of nothing: the refusal that follows says more.
+            # Torch warns of sizes of 0; the error that follows is clearer.
             warnings.simplefilter("ignore", UserWarning)
             yield
     except UnsupportedModelError as error:
         error.hint = error.hint or hint
         raise
-    except UsageError as error:  # a size of the experts
+    except UsageError as error:  # an expert size is out of range
         reason = f"the configuration of {name} cannot be used: {error}"
         raise UnsupportedModelError(reason, hint=error.hint or hint) from error
 
 
 def _with_shapes(error: ModelNotFoundError, text: str) -> ModelNotFoundError:
-    """The same, with what a plan knows besides what can be run."""
+    """The same error, with the known shapes among the suggestions."""
     known = [*names_here(user_paths()), *ALIASES, *shape_names()]
     close = difflib.get_close_matches(text.lower(), known, n=2, cutoff=0.6)
     if close:

@@ -1,12 +1,12 @@
-"""How fast a plan would be: what a token and a prompt take, and what holds them up. Pure.
+"""Estimates the time of a token and of a prompt. Pure functions.
 
 A decoded token takes ``T_head + L·(T_att + T_moe) + Σ T_i``. The exposed times ``T_i`` of an allocation
 are those of the expected number of missing experts, which is a lower bound: a layer that misses half an
-expert in the mean misses none in one token and one in the next, and only the latter waits. Here they are
-expected over the number that is missing, each activated expert taken as missing on its own.
+expert on average misses none in one token and one in the next, and only the latter waits. So this module
+takes the expectation over the number of missing experts, each activated expert missing independently.
 
 A prompt goes through the layers in passes; in each, the experts that its tokens choose and that are not near
-are streamed while the layer before is computed (DESIGN, section 4).
+are streamed while the layer before is computed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Decode:
-    """What a decoded token takes.
+    """The time of a decoded token.
 
     Attributes:
-        seconds: All of it.
+        seconds: Total.
         dense: Seconds in attention, norms, routers, shared experts.
         experts: Seconds in the routed experts that are near.
-        waiting: Seconds in which nothing but missing experts goes on: moved, or computed where they lie.
-        head: Seconds of the head, of drawing the token.
+        waiting: Seconds that missing experts take, moved or computed where they lie, beyond all other work.
+        head: Seconds of the head and of sampling the token.
         hit_rate: Share of activated experts, by bytes, that are kept near.
-        ready_rate: The same with what was fetched ahead in time.
+        ready_rate: The same, with experts that were prefetched in time.
         far_bytes: Bytes of activated experts that are not kept near.
     """
 
@@ -87,8 +87,8 @@ def expected_exposed(
 ) -> Floats:
     """Expected exposed seconds of each layer: float64 ``[layers]``.
 
-    Of K activated experts r are not kept at all: binomial, by ``1 - H(C)``; the others lack ``1 - θ``. What
-    is fetched ahead in time takes its share of both.
+    Of K activated experts, a binomial number r, with probability ``1 - H(C)``, is not kept at all; of each of
+    the others ``1 - θ`` is missing. Experts prefetched in time reduce both by the same share.
     """
     top_k, blocks = shape.top_k, shape.blocks_per_expert
     experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
@@ -96,7 +96,7 @@ def expected_exposed(
     lacking = 1 - np.where(experts > 0, kept / blocks, 0.0)
     missing = top_k * (1 - hit * (1 - lacking))
     ahead = np.where(missing > 0, (top_k - allocation.loaded) / np.maximum(missing, 1e-12), 0.0)
-    ahead = np.clip(ahead, 0.0, 1.0)  # share of what is not kept that still has to come
+    ahead = np.clip(ahead, 0.0, 1.0)  # share of the missing bytes that no prefetch brings in time
     whole = (1 - hit) * ahead
     counts = np.arange(top_k + 1)
     ways = np.array([math.comb(top_k, count) for count in counts], dtype=np.float64)
@@ -104,7 +104,7 @@ def expected_exposed(
     late = counts + (top_k - counts) * (lacking * ahead)[:, None]
     exposed, _ = EngineModel.of(settings, costs, top_k, blocks).times(top_k - np.minimum(late, top_k))
     expected: Floats = (chance * exposed).sum(axis=1)
-    # Where the bound is above, as with experts that miss together, it stands.
+    # The lower bound applies where it is larger, as with experts that miss together.
     return np.maximum(expected, allocation.exposed)
 
 
@@ -115,7 +115,7 @@ def decode_speed(
     allocation: Allocation | None = None,
     exposed: Floats | None = None,
 ) -> Decode:
-    """What a token takes with an allocation and its :func:`expected_exposed`; without them all experts are
+    """Time of a token with an allocation and its :func:`expected_exposed`; without them all experts are
     near.
     """
     dense, experts = shape.layers * costs.attention, shape.layers * costs.moe
@@ -138,12 +138,12 @@ def decode_speed(
 
 @dataclass(frozen=True)
 class PrefillRates:
-    """What many tokens at a time are computed and streamed with.
+    """Rates at which many tokens at a time are computed and experts streamed.
 
     Attributes:
         dense: Multiplications and additions a second with dense weights.
         experts: The same with experts.
-        width: Bytes of weights a second, below which no pass can be.
+        width: Bytes of weights a second; a lower bound for the time of a pass.
         stream: Bytes of experts a second from the far tier; infinite where all are near.
     """
 
@@ -156,7 +156,7 @@ class PrefillRates:
 def prefill_rates(
     profile: HardwareProfile, shape: ModelShape, near: Near, stream: float
 ) -> PrefillRates | None:
-    """From a profile; ``None`` where it says nothing about many tokens."""
+    """Rates from a profile; ``None`` where it has none for many tokens."""
     if near == "gpu":
         assert profile.gpu is not None
         flops = profile.gpu.flops.value
@@ -192,7 +192,8 @@ def prompt_seconds(
         dense = max(products / rates.dense, shape.dense_bytes / rates.width)
         routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts
         computed = dense / shape.layers + np.maximum(routed, chosen * shape.expert_bytes / rates.width)
-        computed = np.maximum(computed, costs.attention + costs.moe)  # no pass is quicker than a token's
+        # No pass is faster than that of one token.
+        computed = np.maximum(computed, costs.attention + costs.moe)
         moved = missing * shape.expert_bytes / rates.stream
         seconds += float(np.maximum(computed, moved).sum())
         done += step
@@ -205,8 +206,8 @@ def _streamed(
     """Experts that so many tokens choose in each layer, and those of them that are not near: float64
     ``[layers]`` each.
 
-    Tokens are taken as choosing independently, each expert as often as was counted; a text's tokens choose
-    alike, so these are more than will be.
+    Tokens are assumed to choose independently, each expert as often as it was counted; the tokens of a text
+    choose similar experts, so these numbers are upper bounds.
     """
     counts = statistics.activations.astype(np.float64) + 1e-9
     popular = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
@@ -231,13 +232,13 @@ def behind_disk(
 ) -> Costs:
     """Costs where RAM does not hold all experts, so that some of the missing ones come from the disk.
 
-    RAM keeps what is used most of what the near tier does not hold, so of the activations that miss the near
+    RAM keeps the most used experts beyond those of the near tier, so of the activations that miss the near
     tier this share misses both: ``(1 - H(C_near + C_ram)) / (1 - H(C_near))``.
 
     Args:
-        costs: With RAM holding all of them.
+        costs: Costs if RAM holds all experts.
         shape: The model.
-        statistics: For H.
+        statistics: Statistics for H.
         near_share: Share of all experts that the near tier holds.
         ram_share: Share that RAM holds.
         disk_rate: Bytes a second from the disk.
@@ -272,8 +273,8 @@ def figures_used(
         profile: The machine.
         shape: The model.
         near: Tier that computes.
-        far: Some experts are not near.
-        disk: Some of those lie on the disk alone.
+        far: Whether some experts are not near.
+        disk: Whether some of those are on the disk only.
     """
     found: dict[str, Figure] = {}
     rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together

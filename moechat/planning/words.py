@@ -1,4 +1,4 @@
-"""What a plan says in words."""
+"""Words for people in a plan: the bottleneck and the notes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BOTH = "moved from RAM and the disk"
 
 
 def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
-    """What a token's time mostly is."""
+    """The largest part of a token's time, with its share."""
     waiting = "missing experts"
     if far is not None:
         where = {"ram": _MISSES[settings.miss], "disk": "read from the disk", "ram+disk": _BOTH}
@@ -37,39 +37,41 @@ def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
 
 
 def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str]) -> tuple[str, ...]:
-    """What the user may not expect.
+    """Remarks for the user.
 
     Args:
         machine: The machine.
-        far: Where the other experts lie.
-        ram: Bytes of RAM that were given.
-        remarks: What is to be said of the model; empty ones are passed over.
+        far: Place of the experts that are not near.
+        ram: Bytes of RAM that the user gave.
+        remarks: Remarks on the model; empty ones are dropped.
     """
-    said = [remark for remark in (*remarks, *machine.remarks) if remark]
+    sentences = [remark for remark in (*remarks, *machine.remarks) if remark]
     profile = machine.profile
     if machine.here and ram is not None and ram > total_bytes():
-        said.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
+        sentences.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
     if machine.near == "gpu":
-        said.append("running on a graphics card is new, and no speed of it has been measured yet")
+        sentences.append("running on a graphics card is new, and no speed of it has been measured yet")
     if far is not None and far.kind == "ram+disk":
-        said.append(
+        sentences.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
         )
     if profile is None:
-        said.append("this machine has not been measured, so no speed is given: `moechat profile` measures it")
+        sentences.append(
+            "this machine has not been measured, so no speed is given: `moechat profile` measures it"
+        )
     elif machine.figures is None and machine.near == "gpu":
-        said.append(
+        sentences.append(
             "this version does not measure the link to a graphics card, so no speed is given: "
             "--gpu NAME plans with published figures"
         )
     elif machine.figures is None:
-        said.append(
+        sentences.append(
             "the speed of the disk could not be measured, so none is given here: see `moechat profile`"
         )
     if machine.figures is None and far is not None:
-        said.append(
+        sentences.append(
             f"C and θ rest on assumed costs of link, memory and experts, not on figures of {machine.title}"
         )
     if machine.here and machine.near == "ram" and profile is not None and profile.gpu is not None:
-        said.append(f"--vram plans for the {profile.gpu.name} of this machine")
-    return tuple(said)
+        sentences.append(f"--vram plans for the {profile.gpu.name} of this machine")
+    return tuple(sentences)

@@ -1,6 +1,5 @@
-"""Predictors: which experts a layer to come will probably need.
-
-No predictor at all is ``None`` wherever one can be given.
+"""Predictors of the experts that upcoming layers need; ``None`` in place of a predictor disables
+prediction.
 """
 
 from moechat.predict.next_router import NextRouterPredictor

@@ -12,7 +12,8 @@ import torch
 
 
 class RankingRouter(Protocol):
-    """A layer's router; :func:`moechat.models.routers.find_routers` finds them, and says more about them.
+    """A layer's router; :func:`moechat.models.router_search.find_routers` finds them, and says more about
+    them.
 
     Attributes:
         weight: float32 ``[experts, hidden]``, contiguous.
@@ -32,19 +33,19 @@ class RankingRouter(Protocol):
 
 
 class NextRouterPredictor:
-    """Gives the next layer's router what this layer's experts receive: the residual stream changes little.
+    """Applies the next layer's router to the input of this layer's experts, as the residual stream changes
+    little.
 
-    Layer 0 is asked with what the last layer's experts received of the token before.
+    Layer 0 is predicted from the input of the last layer's experts for the previous token.
 
     Args:
-        routers: One for each expert layer, in order; ``None`` where none was found: that layer is not
-            predicted.
+        routers: One per expert layer, in order; ``None`` for a layer that is not predicted.
     """
 
     def __init__(self, routers: Sequence[RankingRouter | None]) -> None:
         self._layers = len(routers)
         experts = max((len(router.weight) for router in routers if router is not None), default=0)
-        # No inference tensor, so that it can be written to from inside and outside of inference mode.
+        # Not an inference tensor, so that it can be written inside and outside of inference mode.
         with torch.inference_mode(False):
             self._buffer = torch.empty(experts, dtype=torch.float32)
         self._scores = self._buffer.numpy()
@@ -59,9 +60,9 @@ class NextRouterPredictor:
         return self._scores
 
     def _ranking(self, router: RankingRouter) -> Callable[[torch.Tensor], object]:
-        """What writes a layer's scores into the buffer.
+        """Create a function that writes a layer's scores into the buffer.
 
-        Softmax and sigmoid keep the order, so they are left out where nothing is added after them.
+        Softmax and sigmoid keep the order, so they are computed only if a correction is added after them.
         """
         buffer = self._buffer
         product: Callable[[torch.Tensor], object]

@@ -1,4 +1,4 @@
-"""What a predictor is."""
+"""Interface of predictors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 
 
 class Predictor(Protocol):
-    """Ranks the experts of layers to come."""
+    """Ranks the experts of upcoming layers."""
 
     def scores(self, ordinal: int, ahead: int, hidden: torch.Tensor) -> npt.NDArray[np.float32] | None:
         """Rank the experts of expert layer ``(ordinal + ahead) % layers``.
 
         Args:
-            ordinal: Expert layer that is about to be computed.
-            ahead: Layers from there to the one asked for, at least 1; after the last layer come those of the
-                next token.
-            hidden: float32 ``[1, hidden_size]``: what the experts of layer ``ordinal`` receive.
+            ordinal: Expert layer that is computed next.
+            ahead: Distance of the predicted layer, at least 1; the next token's layers follow the last layer.
+            hidden: float32 ``[1, hidden_size]``: input of the experts of layer ``ordinal``.
 
         Returns:
-            float32 ``[experts]``, the likeliest expert highest; valid until the next call. ``None``: no
+            float32 ``[experts]``, highest for the most likely expert; valid until the next call. ``None``: no
             prediction.
         """
         ...

@@ -1,9 +1,8 @@
-"""Predictions for a replayed trace, drawn at a stated accuracy.
+"""Predictions for a replayed trace, drawn with a given accuracy.
 
-Where a trace takes the place of the routers, the routers of the loaded model know nothing of it. So the
-experts that the replay is going to choose are predicted on purpose as well, or as badly, as was measured for
-real models: MoEpic (section 5) found 2.07 to 3.39 of 4 experts among the best 4 of the next layer's router,
-by layer.
+During a replay the routers of the loaded model do not determine the choices, so they cannot predict them.
+Predictions are drawn instead, with the accuracy measured for real models: MoEpic (section 5) found 2.07 to
+3.39 of 4 experts, depending on the layer, among the top 4 of the next layer's router.
 """
 
 from __future__ import annotations
@@ -17,31 +16,29 @@ from moechat.predict.predictor import Predictor
 from moechat.routing import Replay
 
 DEFAULT_ACCURACY = 0.7
-# Each further layer ahead keeps this share of the accuracy; our assumption, not a measurement.
+# Factor of the accuracy for each further layer ahead; an assumption, not measured.
 AHEAD_FACTOR = 0.85
 _MOST_AHEAD = 8
 _MAX_SCORES = 1 << 28
 
 
 class ReplayPredictor:
-    """Ranks experts so that each one that the replay will choose is among the best k with a given
+    """Ranks experts such that each expert that the replay will choose is in the top k with a given
     probability.
 
-    The wrong ones among the best k, and the order of all below them, are drawn by how popular the layer's
-    experts are in the trace. Right and wrong ones are in random order. All rankings are drawn once, here, so
-    that every system that is compared sees the same ones, and a call only looks one up.
+    The wrong experts in the top k, and the order of all others, are drawn by the popularity of the layer's
+    experts in the trace. Right and wrong experts are in random order. All rankings are drawn by the
+    constructor, so that all compared systems get the same ones and a call is only a lookup.
 
     Args:
-        replay: What will be chosen.
+        replay: The replayed trace.
         accuracy: Probability p for one layer ahead, 0 to 1; ``a`` layers ahead it is ``p * 0.85 ** (a - 1)``.
-        seed: Of the draws.
+        seed: Random seed.
         lookahead: Most layers ahead, 1 to 8.
-        instead_of: A predictor that is asked as well and whose answer is thrown away, so that its time
-            counts.
+        instead_of: A predictor that is called too, with its result ignored, so that its time is included.
 
     Raises:
-        UsageError: A value is out of range, or the trace is so long that the rankings would not fit in
-            memory.
+        UsageError: A value is out of range, or the rankings of the trace would not fit in memory.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class ReplayPredictor:
 
     @property
     def lookahead(self) -> int:
-        """Most layers ahead that are predicted."""
+        """Most layers ahead with a prediction."""
         return len(self._scores)
 
     def scores(self, ordinal: int, ahead: int, hidden: torch.Tensor) -> npt.NDArray[np.float32] | None:
@@ -89,7 +86,7 @@ class ReplayPredictor:
         return scores
 
     def measured(self, ahead: int = 1) -> float:
-        """Share of the replay's choices that are among the best k of the rankings, over the whole trace."""
+        """Share of the choices of the whole trace that are in the top k of the rankings."""
         trace = self._replay.trace
         chosen = np.take_along_axis(self._scores[ahead - 1], trace.experts.astype(np.int64), axis=-1)
         return float((chosen > trace.num_experts - trace.top_k).mean())
@@ -101,7 +98,7 @@ def _draw(
     accuracy: float,
     generator: np.random.Generator,
 ) -> npt.NDArray[np.float32]:
-    """Scores ``[tokens, layers, experts]``: the numbers ``experts`` down to 1, the best expert's first."""
+    """Scores ``[tokens, layers, experts]``: ``experts`` for the best expert down to 1 for the worst."""
     tokens, layers, k = chosen.shape
     experts = popularity.shape[1]
     out = np.empty((tokens, layers, experts), dtype=np.float32)
@@ -114,8 +111,8 @@ def _draw(
         np.put_along_axis(true, index, True, axis=-1)
         found = np.zeros(shape, dtype=bool)
         np.put_along_axis(found, index, generator.random(index.shape) < accuracy, axis=-1)
-        # The wrong ones are drawn without replacement with weights (Gumbel's trick), never from the right
-        # ones while there are others.
+        # Wrong experts are drawn without replacement, weighted by popularity (Gumbel top-k trick), and never
+        # from the right ones while others remain.
         drawn = popularity[None] + generator.gumbel(size=shape)
         wrong_order = np.argsort(np.where(true, -np.inf, drawn), axis=-1)[..., ::-1]
         missing = k - found.sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that takes the place of ``path`` at the end of the block, and is on the disk then.
+    """Write a file that durably replaces ``path`` at the end of the block.
 
-    After an exception ``path`` is as before. A process that is killed leaves ``.NAME.PID.tmp`` beside it.
-    What is there and no file (a pipe, a device) is written to directly; of a link, what it leads to is
-    replaced.
+    After an exception ``path`` is unchanged. A killed process leaves ``.NAME.PID.tmp`` in the directory. A
+    pipe or device is written directly; for a symbolic link its target is replaced.
 
     Raises:
         OSError: The file cannot be written.

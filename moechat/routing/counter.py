@@ -1,4 +1,4 @@
-"""Routing statistics from recorded routing, by the counter that the engine runs as well."""
+"""Routing statistics from recorded routing, by the same counter that the engine uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moechat.routing.trace import Trace
 _RANKING_CHUNK = 1 << 22
 
 
-class RanksBy(Protocol):
-    """Settings that name an eviction policy; :class:`moechat.configurator.systems.CacheSettings` is one."""
+class PolicySettings(Protocol):
+    """An eviction policy with its parameters; see :class:`moechat.configurator.systems.CacheSettings`."""
 
     @property
     def policy(self) -> str:
@@ -25,29 +25,30 @@ class RanksBy(Protocol):
 
     @property
     def omega(self) -> float:
-        """Of ``lcp``."""
+        """Parameter of ``lcp``."""
         ...
 
     @property
     def rho(self) -> float:
-        """Of ``lcp``."""
+        """Parameter of ``lcp``."""
         ...
 
     @property
     def gamma(self) -> float:
-        """Of ``discount``."""
+        """Parameter of ``discount``."""
         ...
 
 
 class RoutingCounter:
-    """Ranks experts by a policy just before each access, and counts (MoEpic, section 3.4.2).
+    """Counts the ranks that a policy gives to experts just before each access (MoEpic, section 3.4.2).
 
     Args:
-        policy: Taken over; it remembers over calls of :meth:`feed`.
-        top_k: Experts that a token uses.
+        policy: Eviction policy; the counter takes ownership, and its state persists over calls of
+            :meth:`feed`.
+        top_k: Experts per token.
 
     Raises:
-        ValueError: ``top_k`` is below 1, or the policy was taken already.
+        ValueError: ``top_k`` is below 1, or the policy is in use already.
     """
 
     def __init__(self, policy: _native.EvictionPolicy, top_k: int) -> None:
@@ -55,7 +56,7 @@ class RoutingCounter:
 
     @property
     def depth(self) -> int:
-        """Places of a prediction that are counted."""
+        """Number of top predicted experts that are counted."""
         return self._counter.depth
 
     def feed(
@@ -64,17 +65,17 @@ class RoutingCounter:
         predictions: npt.NDArray[np.integer] | None = None,
         passes: npt.NDArray[np.integer] | None = None,
     ) -> None:
-        """Count recorded routing. One native call, which drops the GIL.
+        """Count recorded routing, in one native call without the GIL.
 
         Args:
             experts: ``[tokens, layers, k]``.
-            predictions: ``[tokens, layers, n]`` rankings, best first, made for each of these; those beyond
-                :attr:`depth` places are not looked at.
-            passes: ``[n]`` tokens of each pass; one each if not given. Longer ones reach the policy, but are
-                not counted.
+            predictions: ``[tokens, layers, n]`` predicted rankings of these choices, best first; only the
+                first :attr:`depth` are used.
+            passes: ``[n]`` tokens of each pass; default: 1 each. Passes of several tokens update the policy
+                but are not counted.
 
         Raises:
-            ValueError: Shapes do not match, or there is no such expert.
+            ValueError: Shapes do not match, or an expert index is out of range.
         """
         self._counter.run(
             np.ascontiguousarray(experts, dtype=np.int32),
@@ -87,18 +88,18 @@ class RoutingCounter:
         )
 
     def snapshot(self) -> RoutingStatistics:
-        """What has been counted so far; a copy."""
+        """Copy of the current counts."""
         counter = self._counter
         return RoutingStatistics(counter.policy, counter.top_k, *counter.counts())
 
     def reset(self) -> None:
-        """Set the counts to 0; the policy remembers."""
+        """Set the counts to 0; the state of the policy stays."""
         self._counter.reset()
 
 
 def statistics_of_trace(
     trace: Trace,
-    policy: str | RanksBy = "lcp",
+    policy: str | PolicySettings = "lcp",
     *,
     predictions: npt.NDArray[np.integer] | None = None,
     tokens: int | None = None,
@@ -110,22 +111,22 @@ def statistics_of_trace(
     """Statistics of a recorded routing.
 
     Args:
-        trace: What the routers chose.
-        policy: Name of an eviction policy, or settings that hold it with its parameters. ``static`` ranks by
-            how often the trace chose each expert; ``belady`` looks into the trace.
-        predictions: ``[tokens, layers, n]`` rankings, best first, for these choices (:func:`rankings` makes
-            them from scores); without it nothing counts as predicted.
-        tokens: The first tokens only.
-        prompts: Take the prompts of a trace that tells them from the answers as passes of many tokens, which
-            are not counted; else every token counts.
-        omega: See :class:`moechat.configurator.systems.CacheSettings`; as for the next two. Not looked at
-            where ``policy`` holds its own.
+        trace: The recorded choices.
+        policy: Name of an eviction policy, or settings with name and parameters. ``static`` ranks by the
+            frequency of experts in the trace; ``belady`` uses the future of the trace.
+        predictions: ``[tokens, layers, n]`` predicted rankings of these choices, best first (see
+            :func:`rankings`); ``None``: nothing counts as predicted.
+        tokens: Use only the first tokens.
+        prompts: Treat prompts as passes of many tokens, which are not counted, if the trace distinguishes
+            them from answers; else every token counts.
+        omega: Parameter of the policy, see :class:`moechat.configurator.systems.CacheSettings`; ignored, like
+            the next two, if ``policy`` has its own.
         rho: See ``omega``.
         gamma: See ``omega``.
 
     Raises:
-        UsageError: No such policy, a parameter is out of range, or no token was asked for.
-        ValueError: ``predictions`` does not fit the trace.
+        UsageError: The policy is unknown, a parameter is out of range, or ``tokens`` is less than 1.
+        ValueError: The shape of ``predictions`` does not match the trace.
     """
     name = policy
     if not isinstance(policy, str):
@@ -159,13 +160,13 @@ def statistics_of_trace(
 
 
 def rankings(scores: npt.NDArray[np.floating], depth: int) -> npt.NDArray[np.int32]:
-    """The best experts of predicted scores, in the order in which the engine would fetch them.
+    """Top experts of predicted scores, in the order in which the engine fetches them.
 
-    Of equal scores the lower number comes first, those that are not a number come last.
+    Equal scores are ordered by expert index; NaNs come last.
 
     Args:
         scores: ``[..., experts]``.
-        depth: How many of them.
+        depth: Number of experts.
 
     Returns:
         int32 ``[..., min(depth, experts)]``.

@@ -1,4 +1,4 @@
-"""A trace played back in place of a model's routers."""
+"""Playback of a trace in place of a model's routers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from moechat.routing.trace import Trace
 
 
 class Replay:
-    """A cursor over a trace. Layer 0 of a pass moves it on; the other layers of the pass read the same
+    """A cursor over a trace. Layer 0 of a pass advances it; the other layers of the pass read the same
     tokens.
 
-    After the last token it begins again. It is not safe for several threads.
+    After the last token it starts again from the first. Not thread-safe.
 
     Args:
-        trace: In the shape of the model.
-        position: Token with which the next pass begins.
+        trace: A trace in the shape of the model.
+        position: First token of the next pass.
     """
 
     def __init__(self, trace: Trace, position: int = 0) -> None:
         self.trace = trace
-        # int64 as torch's routers give it; layer by layer, so that one token's experts are contiguous either
-        # way.
+        # int64 like the output of torch's routers.
         self._experts = np.ascontiguousarray(trace.experts, dtype=np.int64)
         self._experts.flags.writeable = False
         self._tokens = trace.tokens
@@ -30,33 +29,33 @@ class Replay:
         self.rewind(position)
 
     def rewind(self, position: int = 0) -> None:
-        """Let the next pass begin with token ``position``.
+        """Set the first token of the next pass.
 
         Raises:
-            ValueError: There is no such token.
+            ValueError: ``position`` is out of range.
         """
         if not 0 <= position < self._tokens:
             raise ValueError(f"position is {position}; the trace has {self._tokens} tokens")
-        self._start = position  # of the pass under way, or of the next one
-        self._count = 0  # tokens of the pass under way
+        self._start = position  # first token of the current pass, or of the next one
+        self._count = 0  # tokens of the current pass
 
     @property
     def position(self) -> int:
-        """Token with which the next pass will begin."""
+        """First token of the next pass."""
         return (self._start + self._count) % self._tokens
 
     def route(self, ordinal: int, tokens: int) -> npt.NDArray[np.int64]:
-        """What the router of expert layer ``ordinal`` chooses for the tokens of this pass.
+        """Experts that layer ``ordinal`` chooses for the tokens of this pass.
 
         Args:
-            ordinal: Expert layer; 0 begins a new pass.
+            ordinal: Expert layer; 0 starts a new pass.
             tokens: Tokens of the pass.
 
         Returns:
             int64 ``[tokens, k]``, read-only.
 
         Raises:
-            ValueError: The layer does not exist, or a layer has another number of tokens than layer 0 had.
+            ValueError: The layer does not exist, or ``tokens`` differs from layer 0 of this pass.
         """
         if ordinal == 0:
             self._start = (self._start + self._count) % self._tokens
@@ -82,10 +81,9 @@ class Replay:
         return (self._start + self._count - 1 + turns) % self._tokens, layer
 
     def upcoming(self, ordinal: int, ahead: int) -> npt.NDArray[np.int64]:
-        """What the replay will choose ``ahead`` layers after layer ``ordinal`` of the last token of this
-        pass.
+        """Experts chosen ``ahead`` layers after layer ``ordinal`` of the last token of this pass.
 
-        Layers after the last one are those of the next token.
+        The layers of the next token follow the last layer.
 
         Returns:
             int64 ``[k]``, read-only.
@@ -95,5 +93,5 @@ class Replay:
         return chosen
 
     def future(self) -> npt.NDArray[np.int32]:
-        """All that comes from the next pass on, to the end of the trace: int32 ``[tokens, layers, k]``."""
+        """All choices from the next pass to the end of the trace: int32 ``[tokens, layers, k]``."""
         return self.trace.experts[self.position :]

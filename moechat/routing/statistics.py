@@ -1,4 +1,4 @@
-"""What routing has been like: the probabilities that plans are made from (MoEpic, section 3.4.2)."""
+"""Routing statistics: the probabilities that cache plans are computed from (MoEpic, section 3.4.2)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from moechat import _native
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """Counts over decoded tokens, layer by layer. Passes of several tokens (prompts) are not counted.
+    """Counts over decoded tokens, by layer. Passes of several tokens (prompts) are not counted.
 
-    The rank of an expert just before an access is the least number of cached experts with which it would not
-    be cached; for most policies, its place among the layer's experts by their priorities. An activation is a
-    hit with C cached experts if its rank is below C, so one count of ranks serves every C.
-    ``native/src/cache/routing_counter.h`` says what is cached.
+    The rank of an expert just before an access is the largest number of cached experts for which it is not
+    among them; for most policies, its position among the layer's experts by priority. An activation is a hit
+    with C cached experts if its rank is below C, so one histogram of ranks gives the hit rate for every C.
+    ``native/src/cache/routing_counter.h`` defines the cached experts.
 
     Attributes:
-        policy: Eviction policy by whose priorities experts were ranked.
-        top_k: Experts a token.
-        tokens: Decoded tokens counted, by the layer that has seen most.
-        predicted: int64 ``[layers]``: those of them for which the layer had been predicted.
-        activations: int64 ``[layers, experts]``: how often each expert was chosen.
-        ranks: int64 ``[layers, experts]``: activations of an expert that had rank r.
-        hits_of_prediction: int64 ``[layers, depth]``: predictions in which the expert at place y was chosen.
-        ranks_of_prediction: int64 ``[layers, depth, experts]``: predictions in which the expert at place y
-            had rank r.
+        policy: Eviction policy whose priorities give the ranks.
+        top_k: Experts per token.
+        tokens: Counted decoded tokens, the maximum over layers.
+        predicted: int64 ``[layers]``: counted tokens with a prediction for the layer.
+        activations: int64 ``[layers, experts]``: activations of each expert.
+        ranks: int64 ``[layers, experts]``: activations of experts with rank r.
+        hits_of_prediction: int64 ``[layers, depth]``: predictions whose expert at position y was chosen.
+        ranks_of_prediction: int64 ``[layers, depth, experts]``: predictions whose expert at position y had
+            rank r.
 
     Raises:
-        ValueError: Shapes do not fit together, or a count is negative.
+        ValueError: Shapes do not match, or a count is negative.
     """
 
     policy: str
@@ -63,14 +63,14 @@ class RoutingStatistics:
     def zero(
         cls, policy: str, layers: int, experts: int, top_k: int, depth: int | None = None
     ) -> RoutingStatistics:
-        """Statistics of no token.
+        """Statistics with all counts 0.
 
         Args:
-            policy: As in the attributes.
-            layers: Expert layers.
-            experts: Experts of a layer.
-            top_k: Experts a token.
-            depth: Places of a prediction; ``None`` takes those that the counter counts.
+            policy: Eviction policy.
+            layers: Number of expert layers.
+            experts: Experts per layer.
+            top_k: Experts per token.
+            depth: Counted positions of a prediction; ``None`` takes the counter's.
         """
         if depth is None:
             depth = _native.prediction_depth(experts, top_k)
@@ -86,10 +86,10 @@ class RoutingStatistics:
         )
 
     def merge(self, other: RoutingStatistics) -> RoutingStatistics:
-        """Both together.
+        """Sum of both.
 
         Raises:
-            ValueError: They are of different policies or shapes.
+            ValueError: Policies or shapes differ.
         """
         if not self.fits(other):
             raise ValueError(
@@ -107,9 +107,9 @@ class RoutingStatistics:
         )
 
     def faded(self) -> RoutingStatistics:
-        """Half of every count, so that what comes next weighs twice as much.
+        """Halve all counts, so that later ones weigh twice as much.
 
-        Sums over ranks and experts are halved too, within one: small counts are not rounded away.
+        Sums over ranks and experts are halved too, within 1, so that small counts are not rounded away.
         """
         return RoutingStatistics(
             self.policy,
@@ -123,7 +123,7 @@ class RoutingStatistics:
         )
 
     def fits(self, other: RoutingStatistics) -> bool:
-        """Whether both are of the same policy and shape."""
+        """Whether both have the same policy and shape."""
         return (
             self.policy == other.policy
             and self.top_k == other.top_k
@@ -139,33 +139,37 @@ class RoutingStatistics:
 
     @property
     def layers(self) -> int:
-        """Expert layers."""
+        """Number of expert layers."""
         return len(self.activations)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return int(self.activations.shape[1])
 
     @property
     def depth(self) -> int:
-        """Places of a prediction that are counted."""
+        """Counted positions of a prediction."""
         return int(self.hits_of_prediction.shape[1])
 
     @cached_property
     def hit_rate(self) -> npt.NDArray[np.float64]:
-        """``H(C)``: float64 ``[layers, experts + 1]``, share of activations that C cached experts serve."""
+        """``H(C)``: float64 ``[layers, experts + 1]``, share of activations that hit with C cached
+        experts.
+        """
         total = np.maximum(self.ranks.sum(axis=1, keepdims=True), 1)
         return _from_nothing(self.ranks / total)
 
     @cached_property
     def prediction_accuracy(self) -> npt.NDArray[np.float64]:
-        """``P(y)``: float64 ``[layers, depth]``, how often the expert predicted at place y is activated."""
+        """``P(y)``: float64 ``[layers, depth]``, share of predictions whose expert at position y is
+        activated.
+        """
         return self.hits_of_prediction / np.maximum(self.predicted, 1)[:, None]
 
     @cached_property
     def prediction_hit_rate(self) -> npt.NDArray[np.float64]:
-        """``PH(y, C)``: float64 ``[layers, depth, experts + 1]``, how often that expert is cached."""
+        """``PH(y, C)``: float64 ``[layers, depth, experts + 1]``, share of them whose expert is cached."""
         return _from_nothing(self.ranks_of_prediction / np.maximum(self.predicted, 1)[:, None, None])
 
 

@@ -1,12 +1,12 @@
-"""Routing statistics kept across runs: one file a model and policy in the user's state directory.
+"""Routing statistics stored across runs: one file per model and policy in the user's state directory.
 
 A file is an ``.npz`` without pickled objects: the arrays of
-:class:`~moechat.routing.statistics.RoutingStatistics` under their names, ``format`` (this module's version),
+:class:`~moechat.routing.statistics.RoutingStatistics` under their names, ``format`` (the format version),
 ``tokens`` and ``top_k`` as single integers, ``policy`` and ``model_key`` as single strings.
 
-Writers take turns by a lock on ``lock`` in the same directory, and replace a file at once, so that a process
-that dies, or two that add at the same time, lose nothing that was kept. What cannot be read is never
-overwritten: it is set aside under the same name with ``.damaged`` behind it.
+Writers hold a lock on the file ``lock`` in the same directory and replace files atomically, so neither a
+crash nor concurrent writers lose stored data. An unreadable file is never overwritten but renamed with the
+suffix ``.damaged``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moechat.routing.atomic import TEMPORARY, replacing
 from moechat.routing.statistics import RoutingStatistics
 
 FORMAT = 1
-# Beyond so many tokens old counts fade: some days of use outweigh all before them.
+# Counts are halved beyond this many tokens, so that some days of use outweigh all earlier use.
 MAX_TOKENS = 200_000
-# Files that are kept; the one that has not been written for longest goes first.
+# Most files; the least recently written ones are removed.
 MAX_FILES = 64
 
 _COUNTS = ("predicted", "activations", "ranks", "hits_of_prediction", "ranks_of_prediction")
@@ -45,7 +45,7 @@ _DIMENSIONS = {
     "hits_of_prediction": 2,
     "ranks_of_prediction": 3,
 }
-# 512 MiB in memory: 256 layers of 4096 experts with 64 places.
+# 512 MiB in memory: 256 layers of 4096 experts with 64 predicted positions.
 _MAX_COUNTS = 1 << 26
 _NPY_HEADER_BYTES = 1 << 12
 _MAX_TEXT_BYTES = 1 << 12
@@ -57,18 +57,18 @@ Warn = Callable[[str], None]
 
 
 class _UnreadableError(Exception):
-    """A file is there, but holds no statistics that this version understands."""
+    """A file exists, but this version cannot use its content."""
 
 
 def model_key(fingerprint: str, *, layers: int, experts: int, top_k: int) -> str:
-    """Name under which a model's statistics are kept.
+    """Key of a model's statistics.
 
     Args:
-        fingerprint: What tells the model from others, such as that of the checkpoint that a store was made
-            from. Bits a weight need not be part of it: they hardly change what routers choose.
-        layers: Expert layers.
-        experts: Experts of a layer.
-        top_k: Experts a token.
+        fingerprint: Identity of the model, such as the fingerprint of the checkpoint that a store was made
+            from. Bits per weight can be omitted, because they hardly change the routing.
+        layers: Number of expert layers.
+        experts: Experts per layer.
+        top_k: Experts per token.
 
     Returns:
         32 hexadecimal digits.
@@ -80,19 +80,19 @@ def model_key(fingerprint: str, *, layers: int, experts: int, top_k: int) -> str
 def load_statistics(
     model_key: str, policy: str, *, warn: Warn | None = None, directory: Path | None = None
 ) -> RoutingStatistics | None:
-    """What routing has been like in earlier runs. Changes nothing and never fails.
+    """Load the statistics of earlier runs. Changes no file; unusable files are reported to ``warn``.
 
     Args:
         model_key: See :func:`model_key`.
-        policy: By whose priorities experts were ranked.
-        warn: Told in one sentence why what is kept cannot be used, if so.
-        directory: Where they are kept; ``None`` is the user's state directory.
+        policy: Eviction policy whose priorities give the ranks.
+        warn: Called with one sentence if the stored statistics cannot be used.
+        directory: Directory of the files; ``None`` is the user's state directory.
 
     Returns:
-        ``None`` if nothing is kept, or nothing that can be used.
+        ``None`` if there are no usable statistics.
 
     Raises:
-        ValueError: A name is no part of a file name.
+        ValueError: A name cannot be part of a file name.
     """
     path = _directory(directory) / _file_name(model_key, policy)
     try:
@@ -114,38 +114,37 @@ def add_statistics(
     directory: Path | None = None,
     max_tokens: int = MAX_TOKENS,
 ) -> bool:
-    """Add what was counted in this run to what is kept.
+    """Add the counts of this run to the stored statistics.
 
-    Counts are halved while they are of more than ``max_tokens`` tokens, so that they follow the user.
+    While they have more than ``max_tokens`` tokens, counts are halved, so that recent use weighs more.
 
     Args:
         model_key: See :func:`model_key`.
-        statistics: Counts that have not been added before.
-        warn: Told in one sentence what went wrong, if anything.
-        directory: Where they are kept; ``None`` is the user's state directory.
-        max_tokens: Most tokens that are kept.
+        statistics: Counts that were not added before.
+        warn: Called with one sentence about each problem.
+        directory: Directory of the files; ``None`` is the user's state directory.
+        max_tokens: Most tokens stored.
 
     Returns:
-        Whether they are kept now. If not (a full disk, a directory that cannot be written, another process
-        that holds the lock for seconds), nothing has changed, and they may be added later.
+        Whether they are stored. If not (full disk, unwritable directory, another process holds the lock for
+        seconds), nothing has changed and they can be added later.
 
     Raises:
-        ValueError: A name is no part of a file name.
+        ValueError: A name cannot be part of a file name.
     """
     if statistics.tokens == 0 and not statistics.predicted.any():
         return True
-    place = _directory(directory)
-    path = place / _file_name(model_key, statistics.policy)
+    path = _directory(directory) / _file_name(model_key, statistics.policy)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with _locked(place / "lock"):
-            _remove_leftovers(place)
-            kept = _kept_before(path, model_key, statistics, warn)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent / "lock"):
+            _remove_leftovers(path.parent)
+            kept = _read_or_set_aside(path, model_key, statistics, warn)
             total = statistics if kept is None else kept.merge(statistics)
             while total.tokens > max_tokens:
                 total = total.faded()
             _write(path, model_key, total)
-            _remove_oldest(place, path)
+            _remove_oldest(path.parent, path)
     except OSError as problem:
         _tell(warn, f"routing statistics {path} cannot be kept: {problem.strerror or problem}")
         return False
@@ -159,7 +158,7 @@ def _directory(directory: Path | None) -> Path:
 def _file_name(key: str, policy: str) -> str:
     for name, value in (("model_key", key), ("policy", policy)):
         if not _NAME.fullmatch(value):
-            raise ValueError(f"{name} is {value!r}, which is no part of a file name")
+            raise ValueError(f"{name} is {value!r}, which cannot be part of a file name")
     return f"{key}-{policy}.npz"
 
 
@@ -170,7 +169,7 @@ def _tell(warn: Warn | None, message: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file, which stays; the kernel drops the lock however its holder dies."""
+    """Hold a lock on a file, which is not removed; the kernel drops the lock when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         until = time.monotonic() + _LOCK_SECONDS
@@ -189,10 +188,10 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _kept_before(
+def _read_or_set_aside(
     path: Path, key: str, statistics: RoutingStatistics, warn: Warn | None
 ) -> RoutingStatistics | None:
-    """What ``statistics`` can be added to; anything else of that name is set aside."""
+    """Stored statistics that match ``statistics``; renames a file with other content."""
     try:
         kept = _read(path, key, statistics.policy)
         if not kept.fits(statistics):
@@ -213,7 +212,7 @@ def _read(path: Path, key: str, policy: str) -> RoutingStatistics:
             return _parse(file, key, policy)
         except (OSError, _UnreadableError):
             raise
-        except Exception as problem:  # what the parsers of zip, deflate and npy raise for any bytes
+        except Exception as problem:  # the zip, deflate and npy parsers raise many types for damaged data
             raise _UnreadableError(f"the file is damaged: {problem}") from problem
 
 
@@ -283,14 +282,14 @@ def _narrow(counts: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what writers that died have begun. Whoever holds the lock is the only writer."""
+    """Remove temporary files of killed writers. Requires the lock, so that no other writer is active."""
     for path in directory.glob(f".*{TEMPORARY}"):
         with suppress(OSError):
             path.unlink()
 
 
 def _remove_oldest(directory: Path, newest: Path) -> None:
-    """Keep the directory bounded."""
+    """Remove the oldest files beyond ``MAX_FILES``."""
     dated = []
     for pattern in ("*.npz", "*.npz.damaged"):
         for path in directory.glob(pattern):

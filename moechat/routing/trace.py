@@ -2,16 +2,16 @@
 
 A trace is an ``.npz`` file (``numpy.savez``) without pickled objects, with these arrays; others are ignored:
 
-- ``experts``, integers ``[tokens, layers, k]``: experts of each token and expert layer, in the model's own
-  order, best first where that is known; no expert twice for one token.
+- ``experts``, integers ``[tokens, layers, k]``: experts of each token and expert layer, in the model's
+  order, best first if known; no expert twice for one token.
 - ``offsets``, integers ``[sequences + 1]``, ascending from 0 to ``tokens``: sequence i is rows ``offsets[i]``
-  to ``offsets[i + 1] - 1``. Optional: without it there is one sequence.
-- ``num_experts``, one integer: experts in a layer. Optional: without it, the largest one seen, plus 1.
-- ``weights``, ``[tokens, layers, k]``: what the router gave each of them, as the experts' outputs were
-  weighted by it: floating point, or uint8 in steps of 1/255. Optional.
-- ``tokens``, integers ``[tokens]``: ids of the tokens. Optional.
-- ``prompt_lengths``, integers ``[sequences]``: how many rows at the beginning of a sequence are its prompt,
-  which was computed in passes of many tokens; those after it are answers, one token a pass. Optional.
+  to ``offsets[i + 1] - 1``. Optional; default: one sequence.
+- ``num_experts``, one integer: experts in a layer. Optional; default: the largest index plus 1.
+- ``weights``, ``[tokens, layers, k]``: weights of the experts' outputs: floating point, or uint8 in steps of
+  1/255. Optional.
+- ``tokens``, integers ``[tokens]``: token ids. Optional.
+- ``prompt_lengths``, integers ``[sequences]``: number of leading rows of a sequence that are its prompt,
+  computed in passes of many tokens; the rows after it are answers, one token per pass. Optional.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import numpy.typing as npt
 from moechat.errors import UsageError
 from moechat.routing.atomic import replacing
 
-# 1 GiB of int32: 10 million tokens of a model with 27 choices each. More than that is a mistake, or an
-# attack.
+# 1 GiB of int32: 10 million tokens with 27 choices each. A larger file is an error or an attack.
 MAX_CHOICES = 1 << 28
 MAX_EXPERTS = 1 << 20
 _MAX_SEQUENCES = 1 << 24
@@ -40,7 +39,7 @@ _KNOWN = ("experts", "offsets", "num_experts", "weights", "tokens", "prompt_leng
 
 @dataclass(frozen=True)
 class Trace:
-    """Routing of a number of sequences.
+    """Recorded routing of one or more sequences.
 
     Attributes:
         experts: int32 ``[tokens, layers, k]``; no expert twice for one token and layer.
@@ -48,10 +47,10 @@ class Trace:
         num_experts: Experts in a layer.
         weights: float16 ``[tokens, layers, k]`` weights of the routers, or ``None``.
         token_ids: int32 ``[tokens]``, or ``None``.
-        prompt_lengths: int64 ``[sequences]``: leading rows of each that are its prompt, or ``None``.
+        prompt_lengths: int64 ``[sequences]``: leading rows of each sequence that are its prompt, or ``None``.
 
     Raises:
-        ValueError: Shapes or values do not fit together.
+        ValueError: Shapes or values contradict each other.
     """
 
     experts: npt.NDArray[np.int32]
@@ -95,22 +94,22 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Rows."""
+        """Number of tokens (rows)."""
         return len(self.experts)
 
     @property
     def layers(self) -> int:
-        """Expert layers."""
+        """Number of expert layers."""
         return int(self.experts.shape[1])
 
     @property
     def top_k(self) -> int:
-        """Experts of a token in a layer."""
+        """Experts per token and layer."""
         return int(self.experts.shape[2])
 
     @property
     def sequences(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.offsets) - 1
 
     @classmethod
@@ -118,28 +117,28 @@ class Trace:
         """Read a trace file.
 
         Raises:
-            UsageError: There is no such file, or it is no trace; the message says what is wrong with it.
+            UsageError: The file does not exist or is not a trace; the message gives the reason.
         """
-        place = Path(path)
+        path = Path(path)
         try:
-            if not zipfile.is_zipfile(place):
-                place.stat()
+            if not zipfile.is_zipfile(path):
+                path.stat()
                 raise ValueError("it is not an .npz file")
-            _require_small(place)
-            with np.load(place, allow_pickle=False) as file:
+            _require_small(path)
+            with np.load(path, allow_pickle=False) as file:
                 return _from_arrays({name: file[name] for name in _KNOWN if name in file.files})
         except FileNotFoundError:
-            raise UsageError(f"there is no trace {place}") from None
+            raise UsageError(f"there is no trace {path}") from None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
             raise UsageError(
-                f"{place} is no routing trace: {problem}",
+                f"{path} is not a routing trace: {problem}",
                 hint="a trace is an .npz file with integers 'experts' [tokens, layers, k] and 'offsets'",
             ) from problem
 
     def write(self, path: str | Path) -> None:
-        """Write a file that :meth:`read` understands; integers are as narrow as the experts allow.
+        """Write a file for :meth:`read`, with the narrowest integer type for the experts.
 
-        A file of that name is replaced at once, when all is written.
+        An existing file is replaced atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -159,14 +158,14 @@ class Trace:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     def head(self, tokens: int, *, first_sequence: int = 0) -> Trace:
-        """The first tokens from the beginning of a sequence on, over the ends of sequences.
+        """The first tokens from the beginning of a sequence, across the ends of sequences.
 
         Args:
-            tokens: At most so many.
-            first_sequence: Where to begin.
+            tokens: Most tokens.
+            first_sequence: Sequence to start with.
 
         Raises:
-            UsageError: There is no such sequence, or no token was asked for.
+            UsageError: The sequence does not exist, or ``tokens`` is less than 1.
         """
         if tokens < 1 or not 0 <= first_sequence < self.sequences:
             raise UsageError(
@@ -190,9 +189,9 @@ class Trace:
         )
 
     def locality(self) -> float:
-        """Share of a token's experts that the token before it used in the same layer, within sequences.
+        """Mean share of a token's experts that the previous token of the sequence used in the same layer.
 
-        Random routing would give ``top_k / num_experts``. NaN where no sequence has two tokens.
+        ``top_k / num_experts`` for random routing. NaN if no sequence has two tokens.
         """
         same_sequence = np.ones(self.tokens - 1, dtype=bool)
         same_sequence[self.offsets[1:-1] - 1] = False
@@ -207,22 +206,22 @@ class Trace:
         return shared / (len(rows) * self.layers * self.top_k)
 
     def entropy(self) -> float:
-        """Bits of the distribution of activations over a layer's experts, the mean of the layers.
+        """Entropy in bits of the distribution of activations over a layer's experts, mean of the layers.
 
-        ``log2(num_experts)`` if all are used alike; 0 if always the same one is used.
+        ``log2(num_experts)`` for equal use of all experts; 0 if only one is used.
         """
         shares = self.counts() / (self.tokens * self.top_k)
         logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
         return float(-(shares * logs).sum(axis=1).mean())
 
     def passes(self) -> npt.NDArray[np.int64]:
-        """Tokens of each pass, int64 ``[n]``: prompts whole, answers token by token.
+        """Tokens of each pass, int64 ``[n]``: a prompt is one pass, answers have one token per pass.
 
-        Without :attr:`prompt_lengths` every token has a pass of its own.
+        Without :attr:`prompt_lengths` every token is one pass.
         """
         if self.prompt_lengths is None:
             return np.ones(self.tokens, dtype=np.int64)
-        # The first token of a prompt counts for the whole of it, the others for none.
+        # The first token of a prompt gets the prompt's size, the others 0.
         sizes = np.ones(self.tokens, dtype=np.int64)
         for start, prompt in zip(self.offsets, self.prompt_lengths, strict=False):
             if prompt > 1:
@@ -231,14 +230,14 @@ class Trace:
         return sizes[sizes > 0]
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """How often each expert was chosen: int64 ``[layers, num_experts]``."""
+        """Number of activations of each expert: int64 ``[layers, num_experts]``."""
         flat = self.experts + np.arange(self.layers, dtype=np.int64)[None, :, None] * self.num_experts
         size = self.layers * self.num_experts
         return np.bincount(flat.reshape(-1), minlength=size).reshape(self.layers, self.num_experts)
 
 
 def _require_small(path: Path) -> None:
-    """Refuse by the archive's directory what would unpack to more than a trace can hold."""
+    """Reject archives whose directory announces more data than a trace can hold."""
     limits = {
         "experts": 8 * MAX_CHOICES,
         "offsets": 8 * _MAX_SEQUENCES,
@@ -265,7 +264,7 @@ def _from_arrays(arrays: dict[str, npt.NDArray[Any]]) -> Trace:
         raise ValueError(f"experts has shape {list(experts.shape)}, not [tokens, layers, k]")
     if experts.size > MAX_CHOICES:
         raise ValueError(f"experts has {experts.size} entries, more than {MAX_CHOICES}")
-    # Before they become int32, which would wrap large values around.
+    # Checked before the conversion to int32, in which large values would wrap around.
     low, high = int(experts.min()), int(experts.max())
     if low < 0 or high >= MAX_EXPERTS:
         raise ValueError(f"experts runs from {low} to {high}; possible are 0 to {MAX_EXPERTS - 1}")
@@ -297,7 +296,7 @@ def _weights(arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float16] | N
         return (array.astype(np.float32) / 255).astype(np.float16)
     if array.dtype.kind != "f":
         raise ValueError(f"weights has type {array.dtype}, neither floating point nor uint8")
-    with np.errstate(over="ignore"):  # what is too large for float16 becomes infinite, and is refused
+    with np.errstate(over="ignore"):  # values too large for float16 become infinite and are rejected later
         return array.astype(np.float16)
 
 
@@ -311,7 +310,7 @@ def _integers(arrays: dict[str, npt.NDArray[Any]], name: str, kind: type[np.sign
 
 
 def _first_repeated(experts: npt.NDArray[np.int32]) -> tuple[int, int, int] | None:
-    """Token, layer and place of an expert named twice, or ``None``."""
+    """Token, layer and position of an expert that is listed twice, or ``None``."""
     for place in range(1, experts.shape[2]):
         for other in range(place):
             same = experts[:, :, place] == experts[:, :, other]

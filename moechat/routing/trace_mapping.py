@@ -1,7 +1,7 @@
-"""A trace of one model made to fit the shape of another, so that what makes caching work is kept.
+"""Maps a trace of one model to the shape of another, preserving the temporal locality of experts.
 
-What a cache lives from is that a token uses experts that the tokens just before it used. So experts are not
-drawn anew: each layer of the wanted shape is put together from layers of the trace, as they were recorded.
+Caches work because tokens use experts of the tokens just before them. So experts are not drawn at random:
+each layer of the new shape is assembled from recorded layers of the trace.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from moechat.routing.trace import Trace
 
 @dataclass(frozen=True)
 class MappedTrace:
-    """A trace in the wanted shape.
+    """A mapped trace.
 
     Attributes:
-        trace: ``[tokens, layers, top_k]`` as asked for.
-        how: What was done, in sentences for people.
-        locality_before: Share of a token's experts that the token before used, in the trace as recorded.
-        locality_after: The same after the mapping.
-        chance_after: What random routing in the wanted shape would give.
-        filled: Share of choices that folding made equal to another one of the token, and that were replaced.
+        trace: Trace in the requested shape.
+        how: Description of the mapping, in sentences.
+        locality_before: :meth:`Trace.locality` of the original trace.
+        locality_after: The same of the mapped trace.
+        chance_after: The same for random routing in the new shape.
+        filled: Share of choices that were replaced, because folding made them equal to another one of the
+            token.
     """
 
     trace: Trace
@@ -37,23 +38,22 @@ class MappedTrace:
 
 
 def map_trace(trace: Trace, layers: int, experts: int, top_k: int, *, seed: int = 0) -> MappedTrace:
-    """Fit a trace to a model.
+    """Map a trace to the shape of a model.
 
-    Each wanted layer is made of ``groups`` trace layers that lie apart; group j owns its share of the experts
-    and takes its share of the ``top_k`` from the first ones that the trace names. Which expert of a group
-    stands for which one of the trace is a permutation drawn once for each layer and group, so no two layers
-    are the same. Where the trace has more experts than a group, they are folded; where it has fewer, some are
-    never chosen.
+    Each new layer combines ``groups`` trace layers; group j has its share of the experts and takes its share
+    of the ``top_k`` from the first ones that the trace lists. Experts of the trace are permuted at random,
+    once for each layer and group, so no two layers are equal. If the trace has more experts than a group,
+    they are folded; if it has fewer, some experts are never chosen.
 
     Args:
-        trace: As recorded.
-        layers: Expert layers wanted.
-        experts: Experts in a layer wanted.
-        top_k: Experts of a token wanted.
-        seed: Of the permutations.
+        trace: The recorded trace.
+        layers: New number of expert layers.
+        experts: New number of experts per layer.
+        top_k: New number of experts per token.
+        seed: Random seed of the permutations.
 
     Raises:
-        UsageError: The wanted shape is impossible.
+        UsageError: The new shape is impossible.
     """
     if layers < 1 or not 1 <= top_k <= experts:
         raise UsageError(f"no model has {layers} expert layers with {top_k} of {experts} experts a token")
@@ -76,7 +76,8 @@ def map_trace(trace: Trace, layers: int, experts: int, top_k: int, *, seed: int 
     for layer in range(layers):
         at = 0
         for group in range(groups):
-            # Every time round the groups come closer together: other layers meet.
+            # The distance of the groups shrinks each time the trace layers are used up, so that other layers
+            # are combined.
             turn = layer // trace.layers
             source = (layer + offsets[group] - turn * group) % trace.layers
             size, pick = sizes[group], picks[group]
@@ -95,10 +96,9 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 def _layer_offsets(layers: int, groups: int) -> list[int]:
-    """Places of a wanted layer's groups among the trace layers, apart from each other and at unequal
-    distances.
+    """Offsets of a layer's groups among the trace layers, at unequal distances.
 
-    With equal distances (0, 6, 12, 18 of 24) layers 0 and 6 would be made of the same four trace layers.
+    With equal distances (0, 6, 12, 18 of 24) layers 0 and 6 would combine the same four trace layers.
     """
     stride = max(1, layers // groups)
     places = [group * stride % layers for group in range(groups)]
@@ -114,18 +114,17 @@ def _take(
     pick: int,
     generator: np.random.Generator,
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """``pick`` different experts below ``size`` for each token, from its choice in one trace layer.
+    """Map each token's choice ``chosen [tokens, k]`` in one trace layer to ``pick`` experts below ``size``.
 
-    ``chosen`` is that choice, ``[tokens, k]``. Returns int32 ``[tokens, pick]``, and how many had to be
-    replaced.
+    Returns int32 ``[tokens, pick]``, without repetitions, and the number of replaced choices.
     """
     permutation = generator.permutation(max(size, trace_experts)).astype(np.int32)
     if trace_experts <= size:
         return permutation[chosen[:, :pick]], 0
     folded = permutation[chosen] % size
     popular = np.argsort(-np.bincount(folded.reshape(-1), minlength=size), kind="stable")
-    # A fold can make two of a token's experts one. The later ones go, and if too few are left the layer's
-    # most popular experts fill up: every token then names `pick` different ones.
+    # Folding can map two of a token's experts to one. Repetitions are dropped and, if too few remain, the
+    # layer's most popular experts are added, so that every token has `pick` different experts.
     candidates = np.concatenate([folded, np.broadcast_to(popular, (len(folded), size))], axis=1)
     width = folded.shape[1]
     result = np.empty((len(folded), pick), dtype=np.int32)
@@ -156,7 +155,7 @@ def _explain(
     offsets: list[int],
     filled: float,
 ) -> str:
-    """What was done, with the numbers."""
+    """Describe the mapping, with its numbers."""
     shape = f"{trace.layers} layers of {trace.num_experts} experts, {trace.top_k} a token"
     parts = [f"The trace ({shape}) was mapped to {layers} layers of {experts} experts, {top_k} a token."]
     if len(sizes) == 1:

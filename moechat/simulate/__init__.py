@@ -1,7 +1,7 @@
-"""Decoding simulated from a recorded trace: the engine's decisions on a clock of their own.
+"""Simulates decoding from a recorded trace: the engine's decisions on a virtual clock.
 
-Nothing here needs a model's weights, nor the machine that is asked about. Cache, policies, transfers and
-their order are the engine's own native code; see ``native/src/simulate/timeline.h``.
+It needs neither a model's weights nor the simulated machine. Cache, policies, transfers and their order are
+the engine's own native code; see ``native/src/simulate/timeline.h``.
 """
 
 from moechat.simulate.run import SimulatedRun, simulate

@@ -1,27 +1,26 @@
-"""Systems side by side over one trace, at several sizes of the near tier.
+"""Compares systems over one trace, at several sizes of the near tier.
 
-What a result's keys mean; there is one object for each system and fraction:
+Keys of the results, one object per system and fraction:
 
-- ``system`` as it was written, ``fraction`` of all experts that the near tier holds, ``pages`` of one block
-  each and ``pages_bytes`` of them (fewer for a system that keeps nothing between tokens), ``experts_kept`` of
-  a layer and ``split``, the share of each that is kept, in the mean.
-- ``hit_rate``: share of (token, expert) pairs whose expert was all there, or on its way, when the router had
-  spoken: ``full_hit_rate`` without the help of a prefetch plus ``prefetch_hit_rate`` with it.
-  ``top_hit_rate``: only some of its blocks were; ``miss_rate``: none. Together they are 1.
-- ``tpot_ms``: milliseconds of a token in the mean, ``tpot_p50_ms`` and ``tpot_p95_ms`` of the middle and of
-  the slow ones, ``tokens_per_second`` its inverse. ``stall_ms``: part of it in which the near tier had
-  nothing to compute, because blocks or the far tier's sums were missing; ``compute_ms``: it computed experts;
-  ``dense_ms``: the rest of the model.
+- ``system`` as written, ``fraction`` of all experts that fit in the near tier, ``pages`` of one block each
+  and their ``pages_bytes`` (fewer for a system that keeps nothing between tokens), ``experts_kept`` per layer
+  and ``split``, the cached share of each, both as means.
+- ``hit_rate``: share of (token, expert) pairs whose expert was resident or in transit when the router was
+  done: ``full_hit_rate`` without a prefetch plus ``prefetch_hit_rate`` with one. ``top_hit_rate``: only some
+  of its blocks; ``miss_rate``: none. These four rates without ``hit_rate`` add up to 1.
+- ``tpot_ms``: mean milliseconds per token, ``tpot_p50_ms`` and ``tpot_p95_ms`` its percentiles,
+  ``tokens_per_second`` its inverse. ``stall_ms``: the part in which the near tier waited for blocks or for
+  the far tier's sums; ``compute_ms``: computing experts; ``dense_ms``: the rest of the model.
 - ``bytes_per_token`` over the link: ``demand_bytes_per_token`` plus ``prefetch_bytes_per_token``, of which
   ``wasted_bytes_per_token`` were never used. ``far_blocks_per_token`` were computed in the far tier instead.
 - ``link_busy`` and ``far_busy``: shares of the time.
-- What it was made from, the same in all objects of a run: ``trace``, ``mapping`` (null where the trace has
-  the model's shape), ``model``, ``bits``, ``expert_bytes``, ``experts_total_bytes`` of all
-  of them, ``profile``, ``near`` (tier that computes),
-  ``link_bandwidth`` (bytes a second for an expert), ``accuracy`` as stated, ``accuracy_measured`` over all
-  layers and ``accuracy_by_layer``, ``warmup`` and ``tokens``, ``seed``, and ``costs``: seconds of
-  ``attention`` (a layer), ``moe`` (a layer's experts, all near), ``head`` (a token), ``load`` (an expert over
-  the link) and ``compute_far`` (an expert in the far tier, null where it cannot).
+- Input, the same in all objects of a run: ``trace``, ``mapping`` (null if the trace has the model's shape),
+  ``model``, ``bits``, ``expert_bytes``, ``experts_total_bytes`` of all experts, ``profile``, ``near`` (tier
+  that computes), ``link_bandwidth`` (bytes per second for an expert), ``accuracy`` as requested,
+  ``accuracy_measured`` over all layers and ``accuracy_by_layer``, ``warmup`` and ``tokens``, ``seed``, and
+  ``costs``: seconds of ``attention`` (per layer), ``moe`` (a layer's experts, all near), ``head`` (per
+  token), ``load`` (an expert over the link) and ``compute_far`` (an expert in the far tier; null if it cannot
+  compute).
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from moechat.configurator.systems import CacheSettings
 from moechat.errors import UsageError
 from moechat.hardware.profile import HardwareProfile
 from moechat.routing.counter import statistics_of_trace
-from moechat.routing.mapping import map_trace
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
+from moechat.routing.trace_mapping import map_trace
 from moechat.simulate.predictions import (
     AHEAD_FACTOR,
     accuracy_by_layer,
@@ -51,33 +50,33 @@ from moechat.simulate.predictions import (
     perfect_rankings,
 )
 from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
-from moechat.simulate.shape import SimulatedModel
+from moechat.simulate.simulated_model import SimulatedModel
 from moechat.simulate.systems import kept_share, pages_for, settings_for, tier_for
 from moechat.simulate.timing import Timing, timing_of
 
 Report = Callable[[str], None]
 DEFAULT_FRACTIONS = (0.125, 0.25, 0.5)
 _USUAL_WARMUP = 1000
-# Kernels that computing any experts starts, however few; as moechat.configurator.estimate counts.
+# Kernels for any number of experts, as counted in moechat.configurator.estimate.
 _EXPERT_KERNELS = 3
 
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Attributes:
-        systems: Names, as :func:`moechat.simulate.systems.settings_for` takes them.
-        fractions: Shares of all experts that the near tier holds.
-        accuracy: Of predictions, in the mean over the layers.
-        tokens: Tokens that are timed.
-        warmup: Tokens before them, which fill the cache and are all that a system knows of the routing when
-            its plan is made; ``None``: 1000, or a third of a trace that is short.
-        bandwidth: Bytes a second of the link, in place of the profile's.
-        seed: Of what is drawn.
+        systems: Names, in the syntax of :func:`moechat.simulate.systems.settings_for`.
+        fractions: Shares of all experts that fit in the near tier.
+        accuracy: Mean accuracy of predictions over the layers.
+        tokens: Timed tokens.
+        warmup: Tokens before them, which fill the cache and are the only routing known to a system's plan;
+            ``None``: 1000, or a third of a short trace.
+        bandwidth: Bytes per second of the link, replacing the profile's.
+        seed: Random seed.
 
     Raises:
-        UsageError: A value is out of range, or a system is not known.
+        UsageError: A value is out of range, or a system is unknown.
     """
 
     systems: tuple[str, ...]
@@ -111,18 +110,18 @@ class SimulateOptions:
 
 
 class Comparison:
-    """A trace, a model and a machine, over which systems are compared.
+    """Simulates systems on one trace, model and machine.
 
     Args:
-        trace: As recorded.
-        model: Whose sizes count; the trace is mapped to it where it has others.
+        trace: The recorded trace.
+        model: Sizes of the model; the trace is mapped to its shape if necessary.
         profile: The machine.
-        near: Tier that computes; ``None``: the graphics card if there is one.
-        options: What is simulated.
-        name: Of the trace, for the results.
+        near: Tier that computes; ``None``: the GPU if there is one.
+        options: Parameters.
+        name: Name of the trace, for the results.
 
     Raises:
-        UsageError: The trace is too short or cannot stand for the model, or the profile lacks a tier.
+        UsageError: The trace is too short or cannot be mapped to the model, or the profile lacks a tier.
     """
 
     def __init__(
@@ -153,10 +152,10 @@ class Comparison:
         self.facts = self._facts(profile, name)
 
     def cases(self, report: Report = lambda _: None) -> Iterator[dict[str, Any]]:
-        """Results, one for each system and fraction; see the head of this module.
+        """Results, one per system and fraction; see the module docstring.
 
         Args:
-            report: Told what was simulated.
+            report: Called with a line about each result.
         """
         for fraction in self.options.fractions:
             for name in self.options.systems:
@@ -165,7 +164,7 @@ class Comparison:
                 yield case
 
     def case(self, name: str, fraction: float) -> dict[str, Any]:
-        """One system at one size."""
+        """Simulate one system at one size."""
         settings = settings_for(name)
         geometry, shape = self.model.geometry, self.model.shape
         tier = tier_for(
@@ -176,7 +175,7 @@ class Comparison:
             pages=pages_for(geometry, shape.layers, shape.top_k, settings, fraction),
             top_k=shape.top_k,
         )
-        # A system that has no use for more memory does the same at every size.
+        # Cached, because a system that cannot use more memory has the same result at every size.
         key = (settings, tier.pages, tier.targets.tobytes())
         if key not in self._done:
             rankings = self.rankings_for(settings)
@@ -185,7 +184,7 @@ class Comparison:
         return {"system": name, "fraction": fraction, **self._done[key], **self.facts}
 
     def rankings_for(self, settings: CacheSettings) -> Ints | None:
-        """Predictions that a system sees; every system sees the same ones."""
+        """Predictions for a system; the same for all systems."""
         if settings.prefetch == "perfect":
             return perfect_rankings(self.trace, settings.lookahead)
         if settings.prefetch != "next-router":
@@ -195,12 +194,12 @@ class Comparison:
         return self._drawn(settings.lookahead, width)
 
     def _drawn(self, lookahead: int, width: int = 0) -> Ints:
-        """Drawn once for the widest and farthest looking system, so that what it draws changes no other."""
+        """Draw predictions once, for the largest width and lookahead, so that all systems share them."""
         if not self.rankings:
             everyone = [settings_for(name) for name in self.options.systems]
             widest = max([self.model.shape.top_k, *(each.prefetch_experts or 0 for each in everyone)])
             for ahead in range(max(each.lookahead for each in everyone)):
-                # One layer ahead after another: a farther lookahead leaves the nearer draws as they are.
+                # One seed per distance, so that a larger lookahead does not change the nearer predictions.
                 self.rankings[ahead] = draw_rankings(
                     self.trace,
                     self.accuracy * AHEAD_FACTOR**ahead,
@@ -211,8 +210,8 @@ class Comparison:
         return np.ascontiguousarray(np.concatenate(wanted))
 
     def statistics(self, settings: CacheSettings) -> RoutingStatistics:
-        """Of the tokens before timing, ranked by the policy of a system."""
-        if settings.policy == "belady":  # its ranks would say nothing about a cache
+        """Statistics of the tokens before timing, ranked by the policy of a system."""
+        if settings.policy == "belady":  # uses the future, so its ranks do not describe a cache
             settings = replace(settings, policy="lcp")
         key = (settings.policy, settings.omega, settings.rho, settings.gamma)
         if key not in self._statistics:
@@ -232,6 +231,8 @@ class Comparison:
             link=profile.links["gpu" if self.near == "gpu" else "file"],
             bandwidth=self.options.bandwidth,
             call=0.0 if gpu is None else _EXPERT_KERNELS * gpu.launch.value,
+            far_threads=profile.cores,
+            launch="host" if gpu is None else "card",
         )
 
     def _facts(self, profile: HardwareProfile, name: str) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def _costs(profile: HardwareProfile, shape: ModelShape, near: Near, bandwidth: f
 
 
 def _lengths(trace: Trace, options: SimulateOptions) -> tuple[int, int]:
-    """Tokens before timing, and timed."""
+    """Number of tokens before timing, and of timed tokens."""
     warmup = options.warmup
     if warmup is None:
         warmup = min(_USUAL_WARMUP, trace.tokens // 3)
@@ -311,7 +312,7 @@ def _figures(done: SimulatedRun, tier: Tier) -> dict[str, Any]:
         "demand_bytes_per_token": float(done.demand_bytes.mean()),
         "prefetch_bytes_per_token": float(done.prefetch_bytes.mean()),
         "wasted_bytes_per_token": counters["prefetch_wasted"] * tier.block_bytes / tokens,
-        "far_blocks_per_token": counters["far_blocks"] / tokens,
+        "far_blocks_per_token": counters["blocks_far"] / tokens,
         "link_busy": counters["link_busy_seconds"] / total if total else 0.0,
         "far_busy": counters["far_seconds"] / total if total else 0.0,
         "pages": tier.pages,

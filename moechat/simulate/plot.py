@@ -1,4 +1,4 @@
-"""Time per token over memory, one line for each system, as a picture."""
+"""Plots time per token over memory, one line per system."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GIBI = float(1 << 30)
 
 
 def check_plot(path: Path) -> None:
-    """Find out before simulating that a picture cannot be drawn.
+    """Check before simulating that a plot can be drawn.
 
     Raises:
-        UsageError: The file's name does not say which kind of picture, or matplotlib is not installed.
+        UsageError: The file's suffix is not a supported format, or matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path} does not end in {', '.join(SUFFIXES)}", hint="name it FILE.png")
@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
 
 
 def _matplotlib(module: str) -> Any:
-    """A module of matplotlib, which is no dependency of the package."""
+    """Import a module of matplotlib, which is an optional dependency."""
     try:
         return import_module(f"matplotlib.{module}")
     except ImportError as problem:
@@ -41,7 +41,7 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     Args:
         cases: Results, see :mod:`moechat.simulate.compare`.
-        path: Where to.
+        path: File to write.
 
     Raises:
         UsageError: As :func:`check_plot`.
@@ -53,7 +53,7 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     everything = first["experts_total_bytes"] / _GIBI
     lines: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
-        # Of its budget, also for a system that has no use for all of it: lines are to be compared upright.
+        # The budget, even if a system does not use all of it, so that lines can be compared at equal budgets.
         lines.setdefault(case["system"], []).append((case["fraction"] * everything, case["tpot_ms"]))
     figure = _matplotlib("figure").Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -86,6 +86,6 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _narrow(cases: Sequence[Mapping[str, Any]]) -> bool:
-    """So little between the slowest and the fastest that powers of ten alone would label nothing."""
+    """Whether all times lie within a factor of 10, so that labels at powers of ten are not enough."""
     times = [case["tpot_ms"] for case in cases]
     return bool(max(times) < 10 * min(times))

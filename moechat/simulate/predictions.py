@@ -1,8 +1,8 @@
-"""What a predictor would have expected of a trace, which holds no hidden states to predict from.
+"""Draws predictions for a trace, which has no hidden states to predict from.
 
-Predictions are drawn at a stated accuracy, layer by layer: each expert that was chosen is among the best k of
-the ranking with that probability. MoEpic (section 2.2, figure 2c) found 2.07 to 3.39 of 4 experts there with
-the next layer's router, fewest in the first layers, whose hidden states change most (section 3.2, figure 6).
+Each layer has a given accuracy: the probability that a chosen expert is in the top k of the ranking. MoEpic
+(section 2.2, figure 2c) found 2.07 to 3.39 of 4 experts there with the next layer's router, fewest in the
+first layers, whose hidden states change most (section 3.2, figure 6).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy.typing as npt
 from moechat.errors import UsageError
 from moechat.routing.trace import Trace
 
-# Share of the accuracy that is left for each further layer ahead; our assumption, not a measurement.
+# Factor of the accuracy for each further layer ahead; an assumption, not measured.
 AHEAD_FACTOR = 0.85
-# Accuracy of the first layer relative to the best one, 2.07 to 3.39 experts of 4, and the share of the layers
-# over which it rises.
+# Accuracy of the first layer relative to the best (2.07 and 3.39 of 4 experts), and share of the layers over
+# which it rises.
 _FIRST_LAYER = 2.07 / 3.39
 _RISING_SHARE = 0.25
 _MOST_VALUES = 1 << 22  # drawn at a time
@@ -25,12 +25,12 @@ _LEAST = np.float32(1e-9)
 
 
 def accuracy_by_layer(layers: int, mean: float) -> npt.NDArray[np.float64]:
-    """Accuracy of each layer, worse in the first quarter of them, with the given mean.
+    """Accuracy of each layer, lower in the first quarter of them, with the given mean.
 
-    The spread becomes smaller where a layer would otherwise be above 1.
+    The spread is reduced if a layer would otherwise exceed 1.
 
     Args:
-        layers: Expert layers.
+        layers: Number of expert layers.
         mean: 0 to 1.
 
     Returns:
@@ -59,18 +59,18 @@ def draw_rankings(
     lookahead: int = 1,
     seed: int = 0,
 ) -> npt.NDArray[np.int32]:
-    """Rankings for every token and layer.
+    """Draw rankings for every token and layer.
 
-    Wrong experts are drawn by how popular the layer's experts are in the trace; right and wrong ones are in
+    Wrong experts are drawn by the popularity of the layer's experts in the trace; right and wrong ones are in
     random order.
 
     Args:
-        trace: What was chosen.
-        accuracy: float64 ``[layers]``: that of each layer, one layer ahead; ``a`` layers ahead it is
-            ``0.85 ** (a - 1)`` of it.
-        width: Experts ranked.
+        trace: The recorded choices.
+        accuracy: float64 ``[layers]``: accuracy one layer ahead; ``a`` layers ahead it is multiplied by
+            ``0.85 ** (a - 1)``.
+        width: Number of experts to rank.
         lookahead: Most layers ahead.
-        seed: Of the draws.
+        seed: Random seed.
 
     Returns:
         int32 ``[lookahead, tokens, layers, width]``, best first.
@@ -104,33 +104,33 @@ def _draw(
     width: int,
     generator: np.random.Generator,
 ) -> npt.NDArray[np.int64]:
-    """Rankings ``[tokens, layers, width]`` of one piece of a trace.
+    """Rankings ``[tokens, layers, width]`` of a part of a trace.
 
-    Three classes: the best k, drawn; then wrong experts; then those that were chosen but not found. Of each
-    class, those drawn highest come first (Gumbel's trick: without replacement, by popularity).
+    Order: found experts, then wrong ones, then chosen ones that are missed; within each class by popularity,
+    drawn without replacement (Gumbel top-k trick).
     """
     k = chosen.shape[-1]
     shape = (*chosen.shape[:-1], popularity.shape[-1])
-    # In 24 bits an exponential variable can be 0.
+    # A float32 exponential variable can be 0.
     exponential = np.maximum(generator.standard_exponential(shape, dtype=np.float32), _LEAST)
     drawn = popularity - np.log(exponential)
     found = generator.random(chosen.shape) < accuracy
     lowest, highest = float(drawn.min()) - 1, float(drawn.max()) + 1
     span = highest - lowest
-    # Chosen experts that are missed lie below all others, those that are found above.
+    # Chosen experts are moved above all others if found, below if missed.
     own = np.take_along_axis(drawn, chosen, axis=-1)
     np.put_along_axis(drawn, chosen, np.where(found, own + span, own - span), axis=-1)
     best = np.argpartition(-drawn, min(max(width, k), shape[-1] - 1), axis=-1)[..., : max(width, k)]
     order = np.argsort(-np.take_along_axis(drawn, best, axis=-1), axis=-1)
     ranked = np.take_along_axis(best, order, axis=-1)
-    # Among the best k, right and wrong ones in random order.
+    # Random order within the top k.
     shuffled = np.argsort(generator.random((*shape[:-1], k)), axis=-1)
     ranked[..., :k] = np.take_along_axis(ranked[..., :k], shuffled, axis=-1)
     return ranked[..., :width]
 
 
 def perfect_rankings(trace: Trace, lookahead: int = 1) -> npt.NDArray[np.int32]:
-    """What was chosen, as a predictor that is never wrong names it: lowest number first.
+    """Rankings of a perfect predictor: the chosen experts, ordered by index.
 
     Returns:
         int32 ``[lookahead, tokens, layers, k]``.
@@ -140,6 +140,6 @@ def perfect_rankings(trace: Trace, lookahead: int = 1) -> npt.NDArray[np.int32]:
 
 
 def measured_accuracy(trace: Trace, rankings: npt.NDArray[np.int32], ahead: int = 1) -> float:
-    """Share of the choices that are among the best k of the rankings."""
+    """Share of the choices that are in the top k of the rankings."""
     best = rankings[ahead - 1, :, :, : trace.top_k]
     return float((trace.experts[..., :, None] == best[..., None, :]).any(axis=-1).mean())

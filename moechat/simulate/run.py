@@ -1,4 +1,4 @@
-"""One system over one trace."""
+"""Simulates one system on one trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from moechat import _native
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.transit_reserve import stream_tokens
 from moechat.errors import UsageError
 from moechat.routing.trace import Trace
 from moechat.simulate.timing import Timing
@@ -17,24 +18,22 @@ from moechat.simulate.timing import Timing
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 _HITS = ("full", "prefetch", "top", "miss")
-# As moechat.offload.cached: a pass that needs this share of a layer streams the next one whole.
-_STREAM_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A near tier as it begins.
+    """Initial state of a near tier.
 
     Attributes:
-        experts: Of a layer.
-        top_k: Experts a token.
-        blocks: Of an expert.
-        block_bytes: Bytes of one.
-        pages: Of the slab.
+        experts: Experts per layer.
+        top_k: Experts per token.
+        blocks: Blocks per expert.
+        block_bytes: Bytes per block.
+        pages: Pages of the slab.
         targets: int32 ``[layers, 2]``: experts kept and blocks kept of each.
-        reserve: Pages left for blocks on their way.
-        ranks: float64 ``[layers, experts]`` for the policy ``static``: higher is kept, and there from the
-            beginning.
+        reserve: Pages reserved for blocks in transit.
+        ranks: float64 ``[layers, experts]`` for the policy ``static``: the experts with the highest ranks are
+            resident from the beginning.
     """
 
     experts: int
@@ -48,20 +47,20 @@ class Tier:
 
     @property
     def layers(self) -> int:
-        """Expert layers."""
+        """Number of expert layers."""
         return len(self.targets)
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What was simulated.
+    """Result of a simulation.
 
     Attributes:
-        seconds: float64 ``[passes]``: each timed pass.
-        stall: The same: part of it in which the near tier waited for blocks or for the far tier.
-        demand_bytes: The same: bytes that the link moved on demand.
-        prefetch_bytes: The same: bytes that it moved ahead.
-        counters: Of the timed passes together; hits and blocks are those of the engine.
+        seconds: float64 ``[passes]``: time of each timed pass.
+        stall: float64 ``[passes]``: part of it in which the near tier waited for blocks or for the far tier.
+        demand_bytes: float64 ``[passes]``: bytes moved on demand.
+        prefetch_bytes: float64 ``[passes]``: bytes moved by prefetches.
+        counters: Totals of the timed passes, with the engine's definitions of hits and blocks.
     """
 
     seconds: Floats
@@ -72,7 +71,7 @@ class SimulatedRun:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds of a token."""
+        """Mean seconds per token."""
         return float(self.seconds.mean())
 
     @property
@@ -83,7 +82,7 @@ class SimulatedRun:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes over the link, wanted or not."""
+        """Bytes over the link, used or not."""
         return float((self.demand_bytes + self.prefetch_bytes).mean())
 
 
@@ -101,28 +100,27 @@ def simulate(
     timed: int | None = None,
     group_items: int = 0,
 ) -> SimulatedRun:
-    """Play a trace over a near tier.
+    """Play a trace on a near tier.
 
     Args:
-        trace: In the shape of the model.
-        settings: How the near tier is run.
+        trace: A trace in the shape of the model.
+        settings: Settings of the near tier.
         tier: Its sizes.
-        timing: What things take.
-        rankings: int32 ``[lookahead, tokens, layers, width]``: experts expected of each token and layer by
-            how many layers ahead, best first, -1 for none; what is fetched ahead where the settings say
-            ``next-router`` or ``perfect``.
-        starts: int64 ``[passes + 1]``: first tokens of the passes; ``None``: every token is a pass of its
-            own. A pass of many tokens leaves the cache as a prompt does, but takes the dense times of one
-            token.
-        warmup: Passes before those that are timed.
-        hurried: So many of these take no time, nor do their transfers.
-        settled: Everything on its way has arrived before timing begins.
-        timed: Passes that are timed; ``None``: all that are left.
-        group_items: (token, expert) pairs whose sums the engine adds up at a time; 0: all of a pass.
+        timing: Times of the parts.
+        rankings: int32 ``[lookahead, tokens, layers, width]``: predicted experts of each token and layer, by
+            distance ahead, best first, -1 for none; used if the settings prefetch by ``next-router`` or
+            ``perfect``.
+        starts: int64 ``[passes + 1]``: first tokens of the passes; ``None``: one token per pass. A pass of
+            many tokens changes the cache like a prompt, but takes the dense times of one token.
+        warmup: Passes before the timed ones.
+        hurried: Number of these, and their transfers, that take no time.
+        settled: Complete all transfers before timing begins.
+        timed: Timed passes; ``None``: all that remain.
+        group_items: (token, expert) pairs that the engine sums up at a time; 0: all of a pass.
 
     Raises:
-        UsageError: There is nothing to time, or the settings do not fit what is given.
-        ValueError: Sizes do not fit together.
+        UsageError: No pass remains to be timed, or an input that the settings need is missing.
+        ValueError: Sizes do not match.
     """
     if starts is None:
         starts = np.arange(trace.tokens + 1, dtype=np.int64)
@@ -159,10 +157,7 @@ def _timeline(
 ) -> _native.Timeline:
     far = timing.far_block if settings.miss != "fetch" else None
     shared = far if timing.far_block_shared is None else timing.far_block_shared
-    ahead = {"none": "none", "whole-layer": "whole-layer"}.get(settings.prefetch, "ranked")
     most = settings.prefetch_experts
-    share = min(tier.top_k, tier.experts) / tier.experts
-    stream = np.log(1 - _STREAM_SHARE) / np.log1p(-share) if share < 1 else 1.0
     return _native.Timeline(
         layers=tier.layers,
         experts=tier.experts,
@@ -173,13 +168,13 @@ def _timeline(
         reserve=tier.reserve,
         policy=_policy(trace, settings, tier),
         whole_experts=settings.whole_experts,
-        # A far tier that cannot compute leaves only the link.
+        # If the far tier cannot compute, everything is fetched.
         miss="fetch" if far is None else settings.miss,
-        ahead=ahead,
+        ahead=settings.ahead,
         lookahead=settings.lookahead,
         ahead_experts=min(tier.top_k if most is None else most, tier.experts),
         ahead_bytes=settings.prefetch_bytes,
-        stream_tokens=max(2, int(np.ceil(stream))),
+        stream_tokens=stream_tokens(tier.top_k, tier.experts),
         group_items=group_items,
         attention=timing.attention,
         head=timing.head,
@@ -191,6 +186,8 @@ def _timeline(
         link=list(timing.link),
         link_shared=list(timing.link_shared),
         in_flight_bytes=timing.in_flight_bytes,
+        far_threads=timing.far_threads,
+        launch=timing.launch,
     )
 
 
@@ -211,7 +208,7 @@ def _policy(trace: Trace, settings: CacheSettings, tier: Tier) -> _native.Evicti
 
 
 def _preload(timeline: _native.Timeline, tier: Tier) -> None:
-    """A chosen set is there from the beginning, as the systems that have one load it."""
+    """Load the experts of a static set before the first pass, like the systems that use one."""
     assert tier.ranks is not None
     for layer, (experts, blocks) in enumerate(tier.targets.tolist()):
         if experts:

@@ -1,4 +1,4 @@
-"""The model that a trace is of, or is to stand for: its sizes, without its weights."""
+"""Sizes of the model to simulate, without its weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moechat.geometry import ExpertGeometry
 from moechat.hub.known_shapes import find_shape, shape_names, shape_values
 from moechat.routing.trace import Trace
 
-# Keys under which configurations state expert layers, experts and experts a token.
+# Configuration keys of the number of experts, and of experts per token.
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
-# Context at which the attention cache is counted.
+# Context for the size of the attention cache.
 _CONTEXT = 1024
 
 
@@ -23,10 +23,10 @@ class SimulatedModel:
     """Sizes of a model.
 
     Attributes:
-        name: To show.
-        shape: What its time depends on.
-        geometry: Of its experts.
-        guessed: It was chosen because the trace has its layers and experts.
+        name: Name to show.
+        shape: Sizes that its times depend on.
+        geometry: Geometry of its experts.
+        guessed: Whether it was chosen by the shape of the trace.
     """
 
     name: str
@@ -36,7 +36,7 @@ class SimulatedModel:
 
 
 def shape_of_trace(trace: Trace) -> str:
-    """The known model that has the trace's layers, experts and experts a token.
+    """Name of the known model with the trace's layers, experts and experts per token.
 
     Raises:
         UsageError: There is none, or there are several.
@@ -62,12 +62,12 @@ def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
     """Sizes of a model by the name of a known shape, a ``config.json`` or a directory with one.
 
     Args:
-        name: ``None`` takes the known model that the trace fits.
+        name: ``None`` takes the known model with the shape of the trace.
         trace: Recorded routing.
-        bits: Of an expert weight.
+        bits: Bits per expert weight.
 
     Raises:
-        UsageError: Nothing is known under that name, or the bits are not supported.
+        UsageError: The name is unknown, or ``bits`` is not supported.
         UnsupportedModelError: The configuration cannot be used.
     """
     guessed = name is None
@@ -83,7 +83,7 @@ def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
     # Imported here: these bring torch and transformers.
     import torch
 
-    from moechat.models.shape import known_config, outline_model, read_config
+    from moechat.models.model_outline import known_config, outline_model, read_config
 
     config = known_config(known) if known is not None else read_config(path)
     outline = outline_model(config, torch.bfloat16)

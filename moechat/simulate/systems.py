@@ -1,4 +1,4 @@
-"""Systems over a trace: what each one keeps, made from the part of the trace that comes before timing."""
+"""Near tiers of simulated systems, planned from the part of the trace before timing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from moechat.configurator.allocate import allocate
 from moechat.configurator.costs import Costs
-from moechat.configurator.pages import in_transit, uniform_targets
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
+from moechat.configurator.transit_reserve import in_transit, uniform_targets
 from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.routing.statistics import RoutingStatistics
@@ -19,23 +19,23 @@ MIN_PAGES = 2
 
 
 def settings_for(name: str) -> CacheSettings:
-    """Settings of ``NAME`` or ``NAME:key=value,key=value``.
+    """Parse ``NAME`` or ``NAME:key=value,key=value``.
 
     Raises:
-        UsageError: There is no such system or setting, or it cannot be simulated yet.
+        UsageError: The system or setting is unknown, or cannot be simulated yet.
     """
     refuse_later(name)
     return parse_settings(name)
 
 
 def refuse_later(names: str) -> None:
-    """Refuse published systems that cannot be simulated yet.
+    """Reject published systems that cannot be simulated yet.
 
     Args:
-        names: Systems with or without settings, and commas between them.
+        names: Systems separated by commas, with or without settings.
 
     Raises:
-        UsageError: One of them cannot.
+        UsageError: One of them cannot be simulated.
     """
     for piece in names.split(","):
         system = piece.partition(":")[0].strip()
@@ -48,10 +48,10 @@ def refuse_later(names: str) -> None:
 def pages_for(
     geometry: ExpertGeometry, layers: int, top_k: int, settings: CacheSettings, share: float
 ) -> int:
-    """Pages of a near tier that holds a share of all experts.
+    """Pages of a near tier for a share of all experts.
 
-    A system that keeps nothing between tokens has no use for more than blocks on their way need: it gets no
-    more, or what happens to be left in the other pages would be a cache that it does not have.
+    A system that keeps nothing between tokens gets only the pages for blocks in transit. With more, leftover
+    blocks would act as a cache, which it does not have.
     """
     pages = max(MIN_PAGES, round(share * layers * geometry.num_experts * geometry.blocks_per_expert))
     if settings.keep == 0.0:
@@ -68,23 +68,23 @@ def tier_for(
     pages: int,
     top_k: int,
 ) -> Tier:
-    """A near tier as a system would lay it out.
+    """Plan the near tier of a system.
 
     Args:
         settings: The system.
-        statistics: Of the part of the trace that it may have seen, ranked by its policy.
-        costs: Of the machine.
-        geometry: Of the experts.
-        pages: Of the slab.
-        top_k: Experts a token.
+        statistics: Statistics of the known part of the trace, ranked by its policy.
+        costs: Costs of the machine.
+        geometry: Geometry of the experts.
+        pages: Pages of the slab.
+        top_k: Experts per token.
     """
     layers = statistics.layers
     targets, reserve = uniform_targets(geometry, layers, pages, top_k, settings)
-    still = settings.miss == "compute" and settings.prefetch == "none"
-    if still:  # nothing is ever on its way
+    no_transfers = settings.miss == "compute" and settings.prefetch == "none"
+    if no_transfers:
         reserve = 1
     kept = int((pages - reserve) * settings.keep)
-    if still or (settings.allocation != "uniform" and kept >= layers):
+    if no_transfers or (settings.allocation != "uniform" and kept >= layers):
         found = allocate(
             settings,
             statistics,
@@ -108,7 +108,7 @@ def tier_for(
 
 
 def kept_share(tier: Tier) -> tuple[float, float]:
-    """Experts kept of a layer, and the share of each, in the mean."""
+    """Mean number of cached experts per layer, and mean cached share of each."""
     targets: Ints = tier.targets
     experts, blocks = targets[:, 0].astype(np.int64), targets[:, 1]
     total = int(experts.sum())

@@ -1,34 +1,41 @@
-"""What the parts of a simulated token take, in the form that the timeline wants."""
+"""Times of the parts of a simulated token, as input of the native timeline."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from moechat.configurator.costs import Costs
 from moechat.hardware.profile import LinkFigures
 
-# As the file link: the least that keeps nearly all of a disk's bandwidth; see native/src/link/file_link.cc.
+# As in native/src/link/file_link.cc: the smallest value with nearly the full bandwidth of a disk.
 IN_FLIGHT_BYTES = 6 << 20
-# Neighbouring blocks are moved together up to so many bytes, as there.
+# Most prefetched bytes in flight on the link to a GPU; as in native/src/link/cuda_link.cc.
+CARD_IN_FLIGHT_BYTES = 12 << 20
+# Most bytes of adjacent blocks moved by one operation, as in file_link.cc.
 OPERATION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds, but for the last attribute.
+    """Times in seconds; the last three attributes are not times.
 
     Attributes:
         attention: A layer without its routed experts.
-        head: What comes once a token.
-        call: Near tier: for computing anything at all.
-        compute: Near tier: computing n blocks for one token, n = 1, 2, ...; beyond, the last step goes on.
-        far_block: Far tier: computing one block where it lies; ``None`` where it cannot compute.
+        head: Everything outside the layers.
+        call: Near tier: overhead of computing any number of blocks.
+        compute: Near tier: computing n blocks for one token, n = 1, 2, ...; beyond, extrapolated linearly.
+        far_block: Far tier: computing one block; ``None`` if it cannot compute.
         far_block_shared: The same while the link is busy.
         latency: From the start of a transfer to its first byte.
-        link: Moving n neighbouring blocks at once, n = 1, 2, ..., as many as are moved at once at most.
+        link: Moving n adjacent blocks in one operation, n = 1, 2, ..., up to the largest operation.
         link_shared: The same while the far tier computes.
-        in_flight_bytes: Most bytes in flight, of which prefetches take a third.
+        in_flight_bytes: Most bytes in flight; prefetches use at most a third. On a GPU the limit is for
+            prefetches only.
+        far_threads: Threads of the far tier.
+        launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
+            first, then the others behind their copies.
 
     Raises:
         ValueError: A list is empty or a value is negative or not a number.
@@ -44,6 +51,8 @@ class Timing:
     latency: float = 0.0
     link_shared: tuple[float, ...] = ()
     in_flight_bytes: int = IN_FLIGHT_BYTES
+    far_threads: int = 1
+    launch: Literal["host", "card"] = "host"
 
     def __post_init__(self) -> None:
         if not self.compute or not self.link:
@@ -53,7 +62,7 @@ class Timing:
         single = (self.attention, self.head, self.call, self.latency, self.far_block, self.far_block_shared)
         for value in (*self.compute, *self.link, *self.link_shared, *single):
             if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{value} is no time")
+                raise ValueError(f"{value} is not a valid time")
         if self.in_flight_bytes < 1:
             raise ValueError(f"in_flight_bytes is {self.in_flight_bytes}; it must be at least 1")
 
@@ -67,18 +76,22 @@ def timing_of(
     link: LinkFigures | None = None,
     bandwidth: float | None = None,
     call: float = 0.0,
+    far_threads: int = 1,
+    launch: Literal["host", "card"] = "host",
 ) -> Timing:
-    """Times of single blocks out of what a token costs.
+    """Derive times of single blocks from the costs of a token.
 
     Args:
-        costs: Of the machine and the model.
-        top_k: K, experts a token.
-        blocks: B, blocks of an expert.
+        costs: Costs of the machine and the model.
+        top_k: K, experts per token.
+        blocks: B, blocks per expert.
         block_bytes: Bytes of a block record.
-        link: Figures by size, for transfers of one and of a few blocks; without them every block takes its
-            share of ``costs.load``.
-        bandwidth: Bytes a second in place of both.
-        call: Part of ``costs.moe`` that computing a single block costs as well.
+        link: Figures by size, for transfers of one or a few blocks; ``None``: every block takes its share of
+            ``costs.load``.
+        bandwidth: Bytes per second, replacing both.
+        call: Fixed part of ``costs.moe``, which computing a single block takes too.
+        far_threads: As :class:`Timing`.
+        launch: As :class:`Timing`.
     """
     pairs = top_k * blocks
     call = min(call, costs.moe / 2)
@@ -103,4 +116,7 @@ def timing_of(
         latency=costs.latency,
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),
+        in_flight_bytes=CARD_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
+        far_threads=far_threads,
+        launch=launch,
     )

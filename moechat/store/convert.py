@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint into a block store: streamed, resumable, and complete or absent."""
+"""Streamed, resumable, atomic conversion of a checkpoint into a block store."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import hashlib
 import json
 import mmap
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import moechat
-from moechat.config import active_isa
 from moechat.errors import (
     CheckpointError,
     DoesNotFitError,
@@ -23,6 +21,7 @@ from moechat.errors import (
 )
 from moechat.geometry import ExpertGeometry
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.expert_refs import CheckpointPlan, ExpertRef
 from moechat.store.files import explained
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
@@ -32,6 +31,7 @@ from moechat.store.manifest import (
     Manifest,
     Quantisation,
     SourceRecord,
+    build_versions,
 )
 from moechat.store.outline import (
     DenseFile,
@@ -43,9 +43,8 @@ from moechat.store.outline import (
 )
 from moechat.store.progress import ConvertProgress, ProgressCallback
 from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer
-from moechat.store.source import CheckpointPlan, ExpertRef
+from moechat.store.shard_supply import Supply
 from moechat.store.store import Store
-from moechat.store.supply import Supply
 from moechat.store.workspace import Workspace, lock_path, read_journal, remove_leftovers
 
 __all__ = ["ConvertProgress", "convert", "finished_files"]
@@ -65,35 +64,35 @@ def convert(
     progress: ProgressCallback | None = None,
     supply: Supply | None = None,
 ) -> Store:
-    """Make ``destination`` the store of ``checkpoint``.
+    """Convert ``checkpoint`` into a store at ``destination``.
 
-    A finished store of the same source and bits is returned as it is; while another process makes it, this
-    one waits. Work that an interrupted run finished is kept. A damaged store, or one of another source, is
+    A finished store of the same source and bits is returned unchanged; if another process is making it, this
+    one waits. Files finished by an interrupted run are kept. A damaged store, or one of another source, is
     replaced.
 
     Args:
         checkpoint: The source.
-        plan: What it holds.
+        plan: Its experts and dense tensors.
         destination: Directory of the store; its parent is created.
-        bits: 2, 3, 4, 8 or 16 bits an expert weight.
-        source_name: Where the weights came from, for people.
+        bits: 2, 3, 4, 8 or 16 bits per expert weight.
+        source_name: Origin of the weights, for display.
         revision: Commit of the hub repository, if any.
-        quantizer: ``native``, ``hqq``, or ``auto``: hqq where torch has a GPU.
+        quantizer: ``native``, ``hqq``, or ``auto``: hqq if torch has a GPU.
         progress: Called after every expert and every 8 MiB, from the calling thread. It may raise
             ``KeyboardInterrupt``.
-        supply: Brings the parts of the source as they are needed; ``None`` where all of it is here.
+        supply: Provides the parts of the source as they are needed; ``None`` if all are on this machine.
 
     Returns:
         The open store.
 
     Raises:
-        CheckpointError: Source and plan do not fit together, weights are not finite, or the source changes
-            meanwhile.
-        UnsupportedModelError: Experts have a type that cannot be read, or a newer moechat wrote the store
-            there.
+        CheckpointError: Source and plan contradict each other, weights are not finite, or the source changes
+            during the conversion.
+        UnsupportedModelError: Experts have a type that cannot be read, or a newer moechat wrote the existing
+            store.
         DoesNotFitError: The disk is too small, or became full; a later call resumes.
-        UsageError: A value is out of range, or ``destination`` is something else than a store.
-        MoechatError: The file system refuses an operation.
+        UsageError: A value is out of range, or ``destination`` exists and is not a store.
+        MoechatError: A file system operation failed.
     """
     destination = Path(destination)
     outline = outline_store(checkpoint, plan, bits)
@@ -111,7 +110,7 @@ def convert(
                 _Conversion(checkpoint, outline, workspace, solver, report, supply).run()
                 checkpoint.require_unchanged()
             except UnsupportedModelError:
-                # The same source cannot succeed later; a changed one starts anew.
+                # The same source cannot succeed later; a changed source starts from the beginning.
                 workspace.discard()
                 raise
             except DoesNotFitError:
@@ -133,7 +132,7 @@ def finished_files(
 
 
 class _Report:
-    """Sends progress to the caller, if anybody listens."""
+    """Sends progress to the caller's callback, if there is one."""
 
     def __init__(self, callback: ProgressCallback | None, total: int) -> None:
         self._callback = callback
@@ -175,7 +174,7 @@ class _Conversion:
         pack: Packer | None = None
         for planned in missing if self._supply is None else self._supply.order(missing):
             if self._supply is not None:
-                self._supply.bring(planned)
+                self._supply.provide(planned)
             self._checkpoint.require_unchanged()
             with self._workspace.create(planned.name) as file:
                 if isinstance(planned, ExpertsFile):
@@ -189,7 +188,7 @@ class _Conversion:
             self._require_size(planned, size)
             self._workspace.record(planned.name, size, digest)
             if self._supply is not None:
-                self._supply.done(planned)
+                self._supply.note_written(planned)
 
     def _advance(self, size: int, stage: str, detail: str) -> None:
         self._done += size
@@ -257,7 +256,7 @@ def _page_aligned(geometry: ExpertGeometry) -> NDArray[np.uint8]:
 def _finished_store(
     destination: Path, checkpoint: Checkpoint, geometry: ExpertGeometry, quantizer: str, solver: str
 ) -> Store | None:
-    """The store at ``destination`` if it is what is asked for; ``None`` if it may be made or replaced."""
+    """The store at ``destination`` if it matches the request; ``None`` if it is to be created or replaced."""
     if not destination.exists():
         return None
     if not (destination / MANIFEST_NAME).exists() and (
@@ -279,7 +278,7 @@ def _finished_store(
 
 
 def _job_key(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int, solver: str) -> str:
-    """Everything that the bytes of the store depend on."""
+    """Hash of everything that the bytes of the store depend on."""
     parts = [FORMAT_VERSION, moechat.__version__, checkpoint.fingerprint(), bits, solver, repr(plan)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -296,12 +295,7 @@ def _manifest(
     experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
     return Manifest(
         source=SourceRecord(source_name, revision, checkpoint.fingerprint(), plan.weight_type),
-        created_by={
-            "moechat": moechat.__version__,
-            "transformers": metadata.version("transformers"),
-            "torch": metadata.version("torch"),
-            "isa": active_isa(),
-        },
+        created_by=build_versions(),
         model_type=plan.model_type,
         geometry=outline.geometry,
         layers=tuple(LayerRecord(file.source.layer, file.source.module, file.name) for file in experts),

@@ -1,7 +1,7 @@
-"""Where the experts of a checkpoint lie: plain descriptions, built by the models room for the store.
+"""Locations of experts in a checkpoint: plain descriptions, built by ``moechat.models`` for the store.
 
-Nothing here opens a file. A :class:`MatrixRef` says which tensor holds a matrix and which of its rows to
-take; the shapes are checked against the real tensors by :class:`moechat.store.checkpoint.Checkpoint`.
+Nothing here opens a file. A :class:`MatrixRef` names the tensor of a matrix and the rows to take;
+:class:`moechat.store.checkpoint.Checkpoint` checks the shapes against the real tensors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class MatrixRef:
 
     Attributes:
         key: Tensor name. For ``mxfp4`` the common prefix of ``<key>_blocks`` (U8 ``[E, R, G, 16]``) and
-            ``<key>_scales`` (U8 ``[E, R, G]``), which decode to ``[R, 32 * G]`` an expert before the slicing.
+            ``<key>_scales`` (U8 ``[E, R, G]``), which decode to ``[R, 32 * G]`` per expert before slicing.
         expert: Index in dimension 0 of a 3-D tensor, or ``None`` for a 2-D tensor that belongs to one expert.
         start: First row taken.
-        step: Distance between rows taken; 2 for gate and up interleaved.
+        step: Distance between rows taken; 2 if gate and up are interleaved.
         rows: Number of rows taken.
         transposed: The tensor holds the matrix as ``[cols, rows]``.
         packing: ``plain`` floats, or ``mxfp4`` (OCP Microscaling, e2m1 elements with a shared power of two).
 
     Raises:
-        CheckpointError: A value makes no sense for any tensor.
+        CheckpointError: A value is invalid for any tensor.
     """
 
     key: str
@@ -48,10 +48,15 @@ class MatrixRef:
     def __post_init__(self) -> None:
         if self.start < 0 or self.step < 1 or self.rows < 1 or (self.expert is not None and self.expert < 0):
             raise CheckpointError(
-                f"{self.key!r}[{self.expert}]: rows {self.start}:+{self.step}x{self.rows} make no sense"
+                f"{self.key!r}[{self.expert}]: rows {self.start}:+{self.step}x{self.rows} are not valid"
             )
         if self.packing not in get_args(Packing):
             raise CheckpointError(f"packing {self.packing!r} of {self.key!r} is unknown")
+
+    @property
+    def taken(self) -> slice:
+        """The rows taken; ``stop - 1`` is the last."""
+        return slice(self.start, self.start + self.step * (self.rows - 1) + 1, self.step)
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -66,7 +71,7 @@ class VectorRef:
     """One bias ``T[start : start + step * size : step]`` with ``T = tensor`` or ``T = tensor[expert]``.
 
     Raises:
-        CheckpointError: A value makes no sense for any tensor.
+        CheckpointError: A value is invalid for any tensor.
     """
 
     key: str
@@ -78,8 +83,13 @@ class VectorRef:
     def __post_init__(self) -> None:
         if self.start < 0 or self.step < 1 or self.size < 1 or (self.expert is not None and self.expert < 0):
             raise CheckpointError(
-                f"{self.key!r}[{self.expert}]: elements {self.start}:+{self.step}x{self.size} make no sense"
+                f"{self.key!r}[{self.expert}]: elements {self.start}:+{self.step}x{self.size} are not valid"
             )
+
+    @property
+    def taken(self) -> slice:
+        """The elements taken; ``stop - 1`` is the last."""
+        return slice(self.start, self.start + self.step * (self.size - 1) + 1, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +139,17 @@ class ExpertLayerSource:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What a checkpoint holds, as the family adapter understands it.
+    """Content of a checkpoint, as its model family defines it.
 
     Attributes:
         model_type: ``config.model_type`` of transformers.
         hidden_size: Columns of gate and up.
         intermediate_size: Neurons of one routed expert.
         num_experts: Routed experts in every expert layer.
-        activation: Gate activation, with its ``alpha`` and ``limit`` (0 where it has none).
+        activation: Gate activation, with its ``alpha`` and ``limit`` (0 if it has none).
         has_bias: Every expert has all three biases; else none has any.
-        weight_type: Element type of the expert tensors in the checkpoint (``BF16`` for mxfp4: it holds it
-            exactly).
+        weight_type: Element type of the expert tensors in the checkpoint; ``BF16`` for mxfp4, whose values
+            it represents exactly.
         layers: Layers with routed experts, ascending; need not be all layers.
         dense_keys: Tensors that are not routed experts, copied unchanged.
     """
@@ -157,7 +167,7 @@ class CheckpointPlan:
     dense_keys: tuple[str, ...]
 
     def geometry(self, bits: int) -> ExpertGeometry:
-        """Geometry of the store made with ``bits`` bits; at 16 bits fp32 weights become bf16.
+        """Geometry of the store with ``bits`` bits; at 16 bits fp32 weights become bf16.
 
         Raises:
             UsageError: A size or ``bits`` is out of range.

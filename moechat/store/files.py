@@ -1,8 +1,9 @@
-"""Durable files: written under a temporary name, hashed on the way, synced, renamed, directory synced.
+"""Durable files, and error messages of file operations.
 
-After :meth:`DurableFile.commit` has returned, the file is complete under its name even if power fails;
-before, there is nothing new under that name. A leftover temporary file (``*.tmp``) may be deleted at any
-time.
+A :class:`DurableFile` is written under a temporary name and hashed meanwhile, synced, renamed, and its
+directory is synced. Once :meth:`DurableFile.commit` has returned, the file is complete under its name even
+after a power failure; before, that name is unchanged. Leftover temporary files (``*.tmp``) may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR)
 
 @contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn operating system errors of the block into ours; a full disk becomes ``DoesNotFitError``."""
+    """Convert ``OSError`` in the block to ``MoechatError``; a full disk becomes ``DoesNotFitError``.
+
+    Args:
+        doing: The operation, for the message: ``"converting"``.
+        path: Its target.
+    """
     try:
         yield
     except BrokenPipeError:
-        raise  # no disk does that: it is the caller's progress output that has gone
+        raise  # comes from the caller's progress output, not from a file
     except OSError as problem:
         target = problem.filename or path
         if problem.errno in _FULL:
@@ -55,17 +61,17 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def _cannot_be_written(problem: OSError, path: Path) -> bool:
-    """Whether the directory of ``path`` cannot be made or written to, rather than something else failed."""
+    """Whether the failure is that the directory of ``path`` cannot be created or written."""
     if isinstance(problem.filename, int):  # a descriptor
         return False
     target = path if problem.filename is None else Path(os.fsdecode(problem.filename))
     if problem.errno in _NO_DIRECTORY:
-        return target in path.parents  # making a directory in /proc, for one, says "no such file"
+        return target in path.parents  # mkdir in /proc, for example, fails with "no such file"
     return problem.errno in _FORBIDDEN and (path.is_relative_to(target) or target.is_relative_to(path.parent))
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make created and renamed files of a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -78,7 +84,7 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
 
     Args:
         path: The file.
-        advance: Called with the number of bytes after each piece.
+        advance: Called after each piece with its number of bytes.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_HASH_CHUNK))
@@ -97,11 +103,11 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
 
 @contextmanager
 def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
-    """What brings the next piece of a file into the page cache, in huge pages where the system has them.
+    """Yield a function that reads the piece at an offset into the page cache, in huge pages if supported.
 
-    Whoever maps the file later finds them so; plain reads would leave small pages. Nothing here touches the
-    mapping itself, so that a file that shrinks meanwhile does no harm, and no more than a piece of it is
-    resident in this process. Where a file cannot be mapped it is only read.
+    Later mappings of the file then use huge pages; plain reads would leave small ones. The mapping here is
+    never dereferenced, so a file that shrinks meanwhile is harmless, and at most one piece is resident in
+    this process. A file that cannot be mapped is only read.
     """
     size = os.fstat(descriptor).st_size
     mapping = _mapped(descriptor, size) if size >= _HUGE_PAGE else None
@@ -122,13 +128,13 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
         try:
             yield fetch
         finally:
-            views.clear()  # a mapping with views cannot be closed
+            views.clear()  # a mapping cannot be closed while views of it exist
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
     try:
         return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # no such thing there, no room, or the file has become shorter
+    except (OSError, ValueError):  # mapping unsupported, no address space, or the file has shrunk
         return None
 
 
@@ -137,11 +143,11 @@ class DurableFile:
 
     Without a commit the temporary file is removed.
 
-    It is written in whole pieces of :data:`_HUGE_PAGE` bytes: a file system that can then keeps them in its
-    cache as huge pages, and experts that are mapped from there are read faster by a tenth or two.
+    Writes are whole pieces of :data:`_HUGE_PAGE` bytes, which some file systems then cache as huge pages;
+    experts mapped from those are read 10 to 20 % faster.
 
-    Invariant: ``_bytes`` bytes were given; all but the last ``_waiting`` of them, which are less than a piece
-    and lie at the beginning of ``_piece``, were written.
+    Invariant: :meth:`write` received ``_bytes`` bytes; all were written to the file except the last
+    ``_buffered``, fewer than a piece, which are at the beginning of ``_piece``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +157,7 @@ class DurableFile:
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._piece = memoryview(bytearray(_HUGE_PAGE))
-        self._waiting = 0
+        self._buffered = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._temporary, flags, 0o644)
 
@@ -160,23 +166,23 @@ class DurableFile:
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._bytes += view.nbytes
-        if self._waiting:
-            count = min(view.nbytes, _HUGE_PAGE - self._waiting)
-            self._piece[self._waiting : self._waiting + count] = view[:count]
-            self._waiting += count
+        if self._buffered:
+            count = min(view.nbytes, _HUGE_PAGE - self._buffered)
+            self._piece[self._buffered : self._buffered + count] = view[:count]
+            self._buffered += count
             view = view[count:]
-            if self._waiting < _HUGE_PAGE:
+            if self._buffered < _HUGE_PAGE:
                 return
             self._flush()
         whole = view.nbytes // _HUGE_PAGE * _HUGE_PAGE
         self._write(view[:whole])
         rest = view[whole:]
         self._piece[: rest.nbytes] = rest
-        self._waiting = rest.nbytes
+        self._buffered = rest.nbytes
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, 0
-        self._write(self._piece[:waiting])
+        buffered, self._buffered = self._buffered, 0
+        self._write(self._piece[:buffered])
 
     def _write(self, view: memoryview) -> None:
         while view.nbytes:
@@ -235,16 +241,16 @@ def format_bytes(count: int) -> str:
 
 @contextmanager
 def called(directory: Path, title: str) -> Iterator[None]:
-    """Let errors in the block speak of what a passing directory stands for, not of the directory.
+    """Replace the path of a temporary directory in errors of the block, as it means nothing to the user.
 
     Args:
-        directory: Gone soon, so that its name tells people nothing.
-        title: What it holds the files of.
+        directory: The temporary directory.
+        title: Name of the model whose files it holds.
     """
-    place = re.compile(re.escape(str(directory)) + r"(?:/([\w.-]+))?")
+    path = re.compile(re.escape(str(directory)) + r"(?:/([\w.-]+))?")
     try:
         yield
     except MoechatError as error:
-        words = place.sub(lambda found: f"{found[1]} of {title}" if found[1] else title, str(error))
-        error.args = (words, *error.args[1:])
+        message = path.sub(lambda found: f"{found[1]} of {title}" if found[1] else title, str(error))
+        error.args = (message, *error.args[1:])
         raise

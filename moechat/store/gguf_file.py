@@ -1,8 +1,8 @@
 """GGUF files under the tensor names of a transformers checkpoint: mapped, decoded when a tensor is read.
 
-Whatever a tensor is packed in, it appears as one of plain numbers: floats keep their type, packed ones become
-float32 where they are to be packed again, and float16 where they are kept, since a scale in these formats is
-a float16 and a code has at most 8 bits.
+Every tensor appears with float elements. Float tensors keep their type. Packed ones are decoded to float32 if
+they will be packed again, else to float16, which suffices: scales in these formats are float16 and codes have
+at most 8 bits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
-from moechat.store.mapped_file import file_identity, opened_regular, release_pages
+from moechat.store.mapped_file import MappedFile, opened_regular
 from moechat.store.safetensors_file import TensorEntry
 
 F32, F16, BF16 = 0, 1, 30
 PLAIN = {F32: ("F32", "<f4"), F16: ("F16", "<f2"), BF16: ("BF16", "<u2")}
 _FP16_MAX = 65504.0
-# Weights decoded at once: the temporaries of one piece stay in the processor's caches.
+# Weights decoded at once; the temporaries of one piece fit the processor's caches.
 _PIECE = 1 << 20
 _CHUNK_BYTES = 8 << 20
 _WORKERS = min(8, os.cpu_count() or 1)
@@ -34,14 +34,14 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """Where one tensor of a checkpoint lies in a GGUF file.
+    """Location of one checkpoint tensor in a GGUF file.
 
     Attributes:
         tensor: Name in the file.
         dtype: Safetensors type that it appears as: its own for floats, else ``F32`` or ``F16``.
         expert: Index in dimension 0; ``None`` takes all of it.
-        heads: Rows are those of so many attention heads, with the two halves of each interleaved, as
-            llama.cpp keeps them for its rotary embedding; 0: as in a checkpoint.
+        heads: Number of attention heads if the two halves of each head's rows are interleaved, as llama.cpp
+            stores them for its rotary embedding; 0 if rows are in checkpoint order.
     """
 
     tensor: str
@@ -50,27 +50,25 @@ class GgufSource:
     heads: int = 0
 
 
-class GgufFile:
+class GgufFile(MappedFile):
     """A GGUF file, checked and mapped read-only.
 
     Attributes:
         path: The file.
-        header: What it says of itself.
+        header: Metadata and tensors.
     """
 
-    def __init__(self, path: Path, header: GgufHeader, mapping: mmap.mmap, identity: tuple[int, ...]) -> None:
+    def __init__(self, path: Path, header: GgufHeader, mapping: mmap.mmap, status: os.stat_result) -> None:
         """Use :meth:`open`."""
-        self.path = path
+        super().__init__(path, mapping, status)
         self.header = header
-        self._mapping = mapping
-        self._identity = identity
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
         """Check the header of ``path`` and map the file.
 
         Raises:
-            CheckpointError: It cannot be read, or is no GGUF file, or a damaged one.
+            CheckpointError: It cannot be read, is not a GGUF file, or is damaged.
         """
         with opened_regular(path, CheckpointError) as (descriptor, status):
             if not status.st_size:
@@ -78,19 +76,11 @@ class GgufFile:
             mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         with memoryview(mapping)[:MAX_HEADER_BYTES] as beginning:
             header = parse_gguf_header(beginning, len(mapping), str(path))
-        assert header is not None  # only a beginning can be too short
-        return cls(path, header, mapping, file_identity(status))
-
-    def is_current(self) -> bool:
-        """Whether the path still names the file that was opened, unaltered as far as its size and time tell.
-
-        Raises:
-            OSError: There is no such file any more.
-        """
-        return file_identity(os.stat(self.path)) == self._identity
+        assert header is not None  # None only for the first part of a file
+        return cls(path, header, mapping, status)
 
     def rows(self, tensor: GgufTensor, expert: int | None) -> NDArray[np.uint8]:
-        """The packed rows of a matrix, ``uint8 [rows, bytes]``, as they lie in the file."""
+        """The packed rows of a matrix, ``uint8 [rows, bytes]``, in file order; a view."""
         shape = tensor.shape if expert is None else tensor.shape[1:]
         count = int(np.prod(shape[:-1], dtype=np.int64))
         size = tensor.end - tensor.start
@@ -98,25 +88,21 @@ class GgufFile:
         start = tensor.start + (expert or 0) * (size // parts)
         return np.ndarray((count, size // parts // count), np.uint8, buffer=self._mapping, offset=start)
 
-    def release(self, start: int, end: int) -> None:
-        """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
-        release_pages(self._mapping, start, end)
-
 
 class GgufView:
     """A GGUF file as a shard of a checkpoint; see :class:`moechat.store.tensors.TensorFile`.
 
     Attributes:
         path: The file.
-        tensors: By their names in the checkpoint, with the type they appear as; bytes are those in the file.
+        tensors: By name in the checkpoint, with the type they appear as and their byte range in the file.
     """
 
     def __init__(self, file: GgufFile, sources: Mapping[str, GgufSource]) -> None:
-        """Give tensors their names.
+        """Create the view.
 
         Args:
             file: The file.
-            sources: Where each tensor lies.
+            sources: Location of each checkpoint tensor.
         """
         self.path = file.path
         self._file = file
@@ -131,7 +117,7 @@ class GgufView:
         """The tensor: a view of the file for floats, else decoded.
 
         Raises:
-            CheckpointError: A value is too large for the type it is to appear as.
+            CheckpointError: A value is too large for the tensor's type.
         """
         source, entry, tensor = self._of(name)
         rows = self._file.rows(tensor, source.expert)
@@ -140,7 +126,7 @@ class GgufView:
         return self._values(rows, tensor.kind, source).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor, as it appears, in pieces of about 8 MiB.
+        """The bytes of a tensor in its visible type, in pieces of about 8 MiB.
 
         Raises:
             CheckpointError: As :meth:`array`.
@@ -176,7 +162,7 @@ class GgufView:
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:
-    """What tensors look like from outside, by their names in the checkpoint."""
+    """Visible type, shape and byte range of tensors, by name in the checkpoint."""
     found = {}
     for name, source in sources.items():
         tensor = header.tensors[source.tensor]
@@ -190,10 +176,10 @@ def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, 
 
 
 def require_decodable(header: GgufHeader, where: str) -> None:
-    """Find out before an hour of conversion whether every type in a file can be decoded.
+    """Check before a long conversion that every element type in a file can be decoded.
 
     Raises:
-        UnsupportedModelError: One cannot.
+        UnsupportedModelError: A type cannot be decoded.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -213,7 +199,7 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
 
     Args:
         rows: ``uint8 [rows, bytes]``.
-        kind: ggml's number of the type.
+        kind: ggml's type number.
 
     Returns:
         float32 ``[rows, columns]``.
@@ -231,7 +217,7 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
     step = max(1, _PIECE // columns)
 
     def work(first: int) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):  # a scale may be NaN; who packs it will say so
+        with np.errstate(invalid="ignore", over="ignore"):  # a scale may be NaN: packing reports it
             values[first : first + step] = dequantize(rows[first : first + step], name)
 
     firsts = range(0, len(rows), step)
@@ -244,5 +230,5 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
 
 
 def _head_order(rows: int, heads: int) -> NDArray[np.intp]:
-    """Which row of the file is each row of the checkpoint: halves of a head are interleaved there."""
+    """Row of the file for each row of the checkpoint; the file interleaves the two halves of each head."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,20 +1,19 @@
-"""Headers of GGUF files: a parser that trusts nothing.
+"""Headers of GGUF files: a strict parser.
 
 Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3): magic, version, number
 of tensors and of metadata values, the values, the descriptions of the tensors, padding, data. Numbers are
-little-endian, strings and arrays carry their length before them.
+little-endian, strings and arrays are preceded by their length.
 
-A header is accepted only if every one of these holds; lengths are checked against what is there before
-anything of that size is made:
+A header is accepted only if all of these hold; lengths are checked against the bytes present before anything
+of that size is allocated:
 
 * it ends inside the file and within ``MAX_HEADER_BYTES``;
 * no key and no tensor appears twice; names are UTF-8;
 * every tensor has a known type, one to four positive dimensions whose product cannot overflow, rows of whole
-  blocks, and lies inside the file.
+  blocks, and is inside the file.
 
-gguf's own reader makes an array for every word of a vocabulary (8 s for 150,000 words, against 0.2) and goes
-on past the end of a file as long as a count in it says so, so headers are read here. Blocks are decoded by
-that package.
+The ``gguf`` package's reader creates an array for every word of a vocabulary (8 s for 150,000 words; this
+parser 0.2 s) and follows a wrong count past the end of the file. That package is used to decode blocks only.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _SCALARS = {
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _KIND = struct.Struct("<I")
-_KEPT_VALUES = 4096  # of an array; longer ones belong to vocabularies
+_KEPT_VALUES = 4096  # longest array kept; longer ones belong to vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """An array that is not kept: how many elements it has."""
+    """Length of an array whose elements are not kept."""
 
     length: int
 
@@ -56,10 +55,10 @@ class GgufTensor:
     """One tensor of a file.
 
     Attributes:
-        kind: ggml's number of its type.
-        shape: As in a checkpoint, rows before columns (the file has it the other way round).
+        kind: ggml's type number.
+        shape: As in a checkpoint, rows before columns (reversed in the file).
         start: First byte in the file.
-        end: Byte after the last.
+        end: One past the last byte.
     """
 
     kind: int
@@ -70,13 +69,13 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says of itself.
+    """Header of a file.
 
     Attributes:
-        metadata: Values by key: numbers, truth values, strings, tuples of numbers; :class:`GgufArray` for
-            arrays of strings and long ones.
+        metadata: Values by key: numbers, booleans, strings, tuples of numbers; :class:`GgufArray` for
+            arrays of strings and long arrays.
         tensors: By name.
-        nbytes: Where the data begins.
+        nbytes: Offset of the data section.
     """
 
     metadata: dict[str, Any]
@@ -88,15 +87,15 @@ def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> 
     """Check the header of a file.
 
     Args:
-        data: The file, or its beginning.
+        data: The file, or its first part.
         file_bytes: Size of the whole file.
         where: Its name, for messages.
 
     Returns:
-        The header; ``None`` where ``data`` is a beginning that ends before it.
+        The header; ``None`` if ``data`` is a first part that ends inside the header.
 
     Raises:
-        CheckpointError: It is no GGUF file, or a damaged one.
+        CheckpointError: It is not a GGUF file, or is damaged.
     """
     cursor = _Cursor(data)
     try:
@@ -119,23 +118,22 @@ def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> 
 
 
 class _EndedError(Exception):
-    """The data end before the header does."""
+    """The data ends inside the header."""
 
 
 class _MalformedError(Exception):
-    """A value makes no sense."""
+    """The header has an invalid value."""
 
 
 class _Cursor:
-    """Reads from the beginning to the end; never beyond it."""
+    """Reads values in sequence; raises ``_EndedError`` at the end of the data."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
         self.position = 0
 
     def bytes(self, count: int) -> bytes:
-        self.require(count)
-        self.position += count
+        self.skip(count)
         return bytes(self._data[self.position - count : self.position])
 
     def number(self, form: struct.Struct) -> Any:
@@ -173,7 +171,7 @@ def _parse(cursor: _Cursor, file_bytes: int, where: str) -> GgufHeader:
             )
         raise CheckpointError(
             f"{where} has GGUF version {version}; moechat reads {_VERSIONS[0]} and {_VERSIONS[1]}",
-            hint="convert the model anew with a current llama.cpp",
+            hint="convert the model again with a current llama.cpp",
         )
     tensor_count, value_count = cursor.number(_LENGTH), cursor.number(_LENGTH)
     metadata: dict[str, Any] = {}
@@ -222,7 +220,7 @@ def _value(cursor: _Cursor, kind: int) -> Any:
 
 
 def _place(cursor: _Cursor, name: str) -> tuple[int, tuple[int, ...], int]:
-    """Type, shape and offset from the beginning of the data."""
+    """Type, shape and offset in the data section."""
     dimensions = cursor.number(_KIND)
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise _MalformedError(f"the tensor {name[:200]!r} has {dimensions} dimensions")
@@ -242,6 +240,6 @@ def _tensor(name: str, kind: int, shape: tuple[int, ...], start: int, file_bytes
     nbytes = math.prod(shape) // block * block_bytes
     if start + nbytes > file_bytes:
         raise _MalformedError(
-            f"the tensor {name[:200]!r} lies at {start}..{start + nbytes}, the file has {file_bytes} bytes"
+            f"the tensor {name[:200]!r} is at {start}..{start + nbytes}, the file has {file_bytes} bytes"
         )
     return GgufTensor(kind, shape, start, start + nbytes)

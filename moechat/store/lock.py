@@ -1,4 +1,4 @@
-"""One process at a time: an advisory lock on a file, which the kernel drops however its holder dies."""
+"""Advisory file locks; the kernel drops them when their holder exits or crashes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _POLL_SECONDS = 0.1
 def exclusive_lock(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock file ``path`` for the block.
 
-    The file is created when needed and removed at the end. A file that a dead process left behind blocks
-    nobody. Waiting can be interrupted from the keyboard.
+    The file is created when needed and removed at the end. A file left by a dead process does not block.
+    Waiting can be interrupted from the keyboard.
 
     Args:
         path: The lock file; its directory must exist, and nothing may rename or replace the file.
-        waiting: Called about ten times a second while somebody else holds the lock.
+        waiting: Called about ten times a second while another process holds the lock.
 
     Raises:
         MoechatError: The file system cannot lock files.
@@ -34,21 +34,21 @@ def exclusive_lock(path: Path, waiting: Callable[[], None] | None = None) -> Ite
     try:
         yield
     finally:
-        # Unlink while still holding it: whoever waits on this inode sees that its name is gone, and starts
-        # over.
+        # Unlink while holding the lock: a process that waits on this inode sees that its name is gone and
+        # starts over.
         with suppress(OSError):
             os.unlink(path)
         os.close(descriptor)
 
 
 def hold_shared(path: Path) -> int | None:
-    """Mark a file as in use, together with whoever else does; closing the descriptor ends it.
+    """Mark a file as in use, shared with other users of it; closing the descriptor ends the use.
 
     Args:
         path: An existing file; nothing is written to it.
 
     Returns:
-        A descriptor, or ``None`` where the file cannot be locked: then nobody will know.
+        A descriptor; ``None`` if the file cannot be locked, so that other processes cannot see its use.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,11 +64,11 @@ def hold_shared(path: Path) -> int | None:
 
 @contextmanager
 def unless_in_use(path: Path) -> Iterator[bool]:
-    """Keep others from beginning to use a file while the block lasts.
+    """Prevent other processes from starting to use a file during the block.
 
     Yields:
-        Whether that was possible: ``False`` if somebody uses it (:func:`hold_shared`), or holds the lock.
-        ``True`` where the file is gone, or cannot be locked at all.
+        ``False`` if the file is in use (:func:`hold_shared`) or exclusively locked, else ``True``, also for
+        a file that is missing or cannot be locked at all.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a store holds.
+"""``manifest.json``: the description of a store.
 
 It is written last, so a directory with a manifest is a complete store. It holds the SHA-256 of every other
-file and, as ``checksum``, one of its own content, so no altered byte of a store goes unseen.
+file and, as ``checksum``, one of its own content, so every altered byte of a store can be detected.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moechat.config import user_paths
+import moechat
+from moechat.config import active_isa, user_paths
 from moechat.errors import StoreDamagedError, UnsupportedModelError, UsageError
 from moechat.geometry import GROUP_SIZE, ExpertGeometry, WeightType
 from moechat.store.safetensors_file import strict_json
@@ -32,18 +34,28 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def damage_hint(store: Path) -> str:
-    """What to do about a damaged store; that depends on whether it can be made again, and from what."""
-    place = store.absolute()
-    if place.resolve().is_relative_to(_PACKAGE):
+    """The next step for a damaged store, which depends on where the store is."""
+    path = store.absolute()
+    if path.resolve().is_relative_to(_PACKAGE):
         return "install moechat again: this model is a part of it"
     try:
-        in_library = place.is_relative_to(user_paths().models)
+        in_library = path.is_relative_to(user_paths().models)
     except UsageError:
         in_library = False
-    remove = f"rm -r {shlex.quote(str(place))}"
+    remove = f"rm -r {shlex.quote(str(path))}"
     if in_library:
-        return f"remove the store and run the same command again, which makes it anew: {remove}"
+        return f"remove the store and run the same command again, which creates it again: {remove}"
     return f"remove the store ({remove}) and copy it here again, or run the checkpoint that it was made from"
+
+
+def build_versions() -> dict[str, str]:
+    """Versions of moechat, transformers and torch, and the instruction set of the native code."""
+    return {
+        "moechat": moechat.__version__,
+        "transformers": metadata.version("transformers"),
+        "torch": metadata.version("torch"),
+        "isa": active_isa(),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +99,10 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """Where the weights came from.
+    """Origin of the weights.
 
     Attributes:
-        name: For people: hub id or directory.
+        name: Hub id or directory, for display.
         revision: Commit of the hub repository, if any.
         fingerprint: :meth:`Checkpoint.fingerprint` of the source.
         weight_type: Element type of the expert weights in the source.
@@ -107,8 +119,8 @@ class Manifest:
     """Content of ``manifest.json``.
 
     Attributes:
-        source: Where the weights came from.
-        created_by: Versions of moechat, transformers and torch, and the instruction set of the native code.
+        source: Origin of the weights.
+        created_by: :func:`build_versions` at the time of conversion.
         model_type: ``config.model_type``.
         geometry: Shape and encoding of the experts.
         layers: Expert layers, ascending.
@@ -135,29 +147,14 @@ class Manifest:
         """The file content; the same manifest always gives the same bytes."""
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
-            "source": {
-                "name": self.source.name,
-                "revision": self.source.revision,
-                "fingerprint": self.source.fingerprint,
-                "weight_type": self.source.weight_type,
-            },
+            "source": asdict(self.source),
             "created_by": dict(self.created_by),
             "model_type": self.model_type,
             "geometry": self.geometry.to_json(),
-            "layers": [
-                {"layer": item.layer, "module": item.module, "file": item.file} for item in self.layers
-            ],
+            "layers": [asdict(layer) for layer in self.layers],
             "neuron_order": self.neuron_order,
-            "quantisation": {
-                "method": self.quantisation.method,
-                "group_size": self.quantisation.group_size,
-                "axis": self.quantisation.axis,
-                "solver": self.quantisation.solver,
-            },
-            "files": {
-                name: {"bytes": record.bytes, "sha256": record.sha256}
-                for name, record in sorted(self.files.items())
-            },
+            "quantisation": asdict(self.quantisation),
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
         }
         content["checksum"] = _checksum(content)
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
@@ -167,7 +164,7 @@ class Manifest:
         """Read and check a manifest file.
 
         Raises:
-            StoreDamagedError: It is missing, unreadable, too large, or :meth:`parse` refuses it.
+            StoreDamagedError: It is missing, unreadable, too large, or malformed (:meth:`parse`).
             UnsupportedModelError: A newer moechat wrote it.
         """
         try:
@@ -191,7 +188,7 @@ class Manifest:
             where: The file, for messages.
 
         Raises:
-            StoreDamagedError: Anything is not as :meth:`to_bytes` writes it; the message names the field.
+            StoreDamagedError: A field is not as :meth:`to_bytes` writes it; the message names it.
             UnsupportedModelError: A newer moechat wrote it.
         """
         try:
@@ -263,13 +260,13 @@ class Manifest:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the manifest without its checksum, spelled independently of white space and order."""
+    """SHA-256 of the manifest without its checksum, independent of white space and field order."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class _Reader:
-    """One JSON object with typed access; every complaint is a ``ValueError`` that names the field."""
+    """One JSON object with typed access; every error is a ``ValueError`` that names the field."""
 
     def __init__(self, content: Any, name: str) -> None:
         if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""What every mapped file of weights needs: opened without surprises, known again, its pages let go."""
+"""Read-only mapped files: safe opening, change detection, release of mapped pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moechat.errors import MoechatError
 
 @contextmanager
 def opened_regular(path: Path, error: type[MoechatError]) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file for reading, closed at the end: its descriptor and its status.
+    """Open a regular file for reading and yield its descriptor and status; close it at the end.
 
     Raises:
-        MoechatError: Of class ``error``; the file is missing, unreadable or not a regular one, or the block
-            cannot read it.
+        MoechatError: Of class ``error``; the file is missing, unreadable or not a regular file, or a read in
+            the block fails.
     """
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for a writer; it has no effect on regular files.
+        # O_NONBLOCK: opening a FIFO must not wait for a writer; no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as problem:
         raise error(f"{path} cannot be opened: {problem.strerror}") from problem
@@ -36,13 +36,33 @@ def opened_regular(path: Path, error: type[MoechatError]) -> Iterator[tuple[int,
         os.close(descriptor)
 
 
-def file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Tells a file from another one of its name, and from itself after a change."""
+class MappedFile:
+    """A file mapped read-only.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, mapping: mmap.mmap, status: os.stat_result) -> None:
+        """Keep a mapping and the status that its file had when it was opened."""
+        self.path = path
+        self._mapping = mapping
+        self._identity = _identity(status)
+
+    def is_current(self) -> bool:
+        """Whether the path still names the opened file, unchanged as far as size and mtime show.
+
+        Raises:
+            OSError: The file no longer exists.
+        """
+        return _identity(os.stat(self.path)) == self._identity
+
+    def release(self, start: int, end: int) -> None:
+        """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, min(end, len(self._mapping)) - first)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def release_pages(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > first:
-        mapping.madvise(mmap.MADV_DONTNEED, first, min(end, len(mapping)) - first)

@@ -21,7 +21,7 @@ def decode_mxfp4(blocks: NDArray[Any], scales: NDArray[Any]) -> NDArray[np.float
     """Decode one matrix.
 
     Args:
-        blocks: uint8 ``[R, G, 16]``, two elements a byte.
+        blocks: uint8 ``[R, G, 16]``, two elements per byte.
         scales: uint8 ``[R, G]``, e8m0 exponents.
 
     Returns:

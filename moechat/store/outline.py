@@ -1,4 +1,4 @@
-"""What a conversion will write, file by file and byte by byte, decided and checked before the first write."""
+"""The files that a conversion will write, with their headers and sizes, checked before the first write."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef
 from moechat.store.safetensors_file import (
     DIRECT_IO_ALIGNMENT,
     DTYPE_BITS,
     PlannedTensor,
     build_header,
 )
-from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef
 from moechat.store.store import DENSE_PREFIX, EXPERTS_TENSOR
 
 DENSE_SHARD_BYTES = 2 << 30
@@ -26,7 +26,7 @@ _SOURCE_DTYPE = {WeightType.BF16: "BF16", WeightType.FP16: "F16", WeightType.FP3
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file copied as it is."""
+    """A file that is copied unchanged."""
 
     name: str
     source: Path
@@ -35,7 +35,7 @@ class SideFile:
 
 @dataclass(frozen=True, slots=True)
 class DenseFile:
-    """A safetensors file with dense tensors, in this order."""
+    """A safetensors file with dense tensors, in the order of ``tensors``."""
 
     name: str
     tensors: tuple[PlannedTensor, ...]
@@ -58,7 +58,7 @@ PlannedFile = SideFile | DenseFile | ExpertsFile
 
 @dataclass(frozen=True, slots=True)
 class StoreOutline:
-    """All files of a store except the manifest, in the order of writing."""
+    """All files of a store except the manifest, in write order."""
 
     geometry: ExpertGeometry
     files: tuple[PlannedFile, ...]
@@ -70,16 +70,16 @@ class StoreOutline:
 
 
 def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> StoreOutline:
-    """Decide all files of the store, and check every tensor that will be read, from the headers alone.
+    """Decide all files of the store and check every tensor that will be read, using only headers.
 
     Args:
         checkpoint: The source.
-        plan: What it holds.
+        plan: Its experts and dense tensors.
         bits: 2, 3, 4, 8 or 16.
 
     Raises:
-        CheckpointError: Plan and tensors do not fit together; the message names the tensor.
-        UnsupportedModelError: Experts are stored in a type that cannot be read.
+        CheckpointError: Plan and tensors contradict each other; the message names the tensor.
+        UnsupportedModelError: Experts have an element type that cannot be read.
         UsageError: ``bits`` or a size is out of range.
     """
     geometry = plan.geometry(bits)
@@ -95,12 +95,28 @@ def outline_store(checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> St
         except OSError as problem:
             raise CheckpointError(f"{path} has vanished: {problem.strerror}") from problem
     files.extend(_dense_files(checkpoint, plan.dense_keys))
-    shape = (geometry.num_experts, geometry.blocks_per_expert, geometry.record_bytes)
-    header = build_header([PlannedTensor(EXPERTS_TENSOR, "U8", shape)], alignment=DIRECT_IO_ALIGNMENT)
+    header = experts_header(geometry)
     for layer in plan.layers:
-        name = f"experts-{layer.layer:05d}.safetensors"
-        files.append(ExpertsFile(name, layer, header, len(header) + geometry.layer_bytes))
+        size = len(header) + geometry.layer_bytes
+        files.append(ExpertsFile(experts_file_name(layer.layer), layer, header, size))
     return StoreOutline(geometry, tuple(files))
+
+
+def experts_file_name(layer: int) -> str:
+    """Name of the file with the routed experts of a decoder layer."""
+    return f"experts-{layer:05d}.safetensors"
+
+
+def dense_file_name(number: int) -> str:
+    """Name of the ``number``-th file with dense tensors, counted from 1."""
+    return f"{DENSE_PREFIX}{number:05d}.safetensors"
+
+
+def experts_header(geometry: ExpertGeometry) -> bytes:
+    """Header of every experts file of a store; its length is a multiple of 4096."""
+    return build_header(
+        [PlannedTensor(EXPERTS_TENSOR, "U8", geometry.layer_shape)], alignment=DIRECT_IO_ALIGNMENT
+    )
 
 
 def _check_plan(checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
@@ -131,7 +147,7 @@ def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRe
                 f"the {name} matrix in {ref.key!r} is {list(shape)}; {list(expected[name])} is expected"
             )
         dtype = "BF16" if ref.packing == "mxfp4" else checkpoint.info(ref.key)[0]
-        # At 16 bits values are copied bit by bit, so a stray type would be read wrongly or rounded unseen.
+        # 16-bit values are copied bit by bit, so another type would be misread or silently rounded.
         if bits == 16 and dtype != _SOURCE_DTYPE[plan.weight_type]:
             raise UnsupportedModelError(
                 f"tensor {ref.key!r} is {dtype}, other experts are {_SOURCE_DTYPE[plan.weight_type]}",
@@ -160,10 +176,10 @@ def _dense_files(checkpoint: Checkpoint, keys: Iterable[str]) -> list[DenseFile]
         room -= tensor.nbytes
     files: list[DenseFile] = []
     for number, tensors in enumerate(shards, start=1):
-        # Widest elements first: then every tensor is aligned to its element without holes, which the format
-        # forbids.
+        # Widest elements first: every tensor is then aligned to its element size without gaps, which the
+        # format forbids.
         tensors.sort(key=lambda tensor: -DTYPE_BITS[tensor.dtype])
         header = build_header(tensors, alignment=_DENSE_ALIGNMENT)
         size = len(header) + sum(tensor.nbytes for tensor in tensors)
-        files.append(DenseFile(f"{DENSE_PREFIX}{number:05d}.safetensors", tuple(tensors), header, size))
+        files.append(DenseFile(dense_file_name(number), tuple(tensors), header, size))
     return files

@@ -1,4 +1,4 @@
-"""What long operations of a conversion report while they run."""
+"""Progress reports of a conversion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConvertProgress:
             run), ``files``, ``dense``, ``experts`` or ``finishing``.
         done_bytes: Bytes of the store that are finished, those of earlier runs included.
         total_bytes: Bytes of the whole store.
-        detail: What is being worked on, for a person: ``layer 3, expert 17 of 64``.
+        detail: The current item, for display: ``layer 3, expert 17 of 64``.
     """
 
     stage: str

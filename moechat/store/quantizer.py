@@ -1,4 +1,4 @@
-"""Who turns the matrices of one expert into block records: the native solver, or hqq itself on a GPU."""
+"""Quantisation of one expert's matrices into block records: by the native solver, or by hqq on a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moechat.geometry import GROUP_SIZE, ExpertGeometry
 
 QUANTIZERS = ("auto", "native", "hqq")
 _FP16_MAX = 65504.0
-# A driver leaves one of these (NVIDIA, AMD, WSL). Without any, importing torch to ask it would cost seconds
-# for a no.
+# Device nodes of NVIDIA, AMD and WSL drivers. Without any of them there is no GPU, and torch, which takes
+# seconds to import, need not be imported to find that out.
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
@@ -25,7 +25,7 @@ Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
 def choose_solver(quantizer: str, bits: int) -> str:
-    """``"none"`` for 16 bits, else ``"native"`` or ``"hqq"``; ``auto`` takes hqq where torch has a GPU.
+    """``"none"`` for 16 bits, else ``"native"`` or ``"hqq"``; ``auto`` takes hqq if torch has a GPU.
 
     Raises:
         UsageError: ``quantizer`` is unknown.
@@ -40,11 +40,11 @@ def choose_solver(quantizer: str, bits: int) -> str:
 
 
 def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
-    """A function that writes one expert into ``uint8 [blocks, record_bytes]``.
+    """Create a function that writes one expert into ``uint8 [blocks, record_bytes]``.
 
     It takes the matrices gate, up ``[intermediate, hidden]`` and down ``[hidden, intermediate]`` (float32,
-    float16, or uint16 for bf16, any strides), the biases or ``None``, and the output; it raises
-    ``ValueError`` for weights that are not finite where they are quantised.
+    float16, or uint16 for bf16, any strides), the biases or ``None``, and the output. When it quantises, it
+    raises ``ValueError`` for weights that are not finite.
     """
     if solver == "hqq":
         return _HqqPacker(geometry, "cuda" if _cuda_available() else "cpu")
@@ -62,7 +62,7 @@ def _cuda_available() -> bool:
 
 
 class _HqqPacker:
-    """hqq's own optimiser (Badri & Shaji 2023) on a torch device, then the native packing."""
+    """Quantises with hqq's optimiser (Badri & Shaji 2023) on a torch device, then packs natively."""
 
     def __init__(self, geometry: ExpertGeometry, device: str) -> None:
         self._geometry = geometry
@@ -87,7 +87,7 @@ class _HqqPacker:
         from hqq.core.quantize import Quantizer
 
         rows, cols = matrix.shape
-        copied = np.array(matrix, order="C")  # torch takes no read-only arrays
+        copied = np.array(matrix, order="C")  # torch needs writable arrays
         source = torch.from_numpy(copied.view(np.int16) if copied.dtype == np.uint16 else copied)
         if copied.dtype == np.uint16:
             source = source.view(torch.bfloat16)
@@ -98,7 +98,7 @@ class _HqqPacker:
             raise ValueError(f"{name} is not finite at row {row}, column {col}")
         padding = -cols % GROUP_SIZE
         if padding:
-            # Repeat the last column, so that the padding does not widen the range of its group.
+            # Padding with the last column keeps the value range of its group.
             weights = torch.cat([weights, weights[:, -1:].expand(rows, padding)], dim=1)
         _, meta = Quantizer.quantize(
             weights,
@@ -109,7 +109,7 @@ class _HqqPacker:
             bitpack=False,
             device=self._device,
         )
-        # Codes are computed anew against the rounded scale and zero, so that fp16 storage adds no error.
+        # Codes are recomputed with the rounded scale and zero, so that storing those as fp16 adds no error.
         scale = meta["scale"].reshape(rows, -1).half()
         zero = meta["zero"].reshape(rows, -1).clamp(-_FP16_MAX, _FP16_MAX).half()
         groups = weights.reshape(rows, -1, GROUP_SIZE)

@@ -1,4 +1,4 @@
-"""A finished store learns that a later commit has the same weights."""
+"""Records in a finished store that a later commit of its source has the same weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from moechat.store.files import DurableFile, explained, sync_directory
+from moechat.store.files import explained, sync_directory, write_durably
 from moechat.store.lock import exclusive_lock, unless_in_use
 from moechat.store.manifest import MANIFEST_NAME
 from moechat.store.store import Store
@@ -15,22 +15,22 @@ from moechat.store.workspace import lock_path, workspace_path
 
 
 class _BusyError(Exception):
-    """Somebody converts to the same place."""
+    """Another process is converting to the same destination."""
 
 
-def note_revision(path: Path, revision: str, state_dir: Path) -> bool:
-    """Let a store's manifest name a revision.
+def record_revision(path: Path, revision: str, state_dir: Path) -> bool:
+    """Write a revision into a store's manifest.
 
-    It replaces the manifest, whose inode tells others that the store is in use: so nothing is done while it
-    is. Verified files stay verified. Beside a conversion nothing is done either.
+    This replaces the manifest file, whose lock marks the store as in use. So nothing is done while the store
+    is in use or being converted. Verified files stay verified.
 
     Args:
         path: The store.
-        revision: Of the source.
+        revision: Commit of the source.
         state_dir: As for :meth:`Store.ensure_verified`.
 
     Returns:
-        Whether the manifest names it now.
+        Whether the manifest now has the revision.
 
     Raises:
         MoechatError: The store is damaged, or cannot be written to.
@@ -56,15 +56,13 @@ def note_revision(path: Path, revision: str, state_dir: Path) -> bool:
 
 
 def _replace_manifest(path: Path, content: bytes) -> None:
-    # Written beside the store, in which nothing may lie that its manifest does not list.
-    beside = workspace_path(path)
-    beside.mkdir(exist_ok=True)
+    # Written outside the store first: a store holds no file that its manifest does not list.
+    workspace = workspace_path(path)
+    workspace.mkdir(exist_ok=True)
     try:
-        with DurableFile(beside / MANIFEST_NAME) as file:
-            file.write(content)
-            file.commit()
-        os.replace(beside / MANIFEST_NAME, path / MANIFEST_NAME)
+        write_durably(workspace / MANIFEST_NAME, content)
+        os.replace(workspace / MANIFEST_NAME, path / MANIFEST_NAME)
         sync_directory(path)
     finally:
         with suppress(OSError):
-            beside.rmdir()  # unless a conversion has left its work there
+            workspace.rmdir()  # fails if an interrupted conversion left its work there

@@ -1,17 +1,17 @@
-"""Safetensors files: a parser that trusts nothing, read-only mapping, and headers for streamed writing.
+"""Safetensors files: a strict parser, read-only mapping, and headers for streamed writing.
 
 Format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON object
 ``name -> {dtype, shape, data_offsets}`` with an optional ``__metadata__`` of strings, padded with spaces,
 then the data.
 
-A file is accepted only if every one of these holds; each is checked against the size of the real file before
+A file is accepted only if all of these hold; each is checked against the size of the real file before
 anything is allocated or mapped:
 
-* it is a regular file, and the header lies inside it and is at most ``MAX_HEADER_BYTES`` long;
+* it is a regular file, and the header fits inside it and is at most ``MAX_HEADER_BYTES`` long;
 * the header is one UTF-8 JSON object without duplicate keys, and every tensor has exactly the three fields;
 * every dtype is known, every shape is a list of non-negative integers whose product cannot overflow;
-* ``end - start`` is exactly the size that dtype and shape ask for;
-* in order of offset the tensors cover the data section without a hole, an overlap or a rest.
+* ``end - start`` is exactly the size given by dtype and shape;
+* in order of offset the tensors cover the data section without gap, overlap or remainder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
-from moechat.store.mapped_file import file_identity, opened_regular, release_pages
+from moechat.store.mapped_file import MappedFile, opened_regular
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 32
@@ -62,8 +62,8 @@ DTYPE_BITS: Mapping[str, int] = {
     "U64": 64,
 }
 
-# Element types that numpy lacks (bf16, fp8) appear as unsigned integers of the same width, sub-byte types as
-# flat bytes.
+# Element types that numpy lacks (bf16, fp8) are shown as unsigned integers of the same width, sub-byte types
+# as flat bytes.
 _NUMPY_DTYPES: Mapping[str, str] = {
     "BOOL": "?",
     "U8": "u1",
@@ -98,14 +98,14 @@ class TensorEntry:
 
 
 def tensor_nbytes(dtype: str, shape: Iterable[int]) -> int | None:
-    """Bytes of a tensor, or ``None`` where dtype and shape do not give a whole number of bytes below 2**63.
+    """Bytes of a tensor; ``None`` if they are not a whole number below 2**63.
 
     Raises:
         KeyError: ``dtype`` is unknown.
     """
     bits = DTYPE_BITS[dtype]
     dimensions = tuple(shape)
-    # Zero-sized tensors must not hide an overflow: numpy multiplies the other dimensions all the same.
+    # Zeros are left out: numpy multiplies the other dimensions of an empty tensor too, which can overflow.
     if math.prod(n for n in dimensions if n) * bits >= 1 << 63:
         return None
     total = math.prod(dimensions) * bits
@@ -113,17 +113,15 @@ def tensor_nbytes(dtype: str, shape: Iterable[int]) -> int | None:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {name[:200]!r} appears twice")
-            seen.add(name)
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the key {name[:200]!r} appears twice")
+        result[name] = value
     return result
 
 
-def _refuse_constant(text: str) -> Any:
+def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
@@ -131,11 +129,11 @@ def strict_json(data: bytes) -> Any:
     """Parse UTF-8 JSON without duplicate keys, ``NaN`` or ``Infinity``.
 
     Raises:
-        ValueError: The bytes are not that.
+        ValueError: ``data`` is not such JSON.
     """
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_reject_constant
         )
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
@@ -194,7 +192,7 @@ def parse_header(
             raise refuse(f"the offsets of tensor {short!r} are not two integers")
         start, end = offsets
         if not 0 <= start <= end <= data_bytes:
-            raise refuse(f"tensor {short!r} lies at {start}..{end}, the file has {data_bytes} data bytes")
+            raise refuse(f"tensor {short!r} is at {start}..{end}, the file has {data_bytes} data bytes")
         expected = tensor_nbytes(dtype, shape)
         if expected is None or expected != end - start:
             raise refuse(
@@ -214,7 +212,7 @@ def parse_header(
     return dict(tensors), metadata
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """One safetensors file, checked and mapped read-only.
 
     Attributes:
@@ -232,17 +230,15 @@ class SafetensorsFile:
         metadata: dict[str, str],
         data_start: int,
         mapping: mmap.mmap,
-        identity: tuple[int, ...],
+        status: os.stat_result,
         error: type[MoechatError],
     ) -> None:
         """Use :meth:`open`."""
-        self.path = path
+        super().__init__(path, mapping, status)
         self.tensors: Mapping[str, TensorEntry] = tensors
         self.metadata: Mapping[str, str] = metadata
         self.data_start = data_start
         self.file_bytes = len(mapping)
-        self._mapping = mapping
-        self._identity = identity
         self._error = error
 
     @classmethod
@@ -250,32 +246,24 @@ class SafetensorsFile:
         """Check the header of ``path`` and map the file; no tensor data is read.
 
         Raises:
-            MoechatError: Of class ``error``; the file is missing, unreadable, or not what the module text
-                demands.
+            MoechatError: Of class ``error``; the file is missing, unreadable, or breaks a rule in the module
+                docstring.
         """
         with opened_regular(path, error) as (descriptor, status):
             data, data_start = _read_header(descriptor, status.st_size, str(path), error)
             tensors, metadata = parse_header(data, data_start, status.st_size, str(path), error)
             mapping = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
             _prefer_huge_pages(mapping)
-        return cls(path, tensors, metadata, data_start, mapping, file_identity(status), error)
-
-    def is_current(self) -> bool:
-        """Whether the path still names the file that was opened, unaltered as far as its size and time tell.
-
-        Raises:
-            OSError: There is no such file any more.
-        """
-        return file_identity(os.stat(self.path)) == self._identity
+        return cls(path, tensors, metadata, data_start, mapping, status, error)
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor as a read-only view of the file, without a copy.
 
-        bf16 appears as ``uint16`` and fp8 as ``uint8`` of the tensor's shape, sub-byte types as flat
-        ``uint8``. The view is unaligned where the file is.
+        bf16 is shown as ``uint16`` and fp8 as ``uint8`` of the tensor's shape, sub-byte types as flat
+        ``uint8``. The view may be unaligned, depending on the file.
 
         Raises:
-            KeyError: There is no such tensor.
+            KeyError: The tensor does not exist.
         """
         entry = self.tensors[name]
         numpy_dtype = _NUMPY_DTYPES.get(entry.dtype, "u1")
@@ -283,7 +271,7 @@ class SafetensorsFile:
         return np.ndarray(shape, dtype=numpy_dtype, buffer=self._mapping, offset=entry.start)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor in pieces of 8 MiB; read, not mapped, so that a file cut short is an error.
+        """The bytes of a tensor in pieces of 8 MiB; read, not mapped, so that a truncated file is an error.
 
         Raises:
             MoechatError: Of the class given to :meth:`open`; the file has changed its size or cannot be read.
@@ -301,13 +289,9 @@ class SafetensorsFile:
         except OSError as problem:
             raise self._error(f"{self.path} cannot be read: {problem.strerror}") from problem
 
-    def release(self, start: int, end: int) -> None:
-        """Drop the mapped pages of bytes ``[start, end)`` from this process; the page cache keeps them."""
-        release_pages(self._mapping, start, end)
-
 
 def _prefer_huge_pages(mapping: mmap.mmap) -> None:
-    """A wish: what is read through the mapping comes in huge pages, where the system has them for files."""
+    """Advise the kernel to map the file in huge pages; no effect without support for files."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -342,7 +326,7 @@ class PlannedTensor:
         """Bytes of the tensor.
 
         Raises:
-            CheckpointError: dtype and shape do not give a whole number of bytes.
+            CheckpointError: They are not a whole number.
         """
         size = tensor_nbytes(self.dtype, self.shape)
         if size is None:
@@ -353,10 +337,10 @@ class PlannedTensor:
 
 
 def build_header(tensors: Iterable[PlannedTensor], *, alignment: int = 8) -> bytes:
-    """Header of a file whose data section holds ``tensors`` one after the other, in the order given.
+    """Header of a file whose data section holds ``tensors`` in the order given.
 
     Args:
-        tensors: What the file will hold.
+        tensors: Content of the file.
         alignment: The data section begins at a multiple of this; the JSON is padded with spaces.
 
     Returns:

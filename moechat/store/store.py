@@ -1,4 +1,4 @@
-"""A finished store on disk: check it, verify it, map it."""
+"""A finished store on disk: checks, verification and mapping."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VerifyCallback = Callable[[int, int, str], None]
 
 
 def removal_path(store: Path) -> Path:
-    """Name under which a store waits for its deletion."""
+    """Name of a store during its deletion."""
     return store.parent / f".{store.name}.removed"
 
 
@@ -58,10 +58,10 @@ class ExpertExtent:
 
 
 class Store:
-    """A complete store, checked by manifest, names and sizes; no weight is read before it is asked for.
+    """A complete store, checked by manifest, names and sizes; weights are read on demand.
 
     Invariant: the directory holds the manifest, the files that it lists, and nothing else. Tokenizers are
-    read by the names of files, so one file more can change what a model says.
+    found by file name, so an extra file could change the output of a model.
 
     Attributes:
         path: The store directory.
@@ -77,14 +77,14 @@ class Store:
         self._use: weakref.finalize[[int], Store] | None = None
 
     def hold(self) -> None:
-        """Tell other processes that the store is in use, until :meth:`release` or the end of this object."""
+        """Mark the store as in use for other processes, until :meth:`release` or the end of this object."""
         if self._use is None:
             descriptor = hold_shared(self.path / MANIFEST_NAME)
             if descriptor is not None:
                 self._use = weakref.finalize(self, os.close, descriptor)
 
     def is_in_place(self) -> bool:
-        """Whether the store that is held is still the one at its path; ``True`` where none could be held."""
+        """Whether the held store is still the one at its path; ``True`` if it could not be held."""
         held = None if self._use is None else self._use.peek()
         if held is None:
             return True
@@ -95,24 +95,24 @@ class Store:
             return False
 
     def release(self) -> None:
-        """The end of :meth:`hold`."""
+        """End :meth:`hold`."""
         if self._use is not None:
             self._use()
             self._use = None
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
-        """Check the manifest, and that every file is there with its size and no other file is.
+        """Check the manifest, and that all its files exist with their sizes and no others.
 
         Raises:
-            StoreDamagedError: It is no store, or a file is missing, has another size or does not belong
-                there; the message names it.
+            StoreDamagedError: It is not a store, or a file is missing, of another size or unlisted; the
+                message names it.
             UnsupportedModelError: A newer moechat wrote it.
         """
         directory = Path(path)
         try:
             finished = (directory / MANIFEST_NAME).is_file()
-        except OSError:  # reading it says why
+        except OSError:  # Manifest.read reports the reason
             finished = True
         if not finished:
             raise StoreDamagedError(f"{directory} is not a finished store: it has no {MANIFEST_NAME}")
@@ -158,17 +158,16 @@ class Store:
         return TensorSet(owners, where=str(self.path), error=StoreDamagedError)
 
     def expert_extent(self, layer: int) -> ExpertExtent:
-        """Place of the experts of decoder layer ``layer`` for direct reads.
+        """Byte range of the experts of decoder layer ``layer``, for direct reads.
 
         Raises:
             KeyError: The layer has no routed experts.
             StoreDamagedError: The file is not what the manifest says.
         """
         path = self.path / self._layers[layer].file
-        geometry = self.geometry
         tensors = SafetensorsFile.open(path, error=StoreDamagedError).tensors
         entry = tensors.get(EXPERTS_TENSOR)
-        shape = (geometry.num_experts, geometry.blocks_per_expert, geometry.record_bytes)
+        shape = self.geometry.layer_shape
         if entry is None or len(tensors) != 1 or entry.dtype != "U8" or entry.shape != shape:
             raise self._damaged(f"{path} does not hold experts of shape {list(shape)}")
         if entry.start % DIRECT_IO_ALIGNMENT:
@@ -181,16 +180,14 @@ class Store:
         """All experts of decoder layer ``layer``.
 
         Returns:
-            Read-only uint8 map ``[experts, blocks, record_bytes]``, the same object at every call.
+            Read-only mapped uint8 array ``[experts, blocks, record_bytes]``, the same object at every call.
 
         Raises:
             KeyError: The layer has no routed experts.
             StoreDamagedError: The file is not what the manifest says.
         """
         if layer not in self._maps:
-            extent = self.expert_extent(layer)
-            geometry = self.geometry
-            shape = (geometry.num_experts, geometry.blocks_per_expert, geometry.record_bytes)
+            extent, shape = self.expert_extent(layer), self.geometry.layer_shape
             self._maps[layer] = np.memmap(
                 extent.path, dtype=np.uint8, mode="r", offset=extent.offset, shape=shape
             )
@@ -200,7 +197,7 @@ class Store:
         """Compare the SHA-256 of every file with the manifest.
 
         Args:
-            progress: Called with bytes done, bytes in all, and the file at hand.
+            progress: Called with bytes done, bytes in total, and the current file.
 
         Raises:
             StoreDamagedError: A file is missing or altered; the message names it.
@@ -228,14 +225,13 @@ class Store:
                 )
 
     def ensure_verified(self, state_dir: Path, progress: VerifyCallback | None = None) -> bool:
-        """Verify, but only if size, times or inode of any file differ from the last time it was done.
+        """Verify if size, times or inode of any file differ from those at the last verification.
 
-        A store that another process has put in the place of this one since it was opened is taken instead, if
-        its experts have the same shape and encoding and nothing was read of this one.
+        If another process has replaced the store since it was opened, the new one is used, provided its
+        experts have the same shape and encoding and nothing was read of the old one.
 
         Args:
-            state_dir: Where the stamp of the last verification is kept. If it cannot be written, every call
-                verifies.
+            state_dir: Directory of verification stamps. If it cannot be written, every call verifies.
             progress: As for :meth:`verify`.
 
         Returns:
@@ -260,7 +256,7 @@ class Store:
         return self._is_stamped(state_dir, self._stamp())
 
     def note_verified(self, state_dir: Path) -> None:
-        """Let the files as they are now count as verified: for whoever knows that they are.
+        """Mark the current files as verified, for callers that have verified them.
 
         Raises:
             StoreDamagedError: As :meth:`open`.
@@ -285,7 +281,7 @@ class Store:
 
     def _write_stamp(self, state_dir: Path, stamp: bytes) -> None:
         path = self._stamp_path(state_dir)
-        # A read-only home costs a verification at every start, nothing else.
+        # With a read-only home every start verifies again; nothing else is lost.
         with suppress(OSError, MoechatError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, stamp)
@@ -307,9 +303,9 @@ class Store:
         return StoreDamagedError(message, hint=damage_hint(self.path))
 
     def _reload(self) -> bool:
-        """Take the manifest that is there now; ``False`` if it is the same, or can no longer be taken."""
+        """Switch to the manifest now on disk; ``False`` if it is the same or incompatible."""
         if self._maps or "dense" in self.__dict__:
-            return False  # somebody holds views of the old files
+            return False  # views of the old files may exist
         try:
             manifest = Manifest.read(self.path / MANIFEST_NAME)
         except MoechatError:
@@ -321,10 +317,10 @@ class Store:
         return True
 
     def _require_no_other_entry(self) -> None:
-        """Refuse anything in the directory that the manifest does not list."""
+        """Raise for anything in the directory that the manifest does not list."""
         listed = {MANIFEST_NAME, *self.manifest.files}
         parents = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
-        for parent in sorted(parents):  # "." among them; no others are entered, so no link leads astray
+        for parent in sorted(parents):  # includes "."; unlisted directories and links are not entered
             directory = self.path / parent
             try:
                 entries = sorted(os.listdir(directory))
@@ -362,6 +358,6 @@ class Store:
                 raise self._damaged(f"{path} has {status.st_size} bytes, the manifest says {size}")
             stamps[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         self._require_no_other_entry()
-        # Else the stamp of a store that took this one's place would vouch for the manifest read before.
+        # Included so that the stamp of a replacement store does not match the manifest read before.
         manifest = hashlib.sha256(self.manifest.to_bytes()).hexdigest()
         return json.dumps({"manifest": manifest, "files": stamps}, sort_keys=True).encode()

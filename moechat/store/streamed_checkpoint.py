@@ -1,4 +1,4 @@
-"""A checkpoint of which only configuration and headers have to be here: its shards come and go."""
+"""A checkpoint whose shards are fetched on demand; only configuration and headers must be present."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError
-from moechat.store.checkpoint import Checkpoint, read_config, tensor_set
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.checkpoint_files import read_config, tensor_set
 from moechat.store.safetensors_file import SafetensorsFile, TensorEntry, parse_header
 from moechat.store.tensors import TensorFile
 
 
 class Shard:
-    """One shard: announced by its header, perhaps here, or reduced to its dense tensors.
+    """One shard: known by its header only, open in full, or reduced to its dense tensors.
 
     Attributes:
-        path: Where its name is in the checkpoint directory.
-        tensors: What the header announces.
+        path: Its path in the checkpoint directory, whether or not the file exists.
+        tensors: The tensors listed in its header.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorEntry], file_bytes: int) -> None:
-        """Announce tensors.
+        """Create from the tensors of the header; the file need not exist.
 
         Args:
-            path: Name of the shard in the checkpoint directory.
+            path: Path of the shard in the checkpoint directory.
             tensors: By name.
             file_bytes: Size of the whole shard.
         """
@@ -39,11 +40,11 @@ class Shard:
 
     @classmethod
     def of_header(cls, path: Path, header: bytes, file_bytes: int) -> Shard:
-        """Announce what a safetensors header says.
+        """Create from a safetensors header.
 
         Args:
-            path: Name of the shard in the checkpoint directory.
-            header: Its first bytes: length and header.
+            path: Path of the shard in the checkpoint directory.
+            header: The shard's first bytes: length and header.
             file_bytes: Size of the whole shard.
 
         Raises:
@@ -65,18 +66,18 @@ class Shard:
         """Read from a file: the shard itself, or its dense tensors.
 
         Raises:
-            CheckpointError: The file is not what was announced.
+            CheckpointError: Its tensors differ from those in the header.
         """
         file: TensorFile = self._whole(path) if whole else SafetensorsFile.open(path)
         fits = file.tensors == self.tensors if whole else self._fits(file)
         if not fits:
             raise CheckpointError(
-                f"{path} does not hold the tensors that its header announced", hint="run the command again"
+                f"{path} does not hold the tensors that its header lists", hint="run the command again"
             )
         self._file = file
 
     def close(self) -> None:
-        """Let the file go; its space is free when it is deleted and no view of it is left."""
+        """Close the file; a deleted file frees its space once no view of it is left."""
         self._file = None
 
     def is_current(self) -> bool:
@@ -84,15 +85,15 @@ class Shard:
         return self._file is None or self._file.is_current()
 
     def array(self, name: str) -> NDArray[Any]:
-        """As of a file."""
-        return self._here(name).array(name)
+        """See :meth:`TensorFile.array`."""
+        return self._require_open(name).array(name)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """As of a file."""
-        return self._here(name).chunks(name)
+        """See :meth:`TensorFile.chunks`."""
+        return self._require_open(name).chunks(name)
 
     def release(self, start: int, end: int) -> None:
-        """As of a file; places in a reduced one are others, and it is small."""
+        """See :meth:`TensorFile.release`; does nothing in a reduced shard, which has other offsets."""
         if self._file is not None and not self.is_reduced:
             self._file.release(start, end)
 
@@ -100,9 +101,11 @@ class Shard:
         """Open the shard itself."""
         return SafetensorsFile.open(path)
 
-    def _here(self, name: str) -> TensorFile:
+    def _require_open(self, name: str) -> TensorFile:
         if self._file is None or name not in self._file.tensors:
-            raise CheckpointError(f"tensor {name!r} of {self.path.name} is needed before it is here")
+            raise CheckpointError(
+                f"tensor {name!r} of {self.path.name} is needed before its shard is fetched"
+            )
         return self._file
 
     def _fits(self, file: TensorFile) -> bool:
@@ -113,8 +116,8 @@ class Shard:
         )
 
 
-class AnnouncedCheckpoint(Checkpoint):
-    """A checkpoint of which config and headers are here; it is the same whatever else is."""
+class StreamedCheckpoint(Checkpoint):
+    """A checkpoint known by configuration and headers; its fingerprint does not depend on present shards."""
 
     def __init__(
         self,
@@ -130,9 +133,9 @@ class AnnouncedCheckpoint(Checkpoint):
         Args:
             path: Directory with ``config.json``; side files may follow.
             shards: By name.
-            index: Shard of each tensor; empty where there is only one.
-            identity: What tells this source from every other, as JSON.
-            title: What to call it in messages.
+            index: Shard of each tensor; empty for a single shard.
+            identity: A JSON value that is unique per source.
+            title: Name for messages.
 
         Raises:
             CheckpointError: Configuration, index and shards do not fit together.

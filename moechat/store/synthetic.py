@@ -1,11 +1,9 @@
-"""Stores with random weights in the shape of a real model: for measurements, when the model itself is not
-here.
+"""Stores with random weights in the shape of a real model, for measurements without the model.
 
-Such a store is complete and hashed like any other and loads like any other; only what it says is noise.
-Quantised experts are not made by quantising: their codes, scales and zeros are drawn such that weights have
-mean 0 and the variance ``1 / inputs``, so that activations stay finite and of sensible size. To be as fast as
-the disk, a few blocks are drawn and experts are put together from them: blocks repeat, and where they carry
-biases whole experts do.
+A synthetic store is complete, hashed and loaded like any other; only its text output is noise. Codes, scales
+and zeros of quantised experts are drawn directly, such that weights have mean 0 and variance ``1 / inputs``
+and activations stay finite. To write as fast as the disk allows, a few random blocks are packed and experts
+are assembled from them, so blocks repeat; experts with biases repeat as a whole.
 """
 
 from __future__ import annotations
@@ -15,24 +13,29 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-import moechat
 from moechat import _native
-from moechat.config import active_isa
 from moechat.errors import DoesNotFitError, StoreDamagedError, UsageError
 from moechat.geometry import BLOCK_NEURONS, GROUP_SIZE, ExpertGeometry
 from moechat.store.files import explained, format_bytes
 from moechat.store.lock import exclusive_lock
-from moechat.store.manifest import MANIFEST_NAME, LayerRecord, Manifest, Quantisation, SourceRecord
+from moechat.store.manifest import (
+    MANIFEST_NAME,
+    LayerRecord,
+    Manifest,
+    Quantisation,
+    SourceRecord,
+    build_versions,
+)
+from moechat.store.outline import dense_file_name, experts_file_name, experts_header
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.safetensors_file import DIRECT_IO_ALIGNMENT, PlannedTensor, build_header
-from moechat.store.store import DENSE_PREFIX, EXPERTS_TENSOR, Store
+from moechat.store.safetensors_file import PlannedTensor, build_header
+from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, remove_leftovers
 
 _POOL_EXPERTS = 2
@@ -44,15 +47,15 @@ _DISK_SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """What a synthetic store holds.
+    """Content of a synthetic store.
 
     Attributes:
-        name: For people.
+        name: Name to show.
         config: Content of ``config.json``; a transformers configuration.
         geometry: Shape and encoding of the experts.
         layers: Decoder layer index and name of the experts module of each expert layer, ascending.
         dense: Shapes of all other weights by name, as the model's state dict has them.
-        seed: Of the weights.
+        seed: Random seed of the weights.
     """
 
     name: str
@@ -64,7 +67,7 @@ class SyntheticModel:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all of it."""
+        """Hash of all fields but the name."""
         parts = [
             "synthetic 1",
             dict(self.config),
@@ -89,10 +92,10 @@ class SyntheticModel:
 def write_synthetic_store(
     model: SyntheticModel, destination: Path, *, progress: ProgressCallback | None = None
 ) -> Store:
-    """Make ``destination`` the store of ``model``; one that is already there is kept, another one replaced.
+    """Write the store of ``model`` to ``destination``, replacing a store of other content; the same is kept.
 
     Args:
-        model: What to write.
+        model: Content of the store.
         destination: Directory of the store; its parent is created.
         progress: Called after every expert and every few MiB; it may raise ``KeyboardInterrupt``.
 
@@ -101,8 +104,8 @@ def write_synthetic_store(
 
     Raises:
         DoesNotFitError: The disk is too small, or became full.
-        UsageError: ``destination`` is something else than a store.
-        MoechatError: The file system refuses an operation.
+        UsageError: ``destination`` exists and is not a store.
+        MoechatError: A file system operation failed.
     """
     destination = Path(destination)
     with explained("writing a synthetic store", destination):
@@ -121,7 +124,7 @@ def write_synthetic_store(
                     hint="use fewer layers",
                 )
             workspace = Workspace(destination, model.fingerprint)
-            workspace.discard()  # a part of one is not worth checking: writing is faster
+            workspace.discard()  # rewriting is faster than checking finished files
             workspace = Workspace(destination, model.fingerprint)
             try:
                 layers = _Writer(model, workspace, progress).write()
@@ -164,13 +167,12 @@ class _Writer:
         with self._workspace.create(_CONFIG) as file:
             file.write(json.dumps(dict(model.config), indent=1, sort_keys=True).encode())
             self._workspace.record(_CONFIG, *file.commit())
-        self._write_dense(f"{DENSE_PREFIX}00001.safetensors")
-        shape = (model.geometry.num_experts, model.geometry.blocks_per_expert, model.geometry.record_bytes)
-        header = build_header([PlannedTensor(EXPERTS_TENSOR, "U8", shape)], alignment=DIRECT_IO_ALIGNMENT)
+        self._write_dense(dense_file_name(1))
+        header = experts_header(model.geometry)
         pool = _ExpertPool(model.geometry, self._generator)
         records = []
         for layer, module in model.layers:
-            name = f"experts-{layer:05d}.safetensors"
+            name = experts_file_name(layer)
             with self._workspace.create(name) as file:
                 file.write(header)
                 for number in range(model.geometry.num_experts):
@@ -189,7 +191,7 @@ class _Writer:
             for tensor in tensors:
                 left = int(np.prod(tensor.shape, dtype=np.int64))
                 if len(tensor.shape) < 2:
-                    # Norms keep what they are given; biases and corrections favour nothing.
+                    # Norm weights are 1; biases and router corrections are 0.
                     value = 1.0 if "norm" in tensor.name else 0.0
                     file.write(_bf16(np.full(left, value, dtype=np.float32)))
                     continue
@@ -213,10 +215,10 @@ class _Writer:
 
 
 class _ExpertPool:
-    """Random experts, put together from a few that were packed.
+    """Draws random experts from a few packed ones.
 
-    Where blocks are interchangeable (all full, none with a slice of biases) an expert is any blocks of the
-    pool, else a whole expert of the pool.
+    If blocks are interchangeable (all full, none with biases), an expert is a random choice of pool blocks,
+    else a whole expert of the pool.
     """
 
     def __init__(self, geometry: ExpertGeometry, generator: np.random.Generator) -> None:
@@ -241,9 +243,7 @@ class _ExpertPool:
 
 
 def _packed(geometry: ExpertGeometry, fan_in: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """One random expert as records ``[blocks, record_bytes]``; ``fan_in`` scales the weights of the down
-    matrix.
-    """
+    """One random expert as records ``[blocks, record_bytes]``; down weights have variance ``1 / fan_in``."""
     out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), dtype=np.uint8)
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     biases = None
@@ -269,7 +269,7 @@ def _packed(geometry: ExpertGeometry, fan_in: int, generator: np.random.Generato
 def _codes(
     bits: int, shape: tuple[int, int], inputs: int, generator: np.random.Generator
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
-    """Codes ``[rows, columns]``, scales and zeros ``[rows, groups]`` of a random matrix of variance ``1 /
+    """Random codes ``[rows, columns]``, scales and zeros ``[rows, groups]``; weight variance ``1 /
     inputs``.
     """
     rows, columns = shape
@@ -283,7 +283,7 @@ def _codes(
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded to nearest even, as bit patterns; for finite values."""
+    """Round finite values to bf16 bit patterns, to nearest even."""
     bits = values.view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return rounded
@@ -292,12 +292,7 @@ def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def _manifest(model: SyntheticModel, layers: list[LayerRecord], workspace: Workspace) -> Manifest:
     return Manifest(
         source=SourceRecord(model.name, None, model.fingerprint, model.geometry.weight_type),
-        created_by={
-            "moechat": moechat.__version__,
-            "transformers": metadata.version("transformers"),
-            "torch": metadata.version("torch"),
-            "isa": active_isa(),
-        },
+        created_by=build_versions(),
         model_type=str(model.config["model_type"]),
         geometry=model.geometry,
         layers=tuple(layers),

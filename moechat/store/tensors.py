@@ -13,7 +13,7 @@ from moechat.store.safetensors_file import TensorEntry
 
 
 class TensorFile(Protocol):
-    """What a set needs of a file; see :class:`moechat.store.safetensors_file.SafetensorsFile`."""
+    """Interface of the files in a set; see :class:`moechat.store.safetensors_file.SafetensorsFile`."""
 
     @property
     def path(self) -> Path: ...
@@ -35,12 +35,12 @@ class TensorSet:
         where: str,
         error: type[MoechatError] = CheckpointError,
     ) -> None:
-        """Take the file of every tensor.
+        """Create the map.
 
         Args:
             owners: The file that holds each tensor.
-            where: What the set is, for messages.
-            error: Class raised for a name that is not there.
+            where: Name of the set for messages.
+            error: Class raised for an unknown tensor name.
         """
         self._owners = dict(owners)
         self._where = where
@@ -68,15 +68,15 @@ class TensorSet:
         """The file that holds a tensor.
 
         Raises:
-            MoechatError: Of the class given to the constructor; there is no such tensor.
+            MoechatError: Of class ``error``; the tensor does not exist.
         """
         return self._file(name)
 
     def entry(self, name: str) -> TensorEntry:
-        """Type, shape and place of one tensor.
+        """Type, shape and byte range of one tensor.
 
         Raises:
-            MoechatError: Of the class given to the constructor; there is no such tensor.
+            MoechatError: Of class ``error``; the tensor does not exist.
         """
         return self._file(name).tensors[name]
 
@@ -84,7 +84,7 @@ class TensorSet:
         """Safetensors element type (``"BF16"``) and shape of one tensor.
 
         Raises:
-            MoechatError: Of the class given to the constructor; there is no such tensor.
+            MoechatError: Of class ``error``; the tensor does not exist.
         """
         entry = self.entry(name)
         return entry.dtype, entry.shape
@@ -93,7 +93,7 @@ class TensorSet:
         """Read-only view of one tensor; see :meth:`SafetensorsFile.array` for the element types.
 
         Raises:
-            MoechatError: Of the class given to the constructor; there is no such tensor.
+            MoechatError: Of class ``error``; the tensor does not exist.
         """
         return self._file(name).array(name)
 
@@ -101,7 +101,7 @@ class TensorSet:
         """The bytes of one tensor in pieces of at most 8 MiB.
 
         Raises:
-            MoechatError: There is no such tensor, or its file has changed since it was opened.
+            MoechatError: The tensor does not exist, or its file has changed since it was opened.
         """
         return self._file(name).chunks(name)
 
@@ -109,7 +109,7 @@ class TensorSet:
         """Drop the mapped pages of tensors from this process; the page cache keeps them.
 
         Args:
-            names: Tensors.
+            names: Names of tensors.
             part: ``(i, n)`` limits it to the ``i``-th of ``n`` equal parts of each tensor.
         """
         for name in names:

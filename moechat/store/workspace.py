@@ -1,8 +1,8 @@
-"""The work directory of a conversion: what is finished survives a crash, what is not is thrown away.
+"""The work directory of a conversion: finished files survive a crash, unfinished ones are discarded.
 
-``<parent>/.<name>.partial/store/`` grows file by file; ``journal.json`` beside it records a file after the
-file itself is durable. So a recorded file is whole, and an unrecorded one is worthless and is deleted by the
-next run. When all files are there, ``store`` becomes ``<parent>/<name>`` by one rename.
+``<parent>/.<name>.partial/store/`` grows file by file; ``.partial/journal.json`` records a file once it is
+durable. So recorded files are complete, and the next run deletes all others. When all files are complete,
+``store`` is renamed to ``<parent>/<name>``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ _DISK_SLACK = 1 << 20  # manifest, journal, directories
 
 
 def lock_path(destination: Path) -> Path:
-    """The lock file of a conversion; it lies beside what is renamed, never inside."""
+    """The lock file of a conversion, next to the directories that are renamed, never inside."""
     return destination.parent / f".{destination.name}.lock"
 
 
@@ -38,16 +39,16 @@ def workspace_path(destination: Path) -> Path:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Delete what interrupted conversions or removals left beside ``destination``. Needs the lock."""
+    """Delete leftovers of interrupted conversions and removals of ``destination``. Requires the lock."""
     shutil.rmtree(workspace_path(destination), ignore_errors=True)
     shutil.rmtree(removal_path(destination), ignore_errors=True)
 
 
 class Workspace:
-    """The files finished so far. Only the holder of the lock may have one.
+    """The work directory of one conversion. Requires the lock.
 
     Attributes:
-        finished: Files that are whole and durable.
+        finished: Files that are complete and durable.
     """
 
     def __init__(self, destination: Path, key: str) -> None:
@@ -55,10 +56,10 @@ class Workspace:
 
         Args:
             destination: The future store.
-            key: Everything the files depend on; a work directory with another key is emptied.
+            key: Hash of everything the files depend on; a work directory with another key is emptied.
 
         Raises:
-            OSError: The directory cannot be made.
+            OSError: The directory cannot be created.
         """
         self._destination = destination
         self._root = workspace_path(destination)
@@ -78,10 +79,10 @@ class Workspace:
             self.finished = recorded
 
     def recheck(self, outline: StoreOutline, advance: Callable[[str, int], None]) -> None:
-        """Keep the recorded files that are still whole and wanted; delete everything else.
+        """Keep the recorded files that are still complete and needed; delete everything else.
 
         Args:
-            outline: What the store is going to hold.
+            outline: Files of the future store.
             advance: Called with the file name and a number of bytes while a kept file is hashed.
         """
         sizes = {file.name: file.nbytes for file in outline.files}
@@ -107,10 +108,10 @@ class Workspace:
             self._write_journal()
 
     def require_disk(self, outline: StoreOutline) -> None:
-        """Check that what is still to be written fits.
+        """Check that the missing files fit on the disk.
 
         Raises:
-            DoesNotFitError: It does not; the message has both numbers.
+            DoesNotFitError: They do not; the message has both numbers.
         """
         missing = [file.nbytes for file in outline.files if file.name not in self.finished]
         needed = sum(-(-size // _FILE_SYSTEM_BLOCK) * _FILE_SYSTEM_BLOCK for size in missing) + _DISK_SLACK
@@ -123,7 +124,7 @@ class Workspace:
             )
 
     def create(self, name: str) -> DurableFile:
-        """A new file of the store; pass what its ``commit`` returns to :meth:`record`."""
+        """Create a file of the store; pass the result of its ``commit`` to :meth:`record`."""
         path = self._store / name
         if path.parent != self._store:
             path.parent.mkdir(exist_ok=True)
@@ -131,14 +132,14 @@ class Workspace:
         return DurableFile(path)
 
     def record(self, name: str, size: int, sha256: str) -> None:
-        """Note a committed file as finished."""
+        """Record a committed file as finished."""
         self.finished[name] = FileRecord(size, sha256)
         self._write_journal()
 
     def publish(self, manifest_name: str, manifest: bytes) -> None:
-        """Write the manifest, move the store to its place, remove the work directory.
+        """Write the manifest, move the store to its destination, remove the work directory.
 
-        A store that is already there is replaced; a crash in between leaves nothing or the new one.
+        An existing store is replaced; after a crash in between the destination is missing or the new store.
         """
         write_durably(self._store / manifest_name, manifest)
         if self._destination.exists():
@@ -153,12 +154,12 @@ class Workspace:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write_journal(self) -> None:
-        files = {name: {"bytes": item.bytes, "sha256": item.sha256} for name, item in self.finished.items()}
+        files = {name: asdict(record) for name, record in self.finished.items()}
         write_durably(self._root / _JOURNAL, json.dumps({"key": self._key, "files": files}).encode())
 
 
 def read_journal(destination: Path, key: str) -> dict[str, FileRecord] | None:
-    """Files that were recorded as finished, or ``None`` where there is no journal of this conversion."""
+    """Files recorded as finished; ``None`` if there is no journal of this conversion."""
     try:
         content = strict_json((workspace_path(destination) / _JOURNAL).read_bytes())
         if not isinstance(content, dict) or content["key"] != key:

@@ -1,7 +1,8 @@
-"""Which plan is really the fastest: a few are timed at first use, and the winner is remembered.
+"""Times a few plans at first use, chooses the fastest, and remembers it.
 
-A model of the machine can be wrong (DESIGN, section 7). What is timed is real decoding; what wins must be
-surely faster than the computed plan, and never slower than the plain way. The tokens are the same for all.
+The computed plan rests on a model of the machine, which can be wrong, so real decoding is timed. A winner
+must be significantly faster than the computed plan, and is never slower than the plain one. The tokens are
+the same with every plan.
 """
 
 from moechat.tuner.candidates import DEFAULT, MAPPED, PLAIN, Candidate, candidates

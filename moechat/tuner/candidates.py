@@ -1,6 +1,6 @@
-"""The plans that are worth timing against the computed one.
+"""The plans that are timed against the computed one.
 
-None of them needs another native runner: pages, policy and link stay, so that they can take turns on one near
+All of them use the same native runner: pages, policy and link stay, so that they can take turns on one near
 tier.
 """
 
@@ -20,10 +20,10 @@ class Candidate:
     """One plan.
 
     Attributes:
-        name: Short and stable: it is what is remembered.
+        name: Short and stable; choices are remembered by it.
         title: For people.
-        settings: How the near tier is run; ``None``: the store is mapped, and the page cache keeps what it
-            will.
+        settings: Settings of the near tier; ``None``: the store is mapped, and the page cache decides which
+            experts stay in memory.
     """
 
     name: str
@@ -37,8 +37,8 @@ def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Ca
     Args:
         settings: Of the near tier as it was loaded.
         top_k: Experts a token.
-        may_map: No budget was given, so that mapping the store breaks no promise: then that is the plain one.
-            Else it is whole experts fetched when they are needed.
+        may_map: No budget was given, so the store may be mapped, and the mapped store is the plain plan. Else
+            the plain plan fetches whole experts when they are needed.
 
     Returns:
         The first is :data:`DEFAULT`, the second :data:`MAPPED` or :data:`PLAIN`.

@@ -1,4 +1,4 @@
-"""Which of several timed plans is taken, and why. Pure: times in, a choice out."""
+"""Chooses among timed plans. Pure: times in, a choice out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# What an answer is taken to be: so many tokens decoded for each prompt that was timed.
+# Tokens decoded in a typical answer, for each prompt that was timed.
 ANSWER_TOKENS = 128
-# Faster by less than this is no reason to leave the default.
+# A candidate must gain more than this share to replace the default.
 NOISE = 0.03
-# Rounds of which at least one is not the machine's hiccup.
+# With fewer rounds a single disturbance of the machine could decide.
 LEAST_ROUNDS = 3
 # The median of normally distributed values has this many standard errors of their mean.
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
@@ -21,7 +21,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Timing:
-    """What was timed of one candidate.
+    """The times of one candidate.
 
     Attributes:
         name: Of the candidate.
@@ -66,7 +66,7 @@ class Choice:
     Attributes:
         winner: Name of the candidate to take.
         why: For people, one sentence without a period.
-        decided: There were rounds enough; else the default was kept for want of them.
+        decided: There were enough rounds; else the default was kept because there were too few.
         gains: By name: the share of an answer's time that a candidate saves over the default, negative where
             it is slower; median over the rounds.
     """
@@ -78,26 +78,26 @@ class Choice:
 
 
 def choose(timings: Sequence[Timing], *, default: str, plain: str, noise: float = NOISE) -> Choice:
-    """Take the default unless another is surely faster; never one slower than ``plain``.
+    """Choose the default unless another candidate is significantly faster; never one slower than ``plain``.
 
-    Candidates are compared with the default round by round, so that a machine that became slower meanwhile
-    did so for both. Another one is surely faster if the median of its gains is above ``noise`` and above
-    twice that median's own standard error. What comes out of this is compared with the plain candidate at
-    last, without any allowance.
+    Candidates are compared with the default round by round, so that a machine that slows down does
+    so for both. Another one is significantly faster if the median of its gains is above ``noise`` and above
+    twice that median's standard error. The winner is then compared with the plain candidate, without any
+    allowance.
 
     Args:
         timings: Of all candidates, with equally many rounds each.
-        default: Name of the one to prefer.
-        plain: Name of the one that nothing slower may replace.
+        default: Name of the preferred candidate.
+        plain: Name of the candidate that the winner must not be slower than.
         noise: Share of the time.
 
     Raises:
-        ValueError: ``default`` or ``plain`` is none of the timings, a name comes twice, or rounds differ.
+        ValueError: ``default`` or ``plain`` is missing, a name occurs twice, or rounds differ.
     """
     by_name = {timing.name: timing for timing in timings}
     if len(by_name) != len(timings) or not {default, plain} <= by_name.keys():
         raise ValueError(
-            f"{[timing.name for timing in timings]} are no candidates with {default} and {plain}"
+            f"{[timing.name for timing in timings]} have duplicates, or lack {default} or {plain}"
         )
     rounds = {timing.rounds for timing in timings}
     if len(rounds) != 1:
@@ -109,7 +109,7 @@ def choose(timings: Sequence[Timing], *, default: str, plain: str, noise: float 
             f"{count} of at least {LEAST_ROUNDS} rounds were timed, so the computed plan stays",
             decided=False,
         )
-    # A prompt counts only where it was timed for everybody.
+    # Prompts count only if they were timed for all candidates.
     with_prompt = all(timing.prefill for timing in timings)
     answers = {name: _answers(timing, with_prompt) for name, timing in by_name.items()}
     gained = {name: _gains(times, answers[default]) for name, times in answers.items()}
@@ -120,7 +120,7 @@ def choose(timings: Sequence[Timing], *, default: str, plain: str, noise: float 
     if sure and best != default:
         winner, why = best, f"{_percent(gains[best])} faster than {default}"
     if winner != plain and (lost := statistics.median(_gains(answers[plain], answers[winner]))) > 0:
-        why = f"{_percent(lost)} faster than {winner}, and nothing slower than {plain} is taken"
+        why = f"{_percent(lost)} faster than {winner}; a plan slower than {plain} is never chosen"
         winner = plain
     return Choice(winner, why, gains=gains)
 
@@ -148,8 +148,8 @@ def _median_error(values: Sequence[float]) -> float:
 
 def _kept(best: str, default: str, gains: dict[str, float]) -> str:
     if best == default:
-        return "nothing was faster"
-    return f"nothing was surely faster (at best {best}, by {_percent(gains[best])})"
+        return "no candidate was faster"
+    return f"no candidate was significantly faster (best: {best}, by {_percent(gains[best])})"
 
 
 def _percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""A model decoding text of its own, for the time that it takes."""
+"""Decodes texts of its own with a model, and measures the time."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Forward = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]
 class Sequences:
     """Short texts, one after the other: the beginning is given, the model goes on by itself.
 
-    What it writes is drawn with a fixed seed; so it is the same text however the experts are run.
+    The tokens are drawn with a fixed seed, so the text is the same with every plan.
 
     Args:
         forward: Computes a pass.
         new_cache: Makes an empty attention cache.
         encode: Tokens of a text; ``None`` where the model has no tokenizer: then tokens are drawn.
-        vocabulary: Tokens that there are.
+        vocabulary: Number of tokens.
         stop: Tokens that end a text.
-        most_tokens: Of one text, prompt included; at least 2.
+        most_tokens: Most tokens of one text, prompt included; at least 2.
 
     Attributes:
-        MOST_TOKENS: That any of the texts has.
+        MOST_TOKENS: Most tokens of any text.
     """
 
     MOST_TOKENS = 160
@@ -85,7 +85,7 @@ class Sequences:
         return self._pass(given)
 
     def decode(self) -> float:
-        """Compute one more token, of the prompt or of what follows it; returns the seconds."""
+        """Compute one more token, of the prompt or of the continuation; returns the seconds."""
         if self._length >= self._most or (self._next in self._stop and not self._given):
             self._begin()
         return self._pass([self._given.pop(0)] if self._given else [self._next])

@@ -1,6 +1,7 @@
-"""Choices kept from one start to the next: one small file for each machine and model, one entry a budget.
+"""Keeps choices between starts: one small file for each machine and model, one entry for each budget.
 
-Two processes that write at the same time lose one of two choices, which is made again then; never a file.
+Of two processes that write at the same time, one loses its choice and makes it again later; the
+file stays whole.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from typing import Any
 from moechat.tuner.choice import Timing
 
 FORMAT = 1
-# Numbers of pages this close are one budget: what the process itself takes differs a little at each start.
+# Numbers of pages this close are one budget: the process's own memory differs a little at each start.
 _SAME_BUDGET = 0.05
 _MOST_ENTRIES = 16
 _MOST_FILE_BYTES = 1 << 20
-# Files that are kept, those of earlier versions included; the one that was written first goes first.
+# Most files kept, those of earlier versions included; the oldest is removed first.
 MAX_FILES = 64
-# Seconds after which what a writer has begun is nobody's any more.
+# Seconds after which a temporary file counts as abandoned by its writer.
 _ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True)
 class TuningKey:
-    """What a choice holds for, but for the budget.
+    """Conditions under which a choice is valid, except for the budget.
 
     Attributes:
         machine: Identity of hardware and software.
         model: Identity of the weights.
         bits: Of an expert weight.
-        threads: That compute.
+        threads: Of the CPU.
         dtype: Of the dense weights.
-        settings: How the near tier is run by default, and over which link.
+        settings: Default settings of the near tier, and its link.
         version: Of moechat: another one may have other kernels and other plans.
         dense_bits: Of a dense weight.
-        activation_bits: How inputs meet quantised weights.
+        activation_bits: Of the inputs of quantised weights.
     """
 
     machine: str
@@ -69,7 +70,7 @@ class Remembered:
         may_map: Whether the mapped store was among the candidates.
         winner: Name of the candidate.
         why: For people.
-        decided: Else there were too few rounds; more may be added to them.
+        decided: There were enough rounds; if not, later rounds are added.
         measured: When, ISO 8601 in UTC.
         timings: Of all candidates.
     """
@@ -83,7 +84,7 @@ class Remembered:
     timings: tuple[Timing, ...]
 
     def is_for(self, pages: int, may_map: bool) -> bool:
-        """Whether it holds for this budget."""
+        """Whether it is valid for this budget."""
         return self.may_map == may_map and abs(self.pages - pages) <= _SAME_BUDGET * max(self.pages, pages)
 
 
@@ -92,7 +93,7 @@ def recall(directory: Path, key: TuningKey, *, pages: int, may_map: bool) -> Rem
 
     Args:
         directory: Where choices are kept.
-        key: What it is to hold for.
+        key: Conditions of the choice.
         pages: Of the near tier.
         may_map: Whether the store may be mapped.
     """
@@ -148,7 +149,7 @@ def _read(path: Path, key: TuningKey) -> list[Remembered]:
         if content["format"] != FORMAT or content["key"] != asdict(key):
             return []
         return [_entry(value) for value in content["entries"]]
-    # A file that says something else than what is written here, whatever that is, says nothing.
+    # A file of any other content is ignored.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return []
 

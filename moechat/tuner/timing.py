@@ -1,4 +1,4 @@
-"""Candidates timed in turns, within a limit of seconds."""
+"""Times candidates in turns, within a limit of seconds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from moechat.tuner.candidates import Candidate
 from moechat.tuner.choice import LEAST_ROUNDS, Timing
 
 MOST_ROUNDS = 8
-# Tokens of a turn: those that the near tier takes to follow another plan, then those that are timed.
+# Tokens of a turn: the first ones let the near tier adapt to the plan, the others are timed.
 _FEWEST_TOKENS, _MOST_TOKENS = 6, 30
 _SETTLE_SHARE = 1 / 3
-# To learn the pace: at most so many tokens, and at most this share of the limit. The first one also fills the
-# near tier, so a second one follows if the first has taken less than that share.
+# The first turn estimates the seconds per token: at most this many tokens and this share of the limit. Its
+# first token also fills the near tier, so a second one follows if the first took less than the second share.
 _FIRST_TOKENS, _FIRST_SHARE, _SECOND_SHARE = 12, 0.15, 0.5
 # All prompts together may take this share of the limit.
 _PREFILL_SHARE = 0.25
 _PREFILL_ROUNDS = 2
 # Some candidates are slower than the first.
 _SLACK = 1.3
-# Below so many pairs of turns nothing can be said about what hardness costs.
+# Fewer pairs of turns do not show the cost of hardness.
 _FEWEST_SLOPES = 6
 
 
 class Passes(Protocol):
-    """The model at work; every call returns the seconds that it took."""
+    """Runs passes of a model; every call returns the seconds that it took."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -46,13 +46,13 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Timed:
-    """What came out.
+    """The result of timing.
 
     Attributes:
         timings: Of the candidates that there was time for, equally many rounds of each.
         left_out: Names of the others.
-        pace: Seconds a token of the first candidate when it was first tried.
-        seconds: That all of it took.
+        pace: Seconds a token of the first candidate in its first turn.
+        seconds: Time of the whole measurement.
     """
 
     timings: tuple[Timing, ...]
@@ -67,8 +67,8 @@ class Turn:
 
     Attributes:
         name: Of the candidate.
-        seconds: A token, in the mean.
-        hardness: Of the text, a token; ``None``: not known.
+        seconds: Mean seconds per token.
+        hardness: Hardness of the text per token; ``None``: unknown.
     """
 
     name: str
@@ -79,8 +79,8 @@ class Turn:
 def even_out(turns: Sequence[Turn]) -> list[Turn]:
     """The turns as if all had had text of the same hardness.
 
-    What hardness costs is the median slope between turns of the same candidate (Theil and Sen), and at least
-    nothing; hiccups of the machine hardly move it. A turn loses at most half of its time.
+    The cost of hardness is the median slope between turns of the same candidate (Theil and Sen), at least 0;
+    short disturbances of the machine hardly change it. A turn loses at most half of its time.
     """
     known = [turn for turn in turns if turn.hardness is not None]
     slopes = [
@@ -116,26 +116,26 @@ def time_candidates(
 ) -> Timed:
     """Time candidates in interleaved rounds.
 
-    In each round every candidate has a turn of a few tokens, in an order that is turned and reversed from
-    round to round. The text goes on from turn to turn: repeating the same tokens would let each turn find the
-    experts that the turn before has brought. Where there is not the time for three rounds of all, the last
-    ones are left out, but never the first two; what does not end in time is no round, and where it is clear
-    from the first tokens that no round would end, none is begun.
+    In each round every candidate has a turn of a few tokens; the order is rotated and reversed from round to
+    round. The text continues from turn to turn, because with the same tokens each turn would find the experts
+    that the previous one has fetched. If the time is too short for three rounds of all, the last candidates
+    are left out, but never the first two. An unfinished round does not count, and no round is begun if the
+    first tokens show that none could end in time.
 
-    Some text needs more experts that are not cached than other text. Where ``hardness`` tells how much, it is
-    allowed for, see :func:`even_out`.
+    Some texts need more uncached experts than others. If ``hardness`` measures that, the times are corrected,
+    see :func:`even_out`.
 
     Args:
         candidates: At least one, most important first.
-        passes: Computes.
-        use: Makes a candidate the plan that is in effect.
+        passes: Runs passes of the model.
+        use: Makes a candidate take effect.
         limit_s: Seconds after which no further token is begun.
-        hardness: What the text so far has asked of any plan, a sum that grows; ``None``: not known.
-        report: Told the share of the time that has passed, now and then.
-        clock: For tests.
+        hardness: Returns the running sum of the text's difficulty, the same for any plan; ``None``: unknown.
+        report: Called after each token with the share of the time that has passed.
+        clock: Replaces the clock in tests.
 
     Raises:
-        Exception: Whatever ``passes`` and ``use`` raise, KeyboardInterrupt included.
+        Exception: Errors of ``passes`` and ``use``, KeyboardInterrupt included.
     """
     started = clock()
     deadline = started + limit_s
@@ -149,7 +149,7 @@ def time_candidates(
     pace = statistics.median(first[len(first) // 2 :])
 
     tokens_left = max(0.0, deadline - clock()) / (pace * _SLACK)
-    if tokens_left < 2 * _FEWEST_TOKENS:  # no round would end: nobody waits for what tells nothing
+    if tokens_left < 2 * _FEWEST_TOKENS:  # no round could end, so stop early
         nothing = tuple(Timing(candidate.name) for candidate in candidates[:2])
         left_out = tuple(candidate.name for candidate in candidates[2:])
         return Timed(nothing, left_out, pace, clock() - started)
@@ -180,7 +180,7 @@ def time_candidates(
                 break
             after = None if before is None else hardness()
             hard = None
-            # Nothing was counted where the near tier stood still.
+            # The near tier counts nothing while the store is mapped.
             if before is not None and after is not None and after > before:
                 hard = (after - before) / (per_turn - settle)
             taken.append(Turn(candidate.name, statistics.fmean(seconds[settle:]), hard))
@@ -201,7 +201,7 @@ def time_candidates(
 
 
 def _order(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
-    """Round by round another one is first, and each order comes forwards and backwards."""
+    """The order of a round: every second round has another first candidate; odd rounds are reversed."""
     start = number // 2 % len(candidates)
     order = [*candidates[start:], *candidates[:start]]
     return order[::-1] if number % 2 else order

@@ -1,4 +1,4 @@
-"""The tuner of one loaded model: recall or time, choose, let the winner take effect, remember it."""
+"""The tuner of one loaded model: recalls a choice or times plans, applies the winner, and remembers it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moechat.config import user_paths
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.identity import this_machine
 from moechat.loading import LoadedModel
-from moechat.offload.cached import NearTier
-from moechat.offload.planner import TierPlan
+from moechat.offload.planner import TierTargets
 from moechat.offload.settings import LinkSettings
+from moechat.offload.tier import ExpertTier
 from moechat.tuner.candidates import DEFAULT, MAPPED, PLAIN, Candidate, candidates
 from moechat.tuner.choice import Choice, Timing, choose
 from moechat.tuner.passes import Sequences
@@ -30,18 +30,18 @@ State = Literal["measured", "remembered", "skipped"]
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner did.
+    """The result of the tuner.
 
     Attributes:
         state: ``measured`` now, ``remembered`` from an earlier start, or ``skipped``.
         winner: Name of the candidate that is in effect.
-        title: What it is, for people.
+        title: Description of the winner, for people.
         why: For people, a sentence without a period.
         measured: When the timings were taken, ISO 8601 in UTC; empty if there are none.
         timings: Of the candidates.
         left_out: Candidates for which there was no time.
-        same_as: Candidates left out because they come to what another one is: name, and the other's.
-        seconds: That it took now.
+        same_as: Candidates left out because they equal another one: name, and the other's name.
+        seconds: Time taken now.
         kept: The choice was written to the user's directory, or came from there.
     """
 
@@ -82,7 +82,7 @@ class Tuning:
 
 
 def skipped(why: str) -> Tuning:
-    """Nothing was timed, and the computed plan stays."""
+    """The result when nothing was timed and the computed plan stays."""
     return Tuning("skipped", DEFAULT, "the computed plan", why)
 
 
@@ -91,9 +91,9 @@ class Tuner:
 
     Args:
         loaded: With a near tier.
-        link: Over which it is filled.
-        sequences: Text to decode; not from the user's, and with an attention cache of its own.
-        may_map: Mapping the store would break no promise about memory; ``None``: where no budget was given.
+        link: Fills the near tier.
+        sequences: Text to decode, apart from the user's, with an attention cache of its own.
+        may_map: Whether the store may be mapped; ``None``: if no budget was given.
         directory: Where choices are kept; ``None``: in the user's state directory.
     """
 
@@ -108,7 +108,7 @@ class Tuner:
     ) -> None:
         assert loaded.near is not None
         self._loaded = loaded
-        self._near: NearTier = loaded.near
+        self._near: ExpertTier = loaded.near
         self._link = link
         self._sequences = sequences
         self._may_map = not loaded.plan.given if may_map is None else may_map
@@ -119,17 +119,17 @@ class Tuner:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those that differ from each other, most important first."""
+        """The candidates that differ from each other, most important first."""
         return list(self._candidates)
 
     @property
     def plain(self) -> str:
-        """Name of the candidate that nothing slower may replace."""
+        """Name of the candidate that the winner must not be slower than."""
         wanted = MAPPED if self._may_map else PLAIN
         return self._same_as.get(wanted, wanted)
 
     def use(self, name: str) -> Candidate:
-        """Let a candidate take effect, at once and without moving a block.
+        """Make a candidate take effect, at once and without moving a block.
 
         Raises:
             KeyError: There is no such candidate.
@@ -144,7 +144,7 @@ class Tuner:
         return candidate
 
     def recall(self) -> Tuning | None:
-        """Let the choice of an earlier start take effect, if there is one."""
+        """Apply the choice of an earlier start, if there is one."""
         entry = self._recalled()
         if entry is None or not entry.decided:
             return None
@@ -157,18 +157,17 @@ class Tuner:
         )
 
     def run(self, limit_s: float, report: Callable[[float], None] = lambda _: None) -> Tuning:
-        """Time the candidates, let the winner take effect and remember it.
+        """Time the candidates, apply the winner and remember it.
 
-        Timings that too few rounds of an earlier start have left are added to. Where not even one round fits
-        into the time, it ends at once, and the computed plan stays.
+        An earlier start may have ended after too few rounds; the new ones are added to these. If not even one
+        round fits into the time, the method ends at once, and the computed plan stays.
 
         Args:
-            limit_s: Seconds after which no token is begun any more.
-            report: Told the share of that time that has passed.
+            limit_s: Seconds after which no further token is begun.
+            report: Called with the share of that time that has passed.
 
         Raises:
-            Exception: Whatever decoding raises, KeyboardInterrupt included; then the computed plan is in
-                effect again.
+            Exception: Errors of decoding, KeyboardInterrupt included; the computed plan is in effect again.
         """
         upkeep = self._loaded.upkeep
         if upkeep is not None:
@@ -191,8 +190,8 @@ class Tuner:
                 upkeep.discard()
         if not any(timing.rounds for timing in timed.timings):
             self.use(DEFAULT)
-            told = f"a token takes {timed.pace:.2g} s, too long to time plans within {limit_s:g} s"
-            return replace(skipped(told), seconds=timed.seconds)
+            why = f"a token takes {timed.pace:.2g} s, too long to time plans within {limit_s:g} s"
+            return replace(skipped(why), seconds=timed.seconds)
         winner = self.use(choice.winner)
         measured = datetime.now(UTC).isoformat(timespec="seconds")
         return Tuning(
@@ -209,7 +208,7 @@ class Tuner:
         )
 
     def _hardness(self) -> float | None:
-        """Activations so far that would have missed the computed plan's experts, whatever was really kept.
+        """Activations so far that would have missed the experts of the computed plan.
 
         The near tier ranks experts by the policy, which sees the same text under every plan.
         """
@@ -218,7 +217,7 @@ class Tuner:
         return float(ranks[np.arange(ranks.shape[1])[None, :] >= kept].sum())
 
     def _take_turns(self, name: str) -> None:
-        # What the turn before has queued is not this one's work.
+        # Transfers that the previous turn has queued must not count for this one.
         self._near.drain()
         self.use(name)
 
@@ -251,7 +250,7 @@ class Tuner:
     def _recalled(self) -> Remembered | None:
         try:
             return recall(self._place(), self._key(), pages=self._near.pages, may_map=self._may_map)
-        except Exception:  # of whatever tells machines apart; a chat must begin
+        except Exception:  # identifying the machine may fail anywhere; the chat must start
             return None
 
     def _keep(self, choice: Choice, timings: Sequence[Timing], measured: str) -> bool:
@@ -271,17 +270,17 @@ class Tuner:
         )
         try:
             remember(self._place(), self._key(), entry)
-        except Exception:  # a directory that cannot be written; the choice holds for this time
+        except Exception:  # the directory cannot be written; the choice is used once
             return False
         return True
 
 
 def _distinct(
-    found: Sequence[Candidate], near: NearTier
-) -> tuple[list[Candidate], dict[str, TierPlan], dict[str, str]]:
-    """Candidates that differ, their plans, and for the others which one they are the same as."""
+    found: Sequence[Candidate], near: ExpertTier
+) -> tuple[list[Candidate], dict[str, TierTargets], dict[str, str]]:
+    """Candidates that differ, their plans, and for each of the others the candidate that it equals."""
     kept: list[Candidate] = []
-    plans: dict[str, TierPlan] = {}
+    plans: dict[str, TierTargets] = {}
     same_as: dict[str, str] = {}
     for candidate in found:
         if candidate.settings is None:
@@ -307,12 +306,12 @@ def _distinct(
 
 
 def _alike(one: CacheSettings, other: CacheSettings) -> bool:
-    """Whether two settings differ in nothing but how their targets came about."""
+    """Whether two settings are equal except for the derivation of their targets."""
     return replace(one, allocation="uniform", split=1.0) == replace(other, allocation="uniform", split=1.0)
 
 
 def _together(before: Sequence[Timing], now: Sequence[Timing]) -> tuple[Timing, ...]:
-    """Both timings as one, where they are of the same candidates; else those of now."""
+    """Both timings joined, if they are of the same candidates; else the new ones."""
     old = {timing.name: timing for timing in before}
     if old.keys() != {timing.name for timing in now}:
         return tuple(now)

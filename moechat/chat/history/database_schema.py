@@ -1,30 +1,30 @@
-"""The form of the database of conversations, and how older forms become it."""
+"""The schema of the database of conversations, and migrations from older ones."""
 
 from __future__ import annotations
 
 import sqlite3
 
-# Each entry takes the form of its index to the next; entries that were ever shipped stay as they are.
+# Entry N migrates from schema N to N + 1. Released entries must never change.
 MIGRATIONS: list[str] = [
     """
     CREATE TABLE conversations (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice: people write them down
+        id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: people write them down
         title TEXT NOT NULL,
-        model TEXT NOT NULL,                   -- who answered last
+        model TEXT NOT NULL,                   -- of the last answer
         system TEXT,
         created REAL NOT NULL,                 -- seconds since 1970, as all times here
         updated REAL NOT NULL
     );
     CREATE TABLE turns (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,  -- the index of words relies on it: never given twice
+        id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: the full-text index relies on it
         conversation INTEGER NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
         question TEXT NOT NULL,
         answer TEXT NOT NULL,
         thinking TEXT NOT NULL,
-        mark TEXT NOT NULL,                    -- why the answer is not whole; empty if it is
+        mark TEXT NOT NULL,                    -- why the answer is incomplete; empty if it is not
         model TEXT NOT NULL,
         created REAL NOT NULL,
-        taken_back REAL                        -- when the user took it back; kept all the same
+        taken_back REAL                        -- when the user took it back; the row stays
     );
     CREATE INDEX turns_of_conversation ON turns (conversation, id);
     CREATE INDEX conversations_by_time ON conversations (updated);
@@ -37,11 +37,11 @@ class NewerSchemaError(sqlite3.DatabaseError):
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a database to the current form, all steps or none; two processes may try at once.
+    """Migrate a database to the current schema in one transaction; safe with concurrent processes.
 
     Raises:
-        NewerSchemaError: Its form is of a newer version.
-        sqlite3.Error: It is locked, damaged or cannot be written.
+        NewerSchemaError: A newer version wrote its schema.
+        sqlite3.Error: The database is locked, damaged or cannot be written.
     """
     if _version(connection) == len(MIGRATIONS):
         return
@@ -49,7 +49,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     try:
         version = _version(connection)
         if version > len(MIGRATIONS):
-            raise NewerSchemaError(f"it has form {version}, this version knows {len(MIGRATIONS)}")
+            raise NewerSchemaError(f"it has schema {version}, this version knows {len(MIGRATIONS)}")
         for script in MIGRATIONS[version:]:
             for statement in _statements(script):
                 connection.execute(statement)
@@ -65,7 +65,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _statements(script: str) -> list[str]:
-    """The statements of a script; executescript() would commit what has begun."""
+    """Split a script into statements; ``executescript()`` would commit the transaction."""
     statements, begun = [], ""
     for line in script.splitlines(keepends=True):
         begun += line

@@ -1,31 +1,31 @@
-"""Markdown of others inside a document of ours: it ends where it ends, and its headings stand below ours."""
+"""Embeds untrusted markdown in a document without affecting the rest of it."""
 
 from __future__ import annotations
 
 import re
 
-# Two levels of headings are the document's own.
+# The document uses two levels of headings.
 _LEVELS_BELOW = 2
-_LOWEST = 6
-# HTML that lasts until its own end, or to the end of the document: comments, scripts and the like.
+_LOWEST_LEVEL = 6
+# HTML that ends only at its own end mark, or with the document: comments, scripts and similar.
 _OPEN_ENDED = re.compile(r"( {0,3})<(?=[!?]|(?:script|pre|style|textarea)\b)", re.IGNORECASE)
 _HEADING = re.compile(r"( {0,3})(#{1,6})(?=\s|$)")
 _UNDERLINE = re.compile(r"\s*(=+|-+)\s*")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
-def contained(text: str) -> str:
-    """The text, so that nothing of it changes what follows it or looks like a part of the document.
+def embed_markdown(text: str) -> str:
+    """Change markdown so that it neither affects following text nor looks like part of the document.
 
-    Headings go down by two levels, underlined ones become text, a fence that is open at the end is closed.
+    Lowers headings by two levels, escapes underlined headings and open-ended HTML, and closes an open fence.
     """
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt()
     parser.core.ruler.enableOnly(["normalize", "block"])
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    # What stands in HTML or below an underline means something else when that is text; so it is parsed until
-    # neither is left.
+    # Escaping HTML or an underline changes the meaning of the lines after it, so parse until nothing is left
+    # to escape.
     while True:
         tokens = [token for token in parser.parse("\n".join(lines)) if token.level == 0 and token.map]
         escaped = False
@@ -36,7 +36,7 @@ def contained(text: str) -> str:
                 escaped = True
             elif token.type == "heading_open" and not token.markup.startswith("#"):
                 place = end - 1
-                while True:  # all at once where one stands below the other
+                while True:  # consecutive underlines at once
                     lines[place] = "\\" + lines[place].lstrip()
                     place += 1
                     if place == len(lines) or not _UNDERLINE.fullmatch(lines[place]):
@@ -53,11 +53,11 @@ def contained(text: str) -> str:
 
 
 def _lower(found: re.Match[str]) -> str:
-    return found[1] + "#" * min(_LOWEST, len(found[2]) + _LEVELS_BELOW)
+    return found[1] + "#" * min(_LOWEST_LEVEL, len(found[2]) + _LEVELS_BELOW)
 
 
 def _closing(lines: list[str], place: list[int]) -> str:
-    """The line that ends a fence from the first of two lines to before the second; empty if it is ended."""
+    """The line that closes a fence, which spans the lines ``[place[0], place[1])``; empty if it is closed."""
     opened = _FENCE.match(lines[place[0]])
     if opened is None:
         return ""

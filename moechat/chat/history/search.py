@@ -1,4 +1,4 @@
-"""Words in conversations that are kept."""
+"""Full-text search in stored conversations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import unicodedata
 
 
 def by_index(connection: sqlite3.Connection, words: list[str]) -> dict[int, str]:
-    """Conversations in which one turn has all words, with where, the best last; by SQLite's index of words.
+    """Search with SQLite's full-text index.
 
     Args:
-        connection: The database, in a transaction that may write.
-        words: Letters and digits; they may be cut short at their end.
+        connection: The database, in a writing transaction.
+        words: Prefixes of words, of letters and digits.
+
+    Returns:
+        Conversations with all words in one turn, with the text around them, the best match last.
 
     Raises:
-        sqlite3.Error: There is no such index in this SQLite, or the database cannot be read or written.
+        sqlite3.Error: This SQLite has no full-text index, or the database cannot be read or written.
     """
     query = " ".join(f'"{word}"*' for word in words)
-    # Turns never change and their numbers are never given twice, so that the index needs no more than this;
-    # versions of SQLite without it can write the same database.
+    # Turns never change and their numbers are never reused, so the index only needs new turns. It is filled
+    # here, so that a SQLite without full-text search can write the same database.
     connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5 (text, tokenize = 'unicode61')")
     connection.execute(
         "INSERT INTO words (rowid, text) SELECT id, question || char(10) || answer FROM turns "
@@ -34,7 +37,7 @@ def by_index(connection: sqlite3.Connection, words: list[str]) -> dict[int, str]
 
 
 def by_comparing(connection: sqlite3.Connection, words: list[str]) -> dict[int, str]:
-    """The same for whatever words are, within others too; every text is looked at.
+    """Like :func:`by_index` by comparing every text: finds any characters, also inside words.
 
     Raises:
         sqlite3.Error: The database cannot be read.
@@ -50,7 +53,7 @@ def by_comparing(connection: sqlite3.Connection, words: list[str]) -> dict[int, 
 
 
 def _folded(text: str) -> str:
-    """A text without what readers do not tell apart: capitals, wide letters, composed marks."""
+    """Normalise case, width and composition of characters."""
     return unicodedata.normalize("NFKC", text.casefold())
 
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moechat.chat.conversation import Conversation, Turn, title_of
-from moechat.chat.neutral import encodable
-from moechat.chat.schema import NewerSchemaError, migrate
-from moechat.chat.searching import by_comparing, by_index
+from moechat.chat.history.database_schema import NewerSchemaError, migrate
+from moechat.chat.history.search import by_comparing, by_index
+from moechat.chat.terminal.safe_text import encodable
 from moechat.config import user_paths
 from moechat.errors import SessionNotFoundError, SessionsBusyError, SessionsUnavailableError
 
-_PATIENCE_S = 1.0
+_BUSY_TIMEOUT_S = 1.0
 _FILE = "sessions.db"
-_ANEW = "move that file away; a new one is made then"
-# How SQLite's errors begin that come of a damaged file, though they do not say so.
-_DAMAGES = {
+_REPLACE_HINT = "move that file away; a new one is made then"
+# Beginnings of SQLite errors that damaged files cause, and clearer messages.
+_DAMAGE_ERRORS = {
     "no such table": "",
     "no such column": "",
     "Could not decode": "",
@@ -35,18 +35,19 @@ _HAS_TURNS = "EXISTS (SELECT 1 FROM turns WHERE conversation = conversations.id 
 
 
 def sessions_path() -> Path:
-    """Where conversations are kept."""
+    """Path of the database."""
     return user_paths().state / _FILE
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A line of a list of conversations.
+    """A conversation in a list.
 
     Attributes:
-        created: Seconds since 1970; so is ``updated``, when its last turn came.
-        turns: Questions with their answers; those taken back do not count.
-        found: Where a search found its words, else empty.
+        created: Seconds since 1970.
+        updated: Time of the last turn, in seconds since 1970.
+        turns: Number of turns, without those taken back.
+        found: Text around the words of a search; empty without a search.
     """
 
     key: int
@@ -62,54 +63,54 @@ class Sessions:
     """The database; a context manager.
 
     Args:
-        path: Its file; made with its directory, readable for the user alone, unless ``existing``.
-        existing: Only read what is there: where there is no file there are no conversations.
+        path: The file; created with its directory, readable for the user alone, unless ``existing``.
+        existing: Only read; a missing file is an empty database.
 
     Raises:
-        SessionsUnavailableError: It is locked, damaged, of a newer version, or cannot be written. Every other
-            method raises it too.
+        SessionsUnavailableError: The database is locked, damaged, of a newer version, or cannot be written.
+            All other methods raise it too.
     """
 
     def __init__(self, path: Path, *, existing: bool = False) -> None:
         self._path = path
-        with self._explained():
+        with self._translated_errors():
             if path.is_dir():
                 raise SessionsUnavailableError(
                     f"{path} is a directory", hint="move it away; a new database is made in its place then"
                 )
             if existing and not path.exists():
-                self._connection = _prepared(sqlite3.connect(":memory:", isolation_level=None))
+                self._connection = _set_up(sqlite3.connect(":memory:", isolation_level=None))
                 return
             try:
-                self._connection = _prepared(self._open())
+                self._connection = _set_up(self._open())
             except (sqlite3.OperationalError, OSError):
                 if not existing or _may_write(path):
                     raise
                 self._connection = self._open_to_read()
 
     def _open_to_read(self) -> sqlite3.Connection:
-        """Where nothing can be written: SQLite's log of changes needs files beside the database, unless it is
-        told that nobody writes.
+        """Open a database that cannot be written.
+
+        SQLite's write-ahead log needs files beside the database, except with ``immutable``.
         """
         place = f"file:{quote(str(self._path.absolute()))}?mode=ro"
         try:
-            return _prepared(sqlite3.connect(place, uri=True, isolation_level=None))
+            return _set_up(sqlite3.connect(place, uri=True, isolation_level=None))
         except sqlite3.OperationalError:
-            return _prepared(sqlite3.connect(f"{place}&immutable=1", uri=True, isolation_level=None))
+            return _set_up(sqlite3.connect(f"{place}&immutable=1", uri=True, isolation_level=None))
 
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite gives its other files the mode of this one.
+        # SQLite's other files inherit the mode of this one.
         with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         for file in (self._path, *(Path(f"{self._path}{end}") for end in ("-wal", "-shm"))):
             with suppress(OSError):  # not there, or not ours
                 if file.stat().st_mode & 0o077:
                     file.chmod(0o600)
-        connection = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None)
-        with suppress(
-            sqlite3.OperationalError
-        ):  # where it cannot be, as on some network disks, it works without
+        connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        # Optional: some network disks do not support it.
+        with suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA journal_mode = WAL")
         return connection
 
@@ -120,32 +121,32 @@ class Sessions:
         self.close()
 
     def close(self) -> None:
-        """Close the file; harmless when repeated."""
+        """Close the file; may be called again."""
         self._connection.close()
 
     def keep(self, conversation: Conversation) -> bool:
-        """Write what is new or changed of a conversation, and give it and its turns their keys.
+        """Store new turns and changes of a conversation, and set its key and those of its turns.
 
-        Turns are appended to what other processes have appended meanwhile; a title and a system prompt that
-        did not change here stay as these have left them. What somebody has deleted stays deleted: turns that
-        follow are kept as a conversation of their own.
+        Turns are appended after those of other processes; an unchanged title or system prompt does not
+        overwrite theirs. A conversation deleted by another process stays deleted: new turns are stored as a
+        new conversation.
 
         Returns:
-            Whether it is another conversation from now on, because it was deleted.
+            Whether the conversation was deleted, so that it continues under a new key.
         """
         now = time.time()
         with self._transaction() as connection:
             key, turns = conversation.key, conversation.turns
             if key is not None and not _has(connection, key):
-                if _gave(connection, key):
+                if _was_assigned(connection, key):
                     turns = [turn for turn in turns if turn.key is None]
-                else:  # another file has taken the place of the one that it was kept in
+                else:  # the database file was replaced
                     turns = [replace(turn, key=None) for turn in turns]
                 key = None
             deleted = key is None and conversation.key is not None
             following = len(turns) < len(conversation.turns)
             if key is None and not turns:
-                return False  # nothing follows yet
+                return False  # no new turns yet
             title = title_of(turns[0].question) if following else conversation.title
             system = None if conversation.system is None else encodable(conversation.system)
             heading = {"title": encodable(title), "system": system}
@@ -165,8 +166,8 @@ class Sessions:
                     connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
                 changed = {"updated": now, **_changed(heading, conversation.kept)}
                 if conversation.taken_back or any(turn.key is None for turn in turns):
-                    changed["model"] = _answered_last(connection, key) or encodable(conversation.model)
-                if changed.get("title") == "":  # what is left, if anything, others have appended
+                    changed["model"] = _last_model(connection, key) or encodable(conversation.model)
+                if changed.get("title") == "":  # remaining turns, if any, came from other processes
                     changed["title"] = _first_title(connection, key)
                 assigned = ", ".join(f"{column} = ?" for column in changed)
                 connection.execute(
@@ -194,12 +195,12 @@ class Sessions:
 
         Args:
             key: Its number.
-            all_turns: Those that were taken back too.
+            all_turns: Include turns that were taken back.
 
         Raises:
-            SessionNotFoundError: There is none of this number.
+            SessionNotFoundError: There is no conversation with this number.
         """
-        with self._explained():
+        with self._translated_errors():
             row = self._connection.execute(
                 "SELECT title, model, system, created FROM conversations WHERE id = ?", (key,)
             ).fetchone()
@@ -220,11 +221,11 @@ class Sessions:
         return Conversation(turns, system, key=key, title=title, model=model, created=created, kept=kept)
 
     def last(self, model: str) -> Conversation | None:
-        """The conversation with this model that was used last, else with any; ``None`` if there is none.
+        """The last conversation with this model, else with any model; ``None`` if there is none.
 
-        Those of which every turn was taken back do not count, here and in lists.
+        Conversations whose turns were all taken back do not count, here and in lists.
         """
-        with self._explained():
+        with self._translated_errors():
             row = self._connection.execute(
                 f"SELECT id FROM conversations WHERE {_HAS_TURNS} "
                 "ORDER BY model = ? DESC, updated DESC, id DESC LIMIT 1",
@@ -237,7 +238,7 @@ class Sessions:
         return self._summaries(_HAS_TURNS, (), limit)
 
     def _summaries(self, where: str, values: tuple[object, ...], limit: int | None) -> list[Summary]:
-        with self._explained():
+        with self._translated_errors():
             rows = self._connection.execute(
                 "SELECT id, title, model, created, updated, (SELECT count(*) FROM turns "
                 "WHERE conversation = conversations.id AND taken_back IS NULL) FROM conversations "
@@ -249,30 +250,30 @@ class Sessions:
         return [Summary(*row) for row in rows]
 
     def _require_texts(self, key: int, values: tuple[object, ...]) -> None:
-        """Bytes, which SQLite keeps as they are in a column of texts too, are none."""
+        """Check for bytes in place of text, which SQLite accepts in any column."""
         if any(isinstance(value, bytes) for value in values):
             raise SessionsUnavailableError(
                 f"{self._path}: the database is damaged (conversation {key} has bytes in place of a text)",
-                hint=f"`moechat sessions rm {key}` deletes that conversation; or {_ANEW}",
+                hint=f"`moechat sessions rm {key}` deletes that conversation; or {_REPLACE_HINT}",
             )
 
     def search(self, text: str, *, limit: int | None = None) -> list[Summary]:
-        """Conversations in which all words occur in one turn, the one used last first.
+        """Conversations with all words in one turn, last used first.
 
-        Words of ASCII letters and digits are looked up in SQLite's index of words where it has one (they may
-        be cut short at their end). Others (the index takes a run of Chinese or Japanese for one word, and
-        knows no punctuation), and what that does not find, are found by comparing texts.
+        Prefixes of ASCII words are looked up in SQLite's full-text index, if it has one. Other words are
+        found by comparing texts, because the index treats a run of Chinese or Japanese as one word and
+        ignores punctuation; so are words that the index does not find.
         """
         words = encodable(text).split()
         if not words:
             return []
         found: dict[int, str] = {}
         if all(word.isalnum() for word in words):
-            # No such module in this SQLite, or the file cannot be written: then there is no index.
+            # Without the module in this SQLite, or write access, there is no index.
             with suppress(SessionsUnavailableError, sqlite3.Error), self._transaction() as connection:
                 found = by_index(connection, words)
         if not found or not all(word.isascii() for word in words):
-            with self._explained():
+            with self._translated_errors():
                 found = by_comparing(self._connection, words) | found
         if not found:
             return []
@@ -281,30 +282,30 @@ class Sessions:
         return [replace(summary, found=found[summary.key]) for summary in summaries]
 
     def delete(self, key: int) -> str:
-        """Delete a conversation for good, even one that cannot be read.
+        """Delete a conversation, even an unreadable one, without a trace in the file.
 
         Returns:
             Its title.
 
         Raises:
-            SessionNotFoundError: There is none of this number.
+            SessionNotFoundError: There is no conversation with this number.
         """
         with self._transaction() as connection:
-            with suppress(sqlite3.OperationalError):  # a SQLite without such indexes
-                connection.execute("DROP TABLE IF EXISTS words")  # the next search makes it anew
+            with suppress(sqlite3.OperationalError):  # SQLite without full-text indexes
+                connection.execute("DROP TABLE IF EXISTS words")  # the next search creates it again
             row = connection.execute("SELECT title FROM conversations WHERE id = ?", (key,)).fetchone()
             connection.execute("DELETE FROM conversations WHERE id = ?", (key,))
         if row is None:
             raise SessionNotFoundError(
                 f"there is no conversation {key}", hint="`moechat sessions` lists them"
             )
-        with self._explained():  # its text is not to stay in the log of changes
+        with self._translated_errors():  # remove its text from the write-ahead log
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return row[0] if isinstance(row[0], str) else ""
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._explained():
+        with self._translated_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -315,7 +316,7 @@ class Sessions:
                 raise
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except NewerSchemaError as error:
@@ -329,23 +330,23 @@ class Sessions:
                 raise SessionsBusyError(
                     f"{self._path}: {error}", hint="another program is using it; run the same command again"
                 ) from error
-            damage = next((start for start in _DAMAGES if reason.startswith(start)), None)
+            damage = next((start for start in _DAMAGE_ERRORS if reason.startswith(start)), None)
             if damage is not None:
-                reason = f"the database is damaged ({_DAMAGES[damage] or reason})"
-                hint = _ANEW
+                reason = f"the database is damaged ({_DAMAGE_ERRORS[damage] or reason})"
+                hint = _REPLACE_HINT
             elif "full" in reason:
                 hint = "free some space"
             elif "readonly" in reason or "unable to open" in reason:
                 hint = "it and its directory must be writable for you; MOECHAT_HOME moves them elsewhere"
             elif not isinstance(error, sqlite3.OperationalError):
-                hint = _ANEW
+                hint = _REPLACE_HINT
             raise SessionsUnavailableError(f"{self._path}: {reason}", hint=hint) from error
         except OSError as error:
             raise SessionsUnavailableError(f"{self._path}: {error.strerror}", hint=None) from error
 
 
-def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection, in the current form; closed if that cannot be."""
+def _set_up(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Set up and migrate a connection; closes it on failure."""
     try:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
@@ -368,8 +369,8 @@ def _changed(now: dict[str, str | None], before: dict[str, str | None]) -> dict[
     return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 
-def _answered_last(connection: sqlite3.Connection, key: int | None) -> str | None:
-    """Whose answer is the last in a conversation, whichever process has appended it; ``None``: nobody's."""
+def _last_model(connection: sqlite3.Connection, key: int | None) -> str | None:
+    """The model of the last answer in a conversation, from any process; ``None`` if unknown."""
     row = connection.execute(
         "SELECT model FROM turns WHERE conversation = ? AND taken_back IS NULL AND model <> '' "
         "ORDER BY id DESC LIMIT 1",
@@ -385,7 +386,7 @@ def _first_title(connection: sqlite3.Connection, key: int | None) -> str:
     return "" if row is None or not isinstance(row[0], str) else title_of(row[0])
 
 
-def _gave(connection: sqlite3.Connection, key: int) -> bool:
-    """Whether this database has given a number once; they are never given twice."""
+def _was_assigned(connection: sqlite3.Connection, key: int) -> bool:
+    """Whether this database ever assigned a number; numbers are never reused."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'conversations'").fetchone()
     return row is not None and key <= row[0]

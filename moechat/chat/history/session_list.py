@@ -1,4 +1,4 @@
-"""Conversations that are kept, as lines of a list."""
+"""Formats stored conversations for lists."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from moechat.chat.conversation import moment
-from moechat.chat.neutral import one_line
+from moechat.chat.conversation import utc_time
+from moechat.chat.terminal.safe_text import one_line
 
 if TYPE_CHECKING:
-    from moechat.chat.sessions import Summary
+    from moechat.chat.history.session_database import Summary
 
 
-def listed(summary: Summary) -> str:
-    """What follows a conversation's number: when it was used last, its turns, who answered, its title."""
+def format_summary(summary: Summary) -> str:
+    """Time of last use, turns, model and title of a conversation, on one line."""
     turns = f"{summary.turns:>3} turn{'s' if summary.turns != 1 else ' '}"
     return f"{_when(summary.updated):>12}  {turns}  {one_line(summary.model)}  {one_line(summary.title)}"
 
 
 def _when(seconds: float) -> str:
-    """A time for people: of today, of this year, or before; ``?`` for what is none."""
-    found = moment(seconds)
+    """A short local time, depending on its distance: today, this year, or earlier; ``?`` if invalid."""
+    found = utc_time(seconds)
     try:
         then = None if found is None else found.astimezone()
-    except OverflowError:  # the last hours that have a name, in another zone
+    except OverflowError:  # the last representable hours, in another time zone
         then = None
     if then is None:
         return "?"

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON, which can be loaded again, and Markdown, for people."""
+"""Conversations as files: JSON, which can be loaded again, and Markdown for reading."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from moechat.chat.containing import contained
-from moechat.chat.conversation import MARKS, Conversation, Mark, Turn, described, moment, title_of
-from moechat.chat.neutral import encodable, one_line
+from moechat.chat.conversation import MARKS, Conversation, Mark, Turn, describe_mark, title_of, utc_time
+from moechat.chat.history.nested_markdown import embed_markdown
+from moechat.chat.terminal.safe_text import encodable, one_line
 from moechat.errors import UsageError
 
 Format = Literal["md", "json"]
@@ -36,12 +36,12 @@ def format_of(path: Path) -> Format:
 
 
 def write_as(conversation: Conversation, form: Format, *, taken_back: Collection[int | None] = ()) -> str:
-    """The conversation as the text of a file.
+    """Format a conversation as the content of a file.
 
     Args:
-        conversation: With all turns that are to be in it.
-        form: Of the file.
-        taken_back: Keys of those among them that were taken back; Markdown marks them.
+        conversation: All of its turns are written.
+        form: The file format.
+        taken_back: Keys of turns that were taken back; Markdown marks them.
     """
     return _as_markdown(conversation, taken_back) if form == "md" else _as_json(conversation)
 
@@ -54,7 +54,7 @@ def _as_json(conversation: Conversation) -> str:
         for name in ("thinking", "mark", "model"):
             if value := getattr(turn, name):
                 answer[name] = value
-        if turn.created and (created := _moment(turn.created)):
+        if turn.created and (created := _iso_time(turn.created)):
             answer["created"] = created
         messages.append(answer)
     document = {
@@ -62,7 +62,7 @@ def _as_json(conversation: Conversation) -> str:
         "version": _VERSION,
         "title": conversation.title,
         "model": conversation.model,
-        "created": _moment(conversation.created),
+        "created": _iso_time(conversation.created),
         "messages": messages,
     }
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
@@ -71,36 +71,36 @@ def _as_json(conversation: Conversation) -> str:
 def _as_markdown(conversation: Conversation, taken_back: Collection[int | None]) -> str:
     parts = [
         f"# {conversation.title or 'Conversation'}",
-        ", ".join(filter(None, (conversation.model, _moment(conversation.created)))),
+        ", ".join(filter(None, (conversation.model, _iso_time(conversation.created)))),
     ]
     if conversation.system is not None:
-        parts += ["## System", contained(conversation.system)]
+        parts += ["## System", embed_markdown(conversation.system)]
     for turn in conversation.turns:
-        parts += ["## User", contained(turn.question), "## Assistant"]
+        parts += ["## User", embed_markdown(turn.question), "## Assistant"]
         if turn.thinking.strip():
             quoted = "\n".join(f"> {line}".rstrip() for line in turn.thinking.strip().split("\n"))
             parts.append(quoted)
-        parts.append(contained(turn.answer.strip("\n")))
+        parts.append(embed_markdown(turn.answer.strip("\n")))
         if notes := notes_on(turn, taken_back=turn.key in taken_back):
             parts.append(f"*({notes})*")
     return "\n\n".join(parts) + "\n"
 
 
 def notes_on(turn: Turn, *, taken_back: bool) -> str:
-    """What is said below a turn: why its answer is not whole, and whether it was taken back."""
+    """The remarks below a turn: why its answer is incomplete, and whether it was taken back."""
     return ", ".join(
-        [*([described(turn.mark)] if turn.mark else []), *(["taken back"] if taken_back else [])]
+        [*([describe_mark(turn.mark)] if turn.mark else []), *(["taken back"] if taken_back else [])]
     )
 
 
-def _moment(seconds: float) -> str:
-    """For files; empty for what is no time."""
-    then = moment(seconds)
+def _iso_time(seconds: float) -> str:
+    """The time in ISO format; empty if invalid."""
+    then = utc_time(seconds)
     return "" if then is None else then.isoformat(timespec="seconds")
 
 
 def _seconds(value: object) -> float | None:
-    """The time that a file gives, in seconds since 1970; ``None`` where it gives none."""
+    """A time from a file in seconds since 1970; ``None`` if missing or invalid."""
     try:
         return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else None
     except (ValueError, OverflowError, OSError):
@@ -108,14 +108,18 @@ def _seconds(value: object) -> float | None:
 
 
 def read_from(text: str, name: str) -> Conversation:
-    """The conversation in a JSON file: one of ours, or any list of chat messages.
+    """Parse a conversation from JSON: our format, or any list of chat messages.
+
+    Args:
+        text: The content of the file.
+        name: Its name, for messages.
 
     Raises:
-        UsageError: It is not one; the message says where.
+        UsageError: The content is invalid; the message names the place.
     """
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):  # numbers of thousands of digits too
+    except (ValueError, RecursionError):  # ValueError also for numbers with thousands of digits
         raise UsageError(
             f"{one_line(name)} is not JSON", hint="/save FILE.json writes what /load reads; .md is for people"
         ) from None
@@ -127,7 +131,7 @@ def read_from(text: str, name: str) -> Conversation:
         and isinstance(version := document.get("version"), int)
         and version > _VERSION
     ):
-        raise UsageError(f"{one_line(name)} was written by a newer moechat (version {version} of the form)")
+        raise UsageError(f"{one_line(name)} was written by a newer moechat (format version {version})")
     conversation = _empty(document) if isinstance(document, dict) else Conversation()
     question: str | None = None
     for place, message in enumerate(messages, 1):
@@ -135,7 +139,7 @@ def read_from(text: str, name: str) -> Conversation:
         if not isinstance(content, str):
             raise UsageError(f"{one_line(name)}: message {place} has no text")
         if content != encodable(content):
-            raise UsageError(f"{one_line(name)}: message {place} is no Unicode text (a lone surrogate)")
+            raise UsageError(f"{one_line(name)}: message {place} is not valid Unicode (a lone surrogate)")
         if role == "system" and place == 1:
             conversation.system = content
         elif role == "user" and question is None:
@@ -154,7 +158,7 @@ def read_from(text: str, name: str) -> Conversation:
 
 
 def _empty(document: dict[str, Any]) -> Conversation:
-    """A conversation without turns; what is not there, or no text, is left to the first turn."""
+    """A conversation without turns; the first turn sets missing or invalid fields."""
     title, model = (_text(document.get(name)) for name in ("title", "model"))
     created = _seconds(document.get("created"))
     return Conversation(
@@ -182,7 +186,7 @@ def _text(value: object) -> str:
 
 
 def attach(files: list[tuple[str, str]], question: str) -> str:
-    """A message with files before it, each in a fence that its text does not end."""
+    """Prepend files to a message, each in a fence longer than any in its text."""
     parts = []
     for name, text in files:
         longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -1,4 +1,4 @@
-"""The line editor of the chat, with prompt_toolkit: history, several lines, completion."""
+"""The chat's line editor, with prompt_toolkit: history, multiple lines, completion."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from prompt_toolkit.output.color_depth import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
+from moechat.chat.chat_options import NAMES
 from moechat.chat.commands import COMMANDS
-from moechat.chat.history import typed_before
-from moechat.chat.keys import held_keys
-from moechat.chat.neutral import one_line
-from moechat.chat.reader import MORE, PROMPT, unfinished
-from moechat.chat.settings import NAMES
+from moechat.chat.terminal.held_keys import held_keys
+from moechat.chat.terminal.input_history import open_history
+from moechat.chat.terminal.multiline import MORE, PROMPT, is_unfinished
+from moechat.chat.terminal.safe_text import one_line
 from moechat.config import user_paths
 from moechat.hub.library import names_here
 
@@ -33,27 +33,27 @@ _MENU_ROWS = 6
 
 
 class PromptReader:
-    """Reads messages on a terminal; see :class:`moechat.chat.reader.Reader`.
+    """Reads messages on a terminal; see :class:`moechat.chat.terminal.reader.Reader`.
 
     Args:
-        keep_history: What is typed goes to a file.
-        status: Gives what stands at the right of the prompt.
-        tell: Called with what goes wrong with that file.
+        keep_history: Store typed lines in a file.
+        status: Returns the text at the right of the prompt.
+        warn: Receives messages about failures of that file.
     """
 
-    def __init__(self, *, keep_history: bool, status: Callable[[], str], tell: Callable[[str], None]) -> None:
+    def __init__(self, *, keep_history: bool, status: Callable[[], str], warn: Callable[[str], None]) -> None:
         self.typed = False
         stream = sys.stdout if sys.stdout.isatty() else sys.stderr
         output = Vt100_Output.from_pty(
             stream, term=os.environ.get("TERM"), default_color_depth=ColorDepth.from_env()
         )
-        # The terminal is not asked where its cursor is: not every one answers, and keys would wait for it.
+        # No cursor position requests: some terminals never answer them, and keys would wait.
         output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             FormattedText([("class:prompt", PROMPT)]),
             multiline=True,
             prompt_continuation=lambda width, row, wrapped: MORE if not wrapped else "",
-            history=typed_before(keep_history, tell),
+            history=open_history(keep_history, warn),
             completer=_ChatCompleter(),
             complete_while_typing=Condition(self._in_command),
             reserve_space_for_menu=_MENU_ROWS,
@@ -70,7 +70,7 @@ class PromptReader:
         )
 
     def read(self) -> str:
-        """See :class:`moechat.chat.reader.Reader`."""
+        """See :class:`moechat.chat.terminal.reader.Reader`."""
         self.typed = False
         try:
             with held_keys.editing():
@@ -78,11 +78,11 @@ class PromptReader:
         except KeyboardInterrupt:
             self.typed = bool(self._session.default_buffer.text)
             raise
-        text.encode("utf-8")  # bytes that are none come as lone surrogates
+        text.encode("utf-8")  # raises for lone surrogates, which stand for invalid bytes
         return text
 
     def working(self) -> AbstractContextManager[object]:
-        """What is typed waits."""
+        """Holds typed keys for the next prompt."""
         return held_keys
 
     def _in_command(self) -> bool:
@@ -96,7 +96,7 @@ def _keys() -> KeyBindings:
     @keys.add("enter")
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if unfinished(buffer.text):
+        if is_unfinished(buffer.text):
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
@@ -110,7 +110,7 @@ def _keys() -> KeyBindings:
 
 
 class _ChatCompleter(Completer):
-    """Names of commands, of settings, of models here, and of files where a command takes one."""
+    """Completes names of commands, settings, local models, and files."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -136,6 +136,6 @@ class _ChatCompleter(Completer):
             yield from (Completion(known, -len(rest)) for known in here if known.startswith(rest))
         elif any(command.name == name and command.files for command in COMMANDS):
             for found in self._paths.get_completions(Document(rest), complete_event):
-                # A name with control characters cannot be typed, and must not reach the terminal.
+                # Names with control characters cannot be typed and must not reach the terminal.
                 if found.text == one_line(found.text):
                     yield found

@@ -1,4 +1,4 @@
-"""What is typed while the program works: not shown inside an answer, not lost, and not taken apart."""
+"""Holds keys typed while the program works: not echoed into an answer, not lost, pastes kept whole."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 
 from moechat.chat.signals import when_continued
 
-# The terminal puts marks around what is pasted, so that its lines stay one message.
-_PASTES_MARKED, _PASTES_PLAIN = b"\x1b[?2004h", b"\x1b[?2004l"
+# Bracketed paste: the terminal marks pastes, so that their lines stay one message.
+_BRACKETED_PASTE_ON, _BRACKETED_PASTE_OFF = b"\x1b[?2004h", b"\x1b[?2004l"
 
 
 class HeldKeys:
-    """Keys wait, unseen, for the next prompt; Ctrl-C still interrupts. A context manager, also within itself.
+    """A reentrant context in which keys wait without echo for the next prompt; Ctrl-C still interrupts.
 
-    For prompts of prompt_toolkit only: Enter stays a carriage return, and pastes have marks around them,
-    which other readers do not know.
+    For prompts of prompt_toolkit only: Enter stays a carriage return and pastes are bracketed, which other
+    readers do not understand.
     """
 
-    # Invariant: while it is entered and nobody edits, the terminal is in _held, and marks pastes.
+    # Invariant: inside the context and outside editing(), the terminal has the attributes _held and brackets
+    # pastes.
     def __init__(self) -> None:
         self._depth = 0
         self._descriptor: int | None = None
@@ -60,22 +61,22 @@ class HeldKeys:
         if descriptor is not None:
             with suppress(termios.error):  # the terminal may be gone
                 termios.tcsetattr(descriptor, termios.TCSANOW, self._before)
-            _tell_terminal(_PASTES_PLAIN)
+            _send_to_terminal(_BRACKETED_PASTE_OFF)
 
     def hold(self) -> None:
-        """Hold keys again, after somebody else had the terminal: an editor, or the shell after Ctrl-Z."""
+        """Hold keys again after another owner of the terminal: an editor, or the shell after Ctrl-Z."""
         descriptor = self._descriptor
         if descriptor is None or self._editing:
             return
         with suppress(OSError, termios.error):  # the terminal may be gone
             if os.tcgetpgrp(descriptor) != os.getpgrp():
-                return  # in the background it is the shell's
+                return  # in the background the terminal belongs to the shell
             termios.tcsetattr(descriptor, termios.TCSANOW, self._held)
-            _tell_terminal(_PASTES_MARKED)
+            _send_to_terminal(_BRACKETED_PASTE_ON)
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Meanwhile the terminal is an editor's."""
+        """Leave the terminal to an editor in this context."""
         self._editing = True
         try:
             yield
@@ -88,8 +89,8 @@ class HeldKeys:
 held_keys = HeldKeys()
 
 
-def _tell_terminal(sequence: bytes) -> None:
-    """Write past Python's streams: this may be a handler of signals that came while they were written to."""
+def _send_to_terminal(sequence: bytes) -> None:
+    """Write without Python's streams, because a signal handler may have interrupted a write to them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             if stream.isatty():

@@ -1,4 +1,4 @@
-"""What was typed in chats, in a file of the user's that only they can read and that stays small."""
+"""The history of typed lines, in a private file of limited size."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from moechat.chat.neutral import encodable, neutralise, one_line
+from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
 from moechat.config import user_paths
 
-# A file that has grown beyond the first is cut to the second: seldom, and to what people still look for.
-_MOST_BYTES, _KEPT_BYTES = 1 << 20, 3 << 18
-# What is longer is no line that anybody would type again, and would push out all that is.
-_MOST_BYTES_OF_ONE = 1 << 16
-# How prompt_toolkit begins an entry: a blank line, then its time.
-_BEGINNING = b"\n# "
+# A file larger than the first is cut to the second, so cuts are rare.
+_MAX_BYTES, _BYTES_AFTER_CUT = 1 << 20, 3 << 18
+# Longer entries, such as pasted files, are not stored: they would displace all others.
+_MAX_ENTRY_BYTES = 1 << 16
+# prompt_toolkit starts an entry with a blank line and its time.
+_ENTRY_START = b"\n# "
 
 
-def typed_before(keep: bool, tell: Callable[[str], None]) -> History:
-    """What was typed in earlier chats.
+def open_history(keep: bool, warn: Callable[[str], None]) -> History:
+    """The history of earlier chats.
 
     Args:
-        keep: What is typed now goes there too.
-        tell: Called with what goes wrong, which stops nothing.
+        keep: Append new lines.
+        warn: Receives messages about failures, which do not stop the chat.
     """
     try:
         path = Path(os.path.realpath(user_paths().state / "history"))
@@ -35,29 +35,29 @@ def typed_before(keep: bool, tell: Callable[[str], None]) -> History:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
             if path.stat().st_mode & 0o077:
                 path.chmod(0o600)
-            _bound(path)
+            _limit_size(path)
         elif not path.exists():
             return InMemoryHistory()
     except OSError as error:
-        tell(f"(what you type is not remembered: {one_line(str(error))})")
+        warn(f"(what you type is not remembered: {one_line(str(error))})")
         return InMemoryHistory()
-    return _PrivateHistory(path, keep=keep, tell=tell)
+    return _PrivateHistory(path, keep=keep, warn=warn)
 
 
-def _bound(path: Path) -> None:
-    """Leave the newest entries of a file that has become too large; whole or not at all.
+def _limit_size(path: Path) -> None:
+    """Remove the oldest entries of a file that is too large, atomically.
 
     Raises:
-        OSError: It cannot be read or written; it is as it was.
+        OSError: The file cannot be read or written; it is unchanged.
     """
-    if path.stat().st_size <= _MOST_BYTES:
+    if path.stat().st_size <= _MAX_BYTES:
         return
     with path.open("rb") as file:
-        file.seek(-_KEPT_BYTES, os.SEEK_END)
+        file.seek(-_BYTES_AFTER_CUT, os.SEEK_END)
         newest = file.read()
-    # An entry that is cut through is left out; a file of other things has no beginning of one.
-    start = newest.find(_BEGINNING)
-    descriptor, temporary = tempfile.mkstemp(prefix=".history-", dir=path.parent)  # readable for us alone
+    # Start with a whole entry; a file of another format has none.
+    start = newest.find(_ENTRY_START)
+    descriptor, temporary = tempfile.mkstemp(prefix=".history-", dir=path.parent)  # mode 0600
     try:
         with open(descriptor, "wb") as file:
             file.write(newest[start:] if start >= 0 else b"")
@@ -69,29 +69,29 @@ def _bound(path: Path) -> None:
 
 
 class _PrivateHistory(FileHistory):
-    """A file of what was typed; where it cannot be read or written the chat goes on without."""
+    """A history file whose failures do not stop the chat."""
 
-    def __init__(self, path: Path, *, keep: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, *, keep: bool, warn: Callable[[str], None]) -> None:
         super().__init__(str(path))
         self._path = path
         self._keep = keep
-        self._tell = tell
+        self._warn = warn
 
     def load_history_strings(self) -> Iterable[str]:
-        """Entries, the newest first; another program may have put anything there."""
+        """Entries, newest first, neutralised because another program may have written them."""
         try:
             return [neutralise(entry) for entry in super().load_history_strings()]
         except OSError:
             return []
 
     def store_string(self, string: str) -> None:
-        """Append an entry; like a shell's, it forgets what begins with a blank."""
+        """Append an entry, unless it begins with a space, as in shells."""
         text = encodable(string)
-        if not self._keep or string.startswith(" ") or len(text.encode()) > _MOST_BYTES_OF_ONE:
+        if not self._keep or string.startswith(" ") or len(text.encode()) > _MAX_ENTRY_BYTES:
             return
         try:
             super().store_string(text)
-            _bound(self._path)
+            _limit_size(self._path)
         except OSError as error:
             self._keep = False
-            self._tell(f"(what you type is not remembered: {one_line(str(error))})")
+            self._warn(f"(what you type is not remembered: {one_line(str(error))})")

@@ -1,9 +1,9 @@
-"""An answer on a terminal as it streams: finished blocks rendered, the unfinished rest as plain text.
+"""Streams an answer to a terminal: finished blocks rendered as markdown, the unfinished rest as plain text.
 
-The rest is only ever appended to. When its block is finished, its rows are taken off the screen and the
-rendered block is put there, in one write, so that nothing flickers. Rows are folded here and not by the
-terminal, so that their number is known; where it no longer is, because the window became narrower or the rest
-is taller than it, the block stays as plain text.
+Plain text is only appended. When its block is finished, one write erases its rows and shows the rendered
+block, without flicker. Rows are wrapped here, not by the terminal, so that their number is known. When the
+number becomes unknown, because the window became narrower or the text is taller than the window, the block
+stays plain.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import os
 from collections.abc import Callable
 from typing import TextIO
 
-from moechat.chat.blocks import BlockSplitter, Unit
-from moechat.chat.markdown import Renderer
-from moechat.chat.neutral import neutralise
-from moechat.chat.output import write_output
+from moechat.chat.terminal.markdown import Renderer
+from moechat.chat.terminal.markdown_blocks import BlockSplitter, Unit
+from moechat.chat.terminal.output import write_output
+from moechat.chat.terminal.safe_text import neutralise
 
 _TAB = "    "
 _VARIATION_16 = "\ufe0f"
 
 
 def cells(text: str) -> int:
-    """Most cells that a terminal may take for a text; terminals differ about joined emoji."""
+    """The most cells that any terminal takes for a text; terminals differ on joined emoji."""
     from rich.cells import get_character_cell_size
 
-    # The selector makes the character before it wide, on the terminals that know it.
+    # On some terminals the selector makes the previous character wide.
     return sum(1 if char == _VARIATION_16 else get_character_cell_size(char) for char in text)
 
 
 class Rows:
-    """Plain text in rows of at most ``width`` cells, folded between words.
+    """Plain text in rows of at most ``width`` cells, wrapped between words.
 
     Attributes:
-        count: Rows begun; 0 before anything was written.
+        count: Number of rows; 0 before the first text.
         widest: Cells of the widest row so far.
     """
 
@@ -45,11 +45,11 @@ class Rows:
         self.widest = 0
 
     def resize(self, width: int) -> None:
-        """Fold at another width from now on; no row may be wider than it."""
+        """Wrap at another width from now on; no row may be wider than that."""
         self._width = max(2, width)
 
     def add(self, text: str) -> str:
-        """What to write to the terminal so that the text stands there too."""
+        """The output that appends a text on the terminal."""
         out: list[str] = []
         for char in text.replace("\t", _TAB):
             if self.count == 0:
@@ -62,7 +62,7 @@ class Rows:
                 if char == " ":
                     out.append(self._next_row(""))
                     continue
-                out.append(self._fold(taken))
+                out.append(self._wrap(taken))
             self._row += char
             self._cells += taken
             self.widest = max(self.widest, self._cells)
@@ -70,16 +70,14 @@ class Rows:
         return "".join(out)
 
     def erase(self) -> str:
-        """What to write to take everything off the screen; the cursor is then where it was at first."""
+        """The output that erases all rows and returns the cursor to the start."""
         if self.count == 0:
             return ""
         up = f"\x1b[{self.count - 1}A" if self.count > 1 else ""
         return f"\r{up}\x1b[J"
 
-    def _fold(self, taken: int) -> str:
-        """Begin a row with the word that the last one ends with, if that is not all of it and fits beside a
-        character of so many cells.
-        """
+    def _wrap(self, taken: int) -> str:
+        """Start a row, moving the last word into it if the row has others and ``taken`` more cells fit."""
         _, blank, word = self._row.rpartition(" ")
         back = cells(word)
         if not blank or not word or back + taken > self._width:
@@ -97,11 +95,11 @@ class MarkdownAnswer:
 
     Args:
         stream: A terminal that can move its cursor.
-        size: Gives columns and rows.
+        size: Returns columns and rows.
     """
 
-    # Invariant: the screen shows, from top to bottom, the finished units and then _rows, which hold the
-    # splitter's pending lines and _line; with _as_it_is they cannot be taken back any more, and stay.
+    # Invariant: the screen shows the finished units, then _rows, which hold the splitter's pending lines and
+    # _line. While _stays_plain, these rows cannot be erased any more.
     def __init__(self, stream: TextIO, size: Callable[[], tuple[int, int]] | None = None) -> None:
         self._stream = stream
         self._size = size or (lambda: _size_of(stream))
@@ -110,13 +108,14 @@ class MarkdownAnswer:
         self._columns = self._size()[0]
         self._rows = Rows(self._columns - 1)
         self._line = ""
-        self._as_it_is = False
-        self._moved = False  # somebody else has written to the terminal
+        self._stays_plain = False
+        self._moved = False  # another program has written to the terminal
         self._last = "\n"
 
     def moved(self) -> None:
-        """Take notice that the cursor is elsewhere, at the beginning of a row: the program was stopped and
-        goes on, say. What is unfinished stays where it was. May be called in a handler of signals.
+        """Note that the cursor moved to the beginning of another row, for example after Ctrl-Z and ``fg``.
+
+        Unfinished text stays where it is. May be called in a signal handler.
         """
         self._moved = True
 
@@ -124,7 +123,7 @@ class MarkdownAnswer:
         """Show a piece of text at once."""
         if not text:
             return
-        self._resized()
+        self._check_window()
         out: list[str] = []
         *lines, rest = neutralise(text).split("\n")
         for line in lines:
@@ -136,16 +135,16 @@ class MarkdownAnswer:
         self._put("".join(out))
 
     def end(self) -> None:
-        """Render what is left, and end the line."""
-        self._resized()
+        """Render the rest and end the line."""
+        self._check_window()
         line, self._line = self._line, ""
         units = self._splitter.end(line)
-        if self._as_it_is:
+        if self._stays_plain:
             out = "" if self._last == "\n" else "\n"
         else:
             out = self._rows.erase() + self._render(units)
-        self._renderer.begin_anew()
-        self._rows, self._as_it_is = Rows(self._columns - 1), False
+        self._renderer.restart()
+        self._rows, self._stays_plain = Rows(self._columns - 1), False
         self._put(out)
         self._last = "\n"
 
@@ -153,19 +152,19 @@ class MarkdownAnswer:
         line, self._line = self._line, ""
         units = self._splitter.line(line)
         if not units:
-            # Blank lines between blocks are the renderer's.
-            return self._plain("\n") if self._splitter.pending or self._as_it_is else self._rows_gone()
-        if self._as_it_is:
+            # The renderer writes the blank lines between blocks.
+            return self._plain("\n") if self._splitter.pending or self._stays_plain else self._erase_rows()
+        if self._stays_plain:
             out = self._plain("\n")
             for unit in units:
                 self._renderer.skip(unit, gap=bool(line.strip()))
             if not self._splitter.pending:
-                self._as_it_is, self._rows = False, Rows(self._columns - 1)
+                self._stays_plain, self._rows = False, Rows(self._columns - 1)
             return out
-        out = self._rows_gone() + self._render(units)
+        out = self._erase_rows() + self._render(units)
         return out + self._plain("".join(f"{kept}\n" for kept in self._splitter.pending))
 
-    def _rows_gone(self) -> str:
+    def _erase_rows(self) -> str:
         out = self._rows.erase()
         self._rows = Rows(self._columns - 1)
         return out
@@ -177,28 +176,28 @@ class MarkdownAnswer:
         if not text:
             return ""
         self._last = text[-1]
-        # The blank line before a block comes with its first character, and stays where it is.
+        # The blank line before a block is written with its first character and is never erased.
         gap = not self._rows.count and self._renderer.has_gap(joined=self._splitter.joined)
-        out = self._rows.add("\n" + text if gap and not self._as_it_is else text)
+        out = self._rows.add("\n" + text if gap and not self._stays_plain else text)
         if self._rows.count >= max(2, self._size()[1]):
-            self._as_it_is = True  # the first rows are about to leave the screen
+            self._stays_plain = True  # the first rows are about to leave the screen
         return out
 
-    def _resized(self) -> None:
-        """Take notice of the window's size, and of a cursor that was moved."""
+    def _check_window(self) -> None:
+        """Adapt to a changed window size and a moved cursor."""
         columns = self._size()[0]
         if self._moved:
             self._moved = False
-            # A block of which nothing was shown yet begins below, as ever.
-            self._as_it_is = self._as_it_is or bool(self._rows.count)
+            # A block without any shown text can still be rendered below.
+            self._stays_plain = self._stays_plain or bool(self._rows.count)
             self._rows, self._last = Rows(columns - 1), "\n"
         if columns == self._columns:
             return
         self._columns = columns
         if self._rows.widest >= columns:
-            # Some terminals fold these rows now, others cut them off.
-            self._as_it_is = True
-        if self._as_it_is:
+            # Some terminals wrap these rows now, others truncate them.
+            self._stays_plain = True
+        if self._stays_plain:
             self._rows = Rows(columns - 1)
         else:
             self._rows.resize(columns - 1)

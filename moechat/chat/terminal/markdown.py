@@ -1,4 +1,4 @@
-"""Finished blocks of markdown as text for a terminal, with rich."""
+"""Renders finished blocks of markdown for a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
-from moechat.chat.blocks import Block, CodeLine, Fence, Unit, new_parser
-from moechat.chat.neutral import neutralise
+from moechat.chat.terminal.markdown_blocks import Block, CodeLine, Fence, Unit, new_parser
+from moechat.chat.terminal.safe_text import neutralise
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
-# Colours of the terminal's own palette: they fit dark and light ones.
+# The terminal's own palette suits dark and light backgrounds.
 _CODE_THEME = "ansi_dark"
 
 
 class _Code(CodeBlock):
-    """Code inside a list or a quotation: no background, which would be copied as blanks."""
+    """Code in a list or a quotation, without a background, which would be copied as spaces."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _highlight(str(self.text).rstrip(), self.lexer_name)
@@ -41,20 +41,19 @@ class _Markdown(Markdown):
         "heading_open": _Heading,
     }
 
-    def __init__(self, source: str) -> None:
-        # With links spelled out: what is shown must not lead elsewhere unseen.
+    def __init__(self, source: str, *, hard_breaks: bool = True) -> None:
+        # Link targets are shown, so that the user sees where a link leads.
         super().__init__(source, code_theme=_CODE_THEME, hyperlinks=False)
         self.parsed = new_parser().parse(source)
         for token in self.parsed:
             for child in token.children or ():
-                if child.type == "softbreak":  # a model that ends a line means it: verses, addresses
+                # Models end lines on purpose: verses, addresses.
+                if hard_breaks and child.type == "softbreak":
                     child.type = "hardbreak"
 
 
-class _Harmless:
-    """What another renderable gives, without control characters, blanks at ends of lines, and blank lines
-    around it.
-    """
+class _Neutralised:
+    """The output of a renderable without control characters, trailing spaces, and surrounding blank lines."""
 
     def __init__(self, inner: Markdown | Text) -> None:
         self._inner = inner
@@ -79,24 +78,42 @@ class _Harmless:
             blank_lines, shown = 0, True
 
 
+def render_page(source: str, stream: TextIO, width: int) -> str:
+    """A whole page of markdown as text with styles; paragraphs are refilled.
+
+    Args:
+        source: The page.
+        stream: The terminal; its type and ``NO_COLOR`` determine the styles.
+        width: Cells of a line; lines of code may be longer.
+    """
+    console = _new_console(stream)
+    with console.capture() as captured:
+        console.print(_Neutralised(_Markdown(source, hard_breaks=False)), width=width, end="")
+    return captured.get()
+
+
+def _new_console(stream: TextIO) -> Console:
+    return Console(file=stream, force_terminal=True, highlight=False, legacy_windows=False)
+
+
 class Renderer:
     """Turns units of an answer into text with styles.
 
     Args:
-        stream: The terminal; its kind, ``NO_COLOR`` and the like decide about styles.
+        stream: The terminal; its type and ``NO_COLOR`` determine the styles.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, force_terminal=True, highlight=False, legacy_windows=False)
+        self._console = _new_console(stream)
         self._first = True
         self._in_code = False
 
     def render(self, unit: Unit, width: int) -> str:
-        """One unit with the blank line that belongs before it, every line ended.
+        """Render the next unit of the answer with the blank line before it; ends with a newline.
 
         Args:
-            unit: The next one of the answer.
-            width: Cells of a line; lines of code may be longer.
+            unit: The unit.
+            width: Most cells of a line; lines of code may be longer.
         """
         gap = self.has_gap(joined=isinstance(unit, Block) and unit.joined)
         if isinstance(unit, Block):
@@ -110,20 +127,20 @@ class Renderer:
         return "\n" + text if gap else text
 
     def has_gap(self, *, joined: bool) -> bool:
-        """Whether a blank line belongs before the next unit, which may be joined to the one before."""
+        """Whether a blank line separates the next unit; ``joined`` list items have none."""
         return not (self._first or self._in_code or joined)
 
-    def begin_anew(self) -> None:
-        """What comes next stands below text that was not rendered: no blank line, whatever is open."""
+    def restart(self) -> None:
+        """Start a new text: no blank line before the next unit, no open block of code."""
         self._first = True
         self._in_code = False
 
     def skip(self, unit: Unit, *, gap: bool) -> None:
-        """A unit that is on the screen already.
+        """Skip the next unit of the answer, which the screen shows as plain text already.
 
         Args:
-            unit: The next one of the answer.
-            gap: No blank line stands below it yet.
+            unit: The unit.
+            gap: Whether the following unit needs a blank line.
         """
         self._first = not gap
         if isinstance(unit, Fence):
@@ -132,15 +149,15 @@ class Renderer:
     def _block(self, block: Block, width: int) -> str:
         try:
             return self._printed(_Markdown(block.source), width)
-        except Exception:  # a parser of text that anything may have written; plain text always works
+        except Exception:  # arbitrary text may break a parser; plain text always works
             return neutralise(block.source) + "\n"
 
     def _printed(self, renderable: Markdown | Text, width: int | None) -> str:
         with self._console.capture() as captured:
-            if width is None:  # the terminal itself folds what is too long: it is copied as it was
+            if width is None:  # the terminal wraps long lines, so that they are copied unchanged
                 self._console.print(renderable, soft_wrap=True)
             else:
-                self._console.print(_Harmless(renderable), width=max(1, width), end="")
+                self._console.print(_Neutralised(renderable), width=max(1, width), end="")
         return captured.get()
 
 

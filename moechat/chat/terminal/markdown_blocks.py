@@ -1,7 +1,7 @@
-"""Cuts markdown into blocks that are finished, while it is being written.
+"""Splits streamed markdown into finished blocks.
 
-A block is finished when no text that may follow can change it. Whether it is gets decided once a line, from
-the lines so far alone, so that the blocks do not depend on the pieces in which the text came.
+A block is finished when no following text can change it. This is decided once per line, from the previous
+lines alone, so that the blocks do not depend on the pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-# Lines of code before the one that is shown which colour it too; all of them would make long code slow.
+# Previous lines of code that highlighting a line takes into account; more would make long code slow.
 _CONTEXT_LINES = 200
-# Of one block; it is looked at again with each line, which must not take longer and longer.
-_MOST_LINES = 400
+# Most lines of a block, which is parsed again with every line.
+_MAX_LINES = 400
 _ENDED_BY_BLANK = ("paragraph_open", "blockquote_open", "table_open", "heading_open")
 _LISTS = ("bullet_list_open", "ordered_list_open")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
@@ -31,8 +31,8 @@ class Block:
     """A finished block, or an item of a list.
 
     Attributes:
-        source: Its markdown, without blank lines around it.
-        joined: An item right below another of its list: no blank line between.
+        source: Its markdown, without surrounding blank lines.
+        joined: An item that follows another of its list without a blank line.
     """
 
     source: str
@@ -44,8 +44,8 @@ class Fence:
     """A line that begins or ends a block of code.
 
     Attributes:
-        line: As it was written.
-        opens: It begins one.
+        line: The line, unchanged.
+        opens: Whether it begins the block.
     """
 
     line: str
@@ -57,9 +57,9 @@ class CodeLine:
     """A finished line of code.
 
     Attributes:
-        text: Without the newline, and without the indentation of its fence.
-        language: What the fence said; may be empty.
-        before: The lines before it, each with its newline; not all of long code.
+        text: Without the newline and the indentation of the fence.
+        language: From the fence; may be empty.
+        before: Up to ``_CONTEXT_LINES`` previous lines, each with its newline.
     """
 
     text: str
@@ -71,8 +71,8 @@ Unit = Block | Fence | CodeLine
 
 
 @dataclass
-class _Open:
-    """The block of code that is being written."""
+class _OpenCode:
+    """An unfinished block of code."""
 
     mark: str
     indent: int
@@ -81,39 +81,39 @@ class _Open:
 
 
 class BlockSplitter:
-    """Takes lines and gives what they finish.
+    """Takes lines and returns the units that they finish.
 
     Attributes:
-        pending: Lines of blocks that are not finished, without newlines.
-        joined: What is pending is an item right below another of its list.
+        pending: Lines of unfinished blocks, without newlines.
+        joined: Whether ``pending`` is an item that follows another of its list without a blank line.
     """
 
     # Invariant: pending begins with the first line of a block, or is empty.
     def __init__(self) -> None:
         self.pending: list[str] = []
-        self._code: _Open | None = None
+        self._code: _OpenCode | None = None
         self.joined = False
 
     @property
     def in_code(self) -> bool:
-        """Whether the next line is one of code."""
+        """Whether the next line is code."""
         return self._code is not None
 
     def line(self, line: str) -> list[Unit]:
-        """Take a line, without its newline."""
+        """Add a line, without its newline."""
         if self._code is not None:
             return [self._code_line(self._code, line)]
         if not self.pending and not line.strip():
             return []
         self.pending.append(line)
-        if len(self.pending) >= _MOST_LINES:
+        if len(self.pending) >= _MAX_LINES:
             units = list(self._block(0, len(self.pending)))
             self.pending = []
             return units
         return list(self._cut())
 
     def end(self, rest: str) -> list[Unit]:
-        """Take the text's last line, which has no newline; everything is finished now."""
+        """Add the last line, which has no newline, and finish all blocks."""
         units = self.line(rest) if rest else []
         if self.pending:
             units.extend(self._block(0, len(self.pending)))
@@ -121,7 +121,7 @@ class BlockSplitter:
         self._code, self.joined = None, False
         return units
 
-    def _code_line(self, code: _Open, line: str) -> Unit:
+    def _code_line(self, code: _OpenCode, line: str) -> Unit:
         closing = line.strip(" ")
         if (
             len(closing) >= len(code.mark)
@@ -139,7 +139,7 @@ class BlockSplitter:
         tokens = _parser().parse("\n".join(self.pending) + "\n")
         blocks = [token for token in tokens if token.level == 0 and token.map and token.nesting >= 0]
         if not blocks:
-            return  # definitions of links, say
+            return  # for example, only link definitions
         for token in blocks[:-1]:
             yield from self._items(tokens, token, keep_last=False)
         last = blocks[-1]
@@ -147,7 +147,7 @@ class BlockSplitter:
         if last.type == "fence" and (opened := _FENCE.match(self.pending[start])):
             language = last.info.split()[0] if last.info.split() else ""
             mark = opened[1]
-            self._code = _Open(mark, opened.start(1), language, [])
+            self._code = _OpenCode(mark, opened.start(1), language, [])
             yield Fence(self.pending[start], opens=True)
             self.pending, self.joined = [], False
         elif last.type in _LISTS:
@@ -165,7 +165,7 @@ class BlockSplitter:
         return token.type in _ENDED_BY_BLANK and not self.pending[-1].strip()
 
     def _items(self, tokens: list[Token], token: Token, *, keep_last: bool) -> Generator[Unit, None, int]:
-        """Blocks of a token, one for each item of a list; returns where those that were not given begin."""
+        """Yield the blocks of a token, one per item of a list; returns the first line not yielded."""
         start, end = token.map or (0, 0)
         if token.type not in _LISTS:
             yield from self._block(start, end)
@@ -197,14 +197,14 @@ def _start(token: Token) -> int:
 
 @cache
 def _parser() -> MarkdownIt:
-    """Blocks only: what stands inside a paragraph decides nothing here."""
+    """A parser of block structure only, without inline markup."""
     parser = new_parser()
     parser.core.ruler.enableOnly(["normalize", "block"])
     return parser
 
 
 def new_parser() -> MarkdownIt:
-    """Markdown as chats write it; HTML is text, for no terminal shows it."""
+    """A parser for chat markdown, with tables and strikethrough; HTML is plain text."""
     from markdown_it import MarkdownIt
 
     return MarkdownIt().enable(["strikethrough", "table"]).disable(["html_block", "html_inline"])

@@ -1,11 +1,11 @@
-"""An answer's way to stdout as plain text, and thoughts' way to stderr."""
+"""Sinks for the text of an answer: plain text on stdout, thinking on stderr."""
 
 from __future__ import annotations
 
 import os
 from typing import Protocol, TextIO
 
-from moechat.chat.neutral import neutralise
+from moechat.chat.terminal.safe_text import neutralise
 from moechat.errors import MoechatError
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
@@ -13,16 +13,16 @@ _DUMB = ("", "dumb", "unknown")
 
 
 class Sink(Protocol):
-    """Where the text of an answer goes as it comes."""
+    """Output for streamed text."""
 
     def write(self, text: str) -> None:
         """Show a piece of text at once."""
 
     def end(self) -> None:
-        """The answer has ended; the next thing begins on a line of its own. Harmless when repeated."""
+        """End the text, so that the next output begins on a new line; may be called again."""
 
     def moved(self) -> None:
-        """Somebody else has written to the terminal; the cursor is at the beginning of a row now."""
+        """Another program wrote to the terminal: the cursor is now at the beginning of a row."""
 
 
 def can_redraw(stream: TextIO) -> bool:
@@ -31,11 +31,11 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 def write_output(stream: TextIO, text: str) -> None:
-    """Write to stdout at once.
+    """Write and flush.
 
     Raises:
-        BrokenPipeError: Nobody reads it any more.
-        MoechatError: It cannot be written, for example because a disk is full.
+        BrokenPipeError: The reader of the stream is gone.
+        MoechatError: The stream cannot be written, for example on a full disk.
     """
     try:
         stream.write(text)
@@ -46,11 +46,11 @@ def write_output(stream: TextIO, text: str) -> None:
         raise MoechatError(f"the output cannot be written: {error.strerror}") from error
 
 
-class Answer:
-    """The answer on its way to stdout: flushed piece by piece, ended by a newline if it has none.
+class PlainAnswer:
+    """Writes the answer to stdout: flushes every piece, ends with a newline.
 
-    On a terminal control characters are neutralised: what a model writes must not drive the user's
-    terminal. Through a pipe every byte is the model's own.
+    On a terminal, control characters are neutralised, so that a model cannot control the user's terminal. A
+    pipe gets the model's bytes unchanged.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -61,28 +61,28 @@ class Answer:
     def write(self, text: str) -> None:
         """Show a piece of text at once."""
         if text:
-            self._last = text[-1]  # first, so that an interrupt while writing leaves it right
+            self._last = text[-1]  # before writing, so that an interrupt leaves it correct
             self._put(neutralise(text) if self._neutral else text)
 
     def end(self) -> None:
-        """End the line if it is not ended; nothing if there was no text at all."""
+        """End the last line, if there was text."""
         if self._last and self._last != "\n":
             self._put("\n")
         self._last = ""
 
     def moved(self) -> None:
-        """The text goes on from there."""
+        """Do nothing: the text continues at the cursor."""
 
     def _put(self, text: str) -> None:
         write_output(self._stream, text)
 
 
 class Thoughts:
-    """What a model thinks before it answers, on its way to stderr; dimmed where that is possible.
+    """Writes the model's thinking to stderr.
 
     Args:
         stream: stderr.
-        dim: Whether the stream is a terminal that knows how to dim.
+        dim: Whether the stream is a terminal that can dim text.
     """
 
     def __init__(self, stream: TextIO, *, dim: bool) -> None:
@@ -92,7 +92,7 @@ class Thoughts:
         self._last = ""
 
     def write(self, text: str) -> None:
-        """Show a piece at once; blank lines at the beginning are left out."""
+        """Show a piece at once, without blank lines at the beginning."""
         if not self._last:
             text = text.lstrip("\n")
         if not text:
@@ -102,16 +102,16 @@ class Thoughts:
         self._put(f"{DIM}{text}{NORMAL}" if self._dim else text)
 
     def end(self) -> None:
-        """End the thought with a blank line, so that the answer stands apart; nothing if there was none."""
+        """Separate the thinking from the answer by a blank line, if there was any."""
         if self._last:
             self._put("\n" if self._last == "\n" else "\n\n")
         self._last = ""
 
     def moved(self) -> None:
-        """The thought goes on from there."""
+        """Do nothing: the text continues at the cursor."""
 
     def _put(self, text: str) -> None:
-        # Where stderr is gone, the answer may still have its reader.
+        # stdout may still be open when stderr is closed.
         try:
             self._stream.write(text)
             self._stream.flush()
@@ -119,14 +119,14 @@ class Thoughts:
             pass
 
 
-class Nowhere:
-    """Takes what is not to be shown."""
+class NullSink:
+    """Discards text."""
 
     def write(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def moved(self) -> None:
-        """Nothing."""
+        """Do nothing."""

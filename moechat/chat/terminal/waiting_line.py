@@ -1,4 +1,4 @@
-"""What is awaited before an answer has begun: one dim line on a terminal, gone before the first text."""
+"""A dim line on the terminal that shows progress until the first text of an answer."""
 
 from __future__ import annotations
 
@@ -9,75 +9,75 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from moechat.chat.output import DIM, NORMAL, Sink
+from moechat.chat.terminal.output import DIM, NORMAL, Sink
 
-# Quick answers show nothing at all.
+# Quick answers show no line at all.
 _FIRST_AFTER_S, _REDRAW_EVERY_S = 0.5, 0.25
 _ERASE = "\r\x1b[K"
 
 
-class Waiting:
-    """Says how far the prompt is read, and then how long the model has been busy.
+class WaitingLine:
+    """Shows how much of the prompt is read, then how long the model has been busy.
 
     Args:
-        stream: A terminal that can redraw a line; the cursor stands at the beginning of an empty one.
-        shown: Whether anything is said.
-        then: What the model does when the prompt is read: ``thinking``.
+        stream: A terminal that can redraw a line, with the cursor at the beginning of an empty one.
+        shown: Whether to draw at all.
+        busy: Shown after the prompt is read, such as ``thinking``.
     """
 
-    # Invariant: under _lock the line is on the screen if and only if _line is not empty; after over() it is
-    # never drawn again. Counts are written by the thread that computes and read by the one that draws.
-    def __init__(self, stream: TextIO, *, shown: bool, then: str) -> None:
+    # Invariant: under _lock the line is on the screen if and only if _line is not empty; after remove() it is
+    # never drawn again. The computing thread writes the counts, the drawing thread reads them.
+    def __init__(self, stream: TextIO, *, shown: bool, busy: str) -> None:
         self._stream = stream
         self._shown = shown
-        self._then = then
+        self._busy = busy
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._removed = threading.Event()
         self._line = ""
         self._read = self._tokens = 0
         self._started = time.monotonic()
 
     def start(self) -> None:
-        """From now on somebody waits."""
+        """Start drawing in a thread."""
         self._started = time.monotonic()
         if self._shown:
-            threading.Thread(target=self._draw_until_over, name="moechat-waiting", daemon=True).start()
+            threading.Thread(target=self._draw_until_removed, name="moechat-waiting", daemon=True).start()
 
     def progress(self, read: int, tokens: int) -> None:
-        """Take how far it is, as the engine's ``generate`` tells it.
+        """Record progress; the callback of ``Engine.generate``.
 
         Args:
-            read: Tokens of the prompt that are computed, or known from before.
-            tokens: All of them.
+            read: Tokens of the prompt that are computed or cached.
+            tokens: All tokens of the prompt.
         """
         self._read, self._tokens = read, tokens
 
-    def over(self) -> None:
-        """Take the line away: there is something to show. Harmless when repeated."""
+    def remove(self) -> None:
+        """Erase the line for good; may be called again."""
         if not self._shown:
             return
         with self._lock:
-            self._over.set()
+            self._removed.set()
             self._erase()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Meanwhile something else is written to the terminal."""
+        """Erase the line while something else is written to the terminal."""
         with self._lock:
             self._erase()
             yield
 
     def before(self, sink: Sink) -> Sink:
-        """The sink, but that the line is gone before it shows anything."""
-        return _After(self, sink) if self._shown else sink
+        """A sink that removes the line before its first text."""
+        return _RemovingSink(self, sink) if self._shown else sink
 
-    def _draw_until_over(self) -> None:
+    def _draw_until_removed(self) -> None:
         pause = _FIRST_AFTER_S
-        while not self._over.wait(pause):
+        while not self._removed.wait(pause):
             pause = _REDRAW_EVERY_S
             with self._lock:
                 line = self._text()[: self._columns() - 1]
-                if not self._over.is_set() and line != self._line:
+                if not self._removed.is_set() and line != self._line:
                     self._put(f"\r{DIM}{line}{NORMAL}\x1b[K")
                     self._line = line
 
@@ -90,7 +90,7 @@ class Waiting:
         seconds = f"{time.monotonic() - self._started:.0f} s"
         if self._read < self._tokens:
             return f"reading {self._read:,} of {self._tokens:,} tokens, {seconds}"
-        return f"{self._then if self._tokens else 'reading'}, {seconds}"
+        return f"{self._busy if self._tokens else 'reading'}, {seconds}"
 
     def _columns(self) -> int:
         try:
@@ -99,25 +99,25 @@ class Waiting:
             return 80
 
     def _put(self, text: str) -> None:
-        # Where the terminal is gone, the answer may still have its reader.
+        # stdout may still be open when the terminal is closed.
         try:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self._over.set()
+            self._removed.set()
 
 
-class _After:
-    """A sink whose first text takes the line away."""
+class _RemovingSink:
+    """Removes the waiting line before the first text."""
 
-    def __init__(self, waiting: Waiting, inner: Sink) -> None:
+    def __init__(self, waiting: WaitingLine, inner: Sink) -> None:
         self._waiting = waiting
         self._inner = inner
 
     def write(self, text: str) -> None:
         """See :class:`Sink`."""
         if text:
-            self._waiting.over()
+            self._waiting.remove()
         self._inner.write(text)
 
     def end(self) -> None:

@@ -1,19 +1,18 @@
-"""``moechat bench``: measure systems side by side, and show what was measured."""
+"""``moechat bench``: measures systems side by side and shows the result."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.neutral import one_line
-from moechat.cli.files import writable
-from moechat.cli.options import check_load_flags
-from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
-from moechat.cli.terminal import neutralise, print_notice, write_output
+from moechat.chat.terminal.safe_text import one_line
+from moechat.cli.commands.bench_arguments import BenchCommand
+from moechat.cli.output_file import require_writable
+from moechat.cli.terminal.consoles import neutralise, print_notice, write_output
+from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import user_paths
 from moechat.errors import MoechatError, UsageError
 from moechat.hub.names import resolve
@@ -25,39 +24,8 @@ if TYPE_CHECKING:
 _PROMPT = "Once upon a time, in a village between the hills and the sea, there lived a clockmaker who "
 
 
-@dataclass(frozen=True)
-class BenchCommand:
-    """What ``moechat bench`` was asked for; see its help."""
-
-    model: str | None
-    synthetic: str | None
-    layers: int | None
-    vocabulary: int | None
-    directory: Path | None
-    bits: int | None
-    ram: str | None
-    fractions: str | None
-    systems: str
-    routing: Path | None
-    accuracy: float
-    prompt_tokens: int
-    tokens: int
-    warmup_tokens: int
-    fill_tokens: int
-    runs: int
-    link: str
-    seed: int
-    threads: int | None
-    dtype: str
-    dense_bits: int
-    activation_bits: int
-    json: bool
-    out: Path | None
-    quiet: bool
-
-
 def bench(command: BenchCommand) -> int:
-    """Do what ``moechat bench`` was asked for.
+    """Run the command.
 
     Returns:
         The exit status.
@@ -65,16 +33,9 @@ def bench(command: BenchCommand) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
-    if (command.model is None) == (command.synthetic is None):
-        raise UsageError("name either a model or, with --synthetic, a shape")
-    if command.synthetic is None and (command.layers is not None or command.vocabulary is not None):
-        raise UsageError("--layers and --vocabulary cut a shape down; they need --synthetic")
-    if command.ram is not None and command.fractions is not None:
-        raise UsageError("--ram and --fractions both say how much fits; give one of them")
-    check_load_flags(command)
     if command.model is not None:
         resolve(command.model, bits=command.bits)
-    out = None if command.out is None else writable(command.out)
+    out = None if command.out is None else require_writable(command.out)
 
     from moechat.bench.measure import run_bench
     from moechat.bench.report import assumptions
@@ -82,15 +43,15 @@ def bench(command: BenchCommand) -> int:
     options = _options(command)
     _check_before_loading(command, options)
     engine, cuts = _load(command)
-    said = (lambda _: None) if command.quiet else print_notice
-    result = run_bench(engine, options, prompt=_prompt(engine), report=said)
+    report = (lambda _: None) if command.quiet else print_notice
+    result = run_bench(engine, options, prompt=_prompt(engine), report=report)
     synthetic = str(result["model"]["source"]).startswith("synthetic ")
     result["assumptions"] = assumptions(result, cuts, random_weights=synthetic)
     text = json.dumps(result, indent=1) + "\n"
     try:
         write_output(sys.stdout, text if command.json else render(result))
     finally:
-        # Each of the two is kept even where the other one cannot be: it took minutes to measure.
+        # Also after stdout failed, because the measurement took minutes.
         if out is not None:
             _keep(out, text)
     return 0
@@ -104,8 +65,12 @@ def _keep(out: Path, text: str) -> None:
 
 
 def _check_before_loading(command: BenchCommand, options: BenchOptions) -> None:
-    """Refuse before gigabytes are written or read what would be refused after it."""
-    from moechat.bench.models import load_shape
+    """Check the trace and the context before gigabytes are written or read.
+
+    Raises:
+        MoechatError: The trace cannot be read, or the tokens exceed the shape's context.
+    """
+    from moechat.bench.synthetic_models import load_shape
     from moechat.models.assets import context_length
     from moechat.routing import Trace
 
@@ -150,7 +115,7 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
     model: str | Path
     with LoadProgress(quiet=command.quiet) as progress:
         if command.synthetic is not None:
-            from moechat.bench.models import load_shape, synthetic_store
+            from moechat.bench.synthetic_models import load_shape, synthetic_store
 
             shape = load_shape(command.synthetic, layers=command.layers, vocabulary=command.vocabulary)
             cuts = shape.cuts
@@ -167,12 +132,8 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
             model = command.model
         engine = moechat.load(
             model,
-            bits=command.bits,
-            dtype=command.dtype,
-            dense_bits=command.dense_bits,
-            activation_bits=command.activation_bits,
-            threads=command.threads,
-            # The measurement makes the near tiers itself; the dense weights stay as they are.
+            **command.load_options.given,
+            # The measurement creates its own near tiers; only the dense weights are used from here.
             offload=OffloadOptions(pages=0),
             progress=progress,
         )
@@ -180,7 +141,7 @@ def _load(command: BenchCommand) -> tuple[Engine, list[str]]:
 
 
 def _prompt(engine: Engine) -> list[int] | None:
-    """Tokens to begin with, where the model can read; else they are drawn."""
+    """Tokens of the prompt; ``None`` without a tokenizer: then they are random."""
     try:
         return engine.encode(_PROMPT)
     except UsageError:
@@ -188,7 +149,7 @@ def _prompt(engine: Engine) -> list[int] | None:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The result as tables for people, one for each fraction, and what it assumes."""
+    """The result as text for people: a table for each fraction, and the assumptions."""
     import io
 
     from rich.console import Console
@@ -263,13 +224,13 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any], fastest: float) -> l
 
 
 def _simulated(case: Mapping[str, Any]) -> str:
-    """Milliseconds that the simulator expects, and how far that is from what was measured."""
+    """Milliseconds per token expected by the simulator, and their deviation from the measured ones."""
     expected = case["predicted_tpot_ms"]
     return "-" if expected is None else f"{expected:.1f} ({case['predicted_ratio'] - 1:+.0%})"
 
 
 def _floor(case: Mapping[str, Any], fastest: float) -> str:
-    """Milliseconds of a token that no system can be below; what a measured one was below is no floor."""
+    """Least milliseconds per token of any system; a bound that a measured time is below is ignored."""
     link, compute = case["floor_s"]["link"], case["floor_s"]["compute"]
     floors = [link] if link <= case["tpot_s"]["median"] else []
     if compute is not None and compute <= fastest:
@@ -293,5 +254,5 @@ def _headline(result: Mapping[str, Any]) -> str:
     if result["prediction"].get("right_of_top_k"):
         right = result["prediction"]["right_of_top_k"]
         figures = " ".join("-" if value is None else f"{value:.2f}" for value in right)
-        lines.append(f"right of {model['top_k']} predicted, by layer: {figures}")
+        lines.append(f"correct predictions of {model['top_k']}, by layer: {figures}")
     return "\n".join(lines)

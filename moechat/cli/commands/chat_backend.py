@@ -1,4 +1,4 @@
-"""The consoles and the model that a chat uses."""
+"""Implements the interfaces of the chat: status output on stderr, and the loaded model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moechat.chat.signals import uninterrupted
-from moechat.cli.progress import format_bytes
-from moechat.cli.stats import print_replanned, print_stats
-from moechat.cli.terminal import console, neutralise, print_error, print_notice
+from moechat.cli.terminal.answer_stats import print_replanned, print_stats
+from moechat.cli.terminal.consoles import console, neutralise, print_error, print_notice
+from moechat.cli.terminal.load_progress import format_bytes
 from moechat.errors import NoModelError, UsageError
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 _NONE_LOADED = "/model NAME loads one; the conversation stays"
 
 
-class ConsoleVoice:
-    """Says what is not a part of an answer on stderr."""
+class StderrStatus:
+    """Writes status output to stderr; see :class:`moechat.chat.interfaces.StatusOutput`."""
 
     def notice(self, message: str) -> None:
-        """Say something that is not an error."""
+        """Print a message that is not an error."""
         print_notice(message)
 
     def error(self, message: str, hint: str | None = None) -> None:
-        """Say what happened, and what to do about it."""
+        """Print an error and the next step."""
         print_error(message, hint)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
@@ -37,7 +37,7 @@ class ConsoleVoice:
             console().print(Text.assemble((f"{name:{width}}", "dim"), "  ", neutralise(value)))
 
     def size(self, count: float) -> str:
-        """A number of bytes for people."""
+        """Format a number of bytes."""
         return format_bytes(count)
 
     def statistics(self, statistics: Mapping[str, Any]) -> None:
@@ -45,17 +45,17 @@ class ConsoleVoice:
         print_stats(statistics)
 
     def replanned(self, replanned: Mapping[str, Any]) -> None:
-        """Show what a new plan has changed."""
+        """Show a change of plan."""
         print_replanned(replanned)
 
 
-class LoadedModels:
-    """Holds the one model that is loaded; a context manager that closes it.
+class ModelSlot:
+    """Owns the loaded model, at most one at a time; a context manager that closes it.
 
     Args:
-        load: Loads a model by its name, ready for a chat.
-        name: The first one.
-        bits: Those that ``load`` asks for; they may choose between stores of one name.
+        load: Loads a model by name for a chat.
+        name: The first model.
+        bits: The bits that ``load`` uses, to choose between stores of one name.
     """
 
     def __init__(self, load: Callable[[str], Engine], name: str, bits: int | None = None) -> None:
@@ -69,23 +69,23 @@ class LoadedModels:
         """The model.
 
         Raises:
-            NoModelError: None is loaded, since :meth:`use` failed altogether.
+            NoModelError: None is loaded, because :meth:`use` could not restore the previous one.
         """
         if self._engine is None:
             raise NoModelError("no model is loaded", hint=_NONE_LOADED)
         return self._engine
 
     def use(self, name: str) -> None:
-        """Load another model in place of this one: memory is planned for one.
+        """Close the model and load another one: there is memory for one only.
 
         Raises:
-            NoModelError: It cannot be used, and the one before cannot be loaded again.
-            MoechatError: It cannot be used; the one before is loaded again.
-            KeyboardInterrupt: Ctrl-C meanwhile; the same. While that one is loaded Ctrl-C does nothing.
+            NoModelError: The new model cannot be used, and the previous one cannot be loaded again.
+            MoechatError: The new model cannot be used; the previous one is loaded again.
+            KeyboardInterrupt: Ctrl-C was pressed; the previous one is loaded again, without interruption.
         """
         from moechat.hub.names import resolve
 
-        resolve(name, bits=self._bits)  # before anything is given up
+        resolve(name, bits=self._bits)  # raises before the model is closed
         self.close()
         try:
             self._engine = self._load(name)
@@ -112,12 +112,12 @@ class LoadedModels:
             ) from error
 
     def close(self) -> None:
-        """Give the model back; harmless when repeated."""
+        """Close the model; may be called again."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
 
-    def __enter__(self) -> LoadedModels:
+    def __enter__(self) -> ModelSlot:
         return self
 
     def __exit__(self, *error: object) -> None:

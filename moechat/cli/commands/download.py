@@ -1,4 +1,4 @@
-"""``moechat download``: what a model takes, then the model; ``moechat run`` does it for one not here."""
+"""``moechat download``: shows sizes and times, then downloads; ``moechat run`` uses it for missing models."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.neutral import one_line
-from moechat.cli.library import write_json
-from moechat.cli.options import BITS
-from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
-from moechat.cli.terminal import ask, neutralise, print_notice, write_output
+from moechat.chat.terminal.safe_text import one_line
+from moechat.cli.commands.library_list import write_json
+from moechat.cli.terminal.consoles import confirm, neutralise, print_notice, write_output
+from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import user_paths
-from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError, UsageError
-from moechat.hub.failures import is_offline, offline_error
-from moechat.hub.names import ModelRef, hub_model, stored_commit
-from moechat.hub.remote import look_up
+from moechat.errors import DoesNotFitError, MoechatError, StoreDamagedError
+from moechat.fetch.hub_client import is_offline
+from moechat.fetch.hub_errors import offline_error
+from moechat.fetch.repository import fetch_repository
+from moechat.hub.model_ref import ModelRef, hub_model, stored_commit
+from moechat.options import BITS
+from moechat.validation import require_choice
 
 if TYPE_CHECKING:
     from moechat import Progress
-    from moechat.loading.download import Download
-    from moechat.loading.download_plan import DownloadPlan
+    from moechat.fetch.download import Download
+    from moechat.fetch.download_plan import DownloadPlan
     from moechat.loading.model import Report
 
-# What a home connection may give; the time is said to be at this rate, as nobody knows the real one before.
-_RATE_BITS = 100_000_000
-_TOO_LITTLE = 1 << 20
+_BITS_PER_SECOND = 100_000_000  # assumed rate, named with the estimated time
+_TOO_SMALL_BUDGET = 1 << 20  # makes planning name the least
 _DEFAULT_BITS = 4
 
 
 @dataclass(frozen=True)
 class DownloadCommand:
-    """What was asked for.
+    """Arguments of ``moechat download``.
 
     Raises:
         UsageError: A value is out of range.
@@ -48,8 +49,7 @@ class DownloadCommand:
     json: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise UsageError(f"--bits is {self.bits}; this version knows {', '.join(map(str, BITS))}")
+        require_choice("--bits", self.bits, BITS)
 
 
 def download(command: DownloadCommand) -> int:
@@ -63,7 +63,7 @@ def download(command: DownloadCommand) -> int:
 
 
 def download_to_run(model: str, bits: int | None, *, yes: bool, quiet: bool) -> bool:
-    """Bring a model here because it is about to run; returns whether the user wanted that.
+    """Download a model before running it; returns whether the user agreed.
 
     Raises:
         MoechatError: See :mod:`moechat.errors`.
@@ -76,19 +76,19 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
     ref = hub_model(command.model)
     here = ref.library_path(user_paths().models, command.bits)
     if is_offline():
-        _say_what_is_here_offline(ref, here, command)
+        _check_offline(ref, here, command)
         return True
     say = (lambda _text: None) if command.quiet else print_notice
-    remote = look_up(str(ref.repository), ref.revision, say)  # before seconds of importing torch
+    remote = fetch_repository(str(ref.repository), ref.revision, say)  # before seconds of importing torch
     if not (command.keep_source or command.dry_run or command.json) and _is_made_of(here, remote.commit):
-        _say_here(remote.title, command)
+        _print_present(remote.title, command)
         return True
     with LoadProgress(quiet=command.quiet) as progress:
-        progress.say("reading what the model is made of")
-        from moechat.loading.download import prepared
+        progress.say("reading the model's headers")
+        from moechat.fetch.download import prepare_download
 
         notice = (lambda _text: None) if command.quiet else progress.notice
-        with prepared(
+        with prepare_download(
             ref, remote, command.bits, user_paths(), keep_source=command.keep_source, notice=notice
         ) as work:
             if command.dry_run:
@@ -96,7 +96,7 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
                 if command.json:
                     write_json(_plan_json(work.plan, "planned"))
                 else:
-                    write_output(sys.stdout, _described(work.plan) + "\n")
+                    write_output(sys.stdout, _describe(work.plan) + "\n")
                 return True
             return _run(work, command, question, progress, to_run=to_run)
 
@@ -107,29 +107,29 @@ def _run(
     plan = work.plan
     if plan.finished:
         progress.stop()
-        work.note()
-        _say_here(plan.remote.title, command)
+        work.record_finished()
+        _print_present(plan.remote.title, command)
         if command.json:
             write_json(_plan_json(plan, "already here"))
         return True
     if not command.quiet or question is not None:
         progress.stop()
-        for line in _described(plan).split("\n"):
+        for line in _describe(plan).split("\n"):
             print_notice(line)
     plan.require_disk()
-    if question is not None and not ask(question, default=True):
+    if question is not None and not confirm(question, default=True):
         print_notice("nothing was downloaded")
         return False
-    facts = _plan_json(plan, "finished") if command.json else None  # its config.json goes with the download
+    facts = _plan_json(plan, "finished") if command.json else None  # the download deletes its config.json
     progress.start()
     started = time.monotonic()
-    reached = _Reached(progress)
+    last = _LastProgress(progress)
     try:
-        work.run(reached, progress.notice if not command.quiet else lambda _text: None)
+        work.run(last, progress.notice if not command.quiet else lambda _text: None)
     except BaseException as error:
         progress.stop()
         if not command.quiet and not isinstance(error, Exception):  # Ctrl-C, or a signal
-            print_notice(reached.text)
+            print_notice(last.text)
         raise
     progress.stop()
     if not command.quiet:
@@ -142,8 +142,8 @@ def _run(
     return True
 
 
-class _Reached:
-    """Passes reports on, and knows the last one of what has come."""
+class _LastProgress:
+    """Forwards reports and remembers the last one on the download."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -156,18 +156,18 @@ class _Reached:
 
     @property
     def text(self) -> str:
-        """What is kept of a download that was stopped."""
+        """A message on what a stopped download keeps."""
         if self._last is None:
             return "stopped; the same command begins again"
         done, total = format_bytes(self._last.done), format_bytes(self._last.total or 0)
         return f"stopped: {done} of {total} are here or converted; the same command goes on"
 
 
-def _say_what_is_here_offline(ref: ModelRef, here: Path, command: DownloadCommand) -> None:
-    """Without a network a model that is here will do.
+def _check_offline(ref: ModelRef, here: Path, command: DownloadCommand) -> None:
+    """Without a network, accept a model in the library.
 
     Raises:
-        OfflineError: It is not here, or more was asked for.
+        OfflineError: It is not there, or an option needs the network.
     """
     commit = stored_commit(here)
     if (
@@ -178,13 +178,13 @@ def _say_what_is_here_offline(ref: ModelRef, here: Path, command: DownloadComman
         or not _is_made_of(here, commit)
     ):
         raise offline_error(str(ref.repository), ref.revision, command.bits)
-    _say_here(f"{ref.name} ({commit[:12]})", command)
+    _print_present(f"{ref.name} ({commit[:12]})", command)
     if not command.quiet:
-        print_notice("(HF_HUB_OFFLINE is set: nobody was asked for a newer one)")
+        print_notice("(HF_HUB_OFFLINE is set: the hub was not checked for a newer version)")
 
 
 def _is_made_of(store: Path, commit: str) -> bool:
-    """Whether a store is here, of that commit and not obviously damaged; without importing torch."""
+    """Whether a store of this commit exists and is not obviously damaged; without importing torch."""
     if stored_commit(store) != commit:
         return False
     from moechat.store.store import Store
@@ -196,13 +196,13 @@ def _is_made_of(store: Path, commit: str) -> bool:
     return True
 
 
-def _say_here(title: str, command: DownloadCommand) -> None:
+def _print_present(title: str, command: DownloadCommand) -> None:
     if not command.quiet:
         print_notice(f"{title} with {command.bits} bits is here already: moechat run {command.model}")
 
 
-def _described(plan: DownloadPlan) -> str:
-    """What it takes, a line for each thing."""
+def _describe(plan: DownloadPlan) -> str:
+    """Sizes, places and times, one per line."""
     licence = f", licence {one_line(plan.remote.licence)}" if plan.remote.licence else ""
     lines = [
         f"{plan.remote.title}{licence}",
@@ -242,9 +242,9 @@ class _Memory:
     """Memory for the model on the CPU, in bytes.
 
     Attributes:
-        least: The least that it runs with; ``None`` where nobody knows.
-        everything: About what keeps all of it in memory.
-        available: What there is.
+        least: The least budget it runs with; ``None`` if unknown.
+        everything: Approximate budget to keep all experts in memory.
+        available: Available memory.
     """
 
     least: int | None
@@ -258,10 +258,10 @@ def _memory(plan: DownloadPlan) -> _Memory:
 
     least: int | None = None
     try:
-        moechat.plan(str(plan.config), bits=plan.bits, ram=_TOO_LITTLE)
+        moechat.plan(str(plan.config), bits=plan.bits, ram=_TOO_SMALL_BUDGET)
     except DoesNotFitError as error:
         least = error.least_bytes
-    except MoechatError:  # a plan is more than a download needs
+    except MoechatError:  # the download works without a memory plan
         pass
     return _Memory(least, None if least is None else least + plan.expert_bytes, available_bytes())
 
@@ -276,7 +276,7 @@ def _memory_text(plan: DownloadPlan) -> str:
 
 
 def _download_seconds(plan: DownloadPlan) -> float:
-    return plan.missing_bytes * 8 / _RATE_BITS
+    return plan.missing_bytes * 8 / _BITS_PER_SECOND
 
 
 def _time(plan: DownloadPlan) -> str:
@@ -288,7 +288,7 @@ def _time(plan: DownloadPlan) -> str:
 
 
 def _plan_json(plan: DownloadPlan, status: str) -> dict[str, Any]:
-    """The same for programs; bytes and seconds, as they were before anything came."""
+    """The plan as JSON, in bytes and seconds, as before the download."""
     memory = _memory(plan)
     return {
         "status": status,

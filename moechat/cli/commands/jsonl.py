@@ -1,4 +1,4 @@
-"""``moechat run MODEL --jsonl FILE``: an answer to every prompt of a file, a JSON object a line."""
+"""``moechat run MODEL --jsonl FILE``: answers every prompt of a file, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.output import Nowhere
+from moechat.chat.chat_options import Generation
 from moechat.chat.reply import Reply, opens_thought
-from moechat.chat.settings import Generation
-from moechat.cli.counting import Counting
-from moechat.cli.options import RunOptions
-from moechat.cli.prompts_file import FilePrompt, PromptsFile, read_prompts
-from moechat.cli.terminal import print_notice, write_json_line
+from moechat.chat.terminal.output import NullSink
+from moechat.cli.commands.prompts_file import FilePrompt, PromptsFile, read_prompts
+from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.terminal.consoles import print_notice, write_json_line
+from moechat.cli.terminal.prompt_progress import PromptProgress
 from moechat.errors import DeviceLostError, MoechatError, StoreDamagedError, UsageError
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-def read_many(options: RunOptions) -> PromptsFile:
-    """The prompts.
+def read_jsonl_prompts(options: RunOptions) -> PromptsFile:
+    """Read the prompts.
 
     Raises:
-        UsageError: They cannot be read, or ``--completion`` is to continue conversations.
+        UsageError: The file cannot be read, or has conversations with ``--completion``.
     """
     assert options.jsonl is not None
     file = read_prompts(options.jsonl, "--jsonl", quiet=options.quiet)
@@ -34,26 +34,26 @@ def read_many(options: RunOptions) -> PromptsFile:
             if not prompt.is_plain:
                 raise UsageError(
                     f"{options.jsonl}, line {prompt.line}: a conversation cannot be continued as a text",
-                    hint="leave --completion out",
+                    hint="run without --completion",
                 )
     return file
 
 
-def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
-    """Answer all prompts, each with an object on stdout as soon as it is done.
+def answer_jsonl(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
+    """Answer all prompts, writing an object to stdout after each.
 
-    A prompt that cannot be answered (blank, or too long for the context, say) has an ``error`` in its object,
-    with the ``answers`` to its turns before that, and leaves the others alone.
+    The object of a prompt that fails (for example, blank or too long) has an ``error``, and the ``answers``
+    to its previous turns. The other prompts are not affected.
 
     Returns:
-        The exit status: 0, that of the first error of a prompt, or 130 after Ctrl-C, whose partial answer
-        comes out too.
+        The exit status: 0, that of the first failed prompt, or 130 after Ctrl-C, which writes the partial
+            answer.
 
     Raises:
-        StoreDamagedError, DeviceLostError: No answer can come any more.
+        StoreDamagedError, DeviceLostError: No further answer is possible.
     """
     status = tokens = failed = 0
-    with Counting(len(file.prompts), "answering", "answered", quiet=options.quiet) as counting:
+    with PromptProgress(len(file.prompts), "answering", "answered", quiet=options.quiet) as progress:
         for number, prompt in enumerate(file.prompts):
             result: dict[str, Any] = {"line": prompt.line, "model": engine.name}
             if prompt.key is not None:
@@ -72,18 +72,18 @@ def answer_many(engine: Engine, file: PromptsFile, options: RunOptions) -> int:
                 status = status or error.exit_code
                 failed += 1
             except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the remaining output must be complete
                 interrupted = True
                 if replies:
                     replies[-1].finish_reason = "interrupted"
             if "error" not in result and (replies or not interrupted):
-                result |= _told(replies, engine)
+                result |= _answer_json(replies, engine)
             if len(result) > named:
                 write_json_line(sys.stdout, result)
             if interrupted:
                 return _INTERRUPTED
             tokens += sum(len(reply.tokens) for reply in replies)
-            counting.show(number + 1, tokens)
+            progress.show(number + 1, tokens)
     if failed and not options.quiet:
         print_notice(f"{failed} of {len(file.prompts)} prompts were not answered; their lines have an error")
     return status
@@ -104,10 +104,10 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
         tokens = engine.encode(messages)
         steps = engine.generate(tokens, **_settings(prompt, options))
         replies.append(Reply())
-        replies[-1].follow_apart(
+        replies[-1].follow_split(
             steps,
-            Nowhere(),
-            Nowhere(),
+            NullSink(),
+            NullSink(),
             thinking=opens_thought(engine, tokens),
             token_text=engine.token_text,
         )
@@ -115,13 +115,13 @@ def _answer(engine: Engine, prompt: FilePrompt, options: RunOptions, replies: li
 
 
 def _settings(prompt: FilePrompt, options: RunOptions) -> dict[str, Any]:
-    """Those of the command line, or of the prompt's own line where it has them."""
+    """The settings of the command line, overridden by those of the prompt's line."""
     own = Generation(dict(prompt.settings)).arguments
     return {**options.generation, **own}
 
 
-def _told(replies: list[Reply], engine: Engine) -> dict[str, Any]:
-    """The last answer, as ``--json`` tells it; of several turns all of them."""
+def _answer_json(replies: list[Reply], engine: Engine) -> dict[str, Any]:
+    """The last answer in the form of ``--json``, and all answers of several turns."""
     last = replies[-1]
     several = {"answers": [reply.text for reply in replies]} if len(replies) > 1 else {}
     return {

@@ -1,4 +1,4 @@
-"""The grammar of the commands for the model library: download, list, show, rm."""
+"""The arguments of the commands for the model library: download, list, show, rm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moechat.cli.completion import (
+from moechat.cli.completion.completers import (
     answering,
     complete_aliases,
     complete_bits,
@@ -20,15 +20,16 @@ Action = Callable[[], int]
 _DOWNLOAD_HELP = """\
 Fetch a model from the hub and convert it for the library.
 
-Says first what it takes. Shards are converted as they come and let go, so the disk needs the store and \
-one or two shards, not two copies; where it has room for another one, the next shard comes while others are \
-converted. Interrupted at any point, the same command goes on. HF_HOME, HF_TOKEN, HF_ENDPOINT and \
-HF_HUB_OFFLINE are honoured.
+Prints the sizes and times first. Each shard is deleted once it is converted, so the disk needs space for \
+the store and one or two shards, not for two copies; if there is space for one more shard, it is downloaded \
+while others are converted. After an interruption, the same command continues. HF_HOME, HF_TOKEN, \
+HF_ENDPOINT and HF_HUB_OFFLINE are used.
 
 --json: status (planned, finished, already here), name, repository, revision, commit, licence, bits, files, \
-weight_files, download_bytes, missing_bytes, store_bytes, disk_bytes (while it is made), free_bytes, \
+weight_files, download_bytes, missing_bytes, store_bytes, disk_bytes (at its peak), free_bytes, \
 ram_least_bytes, ram_all_bytes, ram_available_bytes, download_s (at 100 Mbit/s), convert_s, overlap (of \
-these two), destination, finished (the model is here). Figures are from before the download; null is unknown.
+download and conversion), destination, finished (the model is in the library). Figures are from before the \
+download; null means unknown.
 """
 _DOWNLOAD_EXAMPLES = """\
 moechat download mixtral --dry-run
@@ -40,10 +41,10 @@ moechat download mixtral --dry-run --json
 _LIST_HELP = """\
 List the models in the library.
 
-Checkpoints that --keep-source has kept and unfinished work are told on stderr.
+Checkpoints kept by --keep-source and unfinished downloads and conversions are listed on stderr.
 
---json: a list of objects with name, repository, commit, model_type, bits, bytes, used (seconds since 1970, \
-or null), path, damaged, kind: store, or checkpoint for a kept one.
+--json: a list of objects with name, repository, commit, model_type, bits, bytes, used (last use, seconds \
+since 1970, or null), path, damaged, kind (store, or checkpoint for one kept by --keep-source).
 """
 _LIST_EXAMPLES = """\
 moechat list
@@ -51,7 +52,7 @@ moechat list
 moechat list --json | jq -r ".[].name"
 """
 _SHOW_HELP = """\
-Show what a model is, and where it lies.
+Show the properties of a model and where it is stored.
 
 --json: name, repository, commit, model_type, parameters, active_parameters, layers, expert_layers, experts, \
 top_k, hidden_size, expert_size, vocabulary, context, bits, bytes, expert_bytes, dense_bytes, path, licence, \
@@ -65,9 +66,9 @@ moechat show Qwen/Qwen3-30B-A3B --bits 4 --json
 _RM_HELP = """\
 Remove models from the library.
 
-Asks first on a terminal. A model that a running moechat uses is not removed. --leftovers removes what \
-interrupted downloads and conversions left, --sources what `download --keep-source` has kept. Of a store \
-that is a link to another place only the link is removed.
+Asks for confirmation on a terminal. A model in use by a running moechat is not removed. --leftovers removes \
+the files of interrupted downloads and conversions, --sources the checkpoints kept by `download \
+--keep-source`. If a store is a symbolic link, only the link is removed.
 """
 _RM_EXAMPLES = """\
 moechat rm mixtral --bits 8
@@ -82,7 +83,7 @@ _Bits = Annotated[
     typer.Option(
         metavar="BITS",
         autocompletion=answering(complete_bits),
-        help="Only the store with so many bits.",
+        help="Only the store with this number of bits.",
         show_default=False,
     ),
 ]
@@ -90,7 +91,7 @@ _Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
 
 def register_library(app: typer.Typer) -> None:
-    """Add the commands to the grammar."""
+    """Add the commands to an app."""
     app.command("download", help=_DOWNLOAD_HELP, epilog=_DOWNLOAD_EXAMPLES)(_download)
     app.command("pull", help="The same as download.", hidden=True)(_download)
     app.command("list", help=_LIST_HELP, epilog=_LIST_EXAMPLES)(_list)
@@ -118,7 +119,7 @@ def _download(
         ),
     ] = 4,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Only say what it takes, on stdout.")
+        bool, typer.Option("--dry-run", metavar="", help="Only print sizes and times, on stdout.")
     ] = False,
     keep_source: Annotated[
         bool,
@@ -128,17 +129,17 @@ def _download(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only errors.")] = False,
     json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print what it takes, and its result, as JSON.")
+        bool, typer.Option("--json", metavar="", help="Print sizes, times and the result as JSON.")
     ] = False,
 ) -> Action:
-    from moechat.cli.download import DownloadCommand, download
+    from moechat.cli.commands.download import DownloadCommand, download
 
     command = DownloadCommand(model, bits, dry_run, keep_source, quiet, json)
     return lambda: download(command)
 
 
 def _list(json: _Json = False) -> Action:
-    from moechat.cli.library import list_models
+    from moechat.cli.commands.library_list import list_models
 
     return lambda: list_models(json=json)
 
@@ -156,7 +157,7 @@ def _show(
     bits: _Bits = None,
     json: _Json = False,
 ) -> Action:
-    from moechat.cli.show import show_model
+    from moechat.cli.commands.library_show import show_model
 
     return lambda: show_model(model, bits, json=json)
 
@@ -174,14 +175,14 @@ def _rm(
     bits: _Bits = None,
     leftovers: Annotated[
         bool,
-        typer.Option("--leftovers", metavar="", help="Also what interrupted work left, whatever the model."),
+        typer.Option("--leftovers", metavar="", help="Also files of interrupted work, of all models."),
     ] = False,
     sources: Annotated[
-        bool, typer.Option("--sources", metavar="", help="Also the checkpoints that were kept of the models.")
+        bool, typer.Option("--sources", metavar="", help="Also the kept checkpoints of the models.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.")] = False,
 ) -> Action:
-    from moechat.cli.library_remove import RemoveCommand, remove_models
+    from moechat.cli.commands.library_remove import RemoveCommand, remove_models
 
     command = RemoveCommand(tuple(models or ()), bits, leftovers, sources, yes)
     return lambda: remove_models(command)

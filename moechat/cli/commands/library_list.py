@@ -1,4 +1,4 @@
-"""``moechat list``: the library of models on this machine, and what lies beside them."""
+"""``moechat list``: the models in the library, kept checkpoints and unfinished downloads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from moechat.chat.neutral import one_line
-from moechat.cli.terminal import print_notice, write_output
+from moechat.chat.terminal.safe_text import one_line
+from moechat.cli.terminal.consoles import print_notice, write_output
+from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import user_paths
-from moechat.hub.leftovers import KeptSource, Leftover, list_leftovers, list_sources
-from moechat.hub.library import LibraryEntry, list_stores, told_apart
-from moechat.hub.names import repository_of
+from moechat.hub.leftovers import (
+    KeptSource,
+    Leftover,
+    list_leftovers,
+    list_sources,
+)
+from moechat.hub.library import LibraryEntry, display_names, list_stores
+from moechat.hub.model_ref import repository_of
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -33,14 +39,14 @@ def list_models(*, json: bool) -> int:
     else:
         rows = [("name", "bits", "size", "last used")]
         rows += [
-            (title_of(entry, name), str(entry.bits or "?"), size_text(entry.nbytes), _age(entry))
-            for entry, name in zip(entries, told_apart(entries), strict=True)
+            (title_of(entry, name), str(entry.bits or "?"), format_bytes(entry.nbytes), _age(entry))
+            for entry, name in zip(entries, display_names(entries), strict=True)
         ]
         write_output(sys.stdout, _table(rows))
     for source in sources:
-        text = f"the checkpoint of {source.title} is kept, {size_text(source.nbytes)}: {source.path}"
+        text = f"the checkpoint of {source.title} is kept, {format_bytes(source.nbytes)}: {source.path}"
         print_notice(one_line(text))
-    running, left = divide(list_leftovers(paths))
+    running, left = split_running(list_leftovers(paths))
     if running:
         print_notice(f"downloads and conversions that are running take {_total(running)} so far")
     if left:
@@ -51,18 +57,17 @@ def list_models(*, json: bool) -> int:
     return 0
 
 
-def divide(items: list[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
-    """Those that somebody works on now, and the others."""
-    running = [item for item in items if is_worked_on(item)]
+def split_running(items: list[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
+    """Directories of running downloads and conversions, and those of interrupted ones."""
+    running = [item for item in items if _is_running(item)]
     return running, [item for item in items if item not in running]
 
 
 def _total(items: list[Leftover]) -> str:
-    return size_text(sum(item.nbytes for item in items))
+    return format_bytes(sum(item.nbytes for item in items))
 
 
-def is_worked_on(item: Leftover) -> bool:
-    """Whether a download or a conversion that is running works on it."""
+def _is_running(item: Leftover) -> bool:
     from moechat.store.lock import unless_in_use
 
     with unless_in_use(item.lock) as free:
@@ -70,7 +75,7 @@ def is_worked_on(item: Leftover) -> bool:
 
 
 def entry_json(entry: LibraryEntry) -> dict[str, Any]:
-    """One store, for programs."""
+    """The JSON form of a store."""
     return {
         "name": entry.name,
         "repository": repository_of(entry.source) if entry.commit else None,
@@ -85,7 +90,7 @@ def entry_json(entry: LibraryEntry) -> dict[str, Any]:
 
 
 def _source_json(source: KeptSource) -> dict[str, Any]:
-    """A kept checkpoint, with the keys of a store."""
+    """The JSON form of a kept checkpoint, with the keys of a store."""
     return {
         "name": source.title,
         "repository": source.repository,
@@ -101,20 +106,13 @@ def _source_json(source: KeptSource) -> dict[str, Any]:
 
 
 def write_json(value: Any) -> None:
-    """One JSON value on stdout."""
+    """Write a JSON value to stdout."""
     plain = sys.stdout.isatty() or (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     write_output(sys.stdout, jsonlib.dumps(value, indent=1, ensure_ascii=plain) + "\n")
 
 
-def size_text(count: int) -> str:
-    """``1.5 GiB``."""
-    from moechat.cli.progress import format_bytes
-
-    return format_bytes(count)
-
-
 def title_of(entry: LibraryEntry, name: str | None = None) -> str:
-    """What a list calls it, or the name given, on one line."""
+    """The name of a store to show, on one line, with a note if it is damaged."""
     name = name or entry.title
     if not entry.damaged:
         return one_line(name)
@@ -133,7 +131,7 @@ def _age(entry: LibraryEntry) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns, numbers to the right; without rich, which would take longer to import than all the rest."""
+    """Align columns, numbers to the right; without rich, whose import takes longer than all the rest."""
     right = (1, 2)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

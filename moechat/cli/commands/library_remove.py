@@ -1,4 +1,4 @@
-"""``moechat rm``: models of the library, and what lies beside them, for good."""
+"""``moechat rm``: deletes models, leftovers and kept checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from moechat.cli.library import divide, size_text, title_of
-from moechat.cli.terminal import ask, can_ask, print_notice
+from moechat.cli.commands.library_list import split_running, title_of
+from moechat.cli.terminal.consoles import can_ask, confirm, print_notice
+from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import Paths, user_paths
 from moechat.errors import ModelNotFoundError, MoechatError, UsageError
 from moechat.hub.leftovers import (
@@ -20,15 +21,15 @@ from moechat.hub.leftovers import (
     list_leftovers,
 )
 from moechat.hub.library import LibraryEntry, find_stores, forget_use
-from moechat.hub.names import DEMO
+from moechat.hub.model_ref import DEMO
 
 
 @dataclass(frozen=True)
 class RemoveCommand:
-    """What is to be removed.
+    """Arguments of ``moechat rm``.
 
     Raises:
-        UsageError: Nothing is.
+        UsageError: There is nothing to remove.
     """
 
     models: tuple[str, ...]
@@ -43,49 +44,57 @@ class RemoveCommand:
 
 
 class _BusyError(MoechatError):
-    """A download or a conversion that is running works on it."""
+    """A running download or conversion uses the directory."""
 
 
 @dataclass
 class _Work:
-    """What will be removed, and what of the same models stays."""
+    """The directories to remove, by path.
+
+    Attributes:
+        entries: Stores.
+        leftovers: Leftovers of interrupted work.
+        sources: Kept checkpoints.
+        staying: Kept checkpoints of the same models that are not removed.
+        running: Directories in use, which are not removed.
+    """
 
     entries: dict[Path, LibraryEntry]
-    left: dict[Path, Leftover]
+    leftovers: dict[Path, Leftover]
     sources: dict[Path, KeptSource]
     staying: dict[Path, KeptSource]
     running: list[Leftover]
 
 
 def remove_models(command: RemoveCommand) -> int:
-    """Remove stores; returns the exit status.
+    """Remove models; returns the exit status.
 
-    What a running download works on is no leftover: ``--leftovers`` says so and goes on.
+    ``--leftovers`` skips directories of running downloads with a notice.
 
     Raises:
-        ModelNotFoundError: One of them is not there; nothing has been removed then.
-        UsageError: Nobody can be asked, or the demo is meant.
-        MoechatError: A store is in use, or cannot be deleted; what is named after it stays as well. Or a
-            running download works on what was left of a model that is named; all else has been removed then.
+        ModelNotFoundError: A model is missing; nothing was removed.
+        UsageError: Confirmation is impossible, or the model is the demo.
+        MoechatError: A store is in use or cannot be deleted; the models after it stay. Or a running download
+            uses a leftover of a named model; everything else was removed.
     """
     paths = user_paths()
     work = _collect(command, paths)
     for item in work.running:
-        print_notice(f"left alone, as a download or a conversion that is running works on it: {item.path}")
-    if not (work.entries or work.left or work.sources):
+        print_notice(f"skipped, because a running download or conversion uses it: {item.path}")
+    if not (work.entries or work.leftovers or work.sources):
         print_notice("there are no other leftovers" if work.running else "there are no leftovers")
         return 0
-    if not command.yes and not _agreed(work, paths):
+    if not command.yes and not _confirmed(work, paths):
         print_notice("nothing was removed")
         return 1
     for entry in work.entries.values():
         _remove(entry, paths)
     busy: MoechatError | None = None
     kept = {source.path: Leftover(source.path, source.nbytes) for source in work.sources.values()}
-    for item in [*work.left.values(), *kept.values()]:
+    for item in [*work.leftovers.values(), *kept.values()]:
         try:
             _remove_leftover(item, even_if_kept=item.path in kept)
-        except _BusyError as error:  # the others can go all the same
+        except _BusyError as error:  # remove the others first
             busy = busy or error
     for source in work.staying.values():
         print_notice(_staying(source))
@@ -98,11 +107,9 @@ def _collect(command: RemoveCommand, paths: Paths) -> _Work:
     work = _Work({}, {}, {}, {}, [])
     for model in command.models:
         if model.lower() == DEMO:
-            raise UsageError(
-                "the demo is a part of moechat and takes 16 MB", hint="uninstall moechat instead"
-            )
+            raise UsageError("the demo is part of moechat and takes 16 MB", hint="uninstall moechat instead")
         own = [] if command.bits else find_leftovers(model, paths)
-        work.left |= {item.path: item for item in own}
+        work.leftovers |= {item.path: item for item in own}
         entries: list[LibraryEntry] = []
         missing: ModelNotFoundError | None = None
         try:
@@ -117,49 +124,50 @@ def _collect(command: RemoveCommand, paths: Paths) -> _Work:
             work.staying |= kept
         if missing is not None and not own and not (kept and command.sources):
             if kept:
-                hint = "it has only the checkpoint that was kept: --sources removes that"
+                hint = "it has only a kept checkpoint: --sources removes that"
                 raise ModelNotFoundError(str(missing), hint=hint)
             raise missing
     if command.leftovers:
-        named = set(work.left)
-        work.running, free = divide([item for item in list_leftovers(paths) if item.path not in named])
-        work.left |= {item.path: item for item in free}
+        named = set(work.leftovers)
+        others = [item for item in list_leftovers(paths) if item.path not in named]
+        work.running, unused = split_running(others)
+        work.leftovers |= {item.path: item for item in unused}
     return work
 
 
-def _agreed(work: _Work, paths: Paths) -> bool:
+def _confirmed(work: _Work, paths: Paths) -> bool:
     if not can_ask():
         raise UsageError(
-            "rm asks on a terminal, and there is none", hint="say --yes to remove without asking"
+            "rm asks for confirmation, and there is no terminal", hint="--yes removes without asking"
         )
     total = 0
     for entry in work.entries.values():
         outside = _outside(entry, paths)
         if outside is None:
             total += entry.nbytes
-            print_notice(f"{title_of(entry)}, {entry.bits} bits, {size_text(entry.nbytes)}: {entry.path}")
+            print_notice(f"{title_of(entry)}, {entry.bits} bits, {format_bytes(entry.nbytes)}: {entry.path}")
         else:
             print_notice(f"{title_of(entry)}, {entry.bits} bits: only the link {entry.path}, {outside} stays")
-    for item in work.left.values():
+    for item in work.leftovers.values():
         total += item.nbytes
-        print_notice(f"left by interrupted work, {size_text(item.nbytes)}: {item.path}")
+        print_notice(f"left by interrupted work, {format_bytes(item.nbytes)}: {item.path}")
     for source in work.sources.values():
         total += source.nbytes
-        print_notice(f"the kept checkpoint of {source.title}, {size_text(source.nbytes)}: {source.path}")
+        print_notice(f"the kept checkpoint of {source.title}, {format_bytes(source.nbytes)}: {source.path}")
     for source in work.staying.values():
         print_notice(_staying(source))
-    return ask(f"Remove {size_text(total)}?", default=False)
+    return confirm(f"Remove {format_bytes(total)}?", default=False)
 
 
 def _staying(source: KeptSource) -> str:
     return (
-        f"the kept checkpoint of {source.title} stays, {size_text(source.nbytes)}: {source.path} "
+        f"the kept checkpoint of {source.title} stays, {format_bytes(source.nbytes)}: {source.path} "
         "(--sources removes it too)"
     )
 
 
 def _outside(entry: LibraryEntry, paths: Paths) -> Path | None:
-    """Where a store lies that is only linked from the library."""
+    """The target of a link in the library to a store elsewhere; ``None`` for other stores."""
     if not entry.path.is_symlink():
         return None
     target = entry.path.resolve()
@@ -167,7 +175,7 @@ def _outside(entry: LibraryEntry, paths: Paths) -> Path | None:
 
 
 def _remove(entry: LibraryEntry, paths: Paths) -> None:
-    from moechat.hub.names import MANIFEST
+    from moechat.hub.model_ref import MANIFEST
     from moechat.store.files import explained
     from moechat.store.lock import exclusive_lock, unless_in_use
     from moechat.store.store import remove_store
@@ -187,14 +195,14 @@ def _remove(entry: LibraryEntry, paths: Paths) -> None:
                     remove_store(target)
             with explained("removing", entry.path):
                 entry.path.unlink()
-        elif entry.path.exists():  # not gone together with a link to it
+        elif entry.path.exists():  # unless removed already through a link to it
             remove_store(entry.path)
         remove_leftovers(entry.path)
     if outside is not None:
         print_notice(f"removed the link {entry.path}; what it pointed to stays: {outside}")
         return
     forget_use(entry.path, paths)
-    print_notice(f"removed {title_of(entry)}, {entry.bits} bits: {size_text(entry.nbytes)} are free again")
+    print_notice(f"removed {title_of(entry)}, {entry.bits} bits: {format_bytes(entry.nbytes)} are free again")
 
 
 def _in_use(entry: LibraryEntry, how: str) -> MoechatError:
@@ -207,14 +215,14 @@ def _remove_leftover(item: Leftover, *, even_if_kept: bool) -> None:
 
     def busy() -> None:
         raise _BusyError(
-            f"{item.path} belongs to a download or a conversion that is running",
+            f"{item.path} belongs to a running download or conversion",
             hint="end that program first",
         )
 
     with explained("removing", item.path), exclusive_lock(item.lock, busy):
-        # A download may have ended, and kept it, while the question stood.
+        # A download may have finished and kept it while the user was asked.
         if not even_if_kept and is_kept_source(item.path):
-            print_notice(f"left alone, as it is a kept checkpoint by now: {item.path}")
+            print_notice(f"skipped, because it is now a kept checkpoint: {item.path}")
             return
-        shutil.rmtree(item.path, ignore_errors=not item.path.exists())  # gone with its store already
-    print_notice(f"removed {item.path}: {size_text(item.nbytes)} are free again")
+        shutil.rmtree(item.path, ignore_errors=not item.path.exists())  # removed with its store already
+    print_notice(f"removed {item.path}: {format_bytes(item.nbytes)} are free again")

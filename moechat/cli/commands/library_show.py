@@ -1,4 +1,4 @@
-"""``moechat show``: what a model in the library is."""
+"""``moechat show``: shows the properties of a model in the library."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moechat.chat.neutral import one_line
-from moechat.cli.library import entry_json, size_text, write_json
-from moechat.cli.page import Page
-from moechat.cli.terminal import write_output
+from moechat.chat.terminal.safe_text import one_line
+from moechat.cli.commands.library_list import entry_json, write_json
+from moechat.cli.terminal.consoles import write_output
+from moechat.cli.terminal.load_progress import format_bytes
+from moechat.cli.terminal.page import Page
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError
 from moechat.hub.library import LibraryEntry, find_stores, read_entry
-from moechat.hub.names import resolve_apart
+from moechat.hub.names import resolve_path_or_repository
 
-# Names under which families state how many experts a token takes.
 _HEAD = ("lm_head.weight", "output.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+# Keys for the number of experts per token, which differ between families.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _MAX_CARD = 1 << 20
 _LICENCE = re.compile(r"^licen[sc]e(?:_name)?:\s*[\"']?([^\"'\n#]+)", re.MULTILINE)
 
 
 def show_model(model: str, bits: int | None, *, json: bool) -> int:
-    """Show a store; returns the exit status.
+    """Show the stores of a model; returns the exit status.
 
     Raises:
-        MoechatError: It is not there, or damaged.
+        MoechatError: There is none, or one is damaged.
     """
     import sys
 
@@ -50,7 +51,7 @@ def show_model(model: str, bits: int | None, *, json: bool) -> int:
 def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
     paths = user_paths()
     try:
-        ref = resolve_apart(model, bits=bits, paths=paths)
+        ref = resolve_path_or_repository(model, bits=bits, paths=paths)
     except Exception:
         return find_stores(model, bits, paths)
     if ref.store is not None and ref.repository is None:  # the demo, or a store's directory
@@ -63,7 +64,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
     from moechat.store.store import Store
 
     if entry.damaged:
-        Store.open(entry.path)  # says what is wrong
+        Store.open(entry.path)  # raises with the reason
         raise StoreDamagedError(f"{entry.path} has a manifest that cannot be read")
     store = Store.open(entry.path)
     geometry = store.geometry
@@ -71,7 +72,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
     per_expert = 3 * geometry.hidden_size * geometry.intermediate_size
     if geometry.has_bias:
         per_expert += 2 * geometry.intermediate_size + geometry.hidden_size
-    # A token reads one row of the embedding; where that is the head too, all of it.
+    # A token reads one row of the embedding table, unless the table is also the head: then all of it.
     sizes = {key: math.prod(store.dense.info(key)[1]) for key in store.dense}
     dense = sum(sizes.values())
     has_head = any(key.endswith(_HEAD) for key in sizes)
@@ -116,8 +117,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("bits", str(facts["bits"])),
         (
             "size",
-            f"{size_text(facts['bytes'])}: experts {size_text(facts['expert_bytes'])}, "
-            f"dense weights {size_text(facts['dense_bytes'])}",
+            f"{format_bytes(facts['bytes'])}: experts {format_bytes(facts['expert_bytes'])}, "
+            f"dense weights {format_bytes(facts['dense_bytes'])}",
         ),
         ("where", str(facts["path"])),
         ("licence", facts["licence"] or "not stated"),
@@ -132,7 +133,7 @@ def _count(number: int) -> str:
 
 
 def _text_config(path: Path) -> dict[str, Any]:
-    """The configuration of the language model; some families keep it inside another."""
+    """The configuration of the language model, which some families nest as ``text_config``."""
     try:
         content = jsonlib.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -144,7 +145,7 @@ def _text_config(path: Path) -> dict[str, Any]:
 
 
 def _licence(store: Path) -> str | None:
-    """From the head of the model's card; else the first line of its licence file."""
+    """The licence from the front matter of the model card; else the first line of the licence file."""
     try:
         with open(store / "README.md", encoding="utf-8", errors="replace") as file:
             card = file.read(_MAX_CARD)

@@ -1,28 +1,24 @@
-"""``moechat plan``: what a model would take and how fast it would be, as tables or as JSON."""
+"""``moechat plan``: shows a model's memory and expected speed as tables or JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from moechat.cli.options import BITS, DENSE_BITS
-from moechat.cli.page import Page
-from moechat.cli.progress import format_bytes, format_seconds
-from moechat.cli.terminal import write_output
-from moechat.config import parse_size
-from moechat.configurator.systems import settings_of
-from moechat.errors import UsageError
+from moechat.cli.commands.plan_arguments import PlanCommand
+from moechat.cli.terminal.consoles import write_output
+from moechat.cli.terminal.load_progress import format_bytes, format_seconds
+from moechat.cli.terminal.page import Page
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table
 
     from moechat.planning import Plan
-    from moechat.planning.result import LayerPlan, Speed
+    from moechat.planning.result import LayerTargets, Speed
 
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 _ORIGINS = {
@@ -32,58 +28,21 @@ _ORIGINS = {
     "estimate": "estimate",
 }
 _BAR = 16
-# More different rows than this are shown as a picture instead.
+# More groups of layers than this are drawn as bars instead of table rows.
 _MOST_ROWS = 10
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _PLAIN_HEIGHTS = "._-=+*%#"
 _BUDGETS = {"half": "half", "all_experts": "all experts"}
 
 
-@dataclass(frozen=True)
-class PlanCommand:
-    """What was asked for.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    model: str
-    vram: str | None = None
-    gpu: str | None = None
-    ram: str | None = None
-    ctx: int | None = None
-    bits: int | None = None
-    dense_bits: int = 16
-    system: str = "auto"
-    json: bool = False
-
-    def __post_init__(self) -> None:
-        for name, size in (("--vram", self.vram), ("--ram", self.ram)):
-            if size is not None and parse_size(size) == 0:
-                raise UsageError(f"{name} is 0", hint="leave it out to use what there is")
-        if self.bits is not None and self.bits not in BITS:
-            raise UsageError(f"--bits is {self.bits}; this version knows {', '.join(map(str, BITS))}")
-        if self.dense_bits not in DENSE_BITS:
-            raise UsageError(f"--dense-bits is {self.dense_bits}; this version knows 4, 8, 16")
-        if self.ctx is not None and not 2 <= self.ctx <= 1 << 24:
-            raise UsageError(f"--ctx is {self.ctx}; it must be at least 2 and at most {1 << 24}")
-        settings_of(self.system)
-
-
 def plan(command: PlanCommand) -> int:
     """Make the plan and show it; returns the exit status."""
+    if command.list_gpus:
+        return _list_gpus()
+    assert command.model is not None
     import moechat
 
-    made = moechat.plan(
-        command.model,
-        vram=command.vram,
-        ram=command.ram,
-        profile=command.gpu,
-        ctx=command.ctx,
-        bits=command.bits,
-        system=command.system,
-        dense_bits=command.dense_bits,
-    )
+    made = moechat.plan(command.model, profile=command.gpu, **command.load_options.given)
     if command.json:
         text = json.dumps(made.to_json(), indent=1, ensure_ascii=not _is_utf8()) + "\n"
     else:
@@ -92,12 +51,12 @@ def plan(command: PlanCommand) -> int:
     return 0
 
 
-def list_gpus() -> int:
+def _list_gpus() -> int:
     """Show the machines that ``--gpu`` knows; returns the exit status."""
     from moechat.hardware.profile_file import reference_names, reference_profile
 
     table = _table(("name", "left"), ("VRAM", "right"), ("RAM", "right"), ("machine", "left"))
-    table.columns[0].no_wrap = True  # to be copied
+    table.columns[0].no_wrap = True  # so that names can be copied
     for name in reference_names():
         profile = reference_profile(name)
         vram = "-" if profile.gpu is None else format_bytes(profile.gpu.vram.value)
@@ -109,7 +68,7 @@ def list_gpus() -> int:
 
 
 def render(made: Plan) -> str:
-    """The plan for people."""
+    """The plan as text for people."""
     page = Page()
     page.line(_headline(made))
     page.line()
@@ -218,8 +177,8 @@ def _print_layers(page: Page, made: Plan) -> None:
     page.line(numbers, "dim")
 
 
-def _groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
-    """Neighbours with the same targets."""
+def _groups(layers: Sequence[LayerTargets]) -> list[list[LayerTargets]]:
+    """Groups of neighbouring layers with the same targets."""
     return [list(group) for _, group in groupby(layers, key=lambda entry: (entry.experts, entry.blocks))]
 
 
@@ -291,8 +250,8 @@ def _speed(made: Plan, speed: Speed) -> Table:
 def _basis(made: Plan, speed: Speed) -> str:
     if any(figure.origin != "measured" for figure in speed.figures):
         return "estimate, not measured"
-    measured = f"estimate from what was measured on {made.machine}"
-    return measured + (", this model's layers among it" if speed.times == "measured" else "")
+    measured = f"estimate from measurements of {made.machine}"
+    return measured + (", including this model's layers" if speed.times == "measured" else "")
 
 
 def _milliseconds(seconds: float) -> str:

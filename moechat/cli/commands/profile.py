@@ -1,4 +1,4 @@
-"""``moechat profile``: what this machine can do, measured once and kept."""
+"""``moechat profile``: measures this machine once, saves the figures and shows them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.options import check_load_flags
-from moechat.cli.profile_page import TimedModel, render_list, render_profile
-from moechat.cli.progress import LoadProgress, format_seconds
-from moechat.cli.terminal import console, is_animated, neutralise, print_notice, write_output
-from moechat.errors import MoechatError, UsageError
+from moechat.cli.commands.plan_arguments import ProfileCommand
+from moechat.cli.commands.profile_tables import TimedModel, render_list, render_profile
+from moechat.cli.terminal.consoles import console, is_animated, neutralise, print_notice, write_output
+from moechat.cli.terminal.load_progress import LoadProgress, format_seconds
+from moechat.errors import MoechatError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -22,35 +21,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class ProfileCommand:
-    """What ``moechat profile`` was asked for; see its help."""
-
-    model: str | None = None
-    refresh: bool = False
-    list: bool = False
-    bits: int | None = None
-    threads: int | None = None
-    dtype: str = "auto"
-    dense_bits: int = 16
-    activation_bits: int = 16
-    json: bool = False
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        if self.list and (self.refresh or self.model is not None):
-            raise UsageError("--list measures nothing; leave out --refresh and --model")
-        said = (self.bits, self.threads, self.dtype, self.dense_bits, self.activation_bits)
-        if self.model is None and said != (None, None, "auto", 16, 16):
-            raise UsageError(
-                "--bits, --threads, --dtype, --dense-bits and --activation-bits say how a model is loaded; "
-                "they need --model"
-            )
-        check_load_flags(self)
-
-
 def profile(command: ProfileCommand) -> int:
-    """Do what ``moechat profile`` was asked for.
+    """Run the command.
 
     Returns:
         The exit status.
@@ -66,7 +38,7 @@ def profile(command: ProfileCommand) -> int:
         write_output(sys.stdout, _json(found) if command.json else render_list(found))
         return 0
     if command.model is not None:
-        resolve(command.model, bits=command.bits)  # before seconds of measuring
+        resolve(command.model, bits=command.bits)  # fails before seconds of measuring
     measurement = None if command.refresh else load_measurement(notice)
     fresh = measurement is None
     if measurement is None:
@@ -107,29 +79,25 @@ def _measure(quiet: bool, notice: Callable[[str], None]) -> Measurement:
     try:
         path = save_measurement(measurement)
     except MoechatError as problem:
-        # The figures took seconds, and are what was asked for.
-        notice(f"the profile is not kept: {problem}" + (f"; {problem.hint}" if problem.hint else ""))
+        # The figures can still be shown.
+        notice(f"the profile was not saved: {problem}" + (f"; {problem.hint}" if problem.hint else ""))
     else:
-        notice(f"measured in {format_seconds(measurement.seconds)}, and kept in {path}")
+        notice(f"measured in {format_seconds(measurement.seconds)}, saved in {path}")
     return measurement
 
 
 def _time_model(command: ProfileCommand, notice: Callable[[str], None]) -> TimedModel:
     import moechat
     from moechat.bench.model_times import measure_model_times, times_key
-    from moechat.hardware.model_times import save_times
+    from moechat.hardware.times_file import save_times
     from moechat.offload.settings import OffloadOptions
 
     assert command.model is not None
     with LoadProgress(quiet=command.quiet) as progress:
         engine = moechat.load(
             command.model,
-            bits=command.bits,
-            dtype=command.dtype,
-            dense_bits=command.dense_bits,
-            activation_bits=command.activation_bits,
-            threads=command.threads,
-            # The measurement takes the memory for experts itself.
+            **command.load_options.given,
+            # The measurement allocates the memory for experts.
             offload=OffloadOptions(pages=0),
             progress=progress,
         )
@@ -141,14 +109,14 @@ def _time_model(command: ProfileCommand, notice: Callable[[str], None]) -> Timed
         try:
             save_times(key, times)
         except MoechatError as problem:
-            notice(f"the times of {engine.name} are not kept: {problem}")
-        layers = int(engine.describe()["expert_layers"])
+            notice(f"the times of {engine.name} were not saved: {problem}")
+        layers = engine.describe().expert_layers
         return TimedModel(engine.name, key.dtype, key.threads, key.bits, layers, times)
 
 
 @contextmanager
 def _progress(title: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is measured; one word at the beginning elsewhere."""
+    """Show the current step on a terminal; elsewhere print the title once."""
     if quiet:
         yield _silent
     elif not is_animated():
@@ -188,7 +156,7 @@ def _list(notice: Callable[[str], None]) -> dict[str, Any]:
         try:
             title = reference_profile(name).title
         except MoechatError as problem:
-            notice(f"the profile {name} is left out: {problem}")
+            notice(f"the profile {name} is not listed: {problem}")
             continue
         reference.append({"name": name, "title": title})
     return {"format": FORMAT, "kind": "moechat profile list", "saved": saved, "reference": reference}

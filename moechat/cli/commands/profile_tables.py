@@ -1,4 +1,4 @@
-"""Profiles of machines as tables for people."""
+"""Formats profiles of machines as tables for people."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.page import Page
-from moechat.cli.progress import format_bytes, format_seconds
+from moechat.cli.terminal.load_progress import format_bytes, format_seconds
+from moechat.cli.terminal.page import Page
 
 if TYPE_CHECKING:
     from moechat.hardware.measured_file import Measurement
@@ -18,7 +18,7 @@ _LINKS = {"file": "disk to memory", "gpu": "memory to GPU"}
 
 @dataclass(frozen=True)
 class TimedModel:
-    """The times of a model, and what they hold for."""
+    """The times of a model, with the conditions that they were measured under."""
 
     name: str
     dtype: str
@@ -28,13 +28,13 @@ class TimedModel:
     times: ModelTimes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields as plain values."""
         named = {key: getattr(self, key) for key in ("name", "dtype", "threads", "bits", "expert_layers")}
         return named | asdict(self.times)
 
 
 def render_list(found: Mapping[str, Any]) -> str:
-    """Kept profiles and those to plan for; see :func:`moechat.cli.profile.profile`."""
+    """Saved and reference profiles as text; see :func:`moechat.cli.commands.profile.profile`."""
     page = Page()
     rows: list[Sequence[str]]
     if found["saved"]:
@@ -50,7 +50,7 @@ def render_list(found: Mapping[str, Any]) -> str:
         columns = (("name", "left"), ("machine", "left"), ("when", "right"), ("", "left"))
         page.table("measured", columns, rows)
     else:
-        page.line("nothing was measured yet: `moechat profile` does it")
+        page.line("no machine has been measured yet: `moechat profile` measures this one")
     page.line()
     rows = [(item["name"], item["title"]) for item in found["reference"]]
     page.table("machines to plan for", (("name", "left"), ("machine", "left")), rows)
@@ -58,7 +58,7 @@ def render_list(found: Mapping[str, Any]) -> str:
 
 
 def render_profile(measurement: Measurement, timed: TimedModel | None) -> str:
-    """The figures of a machine and, if it was timed, of a model."""
+    """The figures of a machine, and the times of a model, as text."""
     profile, missing = measurement.profile, measurement.missing
     page = Page()
     page.line(profile.title, "bold")
@@ -83,9 +83,9 @@ def render_profile(measurement: Measurement, timed: TimedModel | None) -> str:
 
 def _machine(measurement: Measurement) -> list[tuple[str, str]]:
     profile, facts = measurement.profile, measurement.facts
-    cores = f"{profile.cores} core{'' if profile.cores == 1 else 's'} to use"
+    cores = f"{profile.cores} usable core{'' if profile.cores == 1 else 's'}"
     if facts.get("cpus"):
-        cores += f", {facts['cpus']} CPUs in all"
+        cores += f", {facts['cpus']} CPUs in total"
     rows = [
         ("processor", f"{profile.cpu}; {cores}"),
         ("kernels", f"{profile.isa}, of {', '.join(facts.get('kernels', [profile.isa]))}"),
@@ -106,7 +106,7 @@ def _machine(measurement: Measurement) -> list[tuple[str, str]]:
     rows.append(("disk", ", ".join(words) or "unknown"))
     gpu = profile.gpu
     if gpu is None:
-        rows.append(("GPU", f"not measured: {measurement.missing.get('gpu', 'there is none')}"))
+        rows.append(("GPU", f"not measured: {measurement.missing.get('gpu', 'none found')}"))
     for device in facts.get("gpus", []):
         rows.append(("GPU", _gpu_line(device)))
     if gpu is not None:
@@ -117,13 +117,13 @@ def _machine(measurement: Measurement) -> list[tuple[str, str]]:
 
 
 def _gpu_line(device: Mapping[str, Any]) -> str:
-    def most(now: object, limit: object) -> str:
+    def of_limit(now: object, limit: object) -> str:
         return "unknown" if now is None and limit is None else f"{now or '?'} of {limit or '?'}"
 
-    generation = most(device["pcie_generation"], device["pcie_generation_max"])
-    lanes = most(device["pcie_lanes"], device["pcie_lanes_max"])
-    free, whole = format_bytes(device["vram_free_bytes"]), format_bytes(device["vram_bytes"])
-    return f"{device['name']}, {free} of {whole} free; PCIe generation {generation}, lanes {lanes}"
+    generation = of_limit(device["pcie_generation"], device["pcie_generation_max"])
+    lanes = of_limit(device["pcie_lanes"], device["pcie_lanes_max"])
+    free, total = format_bytes(device["vram_free_bytes"]), format_bytes(device["vram_bytes"])
+    return f"{device['name']}, {free} of {total} free; PCIe generation {generation}, lanes {lanes}"
 
 
 def _links(page: Page, links: Mapping[str, LinkFigures], missing: Mapping[str, str]) -> None:
@@ -140,7 +140,7 @@ def _links(page: Page, links: Mapping[str, LinkFigures], missing: Mapping[str, s
         rows.append((_LINKS[kind], *rates, _rate(link.together)))
         rows.append(("  latency, idle", *(_wait(waits.get(size)) for size in sizes), ""))
     columns = [("", "left"), *((format_bytes(size), "right") for size in sizes)]
-    page.table("link, by bytes asked for", [*columns, ("while computing", "right")], rows)
+    page.table("link, by bytes per request", [*columns, ("while computing", "right")], rows)
 
 
 def _kernels(page: Page, measurement: Measurement) -> None:
@@ -164,13 +164,15 @@ def _kernels(page: Page, measurement: Measurement) -> None:
 
 def _times(page: Page, timed: TimedModel) -> None:
     times = timed.times
-    said = f"{timed.bits} bits, {timed.dtype}, {timed.threads} threads, {timed.expert_layers} expert layers"
-    page.line(f"{timed.name}: {said}", "bold")
+    conditions = (
+        f"{timed.bits} bits, {timed.dtype}, {timed.threads} threads, {timed.expert_layers} expert layers"
+    )
+    page.line(f"{timed.name}: {conditions}", "bold")
     token = timed.expert_layers * (times.attention.value + times.moe.value) + times.head.value
     rows = [
         ("a layer without its experts (T_att)", format_short(times.attention.value)),
         ("a layer's experts (T_moe)", format_short(times.moe.value)),
-        ("once a token (T_head)", format_short(times.head.value)),
+        ("once per token (T_head)", format_short(times.head.value)),
         ("a token with all experts in memory", format_short(token)),
     ]
     page.table("", (("", "left"), ("time", "right")), rows)

@@ -1,4 +1,4 @@
-"""Where the prompt of a single answer comes from: the argument, piped stdin, or both."""
+"""Reads the prompt of a single answer: from the argument, piped stdin, or both."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import select
 import sys
 from typing import BinaryIO
 
-from moechat.cli.terminal import print_notice
+from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 
-# Far beyond any context window; it only keeps an endless stream from filling the memory.
+# Far beyond any context window; keeps an endless stream from filling the memory.
 _MAX_BYTES = 64 << 20
-_PATIENCE_S = 2.0
+_NOTICE_AFTER_S = 2.0
 
 
 def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
     """The prompt to answer, or ``None`` for a chat.
 
-    Stdin that is not a terminal is read to its end; together with an argument it comes first, then a blank
-    line. ``-`` reads stdin even from a terminal. One newline at the end of stdin is dropped, as shells do.
+    Stdin that is not a terminal is read to its end and precedes the argument, separated by a blank line.
+    ``-`` reads stdin even from a terminal. One newline at the end of stdin is dropped, as in shells.
 
     Args:
         argument: The prompt on the command line.
-        quiet: Do not say that stdin is awaited.
+        quiet: Print no notice while waiting for stdin.
 
     Raises:
-        UsageError: There is nothing but white space, it is not UTF-8, or it is larger than 64 MiB.
+        UsageError: The prompt is blank, not UTF-8, or larger than 64 MiB.
     """
     piped = not sys.stdin.isatty()
     if argument is None and not piped:
@@ -41,7 +41,7 @@ def read_prompt(argument: str | None, *, quiet: bool = False) -> str | None:
 def _read_stdin(*, quiet: bool) -> str:
     stream = sys.stdin.buffer
     if not quiet:
-        say_if_waiting(stream, "the prompt")
+        notify_if_waiting(stream, "the prompt")
     data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise UsageError(f"stdin holds more than {_MAX_BYTES >> 20} MiB, more than any context window")
@@ -55,19 +55,19 @@ def _read_stdin(*, quiet: bool) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def say_if_waiting(stream: BinaryIO, what: str) -> None:
-    """A pipe that nobody writes to looks like a program that hangs; say what it is waiting for.
+def notify_if_waiting(stream: BinaryIO, what: str) -> None:
+    """Print a notice if stdin has no data yet, so that the program does not seem to hang.
 
     Args:
         stream: Stdin.
-        what: Is read from it, in words.
+        what: The expected content, in words.
     """
     if sys.stdin.isatty():
         print_notice(f"reading {what} from the terminal; Ctrl-D on an empty line ends it")
         return
     try:
-        ready, _, _ = select.select([stream], [], [], _PATIENCE_S)
-    except OSError:  # not something that can be waited for; then it does not make anyone wait either
+        ready, _, _ = select.select([stream], [], [], _NOTICE_AFTER_S)
+    except OSError:  # regular files and similar never block
         return
     if not ready:
         print_notice("waiting for stdin; use </dev/null if there is none")

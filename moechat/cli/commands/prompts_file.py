@@ -1,4 +1,4 @@
-"""Files with many prompts: text with one a line, or JSON lines."""
+"""Reads files with many prompts: text with one prompt per line, or JSON lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moechat.chat.settings import NAMES, checked
-from moechat.cli.prompt import say_if_waiting
+from moechat.chat.chat_options import NAMES, require_setting
+from moechat.cli.commands.prompt_input import notify_if_waiting
 from moechat.errors import UsageError
 
 Messages = list[dict[str, str]]
@@ -25,10 +25,10 @@ class FilePrompt:
     """One prompt.
 
     Attributes:
-        line: Where it stands, from 1.
+        line: Line number in the file, from 1.
         opening: Messages before the first turn; empty for plain texts.
-        turns: What the user says, one after the other, at least one; a blank one cannot be answered.
-        settings: Of the answers, by the names of ``moechat.chat.settings``; for this prompt alone.
+        turns: Messages of the user in order, at least one; a blank one cannot be answered.
+        settings: Settings for answers to this prompt, by the names of ``moechat.chat.chat_options``.
         key: The line's ``id``, any JSON value; ``None`` if it has none.
     """
 
@@ -44,26 +44,26 @@ class FilePrompt:
         return not self.opening and len(self.turns) == 1
 
     def require_text(self, number: int) -> None:
-        """Refuse a turn in which there is nothing but white space.
+        """Check that a turn has text.
 
         Args:
-            number: Of the turn, from 0.
+            number: Number of the turn, from 0.
 
         Raises:
-            UsageError: It is blank.
+            UsageError: The turn is blank.
         """
         if not self.turns[number].strip():
             which = "the prompt" if len(self.turns) == 1 else f"turn {number + 1} of {len(self.turns)}"
-            raise UsageError(f"{which} is blank", hint="write a text there, or leave the line out")
+            raise UsageError(f"{which} is blank", hint="add text, or remove the line")
 
 
 @dataclass(frozen=True)
 class PromptsFile:
-    """Prompts of a file.
+    """The prompts of a file.
 
     Attributes:
-        prompts: In the order of their lines, at least one.
-        understood: How the file was read, for people: ``text, one prompt a line`` or ``JSON lines (turns)``.
+        prompts: Prompts in the order of their lines, at least one.
+        understood: Recognised format, for people: ``text, one prompt a line`` or ``JSON lines (turns)``.
     """
 
     prompts: list[FilePrompt]
@@ -73,28 +73,28 @@ class PromptsFile:
 def read_prompts(path: str, option: str = "--prompts", *, quiet: bool = False) -> PromptsFile:
     """Read a file with prompts; ``-`` is stdin.
 
-    A file whose name ends in ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, one that ends
-    in ``.txt`` a plain text a line; others are taken for the first if they begin with ``{``. Empty lines are
-    left out. Of an object the first of :data:`KEYS` counts: ``messages`` are a conversation, of which what
-    follows the last word of the user is left out; ``turns`` are what a user says one after the other; the
-    others are single texts. Settings of answers (``temperature``, ``max_tokens`` and the others of the chat)
-    and an ``id`` may stand beside it; other keys, which data sets have many of, mean nothing.
+    A file named ``*.jsonl``, ``*.ndjson`` or ``*.json`` has one JSON object per line, a ``*.txt`` file one
+    plain text per line. Other files are read as JSON lines if they begin with ``{``, else as text. Empty
+    lines are skipped. Of each object the first of :data:`KEYS` that it has is used: ``messages`` is a
+    conversation, cut after the last message of the user; ``turns`` is a list of the user's messages; the
+    others are single texts. An object can also have an ``id`` and settings for its answers (``temperature``,
+    ``max_tokens`` and the others of the chat). Other keys are ignored, because data sets have many.
 
     Args:
-        path: Of the file.
-        option: That names it, for messages.
-        quiet: Do not say that stdin is awaited.
+        path: Path of the file.
+        option: Option with that path, for messages.
+        quiet: Print no notice while waiting for stdin.
 
     Raises:
-        UsageError: There is no such file, it holds no prompt, or a line is wrong; the message gives its
-            number.
+        UsageError: The file does not exist or cannot be read, it has no prompt, or a line is malformed; the
+            message gives the line number.
     """
     shown = "stdin" if path == "-" else path
     data = _read(path, option, quiet=quiet)
     lines = _decoded(shown, data)
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UsageError(f"{shown} holds no prompt", hint="write one prompt a line")
+        raise UsageError(f"{shown} has no prompts", hint="write one prompt per line")
     suffix = Path(path).suffix.lower()
     is_json = suffix in (".jsonl", ".ndjson", ".json") or (
         suffix != ".txt" and numbered[0][1].lstrip().startswith("{")
@@ -112,7 +112,7 @@ def _read(path: str, option: str, *, quiet: bool) -> bytes:
     try:
         if path == "-":
             if not quiet:
-                say_if_waiting(sys.stdin.buffer, "prompts")
+                notify_if_waiting(sys.stdin.buffer, "prompts")
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(path, "rb") as file:
@@ -127,8 +127,8 @@ def _read(path: str, option: str, *, quiet: bool) -> bytes:
 
 
 def _decoded(shown: str, data: bytes) -> list[str]:
-    # By bytes, so that the line is known that is not UTF-8; and only real ends of lines, since JSON may hold
-    # U+2028 as it is.
+    # Split before decoding, to know the number of a line that is not UTF-8; and only at newlines, because
+    # JSON strings may contain an unescaped U+2028.
     lines = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         try:
@@ -145,7 +145,7 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
     def refuse(reason: str) -> UsageError:
         return UsageError(
             f"{shown}, line {number}: {reason}",
-            hint=f"write one JSON object a line, with one of: {', '.join(KEYS)}",
+            hint=f"write one JSON object per line, with one of: {', '.join(KEYS)}",
         )
 
     try:
@@ -159,20 +159,20 @@ def _parsed(shown: str, number: int, line: str, used: list[str]) -> FilePrompt:
         raise refuse("not an object")
     key = next((key for key in KEYS if entry.get(key) is not None), None)
     if key is None:
-        raise refuse(f"none of {', '.join(KEYS)} in it")
+        raise refuse(f"it has none of {', '.join(KEYS)}")
     used.append(key)
     try:
         settings = _settings(entry)
     except UsageError as error:
         raise refuse(str(error)) from None
     if not _is_json(entry.get("id")):
-        raise refuse("id holds a number that JSON has no way to write")
-    opening, turns = _said(key, entry[key], refuse)
+        raise refuse("id contains a number that JSON cannot represent")
+    opening, turns = _conversation(key, entry[key], refuse)
     return FilePrompt(number, opening, turns, settings, entry.get("id"))
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value can be written as it was read: Python reads NaN, Infinity and 1e999 too."""
+    """Whether a value can be written as JSON; Python's parser also accepts NaN, Infinity and 1e999."""
     try:
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -181,10 +181,10 @@ def _is_json(value: Any) -> bool:
 
 
 def _settings(entry: dict[str, Any]) -> dict[str, float]:
-    """The settings in an object; ``null`` is none.
+    """The settings in an object; ``null`` means not set.
 
     Raises:
-        UsageError: One is no number, or out of range.
+        UsageError: A setting is not a number, or out of range.
     """
     settings: dict[str, float] = {}
     for name in NAMES:
@@ -192,33 +192,33 @@ def _settings(entry: dict[str, Any]) -> dict[str, float]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{name} is no number")
-        settings[name] = checked(name, value)
+            raise UsageError(f"{name} is not a number")
+        settings[name] = require_setting(name, value)
     return settings
 
 
-def _said(key: str, value: Any, refuse: Callable[[str], UsageError]) -> tuple[Messages, list[str]]:
-    """What comes before the first turn, and the turns.
+def _conversation(key: str, value: Any, refuse: Callable[[str], UsageError]) -> tuple[Messages, list[str]]:
+    """Messages before the first turn, and the turns.
 
     Raises:
-        UsageError: The value is not what stands under such a key.
+        UsageError: The value has the wrong type for its key.
     """
     if key == "messages" or (isinstance(value, list) and value and isinstance(value[0], dict)):
         messages = _messages(value)
         if messages is None:
-            raise refuse(f"{key} is no list of messages with a role and a content")
+            raise refuse(f"{key} is not a list of messages with a role and a content")
         while messages and messages[-1]["role"] != "user":
             messages.pop()
         if not messages:
-            raise refuse(f"{key} has no message of the user")
+            raise refuse(f"{key} has no message with the role user")
         return messages[:-1], [messages[-1]["content"]]
     turns = value if key == "turns" else [value]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise refuse(f"{key} is no text" if key != "turns" else "turns is no list of texts")
+        raise refuse(f"{key} is not a text" if key != "turns" else "turns is not a list of texts")
     if not turns:
         raise refuse("turns is empty")
     if any(_has_surrogate(turn) for turn in turns):
-        raise refuse(f"{key} is no Unicode text")
+        raise refuse(f"{key} is not Unicode text")
     return [], turns
 
 

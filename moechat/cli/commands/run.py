@@ -1,4 +1,4 @@
-"""``moechat run``: load the model, then one answer or a chat."""
+"""``moechat run``: loads a model, then answers a prompt or starts a chat."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moechat.chat.asking import ask
 from moechat.chat.conversation import Conversation, Mark, Turn
-from moechat.chat.output import can_redraw
+from moechat.chat.pending_reply import start_reply
 from moechat.chat.reply import Reply
-from moechat.chat.showing import Showing, View
 from moechat.chat.signals import OneInterrupt, no_more_interrupts, when_continued
-from moechat.cli.options import RunOptions
-from moechat.cli.progress import LoadProgress, format_bytes
-from moechat.cli.prompt import read_prompt
-from moechat.cli.stats import print_stats, print_tuning
-from moechat.cli.terminal import ClosedStream, can_ask, is_animated, print_notice, write_json_line
+from moechat.chat.terminal.answer_view import AnswerDisplay, View
+from moechat.chat.terminal.output import can_redraw
+from moechat.cli.commands.prompt_input import read_prompt
+from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.terminal.answer_stats import print_stats, print_tuning
+from moechat.cli.terminal.consoles import ClosedStream, can_ask, is_animated, print_notice, write_json_line
+from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
-from moechat.hub.failures import is_offline, offline_error
-from moechat.hub.names import hub_model, resolve
+from moechat.fetch.hub_client import is_offline
+from moechat.fetch.hub_errors import offline_error
+from moechat.hub.model_ref import hub_model
+from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
     from moechat import Engine, Progress
-    from moechat.chat.recorder import Recorder
+    from moechat.chat.history.session_recorder import Recorder
 
 _INTERRUPTED = 128 + signal.SIGINT
-# Seconds for timing plans: before a chat, before a single answer, and where it was asked for.
+# Seconds for timing plans: before a chat, before a single answer, and with --tune.
 _TUNE_CHAT_S, _TUNE_ANSWER_S, _TUNE_LONG_S = 5.0, 3.0, 20.0
 
 
 def run(options: RunOptions) -> int:
-    """Do what ``moechat run`` was asked for.
+    """Run the command.
 
     Returns:
         The exit status.
@@ -44,13 +46,13 @@ def run(options: RunOptions) -> int:
     """
     if options.dry_run:
         return _dry_run(options)
-    # In the order of what costs least to find out: the name, the prompt, the model.
+    # Cheapest checks first: the name, the prompt, the model.
     absent = _is_absent(options)
     many = prompt = None
     if options.jsonl is not None:
-        from moechat.cli.many import read_many
+        from moechat.cli.commands.jsonl import read_jsonl_prompts
 
-        many = read_many(options)
+        many = read_jsonl_prompts(options)
     else:
         prompt = read_prompt(options.prompt, quiet=options.quiet)
         for option, wanted, why in (
@@ -60,17 +62,17 @@ def run(options: RunOptions) -> int:
             if prompt is None and wanted:
                 raise UsageError(f"{option} {why}", hint="give it as an argument or on stdin")
     if isinstance(sys.stdout, ClosedStream):
-        raise BrokenPipeError  # nobody would see what takes seconds to begin
+        raise BrokenPipeError  # before loading, because no answer could be written
     if absent:
-        from moechat.cli.download import download_to_run
+        from moechat.cli.commands.download import download_to_run
 
         if not download_to_run(options.model, options.bits, yes=options.yes, quiet=options.quiet):
             return NotInLibraryError.exit_code
     if many is not None:
-        from moechat.cli.many import answer_many
+        from moechat.cli.commands.jsonl import answer_jsonl
 
         with closing(_ready(options, chat=False)) as answering:
-            return answer_many(answering, many, options)
+            return answer_jsonl(answering, many, options)
     if prompt is None:
         return _chat(options)
     conversation, recorder = _conversation(options)
@@ -86,33 +88,24 @@ def _dry_run(options: RunOptions) -> int:
     try:
         resolve(options.model, bits=options.bits)
     except NotInLibraryError:
-        from moechat.cli.download import DownloadCommand, download
+        from moechat.cli.commands.download import DownloadCommand, download
 
         command = DownloadCommand(options.model, dry_run=True, json=options.json)
         return download(command if options.bits is None else replace(command, bits=options.bits))
-    from moechat.cli.plan import PlanCommand, plan
+    from moechat.cli.commands.plan import plan
+    from moechat.cli.commands.plan_arguments import PlanCommand
 
-    return plan(
-        PlanCommand(
-            model=options.model,
-            vram=options.vram,
-            ram=options.ram,
-            ctx=options.ctx,
-            bits=options.bits,
-            dense_bits=options.dense_bits,
-            system=options.system,
-            json=options.json,
-        )
-    )
+    return plan(PlanCommand(model=options.model, json=options.json, **options.shared))
 
 
 def _is_absent(options: RunOptions) -> bool:
-    """Whether the model is not here but could be fetched, if the user says so now.
+    """Whether the model has to be downloaded first, which the user may still decline.
 
     Raises:
-        NotInLibraryError: Nobody can be asked, and ``--yes`` was not given.
-        OfflineError: ``HF_HUB_OFFLINE`` forbids the network.
-        ModelNotFoundError: The name means nothing.
+        NotInLibraryError: It has to be downloaded, but there is no terminal to ask the user, and no
+            ``--yes``.
+        OfflineError: It has to be downloaded, but ``HF_HUB_OFFLINE`` is set.
+        ModelNotFoundError: No model has this name.
     """
     try:
         resolve(options.model, bits=options.bits)
@@ -130,50 +123,53 @@ def _is_absent(options: RunOptions) -> bool:
 
 
 def _chat(options: RunOptions) -> int:
-    from moechat.chat.keys import held_keys
-    from moechat.chat.reader import has_editor
+    from moechat.chat.history.session_database import sessions_path
     from moechat.chat.repl import Chat
-    from moechat.chat.sessions import sessions_path
-    from moechat.cli.voice import ConsoleVoice, LoadedModels
+    from moechat.chat.terminal.held_keys import held_keys
+    from moechat.chat.terminal.reader import has_editor
+    from moechat.cli.commands.chat_backend import ModelSlot, StderrStatus
 
     conversation, _ = _conversation(options)
-    # What is typed while the model is loaded is the first message.
+    # Text typed while the model loads becomes the first message.
     with (
         held_keys if has_editor() else nullcontext(),
-        LoadedModels(
+        ModelSlot(
             lambda name: _ready(replace(options, model=name), chat=True), options.model, options.bits
         ) as models,
     ):
         status = Chat(
             models,
             options.chat,
-            ConsoleVoice(),
+            StderrStatus(),
             conversation=conversation if options.resumes else None,
             sessions=sessions_path() if options.save else None,
         ).run()
-        no_more_interrupts()  # impatience must not break the way out
+        no_more_interrupts()  # a further Ctrl-C must not interrupt the clean-up
         return status
 
 
 def _conversation(options: RunOptions) -> tuple[Conversation, Recorder]:
-    """The conversation that goes on, or a new one; and what keeps it. Single answers are kept only in one."""
-    from moechat.chat.recorder import Recorder, resumed
+    """The resumed or a new conversation, and a recorder for it.
 
-    def tell(message: str, hint: str | None) -> None:
+    A single answer is saved only in a resumed conversation.
+    """
+    from moechat.chat.history.session_recorder import Recorder, resume_conversation
+
+    def notify(message: str, hint: str | None) -> None:
         print_notice(message if hint is None else f"{message}\n{hint}")
 
     if not options.resumes:
-        return Conversation(system=options.system_prompt), Recorder(None, tell)
-    from moechat.chat.sessions import sessions_path
+        return Conversation(system=options.system_prompt), Recorder(None, notify)
+    from moechat.chat.history.session_database import sessions_path
 
     path = sessions_path()
-    found = resumed(path, options.chat, resolve(options.model, bits=options.bits).name, tell)
-    recorder = Recorder(path if options.save else None, tell, once=True)
+    found = resume_conversation(path, options.chat, resolve(options.model, bits=options.bits).name, notify)
+    recorder = Recorder(path if options.save else None, notify, once=True)
     return found or Conversation(system=options.system_prompt), recorder
 
 
 def _ready(options: RunOptions, *, chat: bool) -> Engine:
-    """The model, loaded and with a plan."""
+    """Load the model and tune its plan."""
     engine = _load(options)
     try:
         if not options.completion and not engine.has_chat_template:
@@ -194,51 +190,37 @@ def _load(options: RunOptions) -> Engine:
     with LoadProgress(quiet=options.quiet) as progress:
         import moechat
 
-        return moechat.load(
-            options.model,
-            device=options.device,
-            vram=options.vram,
-            ram=options.ram,
-            system=options.system,
-            bits=options.bits,
-            dtype=options.dtype,
-            dense_bits=options.dense_bits,
-            activation_bits=options.activation_bits,
-            deterministic=options.deterministic,
-            threads=options.threads,
-            ctx=options.ctx,
-            progress=progress,
-        )
+        return moechat.load(options.model, **options.load_options.given, progress=progress)
 
 
 def _describe(engine: Engine) -> None:
-    for key, value in engine.describe().items():
-        shown = format_bytes(value) if key.endswith("_bytes") else value
-        print_notice(f"{key.replace('_', ' ')}: {shown}")
+    for key, value in engine.describe().to_json().items():
+        display = format_bytes(value) if key.endswith("_bytes") else value
+        print_notice(f"{key.replace('_', ' ')}: {display}")
     for notice in engine.notices():
         print_notice(notice)
 
 
 def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
-    """Take the plan that was the fastest, or find it out, where the user can see why it takes so long.
+    """Apply the plan remembered as fastest; else time plans if ``--tune`` is given or progress is visible.
 
-    A named system is what was asked for; only ``auto`` is ours to choose.
+    Without ``--tune`` this is done for ``auto`` only: a system that the user named is kept as it is.
     """
     if options.tune is False or (options.tune is None and options.system != "auto"):
         return
-    seen = sys.stderr.isatty() and not options.quiet and not options.json
+    visible = sys.stderr.isatty() and not options.quiet and not options.json
     limit = 0.0
     if options.tune:
         limit = _TUNE_LONG_S
-    elif seen:
+    elif visible:
         limit = _TUNE_CHAT_S if chat else _TUNE_ANSWER_S
-    # Nothing to show where nothing can take long.
+    # Without timing, or with all experts in memory, this is too short for a progress bar.
     quiet = options.quiet or limit == 0 or not engine.stats.pages
     try:
         with LoadProgress(quiet=quiet) as progress:
 
             def report(state: Progress) -> None:
-                # Where one answer is wanted Ctrl-C ends the command.
+                # In a chat Ctrl-C skips the timing; for a single answer it ends the command.
                 progress(replace(state, detail="Ctrl-C skips it") if chat else state)
 
             engine.tune(limit_s=limit, again=bool(options.tune), progress=report)
@@ -248,7 +230,7 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
         print_notice("(plans were not timed; the computed one is used)")
     except StoreDamagedError:
         raise
-    except MoechatError as error:  # a disk that fails now may work again when a question comes
+    except MoechatError as error:  # for example a disk error, which may be temporary
         print_notice(f"plans were not timed: {error}")
     if engine.tuning is not None and (options.verbose or (options.stats and engine.stats.pages)):
         print_tuning(engine.tuning.to_json())
@@ -257,20 +239,20 @@ def _tune(engine: Engine, options: RunOptions, *, chat: bool) -> None:
 def _answer_once(
     engine: Engine, prompt: str, options: RunOptions, conversation: Conversation, recorder: Recorder
 ) -> int:
-    """Ask, show the answer, and keep it where it belongs to a conversation, however it ends.
+    """Answer the prompt, show the answer, and save it with a resumed conversation, even if it is incomplete.
 
     Returns:
         The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
-        MoechatError: There is no answer, or it broke off, or it cannot be written.
+        MoechatError: The answer failed, before or after its first token, or it cannot be written.
     """
-    reply, shown = Reply(), Showing(_view(options))
+    reply, display = Reply(), AnswerDisplay(_view(options))
     mark: Mark = ""
     lost: BaseException | None = None
-    with OneInterrupt().watching() as interrupts, when_continued(shown.answer.moved):
+    with OneInterrupt().watching() as interrupts, when_continued(display.answer.moved):
         try:
-            _follow(engine, prompt, options, conversation, reply, shown)
+            _follow(engine, prompt, options, conversation, reply, display)
             mark = "cut" if reply.finish_reason == "length" else ""
         except KeyboardInterrupt:
             reply.finish_reason, mark = "interrupted", "stopped"
@@ -282,11 +264,11 @@ def _answer_once(
     no_more_interrupts()
     if lost is None:
         try:
-            shown.end()
+            display.end()
         except (MoechatError, OSError) as error:
             lost = error
     else:
-        shown.end_somehow()
+        display.end_quietly()
     if reply.text and not options.completion:
         conversation.add(Turn(prompt, reply.text, reply.thinking, mark, engine.name, time.time()))
         recorder.keep(conversation)
@@ -307,19 +289,23 @@ def _follow(
     options: RunOptions,
     conversation: Conversation,
     reply: Reply,
-    shown: Showing,
+    display: AnswerDisplay,
 ) -> None:
-    shown.waiting.start()
+    display.waiting.start()
     if options.completion:
-        steps = engine.generate(prompt, progress=shown.waiting.progress, **options.generation)
-        reply.follow(steps, shown.answer)
+        steps = engine.generate(prompt, progress=display.waiting.progress, **options.generation)
+        reply.follow(steps, display.answer)
         return
-    asked = ask(engine, conversation, prompt, options.chat.generation, shown.waiting.progress)
-    if asked.told_from > conversation.told_from and not options.quiet:
-        with shown.waiting.hidden():
-            print_notice(f"(the {2 * asked.told_from} oldest messages were left out)")
-    reply.follow_apart(
-        asked.steps, shown.answer, shown.thoughts, thinking=asked.thinking, token_text=engine.token_text
+    pending = start_reply(engine, conversation, prompt, options.chat.generation, display.waiting.progress)
+    if pending.first_sent > conversation.first_sent and not options.quiet:
+        with display.waiting.hidden():
+            print_notice(f"(the {2 * pending.first_sent} oldest messages were left out)")
+    reply.follow_split(
+        pending.steps,
+        display.answer,
+        display.thoughts,
+        thinking=pending.thinking,
+        token_text=engine.token_text,
     )
 
 

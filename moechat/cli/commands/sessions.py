@@ -1,4 +1,4 @@
-"""``moechat sessions``: the conversations that chats have kept."""
+"""``moechat sessions``: lists, searches, shows, exports and deletes saved conversations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from typing import Literal
 
 from moechat.chat.conversation import Turn
-from moechat.chat.files import path_of, write_text
-from moechat.chat.listing import listed
-from moechat.chat.neutral import one_line
-from moechat.chat.output import Thoughts
-from moechat.chat.sessions import Sessions, Summary, sessions_path
-from moechat.chat.transcript import format_of, notes_on, write_as
-from moechat.cli.terminal import Answer, is_animated, print_notice, write_output
+from moechat.chat.history.session_database import Sessions, Summary, sessions_path
+from moechat.chat.history.session_list import format_summary
+from moechat.chat.history.transcript import format_of, notes_on, write_as
+from moechat.chat.terminal.output import PlainAnswer, Thoughts
+from moechat.chat.terminal.safe_text import one_line
+from moechat.chat.text_files import path_of, write_text
+from moechat.cli.terminal.consoles import is_animated, print_notice, write_output
 from moechat.errors import SessionNotFoundError, UsageError
 
 
 def list_sessions(limit: int, *, json: bool) -> int:
-    """Print the conversations, the one used last first; returns the exit status.
+    """Print the conversations, most recently used first; returns the exit status.
 
     Raises:
         SessionsUnavailableError: The database cannot be read.
@@ -32,7 +32,7 @@ def list_sessions(limit: int, *, json: bool) -> int:
 
 
 def search_sessions(text: str, limit: int, *, json: bool) -> int:
-    """Print the conversations in which the words occur; returns the exit status.
+    """Print the conversations that contain the words; returns the exit status.
 
     Raises:
         SessionsUnavailableError: The database cannot be read.
@@ -40,7 +40,7 @@ def search_sessions(text: str, limit: int, *, json: bool) -> int:
     with _open() as sessions:
         found = sessions.search(text, limit=limit or None)
     if not found and not json:
-        print_notice(f"no conversation holds {one_line(text)}")
+        print_notice(f"no conversation contains {one_line(text)}")
     _print(found, json=json)
     return 0
 
@@ -49,7 +49,7 @@ def show_session(key: int, *, everything: bool, raw: bool) -> int:
     """Print a conversation; returns the exit status.
 
     Raises:
-        SessionNotFoundError: There is none of this number.
+        SessionNotFoundError: No conversation has this number.
     """
     with _open() as sessions:
         conversation = sessions.get(key, all_turns=everything)
@@ -67,14 +67,14 @@ def show_session(key: int, *, everything: bool, raw: bool) -> int:
 
 
 def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
-    from moechat.chat.live import MarkdownAnswer
+    from moechat.chat.terminal.live_answer import MarkdownAnswer
 
-    question = Answer(sys.stdout)
+    question = PlainAnswer(sys.stdout)
     question.write("\n>>> " + turn.question.replace("\n", "\n... ") + "\n")
     thoughts = Thoughts(sys.stderr, dim=True)
     thoughts.write(turn.thinking)
     thoughts.end()
-    answer = Answer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
+    answer = PlainAnswer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
     answer.write(turn.answer)
     answer.end()
     if notes := notes_on(turn, taken_back=taken_back):
@@ -85,9 +85,8 @@ def export_session(key: int, form: str | None, out: str | None) -> int:
     """Write a conversation as Markdown or JSON; returns the exit status.
 
     Raises:
-        SessionNotFoundError: There is none of this number.
-        UsageError: There is no such form, the file exists already, or its name is none of a file or says no
-            form.
+        SessionNotFoundError: No conversation has this number.
+        UsageError: The format is unknown, the file exists, or its name is not valid or has no known suffix.
         MoechatError: The file cannot be written.
     """
     if form not in (None, "md", "json"):
@@ -100,7 +99,7 @@ def export_session(key: int, form: str | None, out: str | None) -> int:
         text = write_as(sessions.get(key), wanted)
     if path is None:
         if sys.stdout.isatty():
-            Answer(sys.stdout).write(text)
+            PlainAnswer(sys.stdout).write(text)
         else:
             write_output(sys.stdout, text)
     else:
@@ -110,10 +109,10 @@ def export_session(key: int, form: str | None, out: str | None) -> int:
 
 
 def remove_sessions(keys: list[int]) -> int:
-    """Delete conversations for good; returns the exit status.
+    """Delete conversations permanently; returns the exit status.
 
     Raises:
-        SessionNotFoundError: There is none of one of these numbers; the others are deleted all the same.
+        SessionNotFoundError: No conversation has one of these numbers; the others were deleted.
     """
     missing = []
     with _open() as sessions:
@@ -153,6 +152,6 @@ def _print(found: list[Summary], *, json: bool) -> None:
         return
     width = max((len(str(summary.key)) for summary in found), default=1)
     for summary in found:
-        write_output(sys.stdout, f"{summary.key:>{width}}  {listed(summary)}\n")
+        write_output(sys.stdout, f"{summary.key:>{width}}  {format_summary(summary)}\n")
         if summary.found:
             write_output(sys.stdout, f"{'':{width}}  {one_line(' '.join(summary.found.split()))}\n")

@@ -1,4 +1,4 @@
-"""The grammar of ``moechat sessions``."""
+"""The arguments of ``moechat sessions``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from moechat.cli.completion import answering, complete_formats
+from moechat.cli.completion.completers import answering, complete_formats
 
 Action = Callable[[], int]
 
 _HELP = """\
-Conversations that chats have kept: list them, or search, show, export and delete them.
+List, search, show, export and delete saved conversations.
 
-`moechat run MODEL -c` goes on with the last one, `--session ID` with any.
+`moechat run MODEL -c` continues the last one, `--session ID` any of them.
 """
 _EXAMPLES = """\
 moechat sessions
@@ -26,27 +26,32 @@ moechat sessions export 12 -o fox.md
 
 sessions_app = typer.Typer(help=_HELP, epilog=_EXAMPLES, invoke_without_command=True, add_completion=False)
 
-_Id = Annotated[int, typer.Argument(metavar="ID", help="Its number.", show_default=False)]
+_Id = Annotated[int, typer.Argument(metavar="ID", help="Number of the conversation.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON list.")]
-_Limit = Annotated[int, typer.Option("--limit", metavar="N", min=0, help="Show the newest; 0 shows all.")]
+_Limit = Annotated[
+    int,
+    typer.Option(
+        "--limit", metavar="N", min=0, help="Most conversations to show, newest first; 0 shows all."
+    ),
+]
 
 
 @sessions_app.callback()
 def _list(context: typer.Context, json: _Json = False, limit: _Limit = 20) -> Action | None:
     if context.invoked_subcommand is not None:
         return None
-    from moechat.cli.sessions import list_sessions
+    from moechat.cli.commands.sessions import list_sessions
 
     return lambda: list_sessions(limit, json=json)
 
 
-@sessions_app.command("search", help="Conversations in which all words occur in one question and answer.")
+@sessions_app.command("search", help="Find conversations with all words in one question and its answer.")
 def _search(
     text: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Words.", show_default=False)],
     json: _Json = False,
     limit: _Limit = 20,
 ) -> Action:
-    from moechat.cli.sessions import search_sessions
+    from moechat.cli.commands.sessions import search_sessions
 
     return lambda: search_sessions(" ".join(text), limit, json=json)
 
@@ -55,11 +60,11 @@ def _search(
 def _show(
     key: _Id,
     everything: Annotated[
-        bool, typer.Option("--all", metavar="", help="Also what was taken back or answered again.")
+        bool, typer.Option("--all", metavar="", help="Also show undone and regenerated answers.")
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", metavar="", help="Do not render markdown.")] = False,
 ) -> Action:
-    from moechat.cli.sessions import show_session
+    from moechat.cli.commands.sessions import show_session
 
     return lambda: show_session(key, everything=everything, raw=raw)
 
@@ -73,7 +78,7 @@ def _export(
             "--format",
             metavar="md|json",
             autocompletion=answering(complete_formats),
-            help="By the file's name if not given; else md.",
+            help="If not given, by the suffix of the file, else md.",
             show_default=False,
         ),
     ] = None,
@@ -82,15 +87,17 @@ def _export(
         typer.Option("--output", "-o", metavar="FILE", help="A new file; stdout if not given."),
     ] = None,
 ) -> Action:
-    from moechat.cli.sessions import export_session
+    from moechat.cli.commands.sessions import export_session
 
     return lambda: export_session(key, form, out)
 
 
-@sessions_app.command("rm", help="Delete conversations for good.")
+@sessions_app.command("rm", help="Delete conversations permanently.")
 def _remove(
-    keys: Annotated[list[int], typer.Argument(metavar="ID...", help="Their numbers.", show_default=False)],
+    keys: Annotated[
+        list[int], typer.Argument(metavar="ID...", help="Numbers of the conversations.", show_default=False)
+    ],
 ) -> Action:
-    from moechat.cli.sessions import remove_sessions
+    from moechat.cli.commands.sessions import remove_sessions
 
     return lambda: remove_sessions(keys)

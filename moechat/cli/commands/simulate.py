@@ -1,16 +1,16 @@
-"""``moechat simulate``: what systems would do with a recorded trace, on a machine that need not be here."""
+"""``moechat simulate``: replays a recorded trace under several systems, for this or another machine."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.progress import format_bytes
-from moechat.cli.terminal import neutralise, print_notice, write_output
+from moechat.cli.commands.replay_arguments import SimulateCommand
+from moechat.cli.terminal.consoles import neutralise, print_notice, write_output
+from moechat.cli.terminal.load_progress import format_bytes
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,29 +18,8 @@ if TYPE_CHECKING:
     from moechat.simulate.compare import SimulateOptions
 
 
-@dataclass(frozen=True)
-class SimulateCommand:
-    """What ``moechat simulate`` was asked for; see its help."""
-
-    trace: Path
-    systems: str
-    fractions: str
-    profile: str | None
-    model: str | None
-    bits: int
-    near: str | None
-    link: str | None
-    accuracy: float
-    tokens: int
-    warmup: int | None
-    seed: int
-    json: bool
-    plot: Path | None
-    quiet: bool
-
-
 def simulate(command: SimulateCommand) -> int:
-    """Do what ``moechat simulate`` was asked for.
+    """Run the command.
 
     Returns:
         The exit status.
@@ -60,13 +39,13 @@ def simulate(command: SimulateCommand) -> int:
     trace = Trace.read(command.trace)
 
     from moechat.simulate.compare import Comparison
-    from moechat.simulate.shape import model_for
+    from moechat.simulate.simulated_model import model_for
 
     model = model_for(command.model, trace, command.bits)
     near: Any = command.near
     comparison = Comparison(trace, model, profile, options, near=near, name=command.trace.name)
-    said = (lambda _: None) if command.quiet else print_notice
-    cases = list(comparison.cases(said))
+    report = (lambda _: None) if command.quiet else print_notice
+    cases = list(comparison.cases(report))
     text = json.dumps(cases, indent=1) + "\n" if command.json else render(cases, profile.title)
     try:
         write_output(sys.stdout, text)
@@ -79,11 +58,11 @@ def simulate(command: SimulateCommand) -> int:
 
 
 def _check_plot(path: Path) -> None:
-    from moechat.cli.files import writable
+    from moechat.cli.output_file import require_writable
     from moechat.simulate.plot import check_plot
 
     check_plot(path)
-    writable(path)
+    require_writable(path)
 
 
 def _options(command: SimulateCommand) -> SimulateOptions:
@@ -113,7 +92,7 @@ def _profile(name: str | None) -> HardwareProfile:
         if measured is None:
             raise UsageError(
                 "this machine has not been measured",
-                hint="`moechat profile` does it once; or name another one with --profile: "
+                hint="`moechat profile` measures it once; or name another one with --profile: "
                 f"{', '.join(reference_names())}",
             )
         return measured
@@ -123,7 +102,7 @@ def _profile(name: str | None) -> HardwareProfile:
 
 
 def render(cases: Sequence[Mapping[str, Any]], machine: str) -> str:
-    """The results as tables for people, one for each fraction, and what they assume."""
+    """The results as text for people: a table for each fraction, and the assumptions."""
     import io
 
     from rich.console import Console
@@ -196,7 +175,11 @@ def _row(case: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
 
 def _headline(case: Mapping[str, Any], machine: str) -> list[str]:
     costs = case["costs"]
-    far = "cannot compute" if costs["compute_far"] is None else f"{1000 * costs['compute_far']:.2f} ms there"
+    far = (
+        "not computed in the far tier"
+        if costs["compute_far"] is None
+        else f"{1000 * costs['compute_far']:.2f} ms computed in the far tier"
+    )
     return [
         f"{case['model']}, {case['bits']} bits, {format_bytes(case['experts_total_bytes'])} of experts, "
         f"on {machine}",
@@ -207,17 +190,17 @@ def _headline(case: Mapping[str, Any], machine: str) -> list[str]:
 
 
 def assumptions(case: Mapping[str, Any]) -> list[str]:
-    """What the results of a run assume, in sentences."""
+    """The assumptions behind the results, in sentences."""
     first = case["accuracy_by_layer"][0]
-    said = [
+    sentences = [
         f"{case['tokens']} tokens of {case['trace']} are timed. The {case['warmup']} before them fill the "
-        "cache, and are all that a system knows when its memory is divided and its sets are chosen (the "
-        "oracle knows everything).",
-        f"Predictions are drawn: {case['accuracy_measured']:.0%} of the experts are among the best k in the "
-        f"mean, {first:.0%} in the first layer. Every system sees the same ones.",
-        "A system that keeps nothing between tokens has the pages that its blocks on their way need, however "
-        "large the budget.",
+        "cache; every system divides its memory and chooses its experts from these alone (the oracle uses "
+        "the whole trace).",
+        f"Predictions are simulated: on average {case['accuracy_measured']:.0%} of the experts are among the "
+        f"predicted top k, {first:.0%} in the first layer. All systems use the same predictions.",
+        "A system that keeps no experts between tokens uses only the pages for blocks in transit, for any "
+        "budget.",
     ]
     if case["mapping"] is not None:
-        said.insert(0, str(case["mapping"]))
-    return said
+        sentences.insert(0, str(case["mapping"]))
+    return sentences

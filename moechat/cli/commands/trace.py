@@ -1,4 +1,4 @@
-"""``moechat trace``: record what a model's routers choose over many prompts."""
+"""``moechat trace``: records the choices of a model's routers over many prompts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.counting import Counting, prompts_text
-from moechat.cli.options import RunOptions
-from moechat.cli.progress import LoadProgress
-from moechat.cli.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
-from moechat.cli.terminal import print_notice, write_output
+from moechat.cli.commands.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
+from moechat.cli.commands.replay_arguments import TraceCommand
+from moechat.cli.terminal.consoles import print_notice, write_output
+from moechat.cli.terminal.load_progress import LoadProgress
+from moechat.cli.terminal.prompt_progress import PromptProgress, prompts_text
 from moechat.errors import MoechatError, PromptTooLongError, UsageError
 from moechat.hub.names import resolve
 
@@ -30,57 +29,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-@dataclass(frozen=True)
-class TraceCommand:
-    """What ``moechat trace`` was asked for; see its help.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    model: str
-    prompts: str
-    out: Path | None = None
-    max_tokens: int = 128
-    limit: int | None = None
-    chat: bool | None = None
-    ram: str | None = None
-    system: str = "auto"
-    bits: int | None = None
-    ctx: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    threads: int | None = None
-    dtype: str = "auto"
-    dense_bits: int = 16
-    activation_bits: int = 16
-    json: bool = False
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        # What has the same meaning as for run is checked as run does it.
-        RunOptions(
-            model=self.model,
-            ram=self.ram,
-            system=self.system,
-            bits=self.bits,
-            ctx=self.ctx,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            threads=self.threads,
-            dtype=self.dtype,
-            dense_bits=self.dense_bits,
-            activation_bits=self.activation_bits,
-        )
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
-
-
 def trace(command: TraceCommand) -> int:
-    """Do what ``moechat trace`` was asked for.
-
-    What was recorded is kept whatever ends the recording.
+    """Run the command; a recording that is interrupted or fails is written as far as it got.
 
     Returns:
         The exit status.
@@ -88,7 +38,7 @@ def trace(command: TraceCommand) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
-    # In the order of what costs least to find out.
+    # Cheapest checks first.
     ref = resolve(command.model, bits=command.bits)
     out = _destination(command.out, ref.name)
     file = read_prompts(command.prompts, quiet=command.quiet)
@@ -101,14 +51,14 @@ def trace(command: TraceCommand) -> int:
         try:
             session.run()
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows is short, and must come out whole
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the file and the output must be complete
             session.interrupted = True
         except BaseException:
-            # An error in the middle: what came before it may have taken hours.
+            # The recording before the error may have taken hours.
             if session.recorder.sequences:
                 _keep(session.recorder.trace(), out)
                 print_notice(
-                    f"what was recorded before that is in {out}: {prompts_text(session.recorder.sequences)}"
+                    f"recorded before the error, in {out}: {prompts_text(session.recorder.sequences)}"
                 )
             raise
         recorder = session.recorder
@@ -128,7 +78,7 @@ def trace(command: TraceCommand) -> int:
 
 
 def describe(trace: Trace, out: Path, *, model: str, asked: int, interrupted: bool) -> dict[str, Any]:
-    """The result for programs; numbers that are not defined are ``None``."""
+    """The result as JSON; undefined numbers are ``None``."""
     locality = trace.locality()
     prompts = trace.prompt_lengths
     return {
@@ -178,9 +128,9 @@ class _Session:
             raise UsageError(
                 f"{engine.name} has no chat template: it was not made for chats", hint="leave --chat out"
             )
-        store = engine._store
+        store = engine.loaded.store
         self.recorder: RoutingRecorder = RoutingRecorder(
-            [engine._model.get_submodule(record.module) for record in store.layers],
+            [engine.loaded.model.get_submodule(record.module) for record in store.layers],
             store.geometry.num_experts,
         )
 
@@ -189,13 +139,13 @@ class _Session:
         first = [self._first_turn(prompt) for prompt in self._prompts]
         with (
             self.recorder.attached(),
-            Counting(len(first), "recording", "recorded", quiet=self._command.quiet) as counting,
+            PromptProgress(len(first), "recording", "recorded", quiet=self._command.quiet) as counting,
         ):
             for prompt, tokens in zip(self._prompts, first, strict=True):
                 self._record(prompt, tokens, counting)
 
     def _first_turn(self, prompt: FilePrompt) -> list[int]:
-        """Tokens up to the first answer; all prompts are looked at before the first one is computed."""
+        """Tokens up to the first answer; all prompts are checked before the first one is computed."""
         where = f"{'stdin' if self._command.prompts == '-' else self._command.prompts}, line {prompt.line}"
         if not self.chat and not prompt.is_plain:
             raise UsageError(
@@ -206,7 +156,7 @@ class _Session:
             for number in range(len(prompt.turns)):
                 prompt.require_text(number)
             tokens = self._encoded(
-                [*prompt.opening, _said(prompt.turns[0])] if self.chat else prompt.turns[0]
+                [*prompt.opening, _user_message(prompt.turns[0])] if self.chat else prompt.turns[0]
             )
         except UsageError as problem:
             raise UsageError(f"{where}: {problem}", hint=problem.hint) from problem
@@ -221,18 +171,18 @@ class _Session:
     def _encoded(self, prompt: str | Messages) -> list[int]:
         return self._engine.encode(prompt)
 
-    def _record(self, prompt: FilePrompt, tokens: list[int], counting: Counting) -> None:
-        """One sequence: a text, or all turns of a conversation."""
+    def _record(self, prompt: FilePrompt, tokens: list[int], counting: PromptProgress) -> None:
+        """Record one sequence: a text, or all turns of a conversation."""
         engine, recorder = self._engine, self.recorder
-        # What is taken over from the sequence before would not be computed, and so not be seen.
-        engine._prompt_cache.drop()
+        # Tokens reused from the previous sequence would not be routed, so not be recorded.
+        engine.drop_prompt_cache()
         conversation = list(prompt.opening)
         known: list[int] = []
         opening = 0
         try:
-            for turn, said in enumerate(prompt.turns):
+            for turn, question in enumerate(prompt.turns):
                 if turn > 0:
-                    tokens = self._encoded([*conversation, _said(said)])
+                    tokens = self._encoded([*conversation, _user_message(question)])
                     if len(tokens) >= engine.context_length:
                         print_notice(f"line {prompt.line}: turn {turn + 1} does not fit into the context")
                         return
@@ -248,32 +198,32 @@ class _Session:
                         text.append(step.text)
                         counting.show(recorder.sequences, recorder.tokens + recorder.rows)
                 finally:
-                    with _held_back():
+                    with _deferred_interrupt():
                         if recorder.rows > before:
                             reused = engine.stats.reused_tokens
                             recorder.forget(reused, before)
                             known = [*tokens, *answer]
                             opening = opening if reused else len(tokens)
-                conversation += [_said(said), {"role": "assistant", "content": "".join(text)}]
+                conversation += [_user_message(question), {"role": "assistant", "content": "".join(text)}]
         finally:
-            with _held_back():
+            with _deferred_interrupt():
                 recorder.end_sequence(known, opening)
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
-    """An interrupt waits for the end of the block: rows of different layers must not get out of step."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+def _deferred_interrupt() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block, so that all layers record the same rows."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if received:
         raise KeyboardInterrupt
 
 
-def _said(text: str) -> dict[str, str]:
+def _user_message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
@@ -281,31 +231,20 @@ def _load(command: TraceCommand) -> Engine:
     with LoadProgress(quiet=command.quiet) as progress:
         import moechat
 
-        return moechat.load(
-            command.model,
-            ram=command.ram,
-            system=command.system,
-            bits=command.bits,
-            dtype=command.dtype,
-            dense_bits=command.dense_bits,
-            activation_bits=command.activation_bits,
-            threads=command.threads,
-            ctx=command.ctx,
-            progress=progress,
-        )
+        return moechat.load(command.model, **command.load_options.given, progress=progress)
 
 
 def _destination(out: Path | None, model: str) -> Path:
-    """Where the trace goes; found out before hours of recording.
+    """The file to write, checked before hours of recording.
 
     Raises:
-        UsageError: It cannot be written there, or a file is there that was not named.
+        UsageError: It cannot be written, or it exists and was not named with ``--out``.
     """
     if out is None:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", model).strip("-.") or "model"
         out = Path(f"{name}.trace.npz")
         if out.exists():
-            raise UsageError(f"{out} is there already", hint=f"--out {out} replaces it")
+            raise UsageError(f"{out} already exists", hint=f"--out {out} replaces it")
     parent = out.parent
     if out.is_dir():
         raise UsageError(f"{out} is a directory")

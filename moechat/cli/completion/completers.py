@@ -1,7 +1,7 @@
-"""What the shell completes: models, systems, values of options. Imports nothing before it is asked.
+"""Completion candidates for the shell: models, systems, values of options. Imports are deferred to the calls.
 
-Names of files are left to the shell: it knows how to quote them. What is offered here is never quoted by
-bash, so nothing is offered that a shell would read as more than one plain word.
+The shell completes file names itself, because it can quote them. bash inserts the candidates of this module
+unquoted, so a candidate is always one plain word.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from moechat.configurator.systems import SYSTEMS
 if TYPE_CHECKING:
     from moechat.hub.library import LibraryEntry
 
-# Names come from manifests, which others may have written: `$(…)` in one must not reach a command line.
+# Names come from manifests, which are untrusted: `$(…)` in one must not reach a command line.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./@:+=,%][A-Za-z0-9_./@:+=,%-]*", re.ASCII)
 _PATH = (".", "/", "~")
 
 
 def answering(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
-    """One of the functions below for the grammar, which reads the types of what it is given at every start.
+    """Wrap a function of this module without its type hints.
 
-    Of all of them that is a tenth of the time of a short command; a lambda has no types.
+    Typer inspects the type hints of every completion function at each start. For all of them together that
+    takes a tenth of the time of a short command; a lambda has no type hints.
     """
     return lambda incomplete: complete(incomplete)
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names that ``run`` takes: models here, and aliases; none where a path is begun."""
+    """Names for ``run``: models in the library, and aliases; none if the word begins like a path."""
     if incomplete.startswith(_PATH):
         return []
-    from moechat.hub.names import ALIASES, DEMO
+    from moechat.hub.model_ref import ALIASES, DEMO
 
     here = _of_library(lambda entry: not entry.damaged)
     return _beginning_with(incomplete, [DEMO, *here, *sorted(ALIASES)])
 
 
 def complete_plannable(incomplete: str) -> list[str]:
-    """The same, and the shapes that ``plan`` knows without weights."""
+    """Names for ``plan``: those of :func:`complete_models`, and known shapes, which need no weights."""
     if incomplete.startswith(_PATH):
         return []
     return list(dict.fromkeys([*complete_models(incomplete), *complete_shapes(incomplete)]))
@@ -47,13 +48,13 @@ def complete_plannable(incomplete: str) -> list[str]:
 
 def complete_aliases(incomplete: str) -> list[str]:
     """Names of known models on the hub."""
-    from moechat.hub.names import ALIASES
+    from moechat.hub.model_ref import ALIASES
 
     return _beginning_with(incomplete, sorted(ALIASES))
 
 
 def complete_library(incomplete: str) -> list[str]:
-    """Names of the models in the library, damaged ones too, those used last first."""
+    """Names of the models in the library, including damaged ones, most recently used first."""
     return [] if incomplete.startswith(_PATH) else _beginning_with(incomplete, _of_library(lambda _: True))
 
 
@@ -63,7 +64,7 @@ def complete_systems(incomplete: str) -> list[str]:
 
 
 def complete_system_list(incomplete: str) -> list[str]:
-    """Names for ``--systems``: the last of several, after a comma."""
+    """Values of ``--systems``, a list with commas; completes its last name."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in complete_systems(last)]
 
@@ -84,40 +85,47 @@ def complete_shapes(incomplete: str) -> list[str]:
 
 def complete_bits(incomplete: str) -> list[str]:
     """Values of ``--bits``."""
-    from moechat.cli.options import BITS
+    from moechat.options import BITS
 
     return _beginning_with(incomplete, map(str, BITS))
 
 
 def complete_dense_bits(incomplete: str) -> list[str]:
     """Values of ``--dense-bits``."""
-    from moechat.cli.options import DENSE_BITS
+    from moechat.options import DENSE_BITS
 
     return _beginning_with(incomplete, map(str, DENSE_BITS))
 
 
 def complete_activation_bits(incomplete: str) -> list[str]:
     """Values of ``--activation-bits``."""
-    from moechat.cli.options import ACTIVATION_BITS
+    from moechat.options import ACTIVATION_BITS
 
     return _beginning_with(incomplete, map(str, ACTIVATION_BITS))
 
 
 def complete_dtypes(incomplete: str) -> list[str]:
     """Values of ``--dtype``."""
-    from moechat.cli.options import DTYPES
+    from moechat.options import DTYPES
 
     return _beginning_with(incomplete, DTYPES)
 
 
 def complete_devices(incomplete: str) -> list[str]:
-    """Values of ``--device``; ``cuda:1`` and the like are for who has several cards."""
+    """Common values of ``--device``; machines with several cards also have ``cuda:1`` and so on."""
     return _beginning_with(incomplete, ["cpu", "cuda"])
 
 
 def complete_tiers(incomplete: str) -> list[str]:
     """Values of ``--near``."""
     return _beginning_with(incomplete, ["gpu", "ram"])
+
+
+def complete_topics(incomplete: str) -> list[str]:
+    """Topics of ``moechat help``."""
+    from moechat.manual import topics
+
+    return _beginning_with(incomplete, [topic.name for topic in topics()])
 
 
 def complete_formats(incomplete: str) -> list[str]:
@@ -128,16 +136,16 @@ def complete_formats(incomplete: str) -> list[str]:
 def _of_library(wanted: Callable[[LibraryEntry], bool]) -> list[str]:
     from moechat.config import user_paths
     from moechat.errors import UsageError
-    from moechat.hub.library import list_stores, told_apart
+    from moechat.hub.library import display_names, list_stores
 
     try:
         entries = list_stores(user_paths())
-    except UsageError:  # MOECHAT_HOME is no directory; a completion has nobody to tell
+    except UsageError:  # MOECHAT_HOME is not a directory; a completion cannot show errors
         return []
-    # A name that would have to be quoted is offered as that of its directory, if that need not be.
+    # Instead of a name that needs quotes, offer the name of the store's directory.
     return [
         name if _PLAIN_WORD.fullmatch(name) else entry.path.name
-        for entry, name in zip(entries, told_apart(entries), strict=True)
+        for entry, name in zip(entries, display_names(entries), strict=True)
         if wanted(entry)
     ]
 

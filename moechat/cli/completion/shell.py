@@ -1,8 +1,8 @@
-"""Shell completion: its scripts, and the answer when a shell asks.
+"""Shell completion: prints and installs the scripts, and answers their requests.
 
-bash cuts words at ``@``, ``:`` and ``=`` (``COMP_WORDBREAKS``), which are parts of our names, and replaces
-only the piece that the cursor is in. So pieces are joined, and of what is offered only the part that belongs
-to that piece is said.
+bash splits words at ``@``, ``:`` and ``=`` (``COMP_WORDBREAKS``), which occur in model names, and replaces
+only the piece at the cursor. So this module joins the pieces before completing, and then prints each
+candidate without the part before that piece.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
 from moechat.cli.lazy_group import LazyGroup
-from moechat.cli.terminal import print_notice, write_output
+from moechat.cli.terminal.consoles import print_notice, write_output
 from moechat.errors import UsageError
 
 VARIABLE = "_MOECHAT_COMPLETE"
@@ -27,24 +27,24 @@ _BREAKS = re.compile(r"[@:=]+")
 
 
 def answer_shell(command: LazyGroup, arguments: list[str]) -> NoReturn:
-    """Print what the shell asks for, and end.
+    """Print the candidates for a shell's request, and exit.
 
     Args:
         command: The command line's grammar.
-        arguments: Of this process.
+        arguments: Arguments of this process.
 
     Raises:
         SystemExit: Always.
     """
     _typer().completion_init()
-    command.prepare(_take_as_text)
-    _take_as_text(command)
-    option = _option_begun(os.environ)
+    command.prepare(_skip_conversion)
+    _skip_conversion(command)
+    option = _option_prefix(os.environ)
     if option:
-        command.prepare(lambda built: _offer_behind(option, built))
+        command.prepare(lambda built: _prepend_option(option, built))
     before = join_words(os.environ) if os.environ.get(VARIABLE) == "complete_bash" else ""
-    said = io.BytesIO()
-    answer = io.TextIOWrapper(said, "utf-8", errors="replace")
+    output = io.BytesIO()
+    answer = io.TextIOWrapper(output, "utf-8", errors="replace")
     status: Any = 0
     try:
         with redirect_stdout(answer):
@@ -52,80 +52,85 @@ def answer_shell(command: LazyGroup, arguments: list[str]) -> NoReturn:
     except SystemExit as done:
         status = done.code
     answer.flush()
-    lines = said.getvalue().decode().splitlines()
+    lines = output.getvalue().decode().splitlines()
     sys.stdout.write("".join(f"{line.removeprefix(before)}\n" for line in lines))
     sys.exit(status)
 
 
-def _take_as_text(command: Any) -> None:
-    """Let no value be checked or acted on: checking imports pydantic, half of the time of a completion."""
+def _skip_conversion(command: Any) -> None:
+    """Neither check nor process values: checking imports pydantic, half of the time of a completion."""
     for parameter in command.params:
         parameter.process_value = lambda context, value: value
     if not isinstance(command, LazyGroup):
         for inner in getattr(command, "commands", {}).values():
-            _take_as_text(inner)
+            _skip_conversion(inner)
 
 
-def _option_begun(environment: Mapping[str, str]) -> str:
-    """``--option=`` where the cursor is in its value and the shell replaces the whole word, unlike bash."""
+def _option_prefix(environment: Mapping[str, str]) -> str:
+    """``--option=`` if the cursor is in its value; else empty.
+
+    For shells other than bash, which replace the whole word.
+    """
     word = environment.get("_TYPER_COMPLETE_ARGS", "").rpartition(" ")[2]
     option, equals, _ = word.partition("=")
     return option + equals if option.startswith("--") and equals else ""
 
 
-def _offer_behind(option: str, command: Any) -> None:
-    """Let what is offered for values begin with the option."""
+def _prepend_option(option: str, command: Any) -> None:
+    """Prepend the option to the candidates for its value."""
     for parameter in command.params:
 
-        def offered(context: Any, incomplete: str, ask: Any = parameter.shell_complete) -> Any:
-            items = ask(context, incomplete)
+        def complete(context: Any, incomplete: str, original: Any = parameter.shell_complete) -> Any:
+            items = original(context, incomplete)
             for item in items:
                 item.value = option + item.value
             return items
 
-        parameter.shell_complete = offered
+        parameter.shell_complete = complete
     for inner in getattr(command, "commands", {}).values():
-        _offer_behind(option, inner)
+        _prepend_option(option, inner)
 
 
 def show_completion(shell: str | None) -> int:
-    """Print the script that completes for a shell; ``None`` for the current one. Returns the exit status.
+    """Print the completion script of a shell, or of the current one; returns the exit status.
 
     Raises:
-        UsageError: It is not known, or there is no script for it.
+        UsageError: The shell cannot be detected, or has no script.
     """
-    name = _known(shell, "--show-completion")
+    name = _require_shell(shell, "--show-completion")
     script = _typer().get_completion_script(prog_name=_PROGRAM, complete_var=VARIABLE, shell=name)
-    write_output(sys.stdout, (_at_first_call(script) if name == "zsh" else script) + "\n")
+    write_output(sys.stdout, (_complete_at_once(script) if name == "zsh" else script) + "\n")
     return 0
 
 
 def install_completion(shell: str | None) -> int:
-    """Write that script where the shell finds it. Returns the exit status.
+    """Install the completion script of a shell, or of the current one; returns the exit status.
 
     Raises:
-        UsageError: The shell is not known, or there is no script for it.
-        OSError: It cannot be written.
+        UsageError: The shell cannot be detected, or has no script.
+        OSError: The script cannot be written.
     """
     name, path = _typer().install(
-        shell=_known(shell, "--install-completion"), prog_name=_PROGRAM, complete_var=VARIABLE
+        shell=_require_shell(shell, "--install-completion"), prog_name=_PROGRAM, complete_var=VARIABLE
     )
     if name == "zsh":
-        path.write_text(_at_first_call(path.read_text()))
-    print_notice(f"completion for {name} is in {path}: it works in shells that you start from now on")
+        path.write_text(_complete_at_once(path.read_text()))
+    print_notice(f"completion for {name} is in {path}; new shells will use it")
     return 0
 
 
-def _at_first_call(script: str) -> str:
-    """Typer's script for zsh, which from a directory of functions only registers itself when it is first
-    called: in every new shell the first Tab would complete nothing.
+def _complete_at_once(script: str) -> str:
+    """Make Typer's script for zsh complete at its first call.
+
+    Loaded from a directory of functions, the original only registers itself then, so the first Tab of every
+    new shell completes nothing.
     """
     register = f"compdef _{_PROGRAM}_completion {_PROGRAM}"
     complete = f'if [[ $funcstack[1] = _{_PROGRAM} ]]; then _{_PROGRAM}_completion "$@"; fi'
     return script.replace(register, f"{register}\n{complete}")
 
 
-def _known(shell: str | None, option: str) -> str:
+def _require_shell(shell: str | None, option: str) -> str:
     if shell in SHELLS:
         return shell
     hint = f"moechat {option} SHELL, one of: {', '.join(SHELLS)}"
@@ -135,8 +140,8 @@ def _known(shell: str | None, option: str) -> str:
     try:
         found: str = detection.detect_shell()[0]
     except detection.ShellDetectionFailure:
-        raise UsageError("it cannot be told which shell this is", hint=hint) from None
-    return _known(found, option)
+        raise UsageError("the current shell cannot be detected", hint=hint) from None
+    return _require_shell(found, option)
 
 
 def _typer() -> Any:
@@ -146,13 +151,13 @@ def _typer() -> Any:
 
 
 def join_words(environment: MutableMapping[str, str]) -> str:
-    """Join what bash has cut, in ``COMP_WORDS`` and ``COMP_CWORD``.
+    """Join the words that bash has split, in ``COMP_WORDS`` and ``COMP_CWORD``.
 
     Args:
-        environment: With both variables as bash's script sets them, a word a line; they are changed.
+        environment: Has both variables as bash's script sets them, one word per line; they are changed.
 
     Returns:
-        What stands before the piece with the cursor in the joined word: bash leaves that as it is.
+        The part of the joined word before the piece at the cursor, which bash does not replace.
     """
     words = environment.get("COMP_WORDS", "").split("\n")
     number = environment.get("COMP_CWORD", "")
@@ -162,7 +167,7 @@ def join_words(environment: MutableMapping[str, str]) -> str:
     joined: list[str] = []
     before = ""
     for index, word in enumerate(words[: at + 1]):
-        # An empty piece is what comes after a blank.
+        # An empty piece follows a blank.
         glued = index > 1 and word != "" and (_is_break(word) or _is_break(words[index - 1]))
         if glued:
             before = joined[-1]
@@ -171,12 +176,12 @@ def join_words(environment: MutableMapping[str, str]) -> str:
             before = ""
             joined.append(word)
     if _is_break(words[at]):
-        before = joined[-1]  # the cursor is behind it
+        before = joined[-1]  # the cursor is after it
     if before.endswith("@"):
-        before = before[:-1]  # readline counts this one to the piece that it replaces, unlike the others
+        before = before[:-1]  # readline also replaces a preceding @, but no : or =
     environment["COMP_WORDS"] = "\n".join(joined)
     environment["COMP_CWORD"] = str(len(joined) - 1)
-    # What is offered for --option=VALUE are values alone.
+    # The candidates for --option=VALUE are values without the option.
     return before.partition("=")[2] if before.startswith("-") else before
 
 

@@ -1,4 +1,4 @@
-"""Where the value of an option came from that nobody typed, and what is said when it is wrong."""
+"""Tracks the source of each option value, and names it in errors: variables and the settings file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from moechat.cli.lazy_group import LazyGroup
-from moechat.cli.settings_file import (
+from moechat.cli.config.settings_file import (
     FILE,
     OWN_VARIABLES,
     PREFIX,
@@ -22,11 +21,12 @@ from moechat.cli.settings_file import (
     values_of,
     variable_of,
 )
+from moechat.cli.lazy_group import LazyGroup
 from moechat.errors import MoechatError, UsageError
 
 _NAMED = re.compile(r"--([a-z][a-z-]*)")
-# How errors speak of what some options set, where they do not name the option.
-_WORDS = {
+# Recognises options in error messages that do not name them.
+_MESSAGE_PATTERNS = {
     "ctx": re.compile("the context (is|of|needs)"),
     "ram": re.compile("memory budget|RAM"),
     "vram": re.compile("graphics memory|CUDA|card"),
@@ -34,8 +34,8 @@ _WORDS = {
     "system": re.compile("the system "),
     "system-prompt": re.compile("the system prompt"),
 }
-# Parameters of which only one can be meant; a device of "cpu" beside vram is one more.
-_EXCLUDING = (
+# Mutually exclusive parameters, besides device="cpu" with vram.
+_EXCLUSIVE = (
     ("completion", "resume"),
     ("completion", "session"),
     ("completion", "system_prompt"),
@@ -48,27 +48,27 @@ _EXCLUDING = (
 
 
 class ExplainingCommand(TyperCommand):
-    """A command whose usage errors say where values came from that nobody typed."""
+    """A command whose errors name the source of values from variables and the settings file."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Understand the arguments; what is returned does what was asked for."""
-        _give_way(ctx)
-        with _explained(ctx):
+        """Parse the arguments; returns an action to call."""
+        _drop_overridden(ctx)
+        with _named_sources(ctx):
             action = super().invoke(ctx)
         if not callable(action):
             return action
 
-        def explaining() -> Any:
-            with _explained(ctx):
+        def with_named_sources() -> Any:
+            with _named_sources(ctx):
                 return action()
 
-        return explaining
+        return with_named_sources
 
 
-def _give_way(context: Any) -> None:
-    """Drop what a variable or the file says where it excludes what was typed: the command line wins."""
+def _drop_overridden(context: Any) -> None:
+    """Drop values of variables and the settings file that conflict with command-line options, which win."""
     params = context.params
-    pairs = [pair for pair in _EXCLUDING if all(params.get(name) for name in pair)]
+    pairs = [pair for pair in _EXCLUSIVE if all(params.get(name) for name in pair)]
     if params.get("device") == "cpu" and params.get("vram"):
         pairs.append(("device", "vram"))
     for pair in pairs:
@@ -80,7 +80,7 @@ def _give_way(context: Any) -> None:
 
 
 def origins_of(context: Any) -> dict[str, str]:
-    """Where the values come from that a variable or the file gave, in words, by parameter."""
+    """Sources, in words, of the values from variables and the settings file, by parameter."""
     found = {}
     for option, parameter in options_of(context.command).items():
         source = _source(context, parameter)
@@ -92,14 +92,14 @@ def origins_of(context: Any) -> dict[str, str]:
 
 
 def wrong_value(error: Any, settings: Settings) -> Exception:
-    """What to raise for a value that the parser of the command line refused.
+    """Translate a parser error about a value of a variable or the settings file.
 
     Args:
-        error: The parser's.
-        settings: Of the user.
+        error: The parser's error.
+        settings: The user's settings.
 
     Returns:
-        A usage error that names the variable or the line of the file, or the parser's own.
+        A usage error that names the variable or the setting, or the unchanged error for other sources.
     """
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
@@ -117,17 +117,17 @@ def wrong_value(error: Any, settings: Settings) -> Exception:
 def check_settings(
     group: LazyGroup, settings: Settings, environment: Mapping[str, str]
 ) -> Iterator[UsageError]:
-    """What variables and file say that no command can take.
+    """Check all values of variables and the settings file.
 
     Args:
-        group: The command line's grammar, with the names of variables.
-        settings: Of the user.
+        group: All commands, with their variables.
+        settings: The user's settings.
         environment: Variables of the process.
 
     Yields:
-        Errors that would be raised, each once.
+        The errors that commands would raise, each once.
     """
-    said = set()
+    reported = set()
     for name, command in group.built().items():
         context = typer.Context(command, info_name=name)
         values = values_of(name, settings)
@@ -143,8 +143,8 @@ def check_settings(
                 problem = (
                     _wrong_variable(option, error) if text else _wrong_line(name, option, settings, error)
                 )
-            if problem is not None and str(problem) not in said:
-                said.add(str(problem))
+            if problem is not None and str(problem) not in reported:
+                reported.add(str(problem))
                 yield problem
         if name == "run":
             yield from _check_run(taken)
@@ -153,7 +153,7 @@ def check_settings(
         if variable.startswith(PREFIX) and variable not in known | OWN_VARIABLES:
             near = difflib.get_close_matches(variable, sorted(known | OWN_VARIABLES), n=1, cutoff=0.8)
             yield UsageError(
-                f"{variable} is set, which means nothing to moechat",
+                f"{variable} is set, but no option of moechat has this name",
                 hint=f"do you mean {near[0]}?"
                 if near
                 else "unset it; moechat COMMAND --help has the options",
@@ -161,15 +161,13 @@ def check_settings(
 
 
 def _check_run(taken: dict[str, Any]) -> Iterator[UsageError]:
-    from moechat.cli.options import RunOptions
+    from moechat.cli.commands.run_arguments import RunOptions
 
     known = {name: value for name, value in taken.items() if name in RunOptions.__dataclass_fields__}
     try:
         RunOptions(model="", **known)
     except UsageError as error:
-        yield UsageError(
-            f"as variables and {FILE} have it, {error}", hint=error.hint or "correct one of them"
-        )
+        yield UsageError(f"with the variables and {FILE}, {error}", hint=error.hint or "correct one of them")
 
 
 def _source(context: Any, parameter: Any) -> str:
@@ -181,7 +179,7 @@ def _wrong_variable(option: str, error: Any) -> UsageError:
     variable = variable_of(option)
     return UsageError(
         f"{variable} is {os.environ.get(variable, '')!r}: {error.message}",
-        hint=f"it stands for --{option}: correct or unset it",
+        hint=f"it sets --{option}: correct or unset it",
     )
 
 
@@ -189,26 +187,26 @@ def _wrong_line(command: str, option: str, settings: Settings, error: Any) -> Us
     value = values_of(command, settings).get(option)
     return UsageError(
         f"the settings file {settings.path} says {option} = {value!r}: {error.message}",
-        hint=f"it stands for --{option}: correct or remove that line",
+        hint=f"it sets --{option}: correct or remove that line",
     )
 
 
 @contextmanager
-def _explained(context: Any) -> Iterator[None]:
-    """Add to an error which of the options that it is about nobody has typed."""
+def _named_sources(context: Any) -> Iterator[None]:
+    """Add to an error the sources of the options it is about, except those on the command line."""
     try:
         yield
     except MoechatError as error:
         text = str(error)
         named = set(_NAMED.findall(text))
-        named |= {option for option, words in _WORDS.items() if words.search(text)}
-        untyped = origins_of(context)
-        told = [
-            f"--{option} is {untyped[parameter.name]}"
+        named |= {option for option, pattern in _MESSAGE_PATTERNS.items() if pattern.search(text)}
+        origins = origins_of(context)
+        sources = [
+            f"--{option} is {origins[parameter.name]}"
             for option, parameter in options_of(context.command).items()
-            if parameter.name in untyped
+            if parameter.name in origins
             and (option in named or repr(context.params.get(parameter.name)) in text)
         ]
-        if told:
-            error.args = (f"{text} ({', '.join(told)})", *error.args[1:])
+        if sources:
+            error.args = (f"{text} ({', '.join(sources)})", *error.args[1:])
         raise

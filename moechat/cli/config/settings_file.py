@@ -1,9 +1,8 @@
-"""Values of options from variables and from the settings file, below what the command line says.
+"""Option values from environment variables and the settings file; command-line options override them.
 
-Every option ``--some-name`` of every command, but those that say what is deleted and without which question,
-can be given as the variable ``MOECHAT_SOME_NAME``, and as ``some-name`` in ``config.toml`` in the user's
-configuration directory: at its top for all commands that have such an option, in a table named like a command
-for that one.
+Every option ``--some-name``, except those on what to delete without confirmation, can be set by the variable
+``MOECHAT_SOME_NAME``, and by ``some-name`` in ``config.toml`` in the user's configuration directory: at the
+top for all commands that have the option, in a table for the command of that name.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from moechat.errors import UsageError
 
 FILE = "config.toml"
 PREFIX = "MOECHAT_"
-# Variables of ours that are no options.
+# Our variables that are not options.
 OWN_VARIABLES = frozenset(
     PREFIX + name for name in ("HOME", "DEBUG", "ISA", "CUDA_GRAPHS", "CUDA_DRIVER", "PYTHON", "TORCH_INDEX")
 )
-# `rm` asks before it deletes: the answer must be given each time, and so must what it is about. What `show`
-# shows should be what `rm` with the same words removes.
-_NOT_FROM_HERE = {"help", "version", "yes", "dry-run"}
-_NOT_FROM_HERE_OF = {"rm": {"bits", "leftovers", "sources"}, "show": {"bits"}}
-# Commands under another name: settings of the one are settings of the other.
-_SAME = {"pull": "download", "ls": "list"}
-_MOST_BYTES = 1 << 20
+# What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
+# same models that `rm` deletes.
+_COMMAND_LINE_ONLY = {"help", "version", "yes", "dry-run"}
+_COMMAND_LINE_ONLY_OF = {"rm": {"bits", "leftovers", "sources"}, "show": {"bits"}, "help": {"search"}}
+# Command aliases share the settings of the command.
+_ALIASES = {"pull": "download", "ls": "list"}
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the settings file says.
+    """The content of the settings file.
 
     Attributes:
-        path: Where it is, or would be.
-        general: Values by option, for every command that has it.
-        of: The same by command, for that one.
+        path: Its path; the file need not exist.
+        general: Values by option, for all commands that have it.
+        of: Values by option, by command.
     """
 
     path: Path
@@ -52,21 +51,21 @@ class Settings:
 
 
 def read_settings(paths: Paths) -> Settings:
-    """The settings file of a user; without one nothing is set.
+    """Read the settings file; a missing file has no settings.
 
     Raises:
-        UsageError: It cannot be read, or is not TOML.
+        UsageError: The file cannot be read, or is not TOML.
     """
     path = paths.config / FILE
     try:
-        # Opening a pipe that nobody writes to would wait for ever.
+        # O_NONBLOCK: opening a named pipe without a writer would wait forever.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             kind = os.fstat(file.fileno()).st_mode
-            if not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):  # /dev/null is a way to say: nothing
-                raise UsageError(f"the settings file {path} is no file", hint="move it away")
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise UsageError(f"the settings file {path} has more than {_MOST_BYTES:,} bytes")
+            if not (stat.S_ISREG(kind) or stat.S_ISCHR(kind)):  # a link to /dev/null is an empty file
+                raise UsageError(f"the settings file {path} is not a file", hint="move it away")
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise UsageError(f"the settings file {path} has more than {_MAX_BYTES:,} bytes")
         content = tomllib.loads(text.decode())
     except FileNotFoundError:
         return Settings(path)
@@ -77,32 +76,32 @@ def read_settings(paths: Paths) -> Settings:
     except OSError as error:
         raise UsageError(
             f"the settings file {path} cannot be read: {error.strerror}",
-            hint="it must be readable for you: change its permissions, or move it away",
+            hint="change its permissions, or move it away",
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested a thousand deep
         raise UsageError(
-            f"the settings file {path} cannot be understood: {error}",
+            f"the settings file {path} cannot be parsed: {error}",
             hint='it is TOML: lines such as vram = "12G", tables such as [run]',
         ) from error
-    tables = {_named(name): value for name, value in content.items() if isinstance(value, dict)}
-    general = {_named(name): value for name, value in content.items() if not isinstance(value, dict)}
+    tables = {_with_hyphens(name): value for name, value in content.items() if isinstance(value, dict)}
+    general = {_with_hyphens(name): value for name, value in content.items() if not isinstance(value, dict)}
     return Settings(
-        path, general, {name: {_named(key): v for key, v in of.items()} for name, of in tables.items()}
+        path, general, {name: {_with_hyphens(key): v for key, v in of.items()} for name, of in tables.items()}
     )
 
 
 def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Let options take their values from variables, and find those that the file gives.
+    """Set the variable names of all options, and validate the settings file.
 
     Args:
-        group: The command line's grammar: its commands get the names of variables.
-        settings: Of the user.
+        group: All commands; their options get variable names.
+        settings: The user's settings.
 
     Returns:
-        Values by command and parameter, as a ``default_map``.
+        The file's values by command and parameter, as a ``default_map``.
 
     Raises:
-        UsageError: The file names what is no option or command, or has a table or list for a value.
+        UsageError: The file names an unknown option or command, or has a value of a wrong type.
     """
     group.prepare(_name_variables)
     if not settings.general and not settings.of:
@@ -118,7 +117,7 @@ def apply_settings(group: LazyGroup, settings: Settings) -> dict[str, dict[str, 
     chosen: dict[str, dict[str, Any]] = {}
     for command, of in options.items():
         found = {
-            of[name].name: _plain(name, value, of[name], settings.path)
+            of[name].name: _checked_value(name, value, of[name], settings.path)
             for name, value in values_of(command, settings).items()
             if name in of
         }
@@ -134,28 +133,28 @@ def _name_variables(command: Any) -> None:
 
 
 def values_of(command: str, settings: Settings) -> dict[str, Any]:
-    """What the file says for a command, by option; some may be options of other commands only."""
-    same = settings.of.get(_SAME.get(command, ""), {})
-    return {**settings.general, **same, **settings.of.get(command, {})}
+    """The file's values for a command, by option; includes general ones that it may not have."""
+    aliased = settings.of.get(_ALIASES.get(command, ""), {})
+    return {**settings.general, **aliased, **settings.of.get(command, {})}
 
 
 def variable_of(option: str) -> str:
-    """The variable that an option's value can come from."""
+    """The variable that sets an option."""
     return PREFIX + option.upper().replace("-", "_")
 
 
 def options_of(command: Any) -> dict[str, Any]:
-    """Options of a command that may be set, by their long names without the hyphens before it."""
+    """Options of a command that variables and the file may set, by long name without hyphens."""
     found = {}
-    never = _NOT_FROM_HERE | _NOT_FROM_HERE_OF.get(command.name, set())
+    excluded = _COMMAND_LINE_ONLY | _COMMAND_LINE_ONLY_OF.get(command.name, set())
     for parameter in command.params:
         names = [name[2:] for name in parameter.opts if name.startswith("--")]
-        if names and names[0] not in never:
+        if names and names[0] not in excluded:
             found[names[0]] = parameter
     return found
 
 
-def _named(key: str) -> str:
+def _with_hyphens(key: str) -> str:
     return key.replace("_", "-")
 
 
@@ -171,16 +170,16 @@ def _require(name: str, known: set[str], path: Path, kind: str) -> None:
     raise UsageError(f"the settings file {path} sets {name!r}, which is no {kind}", hint=hint)
 
 
-def _plain(name: str, value: Any, parameter: Any, path: Path) -> Any:
-    # Python would take true for 1.
+def _checked_value(name: str, value: Any, parameter: Any, path: Path) -> Any:
+    # Python treats true as 1.
     if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
         raise UsageError(
-            f"the settings file {path} says {name} = {str(value).lower()}, which is no switch",
+            f"the settings file {path} says {name} = {str(value).lower()}, but it needs a value",
             hint=f"give it a value, as for --{name}",
         )
     if isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
-        f"the settings file {path} gives {name} a {type(value).__name__}",
-        hint="a value is a text in quotes, a number, true or false",
+        f"the settings file {path} sets {name} to a {type(value).__name__}",
+        hint="a value is a string in quotes, a number, true or false",
     )

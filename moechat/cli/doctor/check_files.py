@@ -1,4 +1,4 @@
-"""What ``moechat doctor`` looks into of files, settings and variables."""
+"""Sections of ``moechat doctor`` on files, settings and environment variables."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moechat.cli.doctor_report import Look, Report, size_text
-from moechat.cli.redaction import HIDDEN, is_secret, option_variables, shown_variable
-from moechat.cli.settings_file import variable_of
+from moechat.cli.config.setting_origins import check_settings
+from moechat.cli.config.settings_file import FILE, Settings, apply_settings, read_settings, variable_of
+from moechat.cli.doctor.findings import Look, Report
+from moechat.cli.doctor.redaction import HIDDEN, is_secret, shown_variable
+from moechat.cli.terminal.load_progress import format_bytes
 from moechat.config import user_paths
 from moechat.errors import MoechatError
+
+if TYPE_CHECKING:
+    from moechat.cli.lazy_group import LazyGroup
 
 _VARIABLES = re.compile(
     r"(MOECHAT|HF|CUDA|OMP|MKL)_.*|TRITON_.*|NO_COLOR|TERM|LANG|(HTTPS?|ALL|NO)_PROXY", re.I
 )
-# A small model with its checkpoint's shards on the way.
+# Enough for a small model and the shards of its checkpoint during conversion.
 _LITTLE_DISK = 20 << 30
 
 
@@ -34,51 +41,23 @@ def _files(report: Report, rows: dict[str, str]) -> None:
     disk = disk_of(paths.models)
     free = shutil.disk_usage(existing_parent(paths.models)).free
     rows["disk"] = ", ".join(part for part in (disk.file_system, disk.device) if part) or "unknown"
-    rows["free"] = size_text(free)
+    rows["free"] = format_bytes(free)
     if free < _LITTLE_DISK:
         report.advice(
-            f"{size_text(free)} are free on the disk of the library",
+            f"{format_bytes(free)} are free on the disk of the library",
             "`moechat rm` removes models; MOECHAT_HOME moves everything to another disk",
         )
 
 
-def _settings(report: Report, rows: dict[str, str]) -> None:
-    from moechat.cli.app import grammar
-    from moechat.cli.setting_origins import check_settings
-    from moechat.cli.settings_file import FILE, Settings, apply_settings, read_settings
-
-    path = user_paths().config / FILE
-    rows["file"] = str(path)
-    group = grammar()
-    settings = Settings(path)
-    try:
-        settings = read_settings(user_paths())
-        if not path.exists():
-            rows["file"] += " (there is none)"
-        rows |= {name: _shown(name, value) for name, value in settings.general.items()}
-        for command, values in settings.of.items():
-            rows |= {f"{command}: {name}": _shown(name, value) for name, value in values.items()}
-        apply_settings(group, settings)
-    except MoechatError as error:
-        report.problem(f"settings: {error}", error.hint or "correct it, or move it away")
-        settings = Settings(path)  # what variables say is looked into all the same
-    for problem in check_settings(group, settings, os.environ):
-        report.problem(str(problem), problem.hint or "correct it")
-
-
-def _shown(name: str, value: object) -> str:
-    return HIDDEN if is_secret(variable_of(name), option_variables()) else str(value)
-
-
 def _library(report: Report, rows: dict[str, str]) -> None:
-    from moechat.cli.library import divide
+    from moechat.cli.commands.library_list import split_running
     from moechat.hub.leftovers import list_leftovers, list_sources
     from moechat.hub.library import list_stores
 
     paths = user_paths()
     entries = list_stores(paths)
     for entry in entries:
-        rows[entry.title] = "damaged" if entry.damaged else f"{entry.bits} bits, {size_text(entry.nbytes)}"
+        rows[entry.title] = "damaged" if entry.damaged else f"{entry.bits} bits, {format_bytes(entry.nbytes)}"
         if entry.reason is not None:
             report.problem(
                 f"the store {entry.path.name} cannot be read: {entry.reason}",
@@ -93,15 +72,15 @@ def _library(report: Report, rows: dict[str, str]) -> None:
         rows["models"] = "none but the demo"
     sources = list_sources(paths)
     if sources:
-        rows["kept checkpoints"] = f"{len(sources)}, {size_text(sum(source.nbytes for source in sources))}"
-    running, left = divide(list_leftovers(paths))
+        rows["kept checkpoints"] = f"{len(sources)}, {format_bytes(sum(source.nbytes for source in sources))}"
+    running, left = split_running(list_leftovers(paths))
     if running:
         rows["running"] = (
-            f"downloads and conversions, {size_text(sum(item.nbytes for item in running))} so far"
+            f"downloads and conversions, {format_bytes(sum(item.nbytes for item in running))} so far"
         )
     if left:
         report.advice(
-            f"unfinished downloads and conversions take {size_text(sum(item.nbytes for item in left))}",
+            f"unfinished downloads and conversions take {format_bytes(sum(item.nbytes for item in left))}",
             "they go on with the command that was interrupted; `moechat rm --leftovers` removes them",
         )
 
@@ -123,7 +102,12 @@ def _measurements(report: Report, rows: dict[str, str]) -> None:
 
 
 def _hub(report: Report, rows: dict[str, str]) -> None:
-    from moechat.hub.failures import endpoint, has_token, is_offline, withholds_token
+    from moechat.fetch.hub_client import (
+        endpoint,
+        has_token,
+        is_offline,
+        withholds_token,
+    )
 
     rows["address"] = endpoint()
     rows["token"] = "there is one" if has_token() else "none"
@@ -134,19 +118,12 @@ def _hub(report: Report, rows: dict[str, str]) -> None:
         report.advice("HF_HUB_OFFLINE is set: no model can be downloaded", "unset it")
 
 
-def _environment(report: Report, rows: dict[str, str]) -> None:
-    options = option_variables()
-    for name in sorted(os.environ):
-        if _VARIABLES.fullmatch(name):
-            rows[name] = shown_variable(name, os.environ[name], options)
-
-
 def _conversations(report: Report, rows: dict[str, str]) -> None:
     import sqlite3
     from contextlib import closing
 
-    from moechat.chat.schema import MIGRATIONS
-    from moechat.chat.sessions import sessions_path
+    from moechat.chat.history.database_schema import MIGRATIONS
+    from moechat.chat.history.session_database import sessions_path
 
     path = sessions_path()
     rows["file"] = str(path)
@@ -156,10 +133,10 @@ def _conversations(report: Report, rows: dict[str, str]) -> None:
     if path.is_dir():
         report.problem(f"{path} is a directory", "move it away; a new database is made in its place then")
         return
-    # Beside a database that nobody has open there is no log, and then nothing else has to be written to read
-    # it: not even the files that SQLite would make for those who share it.
-    alone = not path.with_name(f"{path.name}-wal").exists()
-    address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
+    # Without a write-ahead log no process has the database open; "immutable" then keeps SQLite from creating
+    # its own files beside it.
+    unused = not path.with_name(f"{path.name}-wal").exists()
+    address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if unused else ''}"
     try:
         with closing(sqlite3.connect(address, uri=True, timeout=1)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -168,7 +145,7 @@ def _conversations(report: Report, rows: dict[str, str]) -> None:
                 raise sqlite3.DatabaseError(state)
             if version > len(MIGRATIONS):
                 report.problem(
-                    f"{path} was written by a newer moechat: it has form {version}, this version knows "
+                    f"{path} was written by a newer moechat: it has schema {version}, this version knows "
                     f"{len(MIGRATIONS)}",
                     "use that version; until then chats are not kept",
                 )
@@ -180,15 +157,49 @@ def _conversations(report: Report, rows: dict[str, str]) -> None:
             "move that file away; a new one is made then",
         )
         return
-    rows["conversations"] = f"{count:,}, {size_text(path.stat().st_size)}"
+    rows["conversations"] = f"{count:,}, {format_bytes(path.stat().st_size)}"
 
 
-FILES: dict[str, Look] = {
-    "files": _files,
-    "settings": _settings,
-    "library": _library,
-    "conversations": _conversations,
-    "measurements": _measurements,
-    "hub": _hub,
-    "environment": _environment,
-}
+def file_sections(commands: LazyGroup, variables: Collection[str]) -> dict[str, Look]:
+    """The sections on files, settings and variables, by title.
+
+    Args:
+        commands: All commands of the program.
+        variables: Names of the environment variables that set their options.
+    """
+
+    def shown(name: str, value: object) -> str:
+        return HIDDEN if is_secret(variable_of(name), variables) else str(value)
+
+    def settings_section(report: Report, rows: dict[str, str]) -> None:
+        path = user_paths().config / FILE
+        rows["file"] = str(path)
+        settings = Settings(path)
+        try:
+            settings = read_settings(user_paths())
+            if not path.exists():
+                rows["file"] += " (there is none)"
+            rows |= {name: shown(name, value) for name, value in settings.general.items()}
+            for command, values in settings.of.items():
+                rows |= {f"{command}: {name}": shown(name, value) for name, value in values.items()}
+            apply_settings(commands, settings)
+        except MoechatError as error:
+            report.problem(f"settings: {error}", error.hint or "correct it, or move it away")
+            settings = Settings(path)  # environment variables are still checked
+        for problem in check_settings(commands, settings, os.environ):
+            report.problem(str(problem), problem.hint or "correct it")
+
+    def environment_section(report: Report, rows: dict[str, str]) -> None:
+        for name in sorted(os.environ):
+            if _VARIABLES.fullmatch(name):
+                rows[name] = shown_variable(name, os.environ[name], variables)
+
+    return {
+        "files": _files,
+        "settings": settings_section,
+        "library": _library,
+        "conversations": _conversations,
+        "measurements": _measurements,
+        "hub": _hub,
+        "environment": environment_section,
+    }

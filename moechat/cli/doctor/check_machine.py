@@ -1,4 +1,4 @@
-"""What ``moechat doctor`` looks into of the machine and of the installation."""
+"""Sections of ``moechat doctor`` on the machine and the installation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 import moechat
-from moechat.cli.doctor_report import Look, Report, size_text
+from moechat.cli.doctor.findings import Look, Report
+from moechat.cli.terminal.load_progress import format_bytes
 
 _PACKAGES = (
     "torch",
@@ -24,7 +25,7 @@ _PACKAGES = (
     "rich",
 )
 _GIB = 1 << 30
-# The smallest known models in 4 bits take about as much.
+# About the size of the smallest known models in 4 bits.
 _LITTLE_MEMORY = 6 * _GIB
 
 
@@ -66,14 +67,14 @@ def _memory(report: Report, rows: dict[str, str]) -> None:
     from moechat.hardware.memory import available_bytes, total_bytes
 
     available = available_bytes()
-    rows["in all"] = size_text(total_bytes())
-    rows["available"] = size_text(available)
-    rows["swap in use"] = size_text(psutil.swap_memory().used)
+    rows["in all"] = format_bytes(total_bytes())
+    rows["available"] = format_bytes(available)
+    rows["swap in use"] = format_bytes(psutil.swap_memory().used)
     setting = huge_pages()
     rows["huge pages"] = setting or "unknown"
     if available < _LITTLE_MEMORY:
         report.advice(
-            f"{size_text(available)} of memory are available",
+            f"{format_bytes(available)} of memory are available",
             "end other programs; experts that do not fit are read from disk, which is slower",
         )
     if setting == "never":
@@ -94,7 +95,7 @@ def _card(report: Report, rows: dict[str, str]) -> None:
     for device in found.devices:
         capability = device.capability
         rows[f"card {device.index}"] = (
-            f"{device.name}, {size_text(device.vram_free)} of {size_text(device.vram)} free, "
+            f"{device.name}, {format_bytes(device.vram_free)} of {format_bytes(device.vram)} free, "
             f"compute capability {'unknown' if capability is None else '.'.join(map(str, capability))}"
         )
         if capability is not None and capability < LEAST_CAPABILITY:

@@ -1,4 +1,4 @@
-"""What ``moechat doctor`` says: sections of names and values, and findings."""
+"""The report of ``moechat doctor``: sections of names and values, and findings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Finding:
     """Something that could be better.
 
     Attributes:
-        level: ``problem``: something does not work; ``advice``: it works, but worse than it could.
-        fact: What was found, with its numbers.
-        hint: What to do.
+        level: ``problem`` for something broken; ``advice`` for something that could work better.
+        fact: The fact with its numbers.
+        hint: The next step.
     """
 
     level: Level
@@ -26,10 +26,10 @@ class Finding:
 
 @dataclass
 class Report:
-    """What was looked into.
+    """The results of all sections.
 
     Attributes:
-        sections: Title, then names and values.
+        sections: Names and values by title.
         findings: In the order of the sections.
     """
 
@@ -37,20 +37,13 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     def problem(self, fact: str, hint: str) -> None:
-        """Something does not work."""
+        """Add a finding on something broken."""
         self.findings.append(Finding("problem", fact, hint))
 
     def advice(self, fact: str, hint: str) -> None:
-        """Something could be better."""
+        """Add a finding on something that could work better."""
         self.findings.append(Finding("advice", fact, hint))
 
 
 Rows = dict[str, str]
 Look = Callable[[Report, Rows], None]
-
-
-def size_text(nbytes: int) -> str:
-    """``1.5 GiB``."""
-    from moechat.cli.progress import format_bytes
-
-    return format_bytes(nbytes)

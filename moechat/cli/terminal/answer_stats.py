@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moechat.cli.progress import format_bytes, format_seconds
-from moechat.cli.terminal import console, print_notice
+from moechat.cli.terminal.consoles import console, print_notice
+from moechat.cli.terminal.load_progress import format_bytes, format_seconds
 
 _TITLES = {
     "load_s": "loading",
@@ -15,11 +15,11 @@ _TITLES = {
     "output_tokens": "answer tokens",
     "ttft_s": "time to first token",
     "tpot_s": "time per token after it",
-    "busy_s": "time in all",
+    "busy_s": "total time",
     "expert_activations": "expert activations",
     "expert_bytes": "expert bytes read",
     "hit_rate_full": "experts found in memory",
-    "hit_rate_prefetched": "on their way",
+    "hit_rate_prefetched": "prefetched",
     "hit_rate_top": "found in part",
     "hit_rate_miss": "missed",
     "demand_bytes": "fetched on demand",
@@ -31,15 +31,15 @@ _TITLES = {
     "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
     "seed": "seed",
-    "plan": "experts divided by",
-    "tuned": "plan that was timed",
-    "replans": "plans made anew",
+    "plan": "allocation method",
+    "tuned": "timed plan",
+    "replans": "replans",
 }
-# Only what is read from disk has these; zeros would say nothing where all experts are in memory.
+# Hidden if all experts are in memory, where they would be 0.
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
-# Shown where there is something to show.
+# Hidden if 0 or empty.
 _IF_ANY = {"shared_bytes", "plan", "tuned"}
-# For programs; the table has them in another form.
+# Only in the JSON form; the table has them in another form.
 _HIDDEN = {
     "hits_full",
     "hits_prefetched",
@@ -55,11 +55,11 @@ _HIDDEN = {
 
 
 def print_stats(statistics: Mapping[str, Any]) -> None:
-    """Print ``Stats.to_json()``; names the table does not know are shown as they are.
+    """Print ``Stats.to_json()``; keys without a title are shown as they are.
 
     Args:
-        statistics: Keys that end in ``_s`` are seconds, those that end in ``_bytes`` bytes; those that begin
-            with ``hit_rate_`` or end in ``_share`` are shares.
+        statistics: Keys that end in ``_s`` are in seconds, those that end in ``_bytes`` in bytes; those that
+            begin with ``hit_rate_`` or end in ``_share`` are shares from 0 to 1.
     """
     from rich.table import Table
 
@@ -75,7 +75,7 @@ def print_stats(statistics: Mapping[str, Any]) -> None:
 
 
 def print_tuning(tuning: Mapping[str, Any]) -> None:
-    """Print ``Tuning.to_json()``: what was chosen and why, and what was timed of each candidate."""
+    """Print ``Tuning.to_json()``: the choice, its reason, and the times of each candidate."""
     from rich.table import Table
 
     when = {"measured": f"timed in {format_seconds(tuning['seconds'])}", "remembered": "remembered"}
@@ -100,7 +100,7 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
         )
     console().print(table)
     if tuning["left_out"]:
-        print_notice(f"no time was left for {', '.join(tuning['left_out'])}")
+        print_notice(f"not timed within the limit: {', '.join(tuning['left_out'])}")
     for name, other in tuning["same_as"].items():
         print_notice(f"{name} is the same as {other}")
 
@@ -122,7 +122,7 @@ def print_replanned(replanned: Mapping[str, Any]) -> None:
 
 
 def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What the table shows, in its order: that of the titles, then what has none."""
+    """The rows of the table, in the order of the titles; keys without a title come last."""
     pages = statistics.get("pages")
     known = dict(statistics)
     if pages:

@@ -1,4 +1,4 @@
-"""What is written where: the answer on stdout, everything else on stderr."""
+"""Output of the commands: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
-from moechat.chat.neutral import neutralise
-from moechat.chat.output import Answer, write_output
+from moechat.chat.terminal.output import write_output
+from moechat.chat.terminal.safe_text import neutralise
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
-    "Answer",
     "ClosedStream",
     "console",
     "is_animated",
@@ -35,7 +34,7 @@ def console() -> Console:
 
     class ErrorConsole(Console):
         def on_broken_pipe(self) -> None:
-            self.quiet = True  # rich would end the program; but the answer may still have its reader
+            self.quiet = True  # rich would exit, but stdout may still have a reader
 
     return ErrorConsole(stderr=True, highlight=False, soft_wrap=True)
 
@@ -46,38 +45,38 @@ def is_animated() -> bool:
 
 
 def print_error(message: str, hint: str | None = None) -> None:
-    """Say on stderr what happened, and what to do about it."""
+    """Print an error and the next step to stderr."""
     _print_labelled("error:", "bold red", message)
     if hint:
         _print_labelled("hint:", "bold cyan", hint)
 
 
 def print_notice(message: str) -> None:
-    """Say something on stderr that is not an error."""
+    """Print a message that is not an error to stderr."""
     from rich.text import Text
 
     console().print(Text(neutralise(message), style="dim"))
 
 
 def write_json_line(stream: TextIO, value: Any) -> None:
-    """Write a JSON object as one line; raises as :func:`write_output`."""
-    # On a terminal all but ASCII is escaped: C1 control characters would pass through JSON as they are.
+    """Write a JSON object on one line; raises the errors of :func:`write_output`."""
+    # ASCII only on a terminal, because JSON does not escape C1 control characters.
     plain = stream.isatty() or (stream.encoding or "").lower().replace("-", "") != "utf8"
     write_output(stream, json.dumps(value, ensure_ascii=plain) + "\n")
 
 
 def print_warning(message: str) -> None:
-    """Say on stderr that something is not as it was asked for."""
+    """Print a warning to stderr."""
     _print_labelled("warning:", "bold yellow", message)
 
 
 def can_ask() -> bool:
-    """Whether somebody sees a question and can answer it."""
+    """Whether the user can see and answer a question."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def ask(question: str, *, default: bool) -> bool:
-    """Ask for yes or no on stderr; anything else is asked again, the end of stdin is a no."""
+def confirm(question: str, *, default: bool) -> bool:
+    """Ask for yes or no on stderr, until the answer is either; the end of stdin means no."""
     choices = "[Y/n]" if default else "[y/N]"
     while True:
         console().print(neutralise(f"{question} {choices} "), end="", markup=False)
@@ -100,13 +99,13 @@ def _print_labelled(label: str, style: str, message: str) -> None:
 
 
 class ClosedStream(io.TextIOBase):
-    """Stands in for a standard output that was closed before the start: it behaves like a broken pipe."""
+    """A standard output that was closed before the start; behaves like a broken pipe."""
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return 1  # the null device by then, see _prepare_standard_streams
+        return 1  # the null device, see _prepare_standard_streams
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

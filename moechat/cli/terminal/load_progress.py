@@ -1,4 +1,4 @@
-"""Progress of loading a model on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of loading a model on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moechat.cli.terminal import console, is_animated, neutralise, print_notice
+from moechat.cli.terminal.consoles import console, is_animated, neutralise, print_notice
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -31,7 +31,7 @@ _RATE_OVER_S = 5.0
 
 
 class LoadProgress:
-    """Shows the reports of ``moechat.load``; a context manager, so that the bar is gone whatever happens.
+    """Shows the progress of ``moechat.load``; a context manager that removes the bar at its end.
 
     Args:
         quiet: Show nothing.
@@ -47,14 +47,14 @@ class LoadProgress:
         self._stage_first_done = 0
         self._shown_at = 0.0
         self._printed = False
-        self._came: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
 
     def __enter__(self) -> LoadProgress:
         self.start()
         return self
 
     def start(self) -> None:
-        """Show the bar, where there is one; again after :meth:`stop`."""
+        """Show the bar on a terminal; also after :meth:`stop`."""
         self._stage_started = time.monotonic()
         if self._animated and self._bar is None:
             self._bar = _make_bar()
@@ -62,18 +62,18 @@ class LoadProgress:
             self._bar.start()
 
     def stop(self) -> None:
-        """Take the bar away, for what is not progress."""
+        """Remove the bar, for other output."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
 
     def say(self, title: str) -> None:
-        """Show on a terminal what is going on before the first report."""
+        """Set the bar's title before the first report."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=title)
 
     def notice(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         print_notice(text)
 
     def _add_task(self) -> TaskID:
@@ -88,7 +88,7 @@ class LoadProgress:
             self._end_stage()
 
     def __call__(self, report: Progress) -> None:
-        """Take one report; cheap enough for thousands a second."""
+        """Show a report; fast enough for thousands per second."""
         if self._quiet:
             return
         now = time.monotonic()
@@ -96,7 +96,7 @@ class LoadProgress:
             self._end_stage()
             self._stage, self._stage_started, self._stage_first_done = report.stage, now, report.done
             self._shown_at, self._printed = 0.0, False
-            self._came.clear()
+            self._samples.clear()
             if self._bar is not None and self._task is not None:
                 self._bar.remove_task(self._task)  # each stage has its own clock
                 self._task = self._add_task()
@@ -121,11 +121,11 @@ class LoadProgress:
             print_notice(self._line(report, now))
 
     def _rate(self, report: Progress, now: float) -> str:
-        """Bytes a second of the last seconds, as text."""
-        self._came.append((now, report.done))
-        while now - self._came[0][0] > _RATE_OVER_S:
-            self._came.popleft()
-        since, before = self._came[0]
+        """The recent rate, as text."""
+        self._samples.append((now, report.done))
+        while now - self._samples[0][0] > _RATE_OVER_S:
+            self._samples.popleft()
+        since, before = self._samples[0]
         span = now - since
         return f", {format_bytes(max(0, report.done - before) / span)}/s" if span > 1 else ""
 
@@ -147,7 +147,7 @@ class LoadProgress:
         return ", ".join(words)
 
     def _end_stage(self) -> None:
-        # A conversion is done once for a model; so it is worth a word that it is kept.
+        # Tell the user that the long conversion happens only once.
         if self._stage == "convert" and not self._quiet:
             took = format_seconds(time.monotonic() - self._stage_started)
             print_notice(f"converted in {took}, and kept for the next time")
@@ -155,7 +155,7 @@ class LoadProgress:
 
 
 def _one_line(detail: str) -> str:
-    """Details hold names of files and tensors, which are whatever the maker of a model chose."""
+    """Neutralise a detail, which contains untrusted names of files and tensors."""
     return neutralise(detail).replace("\n", "␊").replace("\t", "␉")
 
 
@@ -198,9 +198,7 @@ def _make_bar() -> Bar:
     shown_on = console()
 
     class Narrower(Progress):
-        """Leaves room for the ^C that a terminal shows: in a full line it would begin another, and the bar
-        would be left behind in the one before.
-        """
+        """Leaves room for the ^C that a terminal echoes, which would wrap a full line."""
 
         def get_renderable(self) -> RenderableType:
             return Constrain(super().get_renderable(), max(shown_on.width - 3, 10))

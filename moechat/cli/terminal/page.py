@@ -1,4 +1,4 @@
-"""Results for people, made as a whole before any of it is written."""
+"""Builds the text of a result page before any of it is written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moechat.chat.neutral import neutralise, one_line
+from moechat.chat.terminal.safe_text import neutralise, one_line
 
 
 class Page:
-    """Tables and lines for people: as wide as the terminal, plain and unwrapped under a pipe."""
+    """Tables and lines of text: as wide as the terminal, plain and unwrapped in a pipe."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -29,15 +29,21 @@ class Page:
 
     @property
     def text(self) -> str:
-        """Everything so far, without blanks at the ends of lines."""
+        """The page so far, without trailing spaces."""
         return "\n".join(line.rstrip() for line in self._buffer.getvalue().split("\n"))
 
     def line(self, text: str = "", style: str = "") -> None:
-        """A line of its own, never broken, its control characters shown."""
+        """Add a line, never wrapped, with control characters made visible."""
         self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
 
     def table(self, title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
-        """A titled table; of each column its name and ``left`` or ``right``."""
+        """Add a table.
+
+        Args:
+            title: Printed above it.
+            columns: Name and alignment, ``left`` or ``right``.
+            rows: Cells.
+        """
         from rich.table import Table
         from rich.text import Text
 
@@ -56,7 +62,7 @@ class Page:
         self.console.print(table)
 
     def pairs(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Names and what belongs to them, each on a line of its own whatever it holds."""
+        """Add names with values, each pair on one line."""
         from rich.table import Table
         from rich.text import Text
 

@@ -1,12 +1,12 @@
-"""How far work on many prompts has come."""
+"""Shows progress over many prompts."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from moechat.cli.progress import format_seconds
-from moechat.cli.terminal import is_animated, print_notice
+from moechat.cli.terminal.consoles import is_animated, print_notice
+from moechat.cli.terminal.load_progress import format_seconds
 
 _FIRST_LINE_AFTER_S = 3.0
 _LINE_EVERY_S = 10.0
@@ -18,13 +18,13 @@ def prompts_text(count: int) -> str:
     return f"{count:,} prompt{'' if count == 1 else 's'}"
 
 
-class Counting:
-    """How far work on many prompts has come, on stderr: a bar on a terminal, a line now and then elsewhere.
+class PromptProgress:
+    """Progress over many prompts on stderr: a bar on a terminal, occasional lines elsewhere.
 
     Args:
-        prompts: How many there are.
-        doing: What is done with them: ``recording``.
-        done: What has been done: ``recorded``.
+        prompts: Number of prompts.
+        doing: Present participle for the bar, such as ``recording``.
+        done: Past participle for lines, such as ``recorded``.
         quiet: Show nothing.
     """
 
@@ -38,11 +38,11 @@ class Counting:
         self._started = time.monotonic()
         self._next = self._started + _FIRST_LINE_AFTER_S
 
-    def __enter__(self) -> Counting:
+    def __enter__(self) -> PromptProgress:
         if not self._quiet and is_animated():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            from moechat.cli.terminal import console
+            from moechat.cli.terminal.consoles import console
 
             self._bar = Progress(
                 TextColumn(self._doing),
@@ -62,7 +62,7 @@ class Counting:
             self._bar.stop()
 
     def show(self, done: int, tokens: int) -> None:
-        """So many prompts are complete, with so many tokens."""
+        """Show the number of finished prompts and their tokens."""
         if self._quiet:
             return
         now = time.monotonic()

@@ -1,12 +1,12 @@
-"""Decoding steps without torch's price: what lies between the products of a layer, computed natively.
+"""Native decoding steps: computes norms, rotary embedding, attention and routing without torch overhead.
 
-A family's modules stay as transformers has them. Those whose results can be reproduced are recognised by what
-they compute, never by name, and get a ``forward`` of ours that takes over for passes it was made for and
-leaves every other pass to the module's own. No result depends on the number of threads.
+transformers' modules are recognised by their results, never by name. A recognised module gets a native
+``forward`` for the passes that the native code supports; all other passes use the module's own. Results do
+not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-from moechat.models.decode.quicken import Quickened, quicken
+from moechat.models.decode.install import NativeModules, install_native_modules
 
-__all__ = ["Quickened", "quicken"]
+__all__ = ["NativeModules", "install_native_modules"]

@@ -1,8 +1,8 @@
-"""Cosines and sines of rotary embeddings, looked up for one token instead of computed.
+"""Cosines and sines of rotary embeddings, looked up in a table for one token instead of computed.
 
-A family computes them anew in every pass, from the positions alone. For a single token torch wakes its
-threads for a hundred numbers, which takes longer than a layer's norms, rotation and attention together. Here
-the family's own module fills a table for a range of positions, and a decoding step reads a row of it.
+A family computes them in every pass from the positions. For a single token torch starts its threads for a
+hundred numbers, which takes longer than a layer's norms, rotation and attention together. Here the family's
+own module fills a table for a range of positions, and a decoding step reads one row.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from moechat.models.decode.elements import ELEMENTS, close, probing
+from moechat.models.decode.probe import ELEMENTS, close, probing
 from moechat.models.threads import one_thread
 
-# Positions of a table; tables that are kept at a time.
-_POSITIONS = 256
-_TABLES = 2
-# Kinds whose frequencies do not change with the length of the text.
+_POSITIONS = 256  # per table
+_TABLES = 2  # kept at a time
+# Kinds whose frequencies do not depend on the length of the context.
 _STEADY = frozenset({"default", "linear", "llama3", "yarn"})
 
 Angles = Callable[..., Any]
 
 
 def recognise_angles(module: Any) -> Angles | None:
-    """A ``forward`` for ``module``, if it gives cosines and sines that depend on each position alone."""
+    """A ``forward`` for ``module``; ``None`` unless its cosines and sines depend only on each position."""
     if "forward" in vars(module) or not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
         return None
     kind = getattr(module, "rope_type", None)
@@ -44,7 +43,7 @@ def recognise_angles(module: Any) -> Angles | None:
                 try:
                     wanted = module(x, at)
                     found = ours(other, at)
-                except Exception:  # it wants something else than positions
+                except Exception:  # it needs other inputs
                     return None
                 if type(wanted) is not tuple or len(wanted) != 2 or not all(map(close, found, wanted)):
                     return None
@@ -52,7 +51,7 @@ def recognise_angles(module: Any) -> Angles | None:
 
 
 def tabled_angles(module: nn.Module) -> Angles:
-    """The ``forward`` of ``module``, with a table for passes of one token."""
+    """The ``forward`` of ``module`` with a table for passes of one token."""
     own = module.forward
     tables: dict[tuple[torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

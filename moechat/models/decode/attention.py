@@ -1,15 +1,15 @@
-"""Attention of few tokens straight over the attention cache: no copies of its heads, no masks.
+"""Native attention of a few tokens directly on the attention cache, without copies of its heads or masks.
 
-The function is registered with transformers under names of our own, one for families that use torch's
-``scaled_dot_product_attention`` and one for families that cannot and use their own. Whatever the native code
-is not made for goes that way.
+The function is registered with transformers under two names: one replaces torch's
+``scaled_dot_product_attention``, one the eager functions of families that cannot use that. Passes that the
+native code does not support use the replaced function.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,14 +23,14 @@ from transformers.masking_utils import (
 )
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, close, probing
 from moechat.models.decode.latent import LATENT, Latent
+from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, close, probing
 
-# What transformers calls the families' own ways, and what it calls ours in their place.
+# transformers' name of an attention function -> name of its native replacement.
 NAMES = {"sdpa": "moechat-sdpa", "eager": "moechat-eager"}
 
-# Arguments that say nothing beyond what keys, mask and module say already.
-_SILENT = frozenset(
+# Arguments without effect beyond keys, mask and module.
+_IGNORED = frozenset(
     {
         "sliding_window",
         "position_ids",
@@ -50,45 +50,41 @@ _PLAN = "_moechat_attention"
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class _Plan:
+class _Plan(NamedTuple):
     """The native attention of one module, for one shape of heads.
 
     Attributes:
-        run: ``None`` where the module's own way computes something else.
+        run: The native code; ``None`` if the module's own function has other results.
+        sinks: float32 sinks that ``run`` reads.
+        original_sinks: The tensor they were made from, kept so that no other tensor can get its id.
     """
 
-    def __init__(
-        self,
-        run: _native.Attention | None,
-        sinks: torch.Tensor | None,
-        given: torch.Tensor | None = None,
-    ) -> None:
-        self.run = run
-        self.sinks = sinks  # float32; ``run`` reads it
-        self.given = given  # what they were made from: no other tensor may take its identity
+    run: _native.Attention | None
+    sinks: torch.Tensor | None = None
+    original_sinks: torch.Tensor | None = None
 
 
 def register() -> None:
-    """Make both names known to transformers; harmless when repeated."""
-    AttentionInterface.register(NAMES["sdpa"], _sdpa)
-    AttentionInterface.register(NAMES["eager"], _eager)
+    """Register both names with transformers; idempotent."""
+    AttentionInterface.register(NAMES["sdpa"], _replacement(lambda _: sdpa_attention_forward))
+    AttentionInterface.register(NAMES["eager"], _replacement(_eager))
     AttentionMaskInterface.register(NAMES["sdpa"], _masks(sdpa_mask))
     AttentionMaskInterface.register(NAMES["eager"], _masks(eager_mask))
 
 
 def registered(name: str | None) -> str | None:
-    """Our name in place of the one that a configuration has; ``None`` where there is none."""
+    """Name of the native replacement for an attention function; ``None`` if there is none."""
     return NAMES.get(name or "") if name in ALL_MASK_ATTENTION_FUNCTIONS else None
 
 
 def _masks(own: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     def mask(**arguments: Any) -> torch.Tensor | None:
-        """No mask where the one token of a pass sees all keys, else the family's."""
+        """No mask if the only token of a pass attends to all keys, else the family's."""
         if (
             arguments["q_length"] == 1
             and arguments.get("allow_is_causal_skip", True)
             and arguments.get("attention_mask") is None
-            and _sees_all(**arguments)
+            and _attends_to_all(**arguments)
         ):
             return None
         return own(**arguments)
@@ -96,7 +92,7 @@ def _masks(own: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tenso
     return mask
 
 
-def _sees_all(
+def _attends_to_all(
     *,
     kv_length: int,
     q_offset: Any = 0,
@@ -105,65 +101,47 @@ def _sees_all(
     config: Any = None,
     **_: Any,
 ) -> bool:
-    """Whether the newest token, which is alone, sees every key."""
+    """Whether the single new token attends to every key."""
     if type(q_offset) is not int or type(kv_offset) is not int or kv_offset + kv_length != q_offset + 1:
         return False
     if local_size is None:
         return True
-    # Attention in chunks has a local size too, but not a window's meaning.
+    # Chunked attention has a local size too, but it is not a window.
     chunked = config is None or getattr(config, "attention_chunk_size", None) is not None
     return not chunked and q_offset - kv_offset < local_size
 
 
-def _family(module: nn.Module) -> Attend:
+def _eager(module: nn.Module) -> Attend:
     """The attention function of the module's family."""
     found: Attend = sys.modules[type(module).__module__].eager_attention_forward
     return found
 
 
-def _sdpa(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **named: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _natively(sdpa_attention_forward, module, query, key, value, attention_mask, named)
+def _replacement(own_of: Callable[[nn.Module], Attend]) -> Attend:
+    """Native attention, with a fallback to the function that ``own_of`` gives for a module."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        own = own_of(module)
+        latent = module.__dict__.get(LATENT)
+        if latent is not None:
+            out = _attend_latents(latent, query, key, value, attention_mask, named)
+            if out is not None:
+                return out, None
+            key, value = latent.expand(key, value)
+        out = _attend(module, query, key, value, attention_mask, named, own)
+        return (out, None) if out is not None else own(module, query, key, value, attention_mask, **named)
+
+    return attention
 
 
-def _eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **named: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _natively(_family(module), module, query, key, value, attention_mask, named)
-
-
-def _natively(
-    own: Attend,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    named: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention by the native code, or by ``own`` where that is not made for it."""
-    latent = module.__dict__.get(LATENT)
-    if latent is not None:
-        out = _over_latents(latent, query, key, value, mask, named)
-        if out is not None:
-            return out, None
-        key, value = latent.expand(key, value)
-    out = _attend(module, query, key, value, mask, named, own)
-    return (out, None) if out is not None else own(module, query, key, value, mask, **named)
-
-
-def _over_latents(
+def _attend_latents(
     latent: Latent,
     query: torch.Tensor,
     kept: torch.Tensor,
@@ -171,8 +149,8 @@ def _over_latents(
     mask: torch.Tensor | None,
     named: dict[str, Any],
 ) -> torch.Tensor | None:
-    """As :func:`_attend`, for keys and values that were not expanded."""
-    if mask is not None or query.shape[2] != 1 or named.get(_SINKS) is not None or not _understood(named):
+    """As :func:`_attend`, for latents instead of keys and values."""
+    if mask is not None or query.shape[2] != 1 or named.get(_SINKS) is not None or not _supported(named):
         return None
     scaling = named.get("scaling")
     return latent.attend(query, kept, rotated, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
@@ -187,7 +165,7 @@ def _attend(
     named: dict[str, Any],
     own: Attend,
 ) -> torch.Tensor | None:
-    """``[1, tokens, heads, value_dim]``, or ``None`` where the family's way has to be taken."""
+    """Native attention ``[1, tokens, heads, value_dim]``; ``None`` if the native code does not support it."""
     batch, heads, tokens, key_dim = query.shape
     if tokens > FEW_TOKENS or batch != 1 or (mask is None and tokens > 1):
         return None
@@ -212,7 +190,7 @@ def _attend(
     plan = plans.get(shape)
     if plan is None:
         plan = plans[shape] = _make_plan(module, query, key, value, named, own)
-    if plan.run is None or not _understood(named):
+    if plan.run is None or not _supported(named):
         return None
     out = torch.empty((1, tokens, heads, value_dim), dtype=dtype)
     plan.run(
@@ -236,12 +214,12 @@ def _attend(
     return out
 
 
-def _understood(named: dict[str, Any]) -> bool:
-    for name, value in named.items():
-        if value is None or value is False or name in _SILENT or name in ("scaling", _SINKS):
-            continue
-        return False
-    return not named.get("dropout")
+def _supported(named: dict[str, Any]) -> bool:
+    known = all(
+        value is None or value is False or name in _IGNORED or name in ("scaling", _SINKS)
+        for name, value in named.items()
+    )
+    return known and not named.get("dropout")
 
 
 def _make_plan(
@@ -252,17 +230,17 @@ def _make_plan(
     named: dict[str, Any],
     own: Attend,
 ) -> _Plan:
-    """The native attention of ``module``, if it computes for random queries what the family computes."""
+    """The native attention of ``module``, if its results for random queries equal the family's."""
     _, heads, _, key_dim = query.shape
     _, kv_heads, _, value_dim = value.shape
     if heads % kv_heads:
-        return _Plan(None, None)
+        return _Plan(None)
     scaling = named.get("scaling")
     sinks = named.get(_SINKS)
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
         if sinks.shape != (heads,):
-            return _Plan(None, None)
+            return _Plan(None)
     run = _native.Attention(
         ELEMENTS[query.dtype],
         kv_heads,
@@ -275,14 +253,14 @@ def _make_plan(
     )
     with probing() as generator:
 
-        def drawn(*sizes: int) -> torch.Tensor:
+        def normal(*sizes: int) -> torch.Tensor:
             return torch.randn(sizes, generator=generator).to(query.dtype)
 
-        # Sized so that scores are a few units apart, as they are in life.
+        # Scaled so that scores differ by a few units, as in real models.
         probe = (
-            drawn(1, heads, 1, key_dim) * (2.0 / (abs(float(scaling)) if scaling else 1.0) / key_dim) ** 0.5
+            normal(1, heads, 1, key_dim) * (2.0 / (abs(float(scaling)) if scaling else 1.0) / key_dim) ** 0.5
         )
-        keys, values = drawn(1, kv_heads, _PROBE_KEYS, key_dim), drawn(1, kv_heads, _PROBE_KEYS, value_dim)
+        keys, values = normal(1, kv_heads, _PROBE_KEYS, key_dim), normal(1, kv_heads, _PROBE_KEYS, value_dim)
         out = torch.empty((1, 1, heads, value_dim), dtype=query.dtype)
         run(
             probe.data_ptr(), key_dim, key_dim, 1,
@@ -291,6 +269,6 @@ def _make_plan(
         )  # fmt: skip
         try:
             wanted = own(module, probe, keys, values, None, **named)[0]
-        except Exception:  # whatever a family needs that a probe has not
-            return _Plan(None, None)
+        except Exception:  # the family needs more than the probe has
+            return _Plan(None)
     return _Plan(run if close(out, wanted) else None, sinks, named.get(_SINKS))

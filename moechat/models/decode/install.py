@@ -1,4 +1,4 @@
-"""Give a loaded model the native parts of a decoding step that its modules turn out to compute."""
+"""Installs native replacements for the recognised modules of a loaded model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import nn
 
 from moechat.models.decode import attention
 from moechat.models.decode.angles import recognise_angles
-from moechat.models.decode.elements import probing
 from moechat.models.decode.latent import LATENT, Latent, recognise_latent
+from moechat.models.decode.layer_check import agrees, layer_kind
 from moechat.models.decode.layers import recognise_layer
 from moechat.models.decode.norms import native_norm, recognise_norm
+from moechat.models.decode.probe import probing
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
-from moechat.models.decode.trial import agrees, layer_kind
 
 _MISSING = object()
 
 
 @dataclass
-class Quickened:
-    """What was recognised.
+class NativeModules:
+    """Names of the modules that compute natively.
 
     Attributes:
-        norms: Names of the modules.
-        angles: Names of the modules that give cosines and sines.
-        rotary: Names of the attention modules.
-        latent: Names of the attention modules whose cache is not expanded.
-        routers: Names of the modules.
-        layers: Names of the decoder layers whose step, up to their experts, is one call.
-        attention: Whether attention goes through the native code where it can.
+        norms: Norms.
+        angles: Modules that compute rotary cosines and sines.
+        rotary: Attention modules with native rotary embedding.
+        latent: Attention modules whose latent cache is not expanded.
+        routers: Routers.
+        layers: Decoder layers whose step, up to their experts, is one native call.
+        attention: Whether native attention is installed.
     """
 
     norms: list[str] = field(default_factory=list)
@@ -48,72 +48,65 @@ class Quickened:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Let the model compute everything as transformers does again."""
+        """Restore transformers' own computation."""
         while self._undo:
             self._undo.pop()()
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let ``module`` compute ``forward`` until :meth:`undo`."""
+        """Replace the ``forward`` of ``module`` until :meth:`undo`."""
         before = module.__dict__.get("forward", _MISSING)
 
-        def back() -> None:
+        def restore() -> None:
             if before is _MISSING:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = before
 
-        self._undo.append(back)
+        self._undo.append(restore)
         module.__dict__["forward"] = forward
 
 
-def quicken(model: Any) -> Quickened:
-    """Recognise modules of ``model`` and let them compute natively.
+def install_native_modules(model: Any) -> NativeModules:
+    """Recognise modules of ``model`` and replace their computation by native code.
 
     Args:
         model: A transformers model with its dense weights on the CPU.
     """
-    done = Quickened()
+    done = NativeModules()
     for name, module in model.named_modules():
-        norm = recognise_norm(module)
-        if norm is not None:
+        if (norm := recognise_norm(module)) is not None:
             done.replace(module, native_norm(module, norm))
             done.norms.append(name)
-            continue
-        rule = recognise_router(module)
-        if rule is not None:
+        elif (rule := recognise_router(module)) is not None:
             done.replace(module, native_router(module, rule))
             done.routers.append(name)
-            continue
-        angles = recognise_angles(module)
-        if angles is not None:
+        elif (angles := recognise_angles(module)) is not None:
             done.replace(module, angles)
             done.angles.append(name)
-            continue
-        rotate = recognise_rotary(module)
-        if rotate is not None:
+        elif (rotate := recognise_rotary(module)) is not None:
             done.replace(module, with_rotary(module, rotate))
             done.rotary.append(name)
     attention.register()
     config = model.config
     before = config._attn_implementation
     ours = attention.registered(before)
-    if ours is not None and not _asks_for_a_name(model):
+    if ours is not None and not _compares_attention_name(model):
         config._attn_implementation = ours
         done._undo.append(lambda: setattr(config, "_attn_implementation", before))
         done.attention = True
         for name, module in model.named_modules():
             latent = recognise_latent(module)
             if latent is not None:
-                _leave_latent(done, module, latent)
+                _disable_expansion(done, module, latent)
                 done.latent.append(name)
-        _join_layers(done, model)
+        _install_layers(done, model)
     return done
 
 
-def _join_layers(done: Quickened, model: Any) -> None:
+def _install_layers(done: NativeModules, model: Any) -> None:
     counts = {_angle_count(model.get_submodule(name)) for name in done.angles}
     if len(counts) != 1:
-        return  # which of them a layer gets would show in its arguments only
+        return  # the number of angles of a layer is only known from its arguments
     (angles,) = counts
     tried: dict[Any, bool] = {}
     for name, module in model.named_modules():
@@ -131,15 +124,15 @@ def _join_layers(done: Quickened, model: Any) -> None:
 
 
 def _angle_count(module: nn.Module) -> int:
-    """Cosines that a module of angles gives for a token."""
+    """Number of cosines per token from a module of angles."""
     with probing():
         cos: torch.Tensor = module(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0]
         return cos.shape[-1]
 
 
-def _asks_for_a_name(model: Any) -> bool:
-    """Whether a family compares the name of its attention, as those do that attend to chosen keys only: under
-    another name they would leave something out.
+def _compares_attention_name(model: Any) -> bool:
+    """Whether a family compares the name of its attention function, as for sparse attention; with another
+    name it would compute something else.
     """
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     methods = [
@@ -162,13 +155,13 @@ def _compares(code: CodeType) -> bool:
     return False
 
 
-def _leave_latent(done: Quickened, module: nn.Module, latent: Latent) -> None:
-    """Hand latents to our attention as they are; it expands them where it has to."""
+def _disable_expansion(done: NativeModules, module: nn.Module, latent: Latent) -> None:
+    """Pass latents to the native attention unexpanded; it expands them if necessary."""
     module.__dict__[LATENT] = latent
     module.__dict__["expand_kv"] = lambda kept, rotated: (kept, rotated)
 
-    def back() -> None:
+    def restore() -> None:
         del module.__dict__[LATENT]
         del module.__dict__["expand_kv"]
 
-    done._undo.append(back)
+    done._undo.append(restore)

@@ -1,9 +1,8 @@
 """Multi-head latent attention without expanding the cache.
 
-DeepSeek's families keep one latent vector a token and expand it to keys and values of every head, for the
-whole context, at every step. The product with a query is the same if the query is taken into the space of the
-latents instead: the latents are keys and values of one head that all queries share, and a step costs what it
-reads.
+DeepSeek's families store one latent vector per token and, at every step, expand it to keys and values of
+every head for the whole context. The result is the same if the query is projected into the latent space
+instead: the latents are then keys and values of one head that all queries share, and nothing is expanded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, close, probing
+from moechat.models.decode.probe import ELEMENTS, close, probing
 from moechat.models.threads import one_thread
 
 LATENT = "_moechat_latent"
@@ -26,10 +25,10 @@ _PROBE_KEYS = 5
 
 
 class Latent:
-    """How one attention module expands its latents, and how to do without.
+    """Latent attention of one module.
 
     Args:
-        module: Has ``expand_kv``, as :func:`recognise_latent` found.
+        module: An attention module with ``expand_kv``, as required by :func:`recognise_latent`.
     """
 
     def __init__(self, module: Any) -> None:
@@ -44,7 +43,7 @@ class Latent:
         self._runs: dict[float, _native.Attention] = {}
 
     def expanded(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``expand_kv`` is for ``[1, 1, context, rank]`` and ``[1, 1, context, rotated]``."""
+        """Reference of ``expand_kv`` for ``[1, 1, context, rank]`` and ``[1, 1, context, rotated]``."""
         context = latent.shape[2]
         both = (latent @ torch.cat([self._to_latent, self._to_values.transpose(1, 2)], 1).transpose(1, 2))[0]
         keys = torch.cat([both[..., : self.plain], rotated[0].expand(self.heads, context, -1)], -1)
@@ -53,8 +52,8 @@ class Latent:
     def attend(
         self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """``[1, 1, heads, value_dim]`` for one query ``[1, heads, 1, plain + rotated]`` that sees all keys;
-        ``None`` for what this is not made for.
+        """``[1, 1, heads, value_dim]`` for one query ``[1, heads, 1, plain + rotated]`` that attends to all
+        keys; ``None`` for unsupported shapes or types.
         """
         dtype, context = query.dtype, latent.shape[2]
         if (
@@ -70,7 +69,7 @@ class Latent:
         if run is None:
             sizes = (self.rank, self.rotated, self.rank)
             run = self._runs[scale] = _native.Attention(ELEMENTS[dtype], 1, self.heads, *sizes, scale, 0)
-        # How torch shares these small products among threads would show in their last bits.
+        # The number of threads would change the last bits of these small products.
         with one_thread():
             moved = torch.bmm(query[0, ..., : self.plain], self._to_latent)
             mixed = torch.cat([moved, query[0, ..., self.plain :]], -1)
@@ -85,7 +84,7 @@ class Latent:
 
 
 def latent_projections(model: nn.Module) -> set[nn.Module]:
-    """Layers of a model that :class:`Latent` would multiply by heads: they must stay torch's own."""
+    """Layers whose weights :class:`Latent` uses per head, which therefore must stay torch layers."""
     found = {_projection(module) for module in model.modules()}
     return {linear for linear in found if linear is not None}
 
@@ -94,11 +93,11 @@ def _projection(module: Any) -> nn.Linear | None:
     linear = getattr(module, "kv_b_proj", None)
     if not callable(getattr(module, "expand_kv", None)) or type(linear) is not nn.Linear:
         return None
-    return linear if _passes_on(type(module).forward) else None
+    return linear if _passes_unchanged(type(module).forward) else None
 
 
 def recognise_latent(module: Any) -> Latent | None:
-    """The latent attention of ``module``, if its ``expand_kv`` is a product with ``kv_b_proj`` by heads."""
+    """The latent attention of ``module``, if its ``expand_kv`` multiplies by ``kv_b_proj`` per head."""
     linear = _projection(module)
     if linear is None:
         return None
@@ -117,14 +116,14 @@ def recognise_latent(module: Any) -> Latent | None:
         )
         try:
             wanted = latent.expand(kept, rotated)
-        except Exception:  # it wants something else
+        except Exception:  # it needs other inputs
             return None
         same = len(wanted) == 2 and all(map(close, latent.expanded(kept, rotated), wanted))
     return latent if same else None
 
 
-def _passes_on(forward: Any) -> bool:
-    """Whether ``forward`` uses both results of ``expand_kv`` once: they reach attention as they are."""
+def _passes_unchanged(forward: Any) -> bool:
+    """Whether ``forward`` uses each result of ``expand_kv`` once, so that they reach attention unchanged."""
     if not isinstance(forward, FunctionType):
         return False
     stored: list[str] = []

@@ -1,6 +1,6 @@
-"""Try the joined step of a decoder layer against the layer itself, bit by bit.
+"""Compares the native step of a decoder layer with the layer itself, bitwise.
 
-Layers that differ in nothing but their weights are of one kind, and one of them is tried for all.
+Layers that differ only in their weights are of one kind, and one layer of each kind is compared.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from moechat.models.attention_cache import ReservedLayer
-from moechat.models.decode.elements import probing
+from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.layers import Forward, LayerParts
-from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.models.decode.probe import probing
+from moechat.models.skeleton import EXPERTS_RUNNER, is_experts_module
 
 _PROBES = 3
 _PROBE_KEYS = 5
 
 
 def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that differ in nothing but their weights and their place."""
+    """A key that is equal for layers that differ only in their weights and index."""
 
     def plain(module: nn.Module) -> tuple[Any, ...]:
         values = sorted(
@@ -41,8 +41,8 @@ def layer_kind(layer: nn.Module) -> tuple[Any, ...]:
     return tuple((name, plain(module)) for name, module in layer.named_modules())
 
 
-class _Echo:
-    """Stands in for the experts of a layer: a result that shows which were chosen, and by what weights."""
+class _StubExperts:
+    """Replaces the experts of a layer; its result depends on the chosen experts and their weights."""
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         mixed = (weights.float() * (1 + index.float() / 8)).sum(-1, keepdim=True)
@@ -50,19 +50,20 @@ class _Echo:
 
 
 def agrees(layer: Any, ours: Forward) -> bool:
-    """Whether ``ours`` gives for random tokens what ``layer`` gives, and leaves the same in the cache."""
+    """Whether ``ours`` and ``layer`` have the same results and cache contents for random tokens."""
     parts: LayerParts = ours.__dict__["kept"][0]
     weight = parts.before.weight
     assert isinstance(weight, torch.Tensor)
-    runners = [module for module in layer.modules() if EXPERTS_RUNNER in vars(module)]
-    before = [vars(module)[EXPERTS_RUNNER] for module in runners]
+    before = {
+        module: vars(module).get(EXPERTS_RUNNER) for module in layer.modules() if is_experts_module(module)
+    }
     try:
-        for module in runners:
-            vars(module)[EXPERTS_RUNNER] = _Echo()
+        for module in before:
+            vars(module)[EXPERTS_RUNNER] = _StubExperts()
         with probing() as generator:
             return _same(layer.forward, ours, parts, weight, generator)
     finally:
-        for module, runner in zip(runners, before, strict=True):
+        for module, runner in before.items():
             vars(module)[EXPERTS_RUNNER] = runner
 
 
@@ -73,18 +74,18 @@ def _same(
     attention, index = parts.attention, parts.attention.layer_idx
     kv_heads = attention.k_proj.out_features // attention.head_dim
 
-    def drawn(*sizes: int) -> torch.Tensor:
+    def normal(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).to(dtype)
 
     caches = [DynamicCache(), DynamicCache()]
     for cache in caches:
         cache.layers = [ReservedLayer(_PROBE_KEYS + _PROBES) for _ in range(index + 1)]
-    start = [drawn(1, kv_heads, _PROBE_KEYS, attention.head_dim) for _ in range(2)]
+    start = [normal(1, kv_heads, _PROBE_KEYS, attention.head_dim) for _ in range(2)]
     for cache in caches:
         cache.layers[index].update(*start)
     scale = 1.0
     for _ in range(_PROBES):
-        hidden, angle = drawn(1, 1, hidden_size) * scale, torch.rand(parts.angles, generator=generator) * 6
+        hidden, angle = normal(1, 1, hidden_size) * scale, torch.rand(parts.angles, generator=generator) * 6
         results = []
         for forward, cache in zip((theirs, ours), caches, strict=True):
             try:
@@ -97,7 +98,7 @@ def _same(
                         angle.sin()[None, None].to(dtype),
                     ),
                 )
-            except Exception:  # whatever the family's code needs that a probe has not
+            except Exception:  # the family's code needs more than the probe has
                 return False
             if not isinstance(result, torch.Tensor):
                 return False

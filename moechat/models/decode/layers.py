@@ -1,9 +1,9 @@
-"""Decoder layers whose step for one token, up to their experts, is a single native call.
+"""Computes a decoder layer for one token, up to its experts, in a single native call.
 
-What lies between the parts of a layer (modules, views, copies into the cache, sums) costs torch and Python
-more, for one token, than some of the parts. A layer is recognised in two steps. Its code and that of its
-attention use only names known to this module: nothing is clipped, scaled or added that it has never heard of.
-Then random tokens go through both ways, see :mod:`moechat.models.decode.trial`.
+For one token, the overhead of torch and Python between the parts of a layer (modules, views, copies into the
+cache, sums) exceeds the cost of some parts. A layer is recognised in two steps. Its code and that of its
+attention must use only the names listed here, so that no unknown clipping, scaling or addition is missed.
+Then both ways are compared on random tokens, see :mod:`moechat.models.decode.layer_check`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.attention_cache import ReservedLayer, WindowLayer
-from moechat.models.decode.elements import ELEMENTS
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.linear import PackedLinear, StoredLinear
-from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.models.skeleton import EXPERTS_RUNNER, is_experts_module
 
 _LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
 _ATTENTION_NAMES = frozenset(
     {
         # modules and sizes
         *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "layer_idx", "config"),
-        # what goes to the attention function; numbers of a module that the trial tries, kind by kind
+        # arguments of the attention function, and numbers of a module that the trial covers
         *("training", "attention_dropout", "scaling", "sliding_window", "sinks", "getattr", "use_qk_norm"),
         *("_attn_implementation", "ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
         # tensors
         *("shape", "view", "transpose", "reshape", "contiguous", "update", "apply_rotary_pos_emb"),
     }
 )
-# What such code reads from the configuration and leaves alone where it is not set.
+# Options without effect if not set, and the names that their code uses.
 _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
 _EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
 _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
-# Wraps the forward of every decoder layer, for training alone.
+# Module of the wrapper around the forward of every decoder layer, which only training uses.
 _WRAPPER = "transformers.modeling_layers"
 
 Forward = Callable[..., Any]
@@ -48,17 +48,17 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a decoder layer is made of.
+    """The parts of a decoder layer.
 
     Attributes:
         before: Norm of its inputs.
         attention: Its attention module.
         after: Norm before its feed-forward part.
         mlp: Its feed-forward part.
-        router: Chooses the experts where ``mlp`` is nothing but a router and its experts; else ``None``.
-        experts: Those experts.
-        width: Elements of a head that are rotated.
-        angles: Of each token.
+        router: Router, if ``mlp`` has only a router and its experts; else ``None``.
+        experts: Experts, if ``router`` is set.
+        width: Rotated elements of a head.
+        angles: Number of rotary angles per token.
     """
 
     before: nn.Module
@@ -70,8 +70,8 @@ class LayerParts:
     width: int
     angles: int
 
-    def watched(self) -> tuple[Any, ...]:
-        """Hooks of all modules that the native step passes over."""
+    def hooks(self) -> tuple[Any, ...]:
+        """Hook dictionaries of all modules that the native step bypasses."""
         modules = [self.before, self.after, self.attention, *self.attention.modules()]
         if self.router is not None and self.experts is not None:
             modules += [self.mlp, self.router, self.experts]
@@ -81,25 +81,25 @@ class LayerParts:
 
 
 def recognise_layer(layer: Any, angles: int) -> Forward | None:
-    """A ``forward`` for a decoder layer whose parts are native already; ``None`` if it is not understood.
+    """A ``forward`` for a decoder layer with native parts; ``None`` if the layer is not recognised.
+
+    The result still has to be verified by :func:`moechat.models.decode.layer_check.agrees`.
 
     Args:
         layer: Any module.
-        angles: That the model gives for a token.
-
-    The result is not tried: :func:`moechat.models.decode.trial.agrees` does that.
+        angles: Number of rotary angles per token in the model.
     """
     parts = _parts(layer, angles)
     if parts is None:
         return None
     try:
         return _forward(layer, parts)
-    except ValueError:  # the parts do not fit together
+    except ValueError:  # the shapes of the parts do not match
         return None
 
 
 def _native_part(module: nn.Module | None) -> Any:
-    """The native object behind the ``forward`` of a norm or router; ``None`` where torch computes it."""
+    """The native object behind the ``forward`` of a norm or router; ``None`` if torch computes it."""
     forward = None if module is None else vars(module).get("forward")
     return None if forward is None else getattr(forward, "__dict__", {}).get("run")
 
@@ -131,7 +131,7 @@ def _parts(layer: Any, angles: int) -> LayerParts | None:
     if not isinstance(_native_part(after), _native.RmsNorm):
         return None
     children = dict(mlp.named_children())
-    experts = next((child for child in children.values() if EXPERTS_RUNNER in vars(child)), None)
+    experts = next((child for child in children.values() if is_experts_module(child)), None)
     router = next((child for child in children.values() if child is not experts), None)
     plain = (
         len(children) == 2
@@ -162,15 +162,15 @@ def _products(attention: Any) -> _Products | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """The native step of a layer, and what its caller has to know.
+    """The native step of a layer and its sizes.
 
     Attributes:
         run: The step.
-        dtype: Of hidden states and cache.
-        hidden_size: Of the model.
+        dtype: Type of hidden states and cache.
+        hidden_size: Hidden size of the model.
         kv_heads: Heads of keys and values.
-        dim: Elements of a head.
-        sinks: Memory that ``run`` reads.
+        dim: Elements per head.
+        sinks: Keeps the memory alive that ``run`` reads.
     """
 
     run: _native.LayerStep
@@ -226,11 +226,11 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
     step = _step(parts)
     if step is None:
         return None
-    # A decoded token comes here once a layer: names of the closure cost less than attributes.
+    # Called once per layer and decoded token; closure variables are faster than attributes.
     route, normalise, add = step.run.route, step.run.normalise, step.run.add
     dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
     own, mlp, experts, index = layer.forward, parts.mlp, parts.experts, parts.attention.layer_idx
-    watched = parts.watched()
+    hooks = parts.hooks()
     chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
     empty, float32, int64 = torch.empty, torch.float32, torch.int64
     angle_shape = (1, 1, parts.angles)
@@ -238,7 +238,7 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
     def place_of(
         hidden: torch.Tensor, cache: Any, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[int, int, int, int, int] | None:
-        """Where the token's keys and values belong; ``None`` for a pass that the step is not made for."""
+        """Memory for the token's keys and values; ``None`` if the step does not support the pass."""
         slot: Any = cache.layers[index] if index < len(cache.layers) else None
         if (
             type(slot) not in (ReservedLayer, WindowLayer)
@@ -260,8 +260,8 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
             and type(cache) is DynamicCache
             and type(angles) is tuple
             and not rest
-            and not any(watched)
-            and _means_nothing(named)
+            and not any(hooks)
+            and _all_ignored(named)
         ):
             cos, sin = angles
             place = place_of(hidden_states, cache, cos, sin)
@@ -286,9 +286,11 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
     return forward
 
 
-# Arguments of a layer that the step has, or that change nothing for one token that sees all keys.
-_SILENT = frozenset({"past_key_values", "position_embeddings", "position_ids", "use_cache", "cache_position"})
+# Arguments of a layer that the step uses, or that have no effect for one token that attends to all keys.
+_IGNORED = frozenset(
+    {"past_key_values", "position_embeddings", "position_ids", "use_cache", "cache_position"}
+)
 
 
-def _means_nothing(named: dict[str, Any]) -> bool:
-    return all(name in _SILENT or value is None or value is False for name, value in named.items())
+def _all_ignored(named: dict[str, Any]) -> bool:
+    return all(name in _IGNORED or value is None or value is False for name, value in named.items())

@@ -1,7 +1,7 @@
-"""Root-mean-square norms, recognised by what they compute.
+"""Root-mean-square norms, recognised by their results.
 
-Families differ: some multiply by the weight and some by one more than it, some round the normalised row to
-the type of the model before they multiply and some after.
+Families differ: some multiply by the weight, some by the weight plus one; some round the normalised row to
+the model's type before the product, some after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, close, probing, takes_hidden_states_only
+from moechat.models.decode.probe import ELEMENTS, close, probing, takes_hidden_states_only
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Norm:
     Attributes:
         eps: Added to the mean.
         offset: 0 or 1.
-        round_first: The normalised row is rounded to the model's type before it meets the weight.
+        round_first: The normalised row is rounded to the model's type before the product.
     """
 
     eps: float
@@ -31,7 +31,7 @@ class Norm:
     round_first: bool
 
     def apply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """In torch."""
+        """Reference implementation in torch."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.round_first:
@@ -40,7 +40,7 @@ class Norm:
 
 
 def recognise_norm(module: nn.Module) -> Norm | None:
-    """What ``module`` computes, if it is such a norm and the native code has it."""
+    """The norm that ``module`` computes; ``None`` if it is not one of the native code's."""
     weight = module._parameters.get("weight")
     others = [value for name, value in module.named_parameters() if name != "weight"]
     if weight is None or others or weight.ndim != 1 or weight.dtype not in ELEMENTS or not weight.is_cpu:
@@ -50,14 +50,14 @@ def recognise_norm(module: nn.Module) -> Norm | None:
     if not takes_hidden_states_only(module):
         return None
     with probing() as generator:
-        # Rows of ordinary size, and rows so small that eps decides. Half of them have a mean: without one, a
-        # norm that takes it away would differ from this by less than bfloat16 rounds.
+        # Rows of ordinary size, and rows so small that eps matters. Half of them have a mean other than 0:
+        # otherwise a norm that subtracts the mean would differ by less than bfloat16 rounding.
         probe = torch.randn((8, weight.shape[0]), generator=generator)
         probe[4:] += 1.0
         probe = (probe * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]]).repeat(2, 1)).to(weight.dtype)
         try:
             wanted = module(probe.clone())
-        except Exception:  # it wants something else than hidden states
+        except Exception:  # it needs other inputs than hidden states
             return None
         if not isinstance(wanted, torch.Tensor):
             return None
@@ -80,11 +80,11 @@ def _candidates(module: nn.Module) -> Iterable[Norm]:
 
 
 def native_norm(module: nn.Module, norm: Norm) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A ``forward`` for ``module``, which computes ``norm``."""
+    """A native ``forward`` for ``module``, which computes ``norm``."""
     weight, own = module.weight, module.forward
     assert isinstance(weight, torch.Tensor)
     if not weight.is_contiguous():
-        raise ValueError("the weight of a norm has gaps")
+        raise ValueError("the weight of a norm is not contiguous")
     columns, dtype = weight.shape[0], weight.dtype
     run = _native.RmsNorm(
         ELEMENTS[dtype], weight.data_ptr(), columns, norm.eps, norm.offset, norm.round_first
@@ -99,6 +99,6 @@ def native_norm(module: nn.Module, norm: Norm) -> Callable[[torch.Tensor], torch
         run(x.data_ptr(), out.data_ptr(), x.numel() // columns)
         return out
 
-    forward.__dict__["weight"] = weight  # keeps the memory that ``run`` reads
+    forward.__dict__["weight"] = weight  # keeps the memory alive that ``run`` reads
     forward.__dict__["run"] = run
     return forward

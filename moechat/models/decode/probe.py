@@ -1,4 +1,4 @@
-"""What the native parts of a decoding step work on."""
+"""Element types of the native code, and helpers to compare modules with it on probe inputs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Names of the native code.
+# torch type -> its name in the native code.
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Tokens of a pass that counts as decoding; in passes of more, torch's own price is small beside the products.
+# Most tokens of a decoding pass; in larger passes torch's overhead is small compared to the products.
 FEW_TOKENS = 8
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative distance at which two ways of rounding the same result still count as the same."""
+    """Relative difference up to which two results count as equal but for rounding."""
     return {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding does, element by element of the largest one."""
+    """Whether two results differ only by rounding, relative to the largest element."""
     if found.dtype != wanted.dtype or found.shape != wanted.shape or found.dtype not in ELEMENTS:
         return False
     size = float(wanted.float().abs().max()) if wanted.numel() else 0.0
@@ -29,7 +29,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def takes_hidden_states_only(module: nn.Module) -> bool:
-    """Whether ``forward`` has one parameter. With more, a gate say, a probe would not show what they do."""
+    """Whether ``forward`` has one parameter; a probe would not show the effect of others, such as a gate."""
     try:
         return len(inspect.signature(module.forward).parameters) == 1
     except (TypeError, ValueError):
@@ -38,6 +38,6 @@ def takes_hidden_states_only(module: nn.Module) -> bool:
 
 @contextmanager
 def probing() -> Iterator[torch.Generator]:
-    """Probes are the same for every load, and their results no inference tensors."""
+    """Yield a generator with a fixed seed for probes, outside inference mode and without gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield torch.Generator().manual_seed(4099)

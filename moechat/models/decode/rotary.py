@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries and keys, recognised by what it computes.
+"""Rotary position embedding of queries and keys, recognised by its results.
 
-Families call a function of their own module, ``apply_rotary_pos_emb(q, k, cos, sin)``. An attention module
-gets a copy of its ``forward`` that finds another function under this name; the family's module stays as it
-is.
+Families call a function of their Python module, ``apply_rotary_pos_emb(q, k, cos, sin)``. An attention module
+gets a copy of its ``forward`` in which this name refers to the native function; the family's Python module is
+not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, close, probing
+from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, close, probing
 
 _NAME = "apply_rotary_pos_emb"
 _WHOLE, _PART, _SHARED = "whole", "part", "shared"
@@ -23,7 +23,7 @@ Rotate = Callable[..., Any]
 
 
 def recognise_rotary(module: nn.Module) -> Rotate | None:
-    """The function that ``module`` rotates queries and keys with, if its result is the native code's."""
+    """A native replacement for the rotary function of ``module``; ``None`` if the results differ."""
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -48,7 +48,7 @@ def recognise_rotary(module: nn.Module) -> Rotate | None:
 def _same(ours: Rotate, own: Rotate, *arguments: torch.Tensor) -> bool:
     try:
         wanted = own(*arguments)
-    except Exception:  # it does not take angles of this kind
+    except Exception:  # it does not accept angles of this kind
         return False
     return len(wanted) == 2 and all(map(close, ours(*arguments), wanted))
 
@@ -66,9 +66,9 @@ def with_rotary(module: nn.Module, rotate: Rotate) -> Callable[..., Any]:
 
 
 def rotation_width(forward: Any, dim: int, angles: int) -> int:
-    """Elements of a head of ``dim`` that a ``forward`` of :func:`with_rotary` turns by so many angles.
+    """Elements of a head of ``dim`` that a ``forward`` of :func:`with_rotary` rotates by ``angles`` angles.
 
-    0 where it is no such ``forward``, or leaves them to its family.
+    0 for another ``forward``, or if it leaves the rotation to its family.
     """
     rotate = getattr(forward, "__dict__", {}).get("rotates")
     return _width(getattr(rotate, "__dict__", {}).get("kinds", ()), dim, angles)
@@ -85,12 +85,12 @@ def _width(kinds: Collection[str], dim: int, angles: int) -> int:
 
 
 def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
-    """Rotates as ``own`` does; natively where few tokens of one sequence come with the usual order of axes.
+    """A function that rotates like ``own``, natively for a few tokens of one sequence in the usual layout.
 
     Args:
         own: The family's function.
-        kinds: What is known of it: what it does with an angle for each element of a head, with angles for the
-            first elements only, and with an angle for each pair.
+        kinds: Verified kinds of angles: one per element of a head (``whole``), for the first elements only
+            (``part``), one per pair (``shared``).
     """
     turn = _native.rotate
 

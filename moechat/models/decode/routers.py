@@ -1,7 +1,7 @@
-"""Routers, recognised by what they choose and by the weights that they give.
+"""Routers, recognised by the experts that they choose and their weights.
 
-A router is a module of its own that takes hidden states and gives logits, indices and weights of the chosen
-experts, in whatever order. Those that first choose among groups of experts are left as they are.
+A router is a module that takes hidden states and returns logits, indices and weights of the chosen experts,
+in any order. Routers that first choose groups of experts stay torch modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moechat import _native
-from moechat.models.decode.elements import ELEMENTS, FEW_TOKENS, probing, takes_hidden_states_only, tolerance
+from moechat.models.decode.probe import ELEMENTS, FEW_TOKENS, probing, takes_hidden_states_only, tolerance
 
 _PROBES = 48
 _SCORINGS = ("softmax", "sigmoid", "softmax-chosen")
@@ -22,15 +22,15 @@ _SCORINGS = ("softmax", "sigmoid", "softmax-chosen")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a router makes of its logits.
+    """Computes choice and weights from a router's logits.
 
     Attributes:
-        scoring: ``softmax`` over all experts, ``sigmoid``, or ``softmax-chosen`` over the chosen ones alone.
-        chosen: Experts of a token.
-        correction: float32 ``[experts]``, added to the scores for the choice alone, or ``None``.
+        scoring: ``softmax`` over all experts, ``sigmoid``, or ``softmax-chosen`` over the chosen ones only.
+        chosen: Experts per token.
+        correction: float32 ``[experts]``, added to the scores for the choice only, or ``None``.
         normalise: The weights of a token sum up to ``scale``.
-        scale: Multiplies the weights.
-        order: Where logits, weights and indices are in what the module returns.
+        scale: Factor of the weights.
+        order: Positions of logits, weights and indices in the module's result.
         logits_dtype: Type of the logits.
         weights_dtype: Type of the weights.
     """
@@ -45,7 +45,7 @@ class Rule:
     weights_dtype: torch.dtype
 
     def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 weights and indices ``[tokens, chosen]``, in torch."""
+        """Reference implementation in torch: float32 weights and indices ``[tokens, chosen]``."""
         scores = logits.float()
         if self.scoring == "softmax":
             scores = scores.softmax(dim=-1)
@@ -62,7 +62,7 @@ class Rule:
 
 
 def recognise_router(module: nn.Module) -> Rule | None:
-    """What ``module`` does, if it is a router that the native code has."""
+    """The rule of ``module``; ``None`` if it is not a router of the native code."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Linear | nn.Embedding):
         return None
@@ -81,7 +81,7 @@ def recognise_router(module: nn.Module) -> Rule | None:
         hidden = (hidden / spread if spread > 0 else hidden).to(weight.dtype)
         try:
             found = module(hidden.clone())
-        except Exception:  # it wants something else than hidden states
+        except Exception:  # it needs other inputs than hidden states
             return None
         parts = _parts(found, len(weight))
         if parts is None:
@@ -155,9 +155,10 @@ def _agrees(
     weights: torch.Tensor,
     index: torch.Tensor,
 ) -> bool:
-    """Whether the weights are the same for every token, and the logits of what was chosen.
+    """Whether the weights of every token and the logits of the chosen experts are equal.
 
-    Of experts with equal logits, which are common in 16-bit types, either may be chosen.
+    Logits are compared instead of indices, because either of two experts with equal logits, which are common
+    in 16-bit types, may be chosen.
     """
     kind = torch.bfloat16 if torch.bfloat16 in (rule.logits_dtype, rule.weights_dtype) else rule.weights_dtype
     if not _near(weights.sort(dim=-1).values, mine.sort(dim=-1).values, kind):
@@ -167,7 +168,7 @@ def _agrees(
 
 
 def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any]:
-    """A ``forward`` for ``module``, whose rule is ``rule``."""
+    """A native ``forward`` for ``module`` with the rule ``rule``."""
     weight, own, bias = module.weight, module.forward, module._parameters.get("bias")
     assert isinstance(weight, torch.Tensor)
     experts, hidden_size = weight.shape
@@ -208,7 +209,7 @@ def native_router(module: nn.Module, rule: Rule) -> Callable[[torch.Tensor], Any
         made = (logits, weights, index)
         return made[places[0]], made[places[1]], made[places[2]]
 
-    forward.__dict__["kept"] = (weight, bias, correction)  # the memory that ``run`` reads
+    forward.__dict__["kept"] = (weight, bias, correction)  # keeps the memory alive that ``run`` reads
     forward.__dict__["run"] = run
     forward.__dict__["chosen"] = chosen
     forward.__dict__["rule"] = replace(rule, correction=None)

@@ -11,6 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from moechat.geometry import BLOCK_NEURONS, Activation, ExpertGeometry
 from moechat.offload.kernels import triton_blocks
 from moechat.offload.kernels.block_list import BlockList, Items
+from moechat.offload.limits import FEW_TOKENS, SPLITS
 
 _ACTIVATIONS = {
     Activation.SILU: triton_blocks.SILU,
@@ -18,12 +19,7 @@ _ACTIVATIONS = {
     Activation.GELU_TANH: triton_blocks.GELU_TANH,
     Activation.CLAMPED_SWIGLU: triton_blocks.CLAMPED_SWIGLU,
 }
-# Chains that the blocks of an expert are added in, so that a decoded token has enough programs. A constant:
-# with another number sums round differently.
-SPLITS = 4
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
-# Tokens of an expert up to which products are made without tensor cores.
-FEW_TOKENS = 8
 # Rows of a program for few tokens: a tile.
 FEW_ROWS = 16
 _COMBINED_COLUMNS = 256

@@ -19,7 +19,8 @@ from torch import nn
 from moechat import _native
 from moechat.geometry import GROUP_SIZE
 from moechat.offload.kernels import triton_linear
-from moechat.offload.kernels.launch import FEW_TOKENS, Kernel
+from moechat.offload.kernels.launch import Kernel
+from moechat.offload.limits import FEW_TOKENS
 
 _TILE = 16
 # Rows of a program.

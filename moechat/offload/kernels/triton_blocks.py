@@ -1,8 +1,8 @@
 """Triton kernels over lists of block records: gate, up and activation, down, and the sum over experts.
 
-A record's byte map is in ``native/src/kernels/block_layout.h``. A tile of 16 rows and a group of 64 columns
-are steps of 16 lanes of 32-bit words; a word holds neighbouring columns of one row. A warp that reads a step
-therefore reads 64 neighbouring bytes, and four steps make a full transaction.
+A record's byte map is in ``native/src/kernels/layout/block_layout.h``. A tile of 16 rows and a group of 64
+columns are steps of 16 lanes of 32-bit words; a word holds neighbouring columns of one row. A warp that reads
+a step therefore reads 64 neighbouring bytes, and four steps make a full transaction.
 
 What is computed is the same for every way in which the blocks of an expert were cut into launches:
 

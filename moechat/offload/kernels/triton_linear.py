@@ -1,7 +1,7 @@
 """Triton kernels over packed matrices: projections and heads in the form of expert weights.
 
-The byte map is in ``native/src/kernels/linear.h``. The steps of all groups of a tile of 16 rows follow each
-other, so that a program reads its tile's weights as one stream.
+The byte map is in ``native/src/kernels/dense/linear.h``. The steps of all groups of a tile of 16 rows follow
+each other, so that a program reads its tile's weights as one stream.
 
 Every kernel is launched by :mod:`moechat.offload.kernels.packed_linear`, which gives the meaning of the
 arguments.

@@ -1,0 +1,157 @@
+"""Runs of a measurement: near tiers, and passes over the forced tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from moechat import _native
+from moechat.bench.call_timers import TimedCalls, TimedPredictor
+from moechat.bench.decode import Bench
+from moechat.bench.figures import Run
+from moechat.bench.options import BenchOptions
+from moechat.bench.predicted import Recorder
+from moechat.bench.speeds import busy_link
+from moechat.configurator.systems import CacheSettings
+from moechat.errors import MoechatError
+from moechat.offload.experts import RunsExperts
+from moechat.offload.host import HostPlacement
+from moechat.offload.settings import LinkSettings
+from moechat.offload.tier import ExpertTier, TierConfig
+from moechat.predict import Predictor
+from moechat.routing import Replay
+
+# Duration of the load on a link, as a multiple of the pass without it.
+_LOAD_FACTOR = 1.5
+
+
+class Runs:
+    """Runs the forced tokens of a measurement on near tiers.
+
+    Every run has the same tokens: an optional fill of the cache by a replay, the prompt, tokens that are not
+    timed, then timed ones.
+
+    Args:
+        bench: The model.
+        options: Options of the measurement.
+        prompt: First tokens of the prompt, repeated or cut to its length; ``None`` draws all tokens.
+        replay: The trace that chooses the experts, if any.
+        predictor: Predictor of the near tiers.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        options: BenchOptions,
+        prompt: Sequence[int] | None,
+        replay: Replay | None,
+        predictor: Predictor,
+    ) -> None:
+        self.bench = bench
+        self.options = options
+        self.replay = replay
+        self.predictor = predictor
+        self.tokens = self._forced_tokens(prompt)
+
+    def _forced_tokens(self, prompt: Sequence[int] | None) -> list[int]:
+        """Tokens of one run: a prompt and the model's greedy answer, or random tokens."""
+        options, bench = self.options, self.bench
+        answer = options.warmup_tokens + options.tokens
+        if prompt is None:
+            generator = np.random.default_rng(options.seed)
+            drawn: list[int] = generator.integers(0, bench.vocabulary, size=options.all_tokens).tolist()
+            return drawn
+        start = [prompt[at % len(prompt)] for at in range(options.prompt_tokens)]
+        steps = bench.engine.generate(start, max_new_tokens=answer, temperature=0.0)
+        given = [step.token_id for step in steps]
+        # An answer that ends early is repeated.
+        return start + [given[at % len(given)] for at in range(answer)]
+
+    def near_tier(self, settings: CacheSettings, pages: int, link: LinkSettings) -> ExpertTier:
+        """Create a near tier whose calls are timed and recorded (:class:`Recorder`)."""
+        if self.replay is not None:
+            self.replay.rewind()
+        config = TierConfig(
+            self.bench.store,
+            self.bench.top_k,
+            link=link,
+            predictor=TimedPredictor(self.predictor),
+            replay=self.replay,
+            activation_bits=self.bench.activation_bits,
+        )
+        near = ExpertTier(config, HostPlacement(), pages=pages, settings=settings)
+        recorder = Recorder(TimedCalls(near.runner), self.bench.layers)
+        near.runner = recorder  # type: ignore[assignment]
+        return near
+
+    def run_under_load(self, near: ExpertTier, own: LinkSettings, link: LinkSettings, alone: Run) -> Run:
+        """Run a near tier with the link ``own`` while ``link`` is busy; ``alone`` is its run without load."""
+        options = self.options
+        seconds = alone.ttft + alone.tpot * (options.warmup_tokens + options.tokens)
+        with busy_link(self.bench.store, link, _LOAD_FACTOR * seconds):
+            return self.run(near, own)
+
+    def run(self, near: ExpertTier, link: LinkSettings, fill: bool = False) -> Run:
+        """Fill the cache if requested, then compute prompt, warm-up and timed tokens."""
+        options, bench = self.options, self.bench
+        calls: Any = near.runner
+        layers = [near.layer(ordinal) for ordinal in range(bench.layers)]
+        if self.replay is not None:
+            self.replay.rewind(0 if fill else options.fill_tokens)
+            if fill and options.fill_tokens:
+                with self._translate_errors(link):
+                    self._fill(near, layers)
+        with bench.experts(layers):
+            ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
+            rest = self.tokens[options.prompt_tokens :]
+            for token in rest[: options.warmup_tokens]:
+                decoding.feed([token])
+            with self._translate_errors(link):
+                near.drain()
+            peak = near.stats()["pages_peak"]
+            near.reset_stats()
+            calls.reset()
+            predictor: Any = near.predictor
+            if predictor is not None:
+                predictor.seconds = 0.0
+            bench.seconds_in_experts = 0.0
+            steps = tuple(decoding.feed([token]) for token in rest[options.warmup_tokens :])
+        seconds = {
+            **calls.seconds,
+            "predict": 0.0 if predictor is None else predictor.seconds,
+            "experts": bench.seconds_in_experts,
+        }
+        return Run(ttft, steps, seconds, near.stats(), peak / calls.pages)
+
+    @contextmanager
+    def _translate_errors(self, link: LinkSettings) -> Iterator[None]:
+        """Convert link errors outside the engine's passes into errors that name the link."""
+        try:
+            yield
+        except _native.LinkError as error:
+            if link.kind == "file":
+                name = f"the file link to {self.bench.store.path}"
+                hint = "try again; if it stays so, check the disk"
+            else:
+                name = f"the simulated link at {link.bandwidth:.4g} bytes a second"
+                hint = "give a faster one with --link"
+            raise MoechatError(f"{name} failed: {error}", hint=hint) from error
+
+    def _fill(self, near: ExpertTier, layers: Sequence[RunsExperts]) -> None:
+        """Run only the expert layers, without delays of a simulated link, for the tokens before the
+        prompt.
+        """
+        geometry = self.bench.store.geometry
+        hidden = torch.zeros((1, geometry.hidden_size))
+        index = torch.zeros((1, self.bench.top_k), dtype=torch.int64)  # the replay chooses
+        weights = torch.full((1, self.bench.top_k), 1 / self.bench.top_k)
+        near.runner.hurry_link(True)
+        for _ in range(self.options.fill_tokens):
+            for layer in layers:
+                layer.forward(hidden, index, weights)
+        near.drain()
+        near.runner.hurry_link(False)

@@ -1,0 +1,1 @@
+"""The chat on a terminal: line editor, streamed markdown, held keys."""

@@ -1,0 +1,145 @@
+"""The arguments of ``moechat plan`` and ``moechat profile``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+
+from moechat.cli.completion.completers import (
+    answering,
+    complete_machines,
+    complete_models,
+    complete_plannable,
+)
+from moechat.cli.options import Json, ModelOptions, PlaceOptions, Quiet
+from moechat.errors import UsageError
+from moechat.options import as_flag
+
+_PLAN_HELP = """\
+Show the memory that a model needs and its expected speed, without loading it.
+
+With --vram or --gpu, plans for a graphics card, otherwise for this machine as `moechat run` uses it. The \
+model need not be downloaded: the shapes of known models are built in; others need only a config.json.
+
+--json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, weights, expert_layers, \
+experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, \
+limited_by_memory), memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, \
+split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, \
+tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), \
+other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to 1. speed is null \
+if the machine's speed is unknown.
+"""
+_PLAN_EXAMPLES = """\
+moechat plan mixtral --vram 12G --gpu rtx3060-12g
+
+moechat plan qwen3 --ram 8G
+
+moechat plan ./config.json --gpu rtx4090-24g --ctx 8192 --json
+
+moechat plan --list-gpus
+"""
+_PROFILE_HELP = """\
+Measure this machine once, and show the figures.
+
+Measures disk, memory and expert kernels, alone and together, in about 20 seconds. The figures are saved for \
+plans and tuning, and shown without measuring the next time. With --model, also times that model's layers.
+
+--json: format, kind, key, profile (name, title, cpu, cores, isa, ram, ram_bandwidth, expert_rate, \
+expert_rate_together, expert_flops, links, gpu, created, key), missing, remarks, facts, seconds, age_s, \
+fresh, model_times; with --list: format, kind, saved, reference. A link has kind, bandwidth and latencies by \
+request size, latency (of the smallest request) and together (its rate while the CPU computes). Figures are \
+objects with value, origin and source, in bytes, seconds, bytes a second or operations a second.
+"""
+_PROFILE_EXAMPLES = """\
+moechat profile
+
+moechat profile --refresh --json
+
+moechat profile --model demo
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlaceOptions):
+    """The arguments of ``moechat plan``.
+
+    Raises:
+        UsageError: A value is out of range, or there is no model.
+    """
+
+    HELP: ClassVar[str] = _PLAN_HELP
+    EXAMPLES: ClassVar[str] = _PLAN_EXAMPLES
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=answering(complete_plannable),
+            help="A model, as for run; or a known shape, a config.json, or a directory with one.",
+            show_default=False,
+        ),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=answering(complete_machines),
+            help="Plan for a reference machine, or for a machine in a .toml file of the same format, "
+            "instead of this one.",
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", metavar="", help="Print the plan as one JSON object.")] = (
+        False
+    )
+    list_gpus: Annotated[
+        bool, typer.Option("--list-gpus", metavar="", help="Show the reference machines and exit.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is None and not self.list_gpus:
+            raise UsageError(
+                "MODEL is missing",
+                hint="moechat plan mixtral; moechat plan --help lists the options",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileCommand(ModelOptions):
+    """The arguments of ``moechat profile``.
+
+    Raises:
+        UsageError: A value is out of range, or two options exclude each other.
+    """
+
+    HELP: ClassVar[str] = _PROFILE_HELP
+    EXAMPLES: ClassVar[str] = _PROFILE_EXAMPLES
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            autocompletion=answering(complete_models),
+            help="Also time the layers of a model, named as for run.",
+        ),
+    ] = None
+    refresh: Annotated[
+        bool, typer.Option("--refresh", metavar="", help="Measure again, even if there are saved figures.")
+    ] = False
+    list: Annotated[
+        bool,
+        typer.Option("--list", metavar="", help="List saved profiles and reference machines."),
+    ] = False
+    json: Json = False
+    quiet: Quiet = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.list and (self.refresh or self.model is not None):
+            raise UsageError("--list measures nothing; leave out --refresh and --model")
+        if self.model is None and self.load_options.given:
+            raise UsageError(
+                f"{', '.join(map(as_flag, self.shared))} are options for loading a model; they need --model"
+            )

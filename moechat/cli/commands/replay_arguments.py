@@ -1,0 +1,197 @@
+"""The arguments of ``moechat simulate`` and ``moechat trace``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from moechat.chat.chat_options import require_setting
+from moechat.cli.completion.completers import (
+    answering,
+    complete_bits,
+    complete_machines,
+    complete_models,
+    complete_plannable,
+    complete_system_list,
+    complete_tiers,
+)
+from moechat.cli.options import Json, MemoryOptions, Quiet
+from moechat.configurator.systems import SYSTEMS
+from moechat.options import as_flag
+from moechat.validation import require_whole
+
+_SIMULATE_HELP = """\
+Replay recorded routing under every system, for this or another machine.
+
+Runs the engine's cache, policies and transfers on a simulated clock. No weights are needed: sizes come \
+from the model that matches the trace, or from --model; times come from --profile.
+
+JSON: a list with one object for each system and fraction: system, fraction, hit_rate, top_hit_rate, \
+tpot_ms, stall_ms, bytes_per_token, and more; each object also has its inputs: trace, model, profile, \
+accuracy, tokens and costs.
+"""
+_SIMULATE_EXAMPLES = """\
+moechat simulate trace.npz --profile rtx3060-12g
+
+moechat simulate trace.npz --profile rtx4090-24g --systems moepic,auto,auto:lookahead=2 --fractions 1/8,1/4
+
+moechat simulate trace.npz --profile ssd-only-16g --json --plot time.png | jq ".[] | {system, tpot_ms}"
+"""
+_TRACE_HELP = """\
+Record the experts that a model's routers choose over many prompts.
+
+The file holds the routing of all tokens of prompts and answers. `moechat bench --routing` replays it; \
+`moechat simulate` computes its times under every system. Ctrl-C keeps the prompts recorded so far.
+"""
+_TRACE_EXAMPLES = """\
+moechat trace demo --prompts prompts.txt --out demo.npz
+
+head -50 questions.jsonl | moechat trace ./some-model --prompts - --max-tokens 300 --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand:
+    """The arguments of ``moechat simulate``."""
+
+    HELP: ClassVar[str] = _SIMULATE_HELP
+    EXAMPLES: ClassVar[str] = _SIMULATE_EXAMPLES
+
+    trace: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE", help="An .npz file with recorded routing.", show_default=False),
+    ]
+    systems: Annotated[
+        str,
+        typer.Option(
+            metavar="S,S",
+            autocompletion=answering(complete_system_list),
+            help="NAME or NAME:KEY=VALUE,KEY=VALUE; the others are compared with the first.",
+        ),
+    ] = ",".join(SYSTEMS)
+    fractions: Annotated[
+        str, typer.Option(metavar="F,F", help="Shares of all experts that fit, such as 0.25 or 1/4.")
+    ] = "0.125,0.25,0.5"
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=answering(complete_machines),
+            help="A reference machine (moechat profile --list) or a .toml file of the same format; this "
+            "machine's measured profile if not given.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            autocompletion=answering(complete_plannable),
+            help="Model that the sizes come from: a known shape, or a config.json; if not given, the known "
+            "model with the layers and experts of the trace. A trace of another shape is mapped to it.",
+        ),
+    ] = None
+    bits: Annotated[
+        int,
+        typer.Option(
+            metavar="BITS", autocompletion=answering(complete_bits), help="Bits of an expert weight."
+        ),
+    ] = 4
+    near: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER",
+            autocompletion=answering(complete_tiers),
+            help="Tier that computes: gpu (experts come from RAM) or ram (from the disk); gpu if there "
+            "is one.",
+        ),
+    ] = None
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes a second of the link, such as 12G, instead of the profile's."
+        ),
+    ] = None
+    accuracy: Annotated[
+        float,
+        typer.Option(metavar="P", help="Share of correct predictions; lower in the first layers."),
+    ] = 0.7
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that are timed.")] = 2000
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Untimed tokens before them, which fill the cache and give the statistics for plans; 1000, "
+            "or a third of a short trace, if not given.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0
+    json: Annotated[bool, typer.Option("--json", metavar="", help="Print the results as a JSON list.")] = (
+        False
+    )
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw time per token over memory: .png, .svg or .pdf."),
+    ] = None
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceCommand(MemoryOptions):
+    """The arguments of ``moechat trace``.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    HELP: ClassVar[str] = _TRACE_HELP
+    EXAMPLES: ClassVar[str] = _TRACE_EXAMPLES
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", autocompletion=answering(complete_models), help="As for run.", show_default=False
+        ),
+    ]
+    prompts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="One prompt a line, or JSON lines with messages, turns, prompt, question or text; "
+            "'-' is stdin.",
+            show_default=False,
+        ),
+    ]
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE", help="The .npz file to write; MODEL.trace.npz here if not given."),
+    ] = None
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 128
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Use only the first prompts; all if not given.")
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--completion",
+            metavar="",
+            help="Use the model's chat template, or continue the texts as they are; the default is --chat if "
+            "the model has a template.",
+            show_default=False,
+        ),
+    ] = None
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="As for run.")] = None
+    seed: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None
+    json: Json = False
+    quiet: Quiet = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_causal_system()
+        require_setting("max_tokens", self.max_tokens, as_flag)
+        require_setting("temperature", self.temperature, as_flag)
+        require_setting("seed", self.seed, as_flag)
+        if self.limit is not None:
+            require_whole("--limit", self.limit, 1, 1 << 62)

@@ -1,0 +1,250 @@
+"""The arguments of ``moechat run``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from moechat.chat.chat_options import NAMES, ChatOptions, Generation, require_setting
+from moechat.cli.completion.completers import answering, complete_models
+from moechat.cli.options import PlaceOptions
+from moechat.errors import UsageError
+from moechat.options import as_flag
+from moechat.validation import require_whole
+
+_HELP = """\
+Chat with a model; with a prompt or piped stdin: one answer, then exit.
+
+The answer goes to stdout, everything else to stderr. Piped stdin is put before the prompt, with a blank \
+line between. A checkpoint directory is converted at its first use, and the result is kept; a model from the \
+hub is downloaded after you confirm it.
+
+In a chat /help lists commands and keys; Ctrl-X Ctrl-E writes a message in your editor.
+"""
+_EXAMPLES = """\
+moechat run demo
+
+moechat run demo "Tell me a story about a fox" --max-tokens 200
+
+moechat run ./some-model --ram 2G
+
+git diff | moechat run ./some-model "Write a commit message for this change"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PlaceOptions):
+    """The arguments of ``moechat run``; ``None`` leaves the choice to the model or the engine.
+
+    Raises:
+        UsageError: A value is out of range or not UTF-8, or two options exclude each other.
+    """
+
+    HELP: ClassVar[str] = _HELP
+    EXAMPLES: ClassVar[str] = _EXAMPLES
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=answering(complete_models),
+            help="'demo', an alias ('mixtral'), org/name\\[@revision], or a directory with a transformers "
+            "checkpoint or a block store, or a GGUF file.",
+            show_default=False,
+        ),
+    ]
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="One prompt; '-' reads it from stdin. Starts a chat if not given.",
+            show_default=False,
+        ),
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens of an answer.")] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="T", help="0 is greedy. This and the next four default to the model's own values."
+        ),
+    ] = None
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Nucleus probability, above 0 to 1.")] = (
+        None
+    )
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Candidates kept; 0 keeps all.")] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Least probability relative to the likeliest token, 0 to 1."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="R", help="Above 1 discourages repeated tokens.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling reproducible.")] = None
+    system_prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System prompt, before the conversation.")
+    ] = None
+    completion: Annotated[
+        bool,
+        typer.Option(
+            "--completion", metavar="", help="Continue the prompt as it is, without the chat template."
+        ),
+    ] = False
+    tune: Annotated[
+        bool | None,
+        typer.Option(
+            "--tune/--no-tune",
+            metavar="",
+            help="Time a few plans for experts that do not fit (some seconds), or use the computed plan. If "
+            "neither is given, plans are timed once for each model and budget, on a terminal.",
+            show_default=False,
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            "-c",
+            metavar="",
+            help="Continue the last conversation with this model, else the last of any.",
+        ),
+    ] = False
+    session: Annotated[
+        int | None,
+        typer.Option(metavar="ID", help="Continue a conversation listed by `moechat sessions`."),
+    ] = None
+    no_save: Annotated[
+        bool,
+        typer.Option(
+            "--no-save",
+            metavar="",
+            help="Save neither the conversation nor the input history, as with MOECHAT_NO_SAVE=1.",
+        ),
+    ] = False
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", metavar="", help="Do not render markdown on a terminal."),
+    ] = False
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", metavar="", help="Hide the model's thinking.")
+    ] = False
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json", metavar="", help="Print one JSON object: text, tokens, finish reason, statistics."
+        ),
+    ] = False
+    jsonl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer every prompt of a file with one JSON object a line. The file has one prompt a line, "
+            "or JSON lines, which may have an id and settings; '-' is stdin.",
+        ),
+    ] = None
+    stats: Annotated[
+        bool, typer.Option("--stats", metavar="", help="Show statistics of each answer on stderr.")
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only the answer, and errors.")] = (
+        False
+    )
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", metavar="", help="Describe the loaded model and its memory.")
+    ] = False
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", metavar="", help="Download the model without asking if it is not here."),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="Only show the use of memory, as `moechat plan` does, or the download that is needed.",
+        ),
+    ] = False
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_causal_system()
+        for name in NAMES:
+            require_setting(name, getattr(self, name), as_flag)
+        if self.session is not None:
+            require_whole("--session", self.session, 1, (1 << 63) - 1)
+        _require_utf8("the prompt", self.prompt)
+        _require_utf8("the system prompt", self.system_prompt)
+        if self.jsonl is not None:
+            for option, given in (
+                ("a prompt", self.prompt is not None),
+                ("--json", self.json),
+                ("--continue or --session", self.resumes),
+            ):
+                if given:
+                    raise UsageError(f"--jsonl answers the prompts of a file; it excludes {option}")
+        if self.completion and self.resumes:
+            raise UsageError("--completion continues a text; --continue and --session continue conversations")
+        if self.completion and self.system_prompt is not None:
+            raise UsageError(
+                "--completion uses no chat template; it excludes --system-prompt",
+                hint="put that text at the beginning of the prompt",
+            )
+        if self.quiet and self.verbose:
+            raise UsageError("--quiet and --verbose exclude each other")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a saved conversation is continued."""
+        return self.resume or self.session is not None
+
+    @property
+    def save(self) -> bool:
+        """Whether the conversation is saved."""
+        return not self.no_save
+
+    @property
+    def settings(self) -> Generation:
+        """Settings of answers."""
+        values = {name: getattr(self, name) for name in NAMES}
+        return Generation({n: value for n, value in values.items() if value is not None}, self.origins)
+
+    @property
+    def chat(self) -> ChatOptions:
+        """Options of a chat."""
+        return ChatOptions(
+            generation=self.settings,
+            system=self.system_prompt,
+            raw=self.raw,
+            hide_thinking=self.hide_thinking,
+            save=self.save,
+            resume=self.resume if self.session is None else self.session,
+            stats=self.stats,
+            quiet=self.quiet,
+            verbose=self.verbose,
+            loading=tuple(
+                (as_flag(name)[2:], str(self.shared[name]), self.origins.get(name, "from the command line"))
+                for name in self.load_options.given
+            ),
+        )
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Keyword arguments of the engine's ``generate``."""
+        return self.settings.arguments
+
+
+def _require_utf8(name: str, text: str | None) -> None:
+    """Refuse text whose bytes were not UTF-8; Python represents such bytes as lone surrogates.
+
+    Raises:
+        UsageError: There is such a byte; the message gives its position.
+    """
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{name} is not UTF-8 (character {error.start + 1})",
+            hint="convert it first, for example with iconv",
+        ) from None

@@ -1,0 +1,1 @@
+"""Option values from environment variables and the settings file."""

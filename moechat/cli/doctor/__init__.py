@@ -1,0 +1,1 @@
+"""``moechat doctor``: a report on the machine and the installation."""

@@ -1,0 +1,1 @@
+"""Output of the commands: consoles, pages of results, progress, and statistics."""

@@ -1,0 +1,26 @@
+"""The engine: loads a model, computes prompts and answers, recovers from errors, and describes itself.
+
+Its public names are also those of the package: ``moechat.load``, ``moechat.Engine`` and so on.
+"""
+
+from moechat.engine.api import Engine, load
+from moechat.engine.decoder import FinishReason, Step
+from moechat.engine.describe import Description
+from moechat.engine.prompt import Message
+from moechat.engine.stats import Stats
+from moechat.loading import Progress
+from moechat.offload.upkeep import Replanned
+from moechat.tuner import Tuning
+
+__all__ = [
+    "Description",
+    "Engine",
+    "FinishReason",
+    "Message",
+    "Progress",
+    "Replanned",
+    "Stats",
+    "Step",
+    "Tuning",
+    "load",
+]

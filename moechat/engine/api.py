@@ -1,0 +1,387 @@
+"""The Python API: load a model, generate text, read statistics; the command line is built on it.
+
+Example::
+
+    engine = moechat.load("demo")
+    for step in engine.generate("Once upon a time", max_new_tokens=64):
+        print(step.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from moechat import _native
+from moechat.config import active_isa
+from moechat.engine.decoder import Decoder, Step
+from moechat.engine.describe import Description, describe
+from moechat.engine.plans import PlanKeeper
+from moechat.engine.prompt import Message, Prompt, PromptEncoder
+from moechat.engine.recovery import PassRunner
+from moechat.engine.stats import Meter, Stats
+from moechat.errors import StoreDamagedError
+from moechat.hardware.memory import peak_resident_bytes
+from moechat.hub.names import resolve
+from moechat.loading import LoadedModel, Progress, load_model, open_store, require_in_place
+from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
+from moechat.models.sampling import SamplingSettings
+from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.offload.upkeep import Replanned
+from moechat.options import LoadKeywords, LoadOptions
+from moechat.tuner import Tuning
+from moechat.validation import require_model, require_whole
+
+_DEFAULT_THREADS = _native.num_threads()
+_MOST_SEED = (1 << 63) - 1
+_MOST_TOKENS = 1 << 62
+_TUNE_SECONDS = 5.0
+
+
+def load(
+    model: str | Path,
+    *,
+    offload: OffloadOptions | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Unpack[LoadKeywords],
+) -> Engine:
+    """Load a model. A checkpoint directory is converted to a block store on first use and kept in the
+    library.
+
+    Args:
+        model: ``demo``, a name from the library, or a directory with a block store or with a transformers
+            checkpoint.
+        offload: For tests and measurements.
+        progress: Called now and then while converting, verifying and loading.
+        options: ``bits``, ``device``, ``vram``, ``ram``, ``system``, ``ctx``, ``threads``, ``dtype``,
+            ``dense_bits``, ``activation_bits``, ``deterministic``, ``tune``, ``replan_tokens``: see
+            :class:`moechat.LoadOptions`. :func:`moechat.plan` takes the same.
+
+    Raises:
+        DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
+        MoechatError: See :mod:`moechat.errors`; the subclass tells the cause.
+    """
+    active_isa()  # raises for a wrong MOECHAT_ISA before anything is read
+    parsed = LoadOptions.parse(options)
+    offload = offload or OffloadOptions()
+    require_model(model)
+    started = time.perf_counter()
+    report = progress or (lambda _: None)
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    _native.set_num_threads(parsed.threads or _DEFAULT_THREADS)
+    torch.set_num_threads(_native.num_threads())
+
+    # A Path drops "./", after which it could be the name of the demo or of an alias.
+    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
+    ref = resolve(name, bits=parsed.bits)
+    store = open_store(ref, parsed.bits, report)
+    engine = Engine(
+        load_model(store, parsed, offload=offload, report=report),
+        name=ref.name,
+        system="custom" if offload.cache else parsed.system,
+        started=started,
+        link=offload.link,
+    )
+    try:
+        require_in_place(store)
+    except StoreDamagedError:
+        engine.close()
+        raise
+    if parsed.tune:
+        engine.tune(progress=report)
+    report(Progress("load", 1, 1, "ready"))
+    return engine
+
+
+class Engine:
+    """A loaded model. Not safe for use by two threads at once; make one engine a thread.
+
+    A context manager: at its end the memory of experts and conversation is freed.
+
+    Attributes:
+        name: As the user named the model.
+        context_length: Most tokens of prompt and answer together.
+        passes: Runs forward passes; this and the next two are for measurements and tests, and may change.
+        decoder: Computes prompts and answers.
+        prompts: Tokenises prompts.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, name: str, system: str, started: float, link: LinkSettings
+    ) -> None:
+        """Use :func:`load`."""
+        plan, path = loaded.plan, loaded.store.path
+        self.name = name
+        self.context_length = plan.context
+        self._system = system
+        self._meter = Meter(loaded.near, loaded.counters)
+        self._generation_config = load_generation_config(path)
+        tokenizer = load_tokenizer(path)
+        self.passes = PassRunner(name, loaded, self._meter)
+        self.decoder = Decoder(
+            self.passes,
+            self._meter,
+            tokenizer=tokenizer,
+            stop_tokens=stop_tokens(self._generation_config, loaded.config, tokenizer),
+            stats=Stats(
+                load_s=time.perf_counter() - started,
+                pages=plan.pages,
+                page_bytes=plan.page_bytes,
+                budget_bytes=plan.budget,
+            ),
+        )
+        self.prompts = PromptEncoder(
+            name,
+            tokenizer,
+            plan,
+            vocabulary=self.decoder.vocabulary,
+            on_card=loaded.accelerator is not None,
+        )
+        self._plans = PlanKeeper(self.passes, self.decoder, self.prompts, self._meter, link)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The parts of the model, for measurements and tests."""
+        return self.passes.loaded
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The constructor may have failed before the last part.
+        if "_plans" in self.__dict__:
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory of experts, weights and conversation; harmless when repeated.
+
+        Answers under way and later calls that compute end with :class:`MoechatError`.
+        """
+        near, accelerator = self.loaded.near, self.loaded.accelerator
+        if self.loaded.upkeep is not None:
+            self.loaded.upkeep.close()
+        # No local name keeps the model: a card's memory is returned only when the weights are gone.
+        self.passes.loaded = replace(self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
+        self.loaded.store.release()
+        self._meter.close()
+        self.decoder.prompt_cache.drop()
+        if near is None:
+            return
+        near.close()
+        if accelerator is not None:
+            with suppress(RuntimeError):  # a card that failed before, which was reported then
+                accelerator.release()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be given to :meth:`generate`."""
+        return self.prompts.has_chat_template
+
+    @property
+    def stats(self) -> Stats:
+        """Measurements of the last answer."""
+        loaded, tuning = self.loaded, self._plans.tuning
+        near, upkeep = loaded.near, loaded.upkeep
+        stats = replace(
+            self.decoder.stats,
+            peak_rss_bytes=peak_resident_bytes(),
+            tuned="" if tuning is None or tuning.state == "skipped" else tuning.winner,
+            tuning=tuning,
+        )
+        if near is not None:
+            stats = replace(stats, plan=near.plan.method)
+            if loaded.accelerator is not None:
+                stats = replace(stats, pages=near.pages)
+        return stats if upkeep is None else replace(stats, replans=upkeep.replans, replan=upkeep.last)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """Result of the last :meth:`tune`; ``None`` before."""
+        return self._plans.tuning
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """The model's own sampling settings, before any override."""
+        return SamplingSettings.from_generation_config(self._generation_config)
+
+    def describe(self) -> Description:
+        """Facts about the loaded model; ``to_json()`` gives plain values."""
+        mapped = self._plans.mapped
+        return describe(self.loaded, name=self.name, system=self._system, mapped_by_tuner=mapped)
+
+    def notices(self) -> list[str]:
+        """Sentences for the user since the last call, such as files that could not be used or written."""
+        notes, self.passes.notes = self.passes.notes, []
+        upkeep = self.loaded.upkeep
+        return notes if upkeep is None else notes + upkeep.take_notes()
+
+    # ---- between answers
+
+    def idle(self) -> Replanned | None:
+        """Do maintenance while the program waits: before it reads what the user types, say.
+
+        Writes routing statistics to the user's directory, and after every ``replan_tokens`` decoded tokens
+        makes a new plan for the experts, as :meth:`replan` does. Takes milliseconds, mostly none.
+
+        Returns:
+            The new plan, if one was made.
+
+        Raises:
+            MoechatError: Another thread closes the engine at the same time.
+        """
+        return self._plans.maintain(lambda upkeep: upkeep.idle())
+
+    def replan(self) -> Replanned | None:
+        """Divide the pages among the layers again, from all that is known now; at once, and no block moves.
+
+        Returns:
+            The changes; ``None`` where experts are mapped.
+
+        Raises:
+            MoechatError: Another thread closes the engine at the same time, or this process is a forked one.
+        """
+        return self._plans.maintain(lambda upkeep: upkeep.replan())
+
+    def drop_prompt_cache(self) -> None:
+        """Forget the keys and values of the last answer, so that the next prompt is computed as a whole."""
+        self.decoder.prompt_cache.drop()
+
+    def tune(
+        self,
+        *,
+        limit_s: float = _TUNE_SECONDS,
+        again: bool = False,
+        may_map: bool | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Tuning:
+        """Time a few plans on this machine and keep the fastest, for this and later starts.
+
+        Text is decoded for a few seconds, with an attention cache of its own: the conversation stays as it
+        is, and so do its statistics. The tokens are the same with every plan.
+
+        Args:
+            limit_s: Seconds after which no more tokens are begun; 0: take only a remembered choice.
+            again: Time even if a choice is remembered.
+            may_map: Whether mapping the store may win; ``None``: where no memory budget was given.
+            progress: Called with the time that has passed, in milliseconds.
+
+        Returns:
+            The choice and its reason; see also :attr:`stats`.
+
+        Raises:
+            MoechatError: Experts cannot be read, or the engine is closed.
+            KeyboardInterrupt: Ctrl-C; the computed plan is in effect again.
+        """
+        return self._plans.tune(limit_s, again=again, may_map=may_map, progress=progress)
+
+    # ---- prompts and answers
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Tokens of a text, or of chat messages through the model's chat template.
+
+        Raises:
+            UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+            PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
+                minutes and gigabytes, and could not be interrupted.
+        """
+        return self.prompts.encode(prompt)
+
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones too, which steps leave out; empty without a tokenizer.
+
+        A token may be a part of a character; then it is a replacement character.
+        """
+        return self.prompts.token_text(token)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of one teacher-forced pass.
+
+        Args:
+            tokens: Token ids, at least one.
+
+        Returns:
+            float32 ``[tokens, vocab]``.
+
+        Raises:
+            UsageError: No token, or an id outside the vocabulary.
+            PromptTooLongError: More tokens than the context holds.
+        """
+        self.passes.usable_model()
+        return self.decoder.logits(self.prompts.check_ids(tokens, room=0))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        reserve: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Step]:
+        """Generate an answer, token by token.
+
+        Args:
+            prompt: A text to continue, a list of chat messages (``{"role": …, "content": …}``), or token ids.
+            max_new_tokens: Most tokens to draw; ``None`` takes the model's own limit, or all that the context
+                holds.
+            temperature: 0 is greedy; ``None`` takes the model's own, as for the next four.
+            top_p: Nucleus probability.
+            top_k: Candidates kept; 0 keeps all.
+            min_p: Least probability relative to the likeliest token.
+            repetition_penalty: Above 1 discourages tokens already seen.
+            seed: Repeats a draw; ``None`` takes a fresh one, found in :attr:`stats`.
+            reserve: Tokens of the context that the prompt must leave for the answer.
+            progress: Called before the first and after each part of the prompt with the tokens computed so
+                far (or already cached) and the tokens of the prompt; its own time counts too.
+
+        Returns:
+            An iterator of steps. Closing it, or a KeyboardInterrupt inside it, leaves the engine usable.
+
+        Raises:
+            PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
+            UsageError: A setting is out of range.
+        """
+        started = time.perf_counter()
+        self.passes.usable_model()
+        settings = self.sampling.override(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        if max_new_tokens is not None:
+            max_new_tokens = require_whole("max_new_tokens", max_new_tokens, 1, _MOST_TOKENS)
+        reserve = require_whole("reserve", reserve, 1, _MOST_TOKENS)
+        ids = self.prompts.to_ids(prompt, reserve)
+        room = self.context_length - ids.shape[1]
+        shipped = getattr(self._generation_config, "max_new_tokens", None)
+        limit = max_new_tokens or (shipped if isinstance(shipped, int) and shipped > 0 else room)
+        draw_seed = secrets.randbits(63) if seed is None else require_whole("seed", seed, 0, _MOST_SEED)
+        return self.decoder.answer(
+            ids,
+            min(limit, room),
+            settings,
+            draw_seed,
+            started=started,
+            progress=progress or (lambda _done, _total: None),
+        )

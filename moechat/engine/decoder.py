@@ -1,0 +1,231 @@
+"""Computes prompts in parts, decodes token by token, and keeps the attention cache between answers."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from moechat.engine.recovery import PassRunner
+from moechat.engine.stats import Meter, Stats
+from moechat.models.prompt_cache import PromptCache
+from moechat.models.sampling import Sampler, SamplingSettings
+from moechat.models.text import TextStream
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token.
+
+    Attributes:
+        text: Text that became complete; may be empty while a multi-byte character is not.
+        token_id: The token.
+        finish_reason: ``None`` except for the last step: ``stop`` (the model ended) or ``length`` (a limit
+            was reached).
+    """
+
+    text: str
+    token_id: int
+    finish_reason: FinishReason | None = None
+
+
+class Decoder:
+    """Prefill and decoding of one loaded model.
+
+    Args:
+        passes: Runs the model.
+        meter: Reads the counters of experts and link.
+        tokenizer: Of the model, or ``None``.
+        stop_tokens: Token ids that end an answer.
+        stats: Of loading; the statistics of answers go on from these.
+
+    Attributes:
+        stats: Of the answer under way, else of the last one.
+        stop_tokens: Token ids that end an answer.
+        prompt_cache: Keys and values of the last answer.
+        cached_tokens: Tokens that ``prompt_cache`` may hold.
+        vocabulary: Rows of the embedding.
+    """
+
+    def __init__(
+        self,
+        passes: PassRunner,
+        meter: Meter,
+        *,
+        tokenizer: Any,
+        stop_tokens: frozenset[int],
+        stats: Stats,
+    ) -> None:
+        self.stats = stats
+        self.stop_tokens = stop_tokens
+        self.prompt_cache = PromptCache()
+        self.cached_tokens = 0
+        self._passes = passes
+        self._meter = meter
+        self._tokenizer = tokenizer
+        model = passes.usable_model()
+        self.vocabulary = int(model.get_input_embeddings().num_embeddings)
+        # Without it the head computes logits for every token of the prompt.
+        parameters = inspect.signature(model.forward).parameters
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def new_cache(self) -> Any:
+        """An empty attention cache; ``None`` where the model makes its own, and after closing."""
+        loaded = self._passes.loaded
+        return None if loaded.model is None else loaded.cache.new(loaded.model.config, loaded.plan.context)
+
+    def parts(self, ids: torch.Tensor, prompt: int) -> list[torch.Tensor]:
+        """Split the tokens that are still to be computed into passes.
+
+        Args:
+            ids: int64 ``[1, tokens]``.
+            prompt: Tokens of the whole prompt, those that the cache holds included.
+        """
+        loaded = self._passes.loaded
+        return [ids] if prompt > loaded.cache.appendable else list(torch.split(ids, loaded.chunk, dim=1))
+
+    def step(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Compute one pass of tokens behind those in a cache.
+
+        Args:
+            ids: int64 ``[1, tokens]``, at least one.
+            cache: From :meth:`new_cache` or an earlier call; changed in place.
+
+        Returns:
+            The logits ``[vocabulary]`` after the last token, and the cache.
+
+        Raises:
+            MoechatError: As :meth:`PassRunner.run`.
+        """
+        output = self._passes.run(ids, past_key_values=cache, use_cache=True, **self._last_only)
+        return output.logits[0, -1], output.past_key_values
+
+    def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
+        """Compute tokens in the passes of a prompt; arguments, result and errors as for :meth:`step`."""
+        ids = torch.tensor([list(tokens)])
+        for part in self.parts(ids, ids.shape[1]):
+            logits, cache = self.step(part, cache)
+        return logits, cache
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of all tokens of a text, in one pass or in parts.
+
+        Args:
+            ids: int64 ``[1, tokens]``, at least one.
+
+        Returns:
+            float32 ``[tokens, vocabulary]``.
+        """
+        parts = self.parts(ids, ids.shape[1])
+        if len(parts) == 1:
+            result: torch.Tensor = self._passes.run(ids, use_cache=False).logits[0].cpu().float()
+            return result
+        if self._passes.loaded.accelerator is not None:
+            self.prompt_cache.drop()  # the plan reserves a card's memory for one cache
+        cache, done = self.new_cache(), 0
+        for part in parts:
+            output = self._passes.run(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            if done == 0:
+                result = torch.empty((ids.shape[1], output.logits.shape[-1]), dtype=torch.float32)
+            result[done : done + part.shape[1]] = output.logits[0]
+            done += part.shape[1]
+        return result
+
+    def answer(
+        self,
+        ids: torch.Tensor,
+        limit: int,
+        settings: SamplingSettings,
+        seed: int,
+        *,
+        started: float,
+        progress: Callable[[int, int], None],
+    ) -> Iterator[Step]:
+        """Compute a prompt, then draw tokens until the model stops.
+
+        Args:
+            ids: The prompt, int64 ``[1, tokens]``.
+            limit: Most tokens to draw.
+            settings: How to draw them.
+            seed: Of the draws.
+            started: When the answer was requested, on ``time.perf_counter``'s clock.
+            progress: Called before the first and after each part of the prompt with the tokens computed so
+                far (or already cached) and the tokens of the prompt; its own time counts too.
+
+        Raises:
+            MoechatError: As :meth:`PassRunner.run`.
+        """
+        prompt = ids.shape[1]
+        known: list[int] = ids[0].tolist()
+        cache, reused = self.prompt_cache.take(known)
+        if cache is None:
+            cache = self.new_cache()
+        before = self.stats
+        self.stats = stats = Stats(
+            load_s=before.load_s,
+            prompt_tokens=prompt,
+            reused_tokens=reused,
+            seed=seed,
+            pages=before.pages,
+            page_bytes=before.page_bytes,
+            budget_bytes=before.budget_bytes,
+        )
+        sampler = Sampler(settings, seed)
+        stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
+        history, parts = ids, self.parts(ids[:, reused:], prompt)
+        first = 0.0
+        computed = reused
+        upkeep = self._passes.loaded.upkeep
+        self._meter.start()
+        try:
+            progress(reused, prompt)
+            for count in range(1, limit + 1):
+                begun = time.perf_counter()
+                for part in parts:
+                    logits, cache = self.step(part, cache)
+                    computed += part.shape[1]
+                    if computed <= prompt:
+                        progress(computed, prompt)
+                token = sampler.draw(history, logits.cpu())
+                now = time.perf_counter()
+                first = first or now
+                if upkeep is not None:
+                    upkeep.step(now - begun)
+                self.stats = stats = replace(
+                    self._meter.add(stats),
+                    output_tokens=count,
+                    ttft_s=first - started,
+                    tpot_s=(now - first) / (count - 1) if count > 1 else 0.0,
+                    busy_s=now - started,
+                )
+                reason: FinishReason | None = None
+                if token in self.stop_tokens:
+                    reason = "stop"
+                elif count == limit:
+                    reason = "length"
+                text = ""
+                if stream is not None:
+                    text = "" if reason == "stop" else stream.push(token)
+                    text += stream.flush() if reason else ""
+                yield Step(text, token, reason)
+                self._meter.start()
+                if reason:
+                    return
+                parts = [torch.tensor([[token]])]
+                history = torch.cat([history, parts[0]], dim=1)
+                known.append(token)
+        finally:
+            loaded = self._passes.loaded
+            if upkeep is not None and upkeep is loaded.upkeep:
+                upkeep.answer_done()
+            if cache is not None and loaded.model is not None:
+                # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
+                self.prompt_cache.keep(cache, known[:computed], prompt)
+                self.cached_tokens = computed

@@ -1,0 +1,165 @@
+"""Turns prompts into token ids, and checks that they fit into the context."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moechat.errors import PromptTooLongError, UsageError
+from moechat.offload.budget import MemoryPlan
+
+Message = dict[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+# Characters that are tokenised in one call, which takes about 0.1 s.
+_PIECE_CHARACTERS = 1 << 16
+# Tokens that splitting a text into pieces may add at a boundary.
+BOUNDARY_TOKEN_SLACK = 16
+_SHORTEN = "shorten the prompt, or raise the context with --ctx where the model allows it"
+
+
+class PromptEncoder:
+    """Tokenises the prompts of one model.
+
+    Args:
+        name: Of the model, for messages.
+        tokenizer: A transformers tokenizer, or ``None``.
+        plan: Of the model's memory; gives the context length.
+        vocabulary: Rows of the embedding.
+        on_card: The model computes on a graphics card; for hints.
+    """
+
+    def __init__(
+        self, name: str, tokenizer: Any, plan: MemoryPlan, *, vocabulary: int, on_card: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._name = name
+        self._plan = plan
+        self._vocabulary = vocabulary
+        self._on_card = on_card
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Tokens of a text, or of chat messages through the model's chat template.
+
+        Raises:
+            UsageError: The model has no tokenizer or no chat template, or the prompt is empty.
+            PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
+                minutes and gigabytes, and could not be interrupted.
+        """
+        if self.tokenizer is None:
+            raise UsageError(
+                f"{self._name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
+            )
+        for part in [prompt] if isinstance(prompt, str) else prompt:
+            text = part.get("content") if isinstance(part, Mapping) else part
+            if isinstance(text, str) and len(text) > _PIECE_CHARACTERS:
+                self._require_plausible_length(text)
+        tokens = self._tokenise(prompt) if isinstance(prompt, str) else self._apply_template(prompt)
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        return tokens
+
+    def to_ids(self, prompt: Any, room: int) -> torch.Tensor:
+        """Token ids of a text, of chat messages or of token ids; otherwise as :meth:`check_ids`.
+
+        Raises:
+            UsageError: Also as :meth:`encode`.
+        """
+        if not hasattr(prompt, "__len__"):
+            raise UsageError(
+                f"the prompt is of type {type(prompt).__name__}",
+                hint="give a text, messages or token ids",
+            )
+        messages = not isinstance(prompt, str | torch.Tensor) and any(
+            isinstance(item, dict) for item in prompt
+        )
+        ids: Any = self.encode(prompt) if messages or isinstance(prompt, str) else prompt
+        return self.check_ids(ids, room)
+
+    def check_ids(self, ids: Sequence[int], room: int) -> torch.Tensor:
+        """Token ids as a tensor.
+
+        Args:
+            ids: A sequence or a tensor of any shape.
+            room: Tokens of the context that must remain for the answer.
+
+        Returns:
+            int64 ``[1, tokens]``.
+
+        Raises:
+            UsageError: There is no token, or an id is not an integer or outside the vocabulary.
+            PromptTooLongError: The prompt leaves less room than ``room``.
+        """
+        if isinstance(ids, torch.Tensor):
+            ids = ids.flatten().tolist()
+        try:
+            tokens = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise UsageError(f"token ids must be integers: {error}") from error
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        if len(tokens) + room > self._plan.context:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens; the context holds {self._plan.context}"
+                + (f", of which {room} for the answer" if room else ""),
+                hint=self._more_context(),
+            )
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise UsageError(f"token ids must lie between 0 and {self._vocabulary - 1}")
+        return torch.tensor([tokens], dtype=torch.int64)
+
+    def token_text(self, token: int) -> str:
+        """One token as text; see :meth:`Engine.token_text`."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode([token], skip_special_tokens=False))
+
+    def _tokenise(self, text: str, **arguments: Any) -> list[int]:
+        try:
+            return list(self.tokenizer(text, **arguments)["input_ids"])
+        except (TypeError, UnicodeError) as error:
+            raise UsageError(f"the prompt is not Unicode text: {error}") from error
+
+    def _apply_template(self, messages: Sequence[Message]) -> list[int]:
+        if not self.has_chat_template:
+            raise UsageError(
+                f"{self._name} has no chat template", hint="give a plain text to continue instead"
+            )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:
+            raise UsageError(f"the chat template of {self._name} refuses these messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    def _require_plausible_length(self, text: str) -> None:
+        """Tokenises a long text in pieces, and stops at the first that exceeds the context."""
+        tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            end = begin + _PIECE_CHARACTERS
+            piece = self._tokenise(text[begin:end], add_special_tokens=False)
+            tokens += max(0, len(piece) - BOUNDARY_TOKEN_SLACK)
+            if tokens > self._plan.context:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text):,} characters, the first {end:,} of them more than "
+                    f"{tokens:,} tokens; the context holds {self._plan.context}",
+                    hint=_SHORTEN,
+                )
+
+    def _more_context(self) -> str:
+        if not self._plan.context_limited:
+            return _SHORTEN
+        return (
+            "memory made the context shorter than the model allows: give more with "
+            f"{'--vram' if self._on_card else '--ram'}, or set the tokens with --ctx, which leaves less room "
+            "for experts"
+        )

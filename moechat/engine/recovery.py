@@ -1,0 +1,160 @@
+"""Runs passes of a loaded model: recovers from a full graphics memory and translates native errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from moechat import _native
+from moechat.engine.stats import Meter
+from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError
+from moechat.loading import LoadedModel
+from moechat.models.attention_cache import cache_lengths, restore_lengths
+from moechat.models.threads import thread_invariant_pass
+from moechat.store.store import Store
+
+# Share of the pages on a card that is freed after its memory ran out.
+OOM_SHRINK_FRACTION = 0.1
+
+
+class PassRunner:
+    """Runs forward passes until the model is closed. Not safe for use by two threads at once.
+
+    Args:
+        name: Of the model, for messages.
+        loaded: The model.
+        meter: Restarted when experts are removed from a card.
+
+    Attributes:
+        loaded: The parts of the model. The engine replaces the value when it closes the model or changes how
+            its experts are held; another thread may do so at any time, so read it once.
+        notes: Sentences for the user about recoveries.
+    """
+
+    def __init__(self, name: str, loaded: LoadedModel, meter: Meter) -> None:
+        self.loaded = loaded
+        self.notes: list[str] = []
+        self._name = name
+        self._meter = meter
+        self._process = os.getpid()
+
+    def usable_model(self) -> Any:
+        """The transformers model, if it can still compute.
+
+        Raises:
+            MoechatError: The engine was closed, or this process was forked from the one that loaded it.
+        """
+        model = self.loaded.model
+        if model is None:
+            raise MoechatError(f"{self._name} was closed", hint="load it again")
+        if os.getpid() != self._process:
+            # The parent's threads do not exist here; torch would wait for its own forever.
+            raise MoechatError(
+                f"a forked child cannot use {self._name}, which its parent loaded",
+                hint="start the child with multiprocessing's 'spawn' method, and load the model there",
+            )
+        return model
+
+    def run(self, ids: torch.Tensor, **arguments: Any) -> Any:
+        """One pass; if a card's memory runs out, frees pages of experts and tries once more.
+
+        Args:
+            ids: Token ids, int64 ``[1, tokens]``.
+            arguments: Of the model's ``forward``, such as ``past_key_values``.
+
+        Returns:
+            The output of the transformers model.
+
+        Raises:
+            DoesNotFitError: The graphics memory is too small even with fewer experts.
+            DeviceLostError: The graphics card has failed.
+            StoreDamagedError: Experts cannot be read because a file of the store has changed.
+            MoechatError: Experts cannot be read for another reason, the engine is closed, or this process is
+                a forked one.
+        """
+        cache = arguments.get("past_key_values")
+        held = cache_lengths(cache)
+        result = self._try(ids, arguments)
+        if result is not None:
+            return result
+        # The failed pass may have appended to some layers of the cache.
+        freed = self._shrink_experts() if restore_lengths(cache, held) else 0
+        result = self._try(ids, arguments) if freed else None
+        if result is None:
+            raise DoesNotFitError(
+                f"the graphics memory is too small for a pass of {ids.shape[1]} tokens",
+                hint="load the model with a smaller --vram (vram=), which leaves more beside the "
+                "experts, or with a shorter context (--ctx, ctx=)",
+            )
+        self.notes.append(
+            f"the graphics memory ran out: {freed >> 20} MiB of experts were removed from it, and fewer are "
+            "kept there from now on"
+        )
+        return result
+
+    def _try(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        """The model's output; ``None`` if a card's memory ran out."""
+        model, loaded = self.usable_model(), self.loaded
+        card = loaded.accelerator
+        try:
+            with (
+                self.translate_native_errors(),
+                nullcontext() if card is None else card.active(),
+                torch.inference_mode(),
+                thread_invariant_pass(ids.shape[1]),
+            ):
+                return (loaded.decoder or model)(input_ids=ids.to(loaded.device), **arguments)
+        except torch.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            if card is None or not _is_out_of_memory(error):
+                raise
+            return None
+
+    def _shrink_experts(self) -> int:
+        """Frees pages of experts on a card; returns the bytes."""
+        loaded = self.loaded
+        if loaded.accelerator is None or loaded.near is None:
+            return 0
+        if loaded.upkeep is not None:
+            loaded.upkeep.save()
+        freed = loaded.near.shrink(OOM_SHRINK_FRACTION)
+        self._meter.restart()
+        return freed
+
+    @contextmanager
+    def translate_native_errors(self) -> Iterator[None]:
+        """Turns errors of the native code into :class:`MoechatError` with a hint; see :meth:`run`."""
+        try:
+            yield
+        except RuntimeError as error:
+            # Another thread may have closed the pages and the link, or this is a forked child.
+            try:
+                self.usable_model()
+            except MoechatError as reason:
+                raise reason from error
+            card = self.loaded.accelerator
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error)
+            if isinstance(error, _native.DeviceLostError) or (
+                card is not None and not out_of_memory and not card.alive()
+            ):
+                raise DeviceLostError(
+                    f"the graphics card has failed: {error}",
+                    hint="start again; if it fails again, the driver's log (dmesg) may say why",
+                ) from error
+            if not isinstance(error, _native.LinkError):
+                raise
+            Store.open(self.loaded.store.path)  # raises if a file is missing or has another size
+            raise MoechatError(
+                f"experts of {self._name} cannot be read: {error}",
+                hint="the model is still loaded: try again; if it fails again, check the disk",
+            ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a library (cuBLAS, say) could not allocate memory past torch's allocator."""
+    return getattr(error, "error_code", None) == 2 or "ALLOC_FAILED" in str(error)

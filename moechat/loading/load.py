@@ -1,0 +1,209 @@
+"""Loads a model in stages, which are the same for CPU and graphics card; only the placement differs.
+
+The stages: configuration, skeleton, outline, needs, memory plan, dense weights, far memory, tier, attached
+layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moechat import _native
+from moechat.configurator.systems import SYSTEMS, CacheSettings
+from moechat.errors import UnsupportedModelError
+from moechat.loading.model import LoadedModel, Progress, Report
+from moechat.loading.weights import load_weights
+from moechat.models.assets import context_length
+from moechat.models.footprint import prefill_chunk
+from moechat.models.model_outline import ModelOutline, outline_skeleton
+from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.budget import plan_memory
+from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
+from moechat.offload.host import HostPlacement
+from moechat.offload.needs import memory_needs, model_shape, uses_graphs
+from moechat.offload.perfect import refuse_without_replay
+from moechat.offload.placement import ModelPlacement
+from moechat.offload.planner import Knowledge, gather
+from moechat.offload.settings import OffloadOptions
+from moechat.offload.tier import ExpertTier, TierConfig
+from moechat.offload.upkeep import Upkeep
+from moechat.options import LoadOptions
+from moechat.store.store import Store
+
+
+def load_model(store: Store, options: LoadOptions, *, offload: OffloadOptions, report: Report) -> LoadedModel:
+    """Plan the memory and load.
+
+    Args:
+        store: Verified.
+        options: Device, budgets, types and system.
+        offload: Settings, link, pages, predictor and replay for tests and measurements.
+        report: Called with the progress.
+
+    Raises:
+        DoesNotFitError: The budget is too small, or the context is longer than the model allows.
+        DeviceUnavailableError: There is no such card, or its kernels cannot be built.
+        MoechatError: See :mod:`moechat.errors`.
+    """
+    if options.card is None:
+        return _load(store, options, offload, report, HostPlacement(), None)
+    card: Accelerator = offload.accelerator or Accelerator(options.card)
+    # Only with a card: it imports Triton, which machines without one may lack.
+    from moechat.offload.card import CardPlacement
+
+    with card.active():
+        placement = CardPlacement(card, store.geometry)
+        try:
+            return _load(store, options, offload, report, placement, card)
+        except BaseException:
+            placement.close()
+            raise
+
+
+def _load(
+    store: Store,
+    options: LoadOptions,
+    offload: OffloadOptions,
+    report: Report,
+    placement: ModelPlacement,
+    card: Accelerator | None,
+) -> LoadedModel:
+    settings = _settings(options, offload)
+    refuse_without_replay(settings, offload.replay)
+    report(Progress("load", 0, None, "dense weights"))
+    config = load_config(store.path)
+    ctx = None if options.ctx is None else context_length(config, options.ctx)
+    dtype = placement.dtype(options.dtype)
+    register()
+    skeleton = build_skeleton(config, dtype, IMPLEMENTATION)
+    _check_same_experts(skeleton, store)
+    outline = outline_skeleton(
+        skeleton,
+        dtype,
+        source=store.dense,
+        dense_bits=options.dense_bits,
+        activation_bits=options.activation_bits,
+        on_card=card is not None,
+    )
+
+    memory = placement.memory(options)
+    needs = memory_needs(outline, store.geometry, memory)
+    budget, given = placement.budget(options, needs.base)
+    plan = plan_memory(needs, budget, given=given, ctx=ctx, pages=offload.pages, labels=placement.labels)
+    placement.reserve(plan)
+    mapped = plan.mapped and placement.maps_experts
+
+    load_weights(store, skeleton, outline.form, dtype, placement, report)
+    predict = settings.prefetch == "next-router" and offload.predictor is None and not mapped
+    native_modules, predictor = placement.adopt(skeleton, outline.form, predict=predict)
+    if offload.link.kind == "file":
+        placement.read_far(
+            store, options, lambda done, total: report(Progress("load", done, total, "experts into memory"))
+        )
+
+    counters = ExpertCounters()
+    parts = tuple(entry.module for entry in skeleton.experts)
+    tier = upkeep = decoder = None
+    if not mapped:
+        tier = ExpertTier(
+            TierConfig(
+                store,
+                outline.top_k,
+                link=offload.link,
+                predictor=offload.predictor or predictor,
+                replay=offload.replay,
+                activation_bits=options.activation_bits,
+            ),
+            placement,
+            pages=needs.blocks + needs.spare_pages if plan.mapped else plan.pages,
+            settings=settings,
+            counters=counters,
+            knowledge=gather_knowledge(store, outline, settings, placement),
+        )
+        upkeep = _upkeep(tier, store, outline, options.replan_tokens)
+        try:
+            placement.warm(skeleton.model, outline.top_k, dtype)
+        except BaseException:
+            tier.close()
+            raise
+        if uses_graphs(outline, memory):
+            decoder = placement.decoder(skeleton.model, parts, dtype, upkeep.notify)
+    loaded = LoadedModel(
+        store=store,
+        config=config,
+        model=skeleton.model,
+        outline=outline,
+        chunk=prefill_chunk(outline.config),
+        plan=plan,
+        near=tier,
+        counters=counters,
+        parts=parts,
+        upkeep=upkeep,
+        native_modules=native_modules,
+        accelerator=card,
+        decoder=decoder,
+    )
+    if tier is None:
+        loaded.map_experts()
+    else:
+        loaded.page_experts()
+    return loaded
+
+
+def gather_knowledge(
+    store: Store, outline: ModelOutline, settings: CacheSettings, placement: ModelPlacement
+) -> Knowledge:
+    """Statistics and costs that the targets of a tier are made from."""
+    # Systems with a static set choose it by the popularity of experts, which auto records.
+    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
+    return gather(
+        model_shape(outline, store.geometry),
+        store.manifest.model_type,
+        store.manifest.source.fingerprint,
+        ranked_by,
+        dtype=str(outline.dtype).removeprefix("torch."),
+        threads=_native.num_threads(),
+        dense_bits=outline.form.bits,
+        activation_bits=outline.form.activation_bits,
+        near=placement.near,
+        far_computes=placement.computes_far,
+    )
+
+
+def _upkeep(tier: ExpertTier, store: Store, outline: ModelOutline, replan_tokens: int) -> Upkeep:
+    assert tier.knowledge is not None  # the tier was made with it
+    return Upkeep(
+        tier,
+        model_shape(outline, store.geometry),
+        model_type=store.manifest.model_type,
+        fingerprint=store.manifest.source.fingerprint,
+        knowledge=tier.knowledge,
+        every=replan_tokens,
+    )
+
+
+def _settings(options: LoadOptions, offload: OffloadOptions) -> CacheSettings:
+    if offload.cache is None:
+        return options.settings
+    return replace(offload.cache, miss="fetch") if options.deterministic else offload.cache
+
+
+def _check_same_experts(skeleton: Skeleton, store: Store) -> None:
+    """Check that a store has the expert layers of its configuration.
+
+    Raises:
+        UnsupportedModelError: They differ in number or shape.
+    """
+    built = [
+        (entry.layer, entry.num_experts, entry.hidden_size, entry.intermediate_size)
+        for entry in skeleton.experts
+    ]
+    geometry = store.geometry
+    shape = (geometry.num_experts, geometry.hidden_size, geometry.intermediate_size)
+    stored = [(record.layer, *shape) for record in store.manifest.layers]
+    if built != stored:
+        raise UnsupportedModelError(
+            f"{store.path} holds {len(stored)} expert layers unlike the {len(built)} of its configuration",
+            hint="it was made with another version of transformers; convert the checkpoint again",
+        )

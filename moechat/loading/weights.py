@@ -1,0 +1,56 @@
+"""Loads the dense weights of a store into a skeleton, and packs them if their form requires it."""
+
+from __future__ import annotations
+
+import torch
+
+from moechat.config import user_paths
+from moechat.loading.model import Progress, Report
+from moechat.models.dense import load_dense
+from moechat.models.dense_form import DenseForm
+from moechat.models.packed import pack_layers
+from moechat.models.packed_file import PackedFile
+from moechat.models.skeleton import Skeleton
+from moechat.offload.placement import ModelPlacement
+from moechat.store.store import DENSE_PREFIX, Store
+
+
+def load_weights(
+    store: Store,
+    skeleton: Skeleton,
+    form: DenseForm,
+    dtype: torch.dtype,
+    placement: ModelPlacement,
+    report: Report,
+) -> None:
+    """Load the dense weights of a store into a skeleton.
+
+    Packed layers are saved in a file in the cache directory for later starts.
+
+    Args:
+        store: The store.
+        skeleton: On the meta device.
+        form: Form of each weight.
+        dtype: Type that the dense part computes in.
+        placement: Owner of the memory of packed layers.
+        report: Called with the progress of packing.
+
+    Raises:
+        CheckpointError: A weight is missing or has another shape than the configuration says.
+        DoesNotFitError: The packed weights do not fit.
+    """
+    load_dense(skeleton, store.dense, form)
+    if not form.packs:
+        return
+    records = store.manifest.files.items()
+    hashes = {name: record.sha256 for name, record in records if name.startswith(DENSE_PREFIX)}
+    file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
+    detail = f"dense weights in {form.bits} bits"
+    pack_layers(
+        skeleton,
+        store.dense,
+        form,
+        file,
+        lambda done, total: report(Progress("load", done, total, detail)),
+        placement.packed_memory(file.nbytes, form, dtype),
+    )

@@ -1,0 +1,241 @@
+"""Layers of the attention cache in memory that is reserved once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from moechat.models.cache_memory import LayerMemory, Place
+
+
+class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer in memory reserved once for the whole context.
+
+    transformers' own layer copies all its tokens for each new one. Here only the new token is written, and
+    the system assigns physical memory to reserved pages at their first write.
+
+    Invariant: ``keys`` and ``values`` are prefixes of the two reserved tensors.
+
+    Args:
+        capacity: Tokens to reserve; appending more costs a copy.
+
+    Attributes:
+        memory: Shared memory to use; ``None``: the layer allocates its own.
+    """
+
+    memory: LayerMemory | None = None
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capacity = capacity
+        self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; returns all keys ``[1, heads, tokens, dim]`` and all values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self.get_seq_length()
+        length = held + key_states.shape[-2]
+        if self._reserved is None or length > self._reserved[0].shape[-2]:
+            self._reserve(key_states, value_states, held, max(length, self._capacity))
+        assert self._reserved is not None
+        keys, values = self._reserved
+        # narrow is three times faster than indexing.
+        keys.narrow(-2, held, length - held).copy_(key_states)
+        values.narrow(-2, held, length - held).copy_(value_states)
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
+        return self.keys, self.values
+
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> tuple[int, int, int, int, int] | None:
+        """Append one token whose keys and values the caller writes.
+
+        Args:
+            kv_heads: Heads of keys and values.
+            dim: Elements per head.
+            dtype: Type of both.
+
+        Returns:
+            Address of all keys and the stride of their heads in elements, the same for the values, and the
+            number of tokens before this one. ``None``, without appending, before the first :meth:`update`,
+            for another shape or type than there, or if the reserved memory is full.
+        """
+        reserved = self._reserved
+        if reserved is None or self.keys is None:
+            return None
+        keys, values = reserved
+        capacity, held = keys.shape[-2], self.keys.shape[-2]
+        shape = (1, kv_heads, capacity, dim)
+        if held >= capacity or keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+            return None
+        self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
+        head = capacity * dim
+        return keys.data_ptr(), head, values.data_ptr(), head, held
+
+    def next_place(self) -> Place | None:
+        """Memory for the next token; ``None`` if none is reserved or it is full."""
+        if self._reserved is None or self.keys is None:
+            return None
+        held = self.keys.shape[-2]
+        return Place(*self._reserved, held) if held < self._reserved[0].shape[-2] else None
+
+    def advance(self) -> None:
+        """Count one more token, which the caller has written to :meth:`next_place`."""
+        assert self._reserved is not None
+        assert self.keys is not None
+        keys, values = self._reserved
+        length = self.keys.shape[-2] + 1
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
+
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
+        fresh = _fresh(keys, values, capacity, self.memory)
+        if held:
+            # Never the same memory, because its capacity has grown.
+            for new, old in zip(fresh, (self.keys, self.values), strict=True):
+                assert old is not None
+                new[..., :held, :] = old
+        self._reserved = fresh
+
+
+class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer with a sliding window, in memory reserved once.
+
+    transformers' own layer copies the window for each new token. Here the window moves along the reserved
+    memory and is copied to its beginning when it reaches the end.
+
+    Invariant: ``keys`` and ``values`` are slots ``[start, start + held)`` of the two reserved tensors, with
+    ``held < sliding_window``; or no memory is reserved, and the layer behaves like transformers' own.
+
+    Args:
+        sliding_window: Tokens that a token attends to, itself included.
+        most: Tokens of the largest pass that uses the reserved memory; larger passes are copied.
+
+    Attributes:
+        memory: As of :class:`ReservedLayer`.
+    """
+
+    memory: LayerMemory | None = None
+
+    def __init__(self, sliding_window: int, most: int) -> None:
+        super().__init__(sliding_window)
+        self._capacity = sliding_window - 1 + max(1, most)
+        self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._start = 0
+        self._held = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; returns all keys and values from the first that the first new token attends to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        if self._records_past() or count > self._capacity - (self.sliding_window - 1):
+            # From here on the layer behaves like transformers' own.
+            self._reserved = None
+            both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+            return both
+        if self._reserved is None:
+            self._reserve(key_states, value_states)
+        first, held = self._append(count)
+        keys, values = self._tensors()
+        keys.narrow(-2, first, count).copy_(key_states)
+        values.narrow(-2, first, count).copy_(value_states)
+        return keys.narrow(-2, first - held, held + count), values.narrow(-2, first - held, held + count)
+
+    def append_place(
+        self, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> tuple[int, int, int, int, int] | None:
+        """As :meth:`ReservedLayer.append_place`, for the tokens of the window."""
+        reserved = self._reserved
+        if reserved is None or self._records_past():
+            return None
+        keys, values = reserved
+        shape = (1, kv_heads, self._capacity, dim)
+        if keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+            return None
+        first, held = self._append(1)
+        at, head = (first - held) * dim * dtype.itemsize, self._capacity * dim
+        return keys.data_ptr() + at, head, values.data_ptr() + at, head, held
+
+    def _records_past(self) -> bool:
+        return bool(getattr(self, "record_past", False))  # missing in some versions of transformers
+
+    def next_place(self) -> Place | None:
+        """As :meth:`ReservedLayer.next_place`; moves the window to the beginning if necessary."""
+        if self._reserved is None or self._records_past():
+            return None
+        self._make_room(1)
+        return Place(*self._reserved, self._start + self._held)
+
+    def advance(self) -> None:
+        """As :meth:`ReservedLayer.advance`."""
+        self._append(1)
+
+    def _make_room(self, count: int) -> None:
+        """Move the window to the beginning of the memory if ``count`` tokens do not fit behind it."""
+        held = self._held
+        if self._start + held + count <= self._capacity:
+            return
+        for tensor in self._tensors():
+            # Through a temporary copy, because the two ranges may overlap.
+            tensor.narrow(-2, 0, held).copy_(tensor.narrow(-2, self._start, held).clone())
+        self._start = 0
+        self._show()
+
+    def _append(self, count: int) -> tuple[int, int]:
+        """Count ``count`` more tokens; returns the first one's slot and the number of tokens before it."""
+        held = self._held
+        self._make_room(count)
+        first = self._start + held
+        self.cumulative_length += count
+        self._held = min(held + count, self.sliding_window - 1)
+        self._start = first + count - self._held
+        self._show()
+        return first, held
+
+    def _show(self) -> None:
+        keys, values = self._tensors()
+        self.keys = keys.narrow(-2, self._start, self._held)
+        self.values = values.narrow(-2, self._start, self._held)
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._reserved is not None
+        return self._reserved
+
+    def _reserve(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        held = min(self.cumulative_length, self.sliding_window - 1)
+        old = []
+        for states in (self.keys, self.values) if held else ():
+            assert states is not None
+            # A copy, because it may be in the memory that is reused.
+            old.append(states.narrow(-2, -held, held).clone())
+        self._reserved = _fresh(keys, values, self._capacity, self.memory)
+        self._start, self._held = 0, held
+        for new, states in zip(self._reserved, old, strict=False):
+            new.narrow(-2, 0, held).copy_(states)
+        self._show()
+
+    def reset(self) -> None:
+        """As transformers' own layer; the next pass reserves memory again, as after :meth:`crop`."""
+        self._reserved = None
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' own layer."""
+        self._reserved = None
+        super().crop(tokens_to_remove)
+
+
+def _fresh(
+    keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if memory is not None:
+        return memory.take(keys, values, capacity)
+    shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]
+    return keys.new_empty(shapes[0]), values.new_empty(shapes[1])

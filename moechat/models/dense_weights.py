@@ -1,0 +1,91 @@
+"""Counts the dense (non-expert) weights of a model by part."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from moechat.errors import UnsupportedModelError
+from moechat.models.skeleton import ExpertsModule, Skeleton
+
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class DenseWeights:
+    """Number of dense (non-expert) weights, by part of the model.
+
+    Attributes:
+        attention: Attention (or a family's replacement for it) and norms of all layers.
+        shared: Shared experts.
+        routers: Routers of all layers.
+        feed_forward: Feed-forward parts of layers without routed experts.
+        embedding: Token embedding; 0 if it is tied to the head.
+        head: Final norm, head, and all other weights outside the layers.
+    """
+
+    attention: int
+    shared: int
+    routers: int
+    feed_forward: int
+    embedding: int
+    head: int
+
+    @property
+    def in_layers(self) -> int:
+        """Weights between the embedding and the final norm."""
+        return self.attention + self.shared + self.routers + self.feed_forward
+
+    @property
+    def total(self) -> int:
+        """All dense weights."""
+        return self.in_layers + self.embedding + self.head
+
+
+def count_dense_weights(skeleton: Skeleton) -> DenseWeights:
+    """Count every parameter once, by its part; tied ones count for the head."""
+    counts = dict.fromkeys(("attention", "shared", "routers", "feed_forward", "embedding", "head"), 0)
+    embedding = _weight_of(skeleton.model.get_input_embeddings())
+    output = _weight_of(skeleton.model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    owners = {entry.layer: _owner(entry) for entry in skeleton.experts}
+    usual = next(iter(owners.values())).rpartition(".")[2]
+    first = skeleton.experts[0]
+    prefix = first.name[: _number_at(first)]  # "model.layers."
+    for name, tensor in skeleton.model.named_parameters():
+        if tensor is embedding and tensor is not output:
+            part = "embedding"
+        elif not name.startswith(prefix) or (match := _LAYER_NUMBER.search(name, len(prefix) - 1)) is None:
+            part = "head"
+        else:
+            owner = owners.get(int(match[1]))
+            below = f"{prefix}{match[1]}."
+            if owner is None:
+                part = "feed_forward" if name.startswith(f"{below}{usual}.") else "attention"
+            elif not name.startswith(owner + "."):
+                part = "attention"
+            elif tuple(tensor.shape) in (
+                (first.num_experts, first.hidden_size),
+                (first.hidden_size, first.num_experts),
+            ) or tuple(tensor.shape) == (first.num_experts,):
+                part = "routers"
+            else:
+                # If the layer itself owns the experts, its other parameters are the attention and norms.
+                part = "attention" if owner + "." == below else "shared"
+        counts[part] += tensor.numel()
+    return DenseWeights(**counts)
+
+
+def _weight_of(module: Any) -> Any:
+    return getattr(module, "weight", None)
+
+
+def _owner(entry: ExpertsModule) -> str:
+    return entry.name.rpartition(".")[0]
+
+
+def _number_at(entry: ExpertsModule) -> int:
+    match = _LAYER_NUMBER.search(entry.name)
+    if match is None:
+        raise UnsupportedModelError(f"{entry.name} does not say which decoder layer it belongs to")
+    return match.start() + 1

@@ -1,0 +1,335 @@
+"""The sizes of a model from its configuration: the model is built on the meta device, without memory.
+
+Weights are counted in the model that transformers builds, not by formulas; experts have the encoding that
+the block store would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from moechat import _native
+from moechat.geometry import ExpertGeometry, WeightType
+from moechat.hub.known_shapes import shape_values
+from moechat.models.assets import context_length
+from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_types
+from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
+from moechat.models.dense_weights import DenseWeights, count_dense_weights
+from moechat.models.footprint import (
+    one_pass_bytes,
+    pass_tokens,
+    scratch_bytes,
+    workspace_bytes,
+)
+from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
+
+# Top-k if neither a trial pass nor the configuration gives it.
+_USUAL_TOP_K = 8
+# Names of types in configurations, and in safetensors files.
+_STORED_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """Sizes of a model, for planning.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        layers: Number of decoder layers.
+        expert_layers: Indices of the layers with routed experts, ascending.
+        top_k: Experts per token and layer.
+        experts: Shape of every expert; :meth:`geometry` adds the encoding.
+        dense: Number of dense weights.
+        dtype: Compute type of the dense weights.
+        loading: Largest temporary memory for loading the dense weights, in bytes.
+        form: Form of the dense weights in memory.
+        cache: Shape of the attention cache, in ``dtype``.
+        own_context: Context length of the model, in tokens.
+        config: transformers' configuration of the built model.
+    """
+
+    model_type: str
+    layers: int
+    expert_layers: tuple[int, ...]
+    top_k: int
+    experts: ExpertsModule
+    dense: DenseWeights
+    dtype: torch.dtype
+    loading: int
+    form: DenseForm
+    cache: CacheShape
+    own_context: int
+    config: Any
+
+    def geometry(self, bits: int) -> ExpertGeometry:
+        """Shape and encoding of the experts with ``bits`` bits per weight.
+
+        Raises:
+            UsageError: ``bits`` is not supported.
+        """
+        entry = self.experts
+        return ExpertGeometry(
+            hidden_size=entry.hidden_size,
+            intermediate_size=entry.intermediate_size,
+            num_experts=entry.num_experts,
+            bits=bits,
+            weight_type=WeightType.BF16,
+            activation=entry.gate.activation,
+            alpha=entry.gate.alpha,
+            limit=entry.gate.limit,
+            has_bias=entry.has_bias,
+        )
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert, biases included."""
+        entry = self.experts
+        biases = 2 * entry.intermediate_size + entry.hidden_size if entry.has_bias else 0
+        return 3 * entry.hidden_size * entry.intermediate_size + biases
+
+    @property
+    def parameters(self) -> int:
+        """Number of all weights."""
+        return self.dense.total + len(self.expert_layers) * self.experts.num_experts * self.expert_weights
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of weights used for one token, without the embedding."""
+        routed = len(self.expert_layers) * self.top_k * self.expert_weights
+        return self.dense.in_layers + self.dense.head + routed
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of dense weights in memory, and of buffers."""
+        return self.form.nbytes
+
+    @property
+    def router_copies(self) -> int:
+        """Bytes of the float32 copies of routers that prediction uses."""
+        entry = self.experts
+        return len(self.expert_layers) * entry.num_experts * entry.hidden_size * 4
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether CUDA graphs can replay a token: masks and frequencies depend only on its position."""
+        return self.cache.reserved and self.cache.unlimited
+
+    def workspace(self, context: int) -> int:
+        """Bytes of activations of the largest pass in a context of ``context`` tokens."""
+        if self.cache.appendable:
+            return workspace_bytes(self.config, self.dtype, self.pass_tokens(context), context)
+        return one_pass_bytes(self.config, self.dtype, context)
+
+    def pass_tokens(self, context: int) -> int:
+        """Tokens of the longest pass when prompts fill a context of ``context`` tokens."""
+        return pass_tokens(self.config, self.cache, context)
+
+    @property
+    def scratch(self) -> int:
+        """Scratch bytes of the native kernels."""
+        longest = self.pass_tokens(self.own_context)
+        blocks = self.geometry(16).blocks_per_expert  # the same for all bits
+        return scratch_bytes(self.experts.hidden_size, blocks, self.top_k, longest)
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes on a GPU for unpacking packed dense weights in products of many tokens."""
+        return unpacked_bytes(self.form, self.dtype.itemsize)
+
+
+def read_config(source: Path) -> Any:
+    """Read the configuration in a model's directory, or a ``config.json`` file.
+
+    Raises:
+        UnsupportedModelError: It cannot be read or used; the message gives the reason.
+    """
+    with without_warnings():
+        return load_config(source)
+
+
+def known_config(name: str) -> Any:
+    """Configuration of a known model, one of :func:`moechat.hub.known_shapes.shape_names`.
+
+    Raises:
+        UsageError: The name is unknown.
+    """
+    with without_warnings():
+        return AutoConfig.for_model(**shape_values(name))
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence transformers' warnings about configuration values, which are irrelevant here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def automatic_type() -> torch.dtype:
+    """Type of dense weights on this CPU: bfloat16 if it has native bf16 products, else float32."""
+    # Without native support, torch's bf16 products on a CPU are several times slower than float32.
+    features = _native.cpu_features()
+    native_bf16 = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
+    return torch.bfloat16 if native_bf16 else torch.float32
+
+
+def resolve_type(
+    name: str, *, on_card: bool, capability: tuple[int, int] | None = None, here: bool = True
+) -> torch.dtype:
+    """Compute type of the dense part.
+
+    Args:
+        name: ``float32``, ``bfloat16``, ``float16`` or ``auto``.
+        on_card: The dense part runs on a GPU.
+        capability: CUDA compute capability of the GPU.
+        here: The machine is this one; for the CPU of another one, native bf16 products are unknown.
+    """
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if on_card:
+        return card_type(capability)
+    return automatic_type() if here else torch.float32
+
+
+def card_type(capability: tuple[int, int] | None) -> torch.dtype:
+    """Type of dense weights on a GPU: bfloat16 from compute capability 8.0, else float16.
+
+    Args:
+        capability: Compute capability; ``None`` (unknown) counts as recent.
+    """
+    return torch.bfloat16 if capability is None or capability >= (8, 0) else torch.float16
+
+
+def outline_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
+    on_card: bool = False,
+    source: TensorHeaders | None = None,
+) -> ModelOutline:
+    """Build the model of a configuration without weights and count its weights; see :func:`outline_skeleton`.
+
+    Args:
+        config: From :func:`read_config` or :func:`known_config`.
+        dtype: Compute type of the dense weights.
+        dense_bits: Bits per dense weight: 16, 8 or 4.
+        activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
+        on_card: The dense part runs on a GPU.
+        source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
+            bfloat16 if it names none.
+
+    Raises:
+        UnsupportedModelError: The installed transformers cannot build the model, it has no routed experts, or
+            moechat cannot run experts of that kind.
+    """
+    # Building the model overwrites the type that its configuration names.
+    named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
+    with without_warnings():
+        skeleton = build_skeleton(config, dtype)
+    return outline_skeleton(
+        skeleton,
+        dtype,
+        dense_bits=dense_bits,
+        activation_bits=activation_bits,
+        on_card=on_card,
+        source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
+    )
+
+
+def outline_skeleton(
+    skeleton: Skeleton,
+    dtype: torch.dtype,
+    *,
+    source: TensorHeaders,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
+    on_card: bool = False,
+) -> ModelOutline:
+    """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.
+
+    Args:
+        skeleton: A model without weights; its modules are restored at the end.
+        dtype: Compute type of the dense weights.
+        source: Names, types and shapes of the weights.
+        dense_bits: Bits per dense weight: 16, 8 or 4.
+        activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
+        on_card: The dense part runs on a GPU.
+    """
+    model, first = skeleton.model, skeleton.experts[0]
+    text = model.config.get_text_config()
+    top_k: list[int] = []
+
+    def trial(hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+        top_k.append(index.shape[-1])
+        return torch.empty_like(hidden)
+
+    for entry in skeleton.experts:
+        # Hides the class's forward, which needs the removed weights.
+        entry.module.forward = trial
+    try:
+        with watched_weights(model) as reads:
+            cache = cache_shape(model, model.config, dtype)
+    finally:
+        for entry in skeleton.experts:
+            del entry.module.forward
+    form = choose_form(
+        skeleton,
+        stored_types(skeleton, source),
+        bits=dense_bits,
+        activation_bits=activation_bits,
+        reads=reads,
+        stored_rows=not on_card,
+    )
+    layers = getattr(text, "num_hidden_layers", None)
+    return ModelOutline(
+        model_type=str(model.config.model_type),
+        layers=layers if isinstance(layers, int) else len(skeleton.experts),
+        expert_layers=tuple(entry.layer for entry in skeleton.experts),
+        top_k=min(max(top_k, default=configured_top_k(model.config)), first.num_experts),
+        experts=first,
+        dense=count_dense_weights(skeleton),
+        dtype=dtype,
+        loading=loading_bytes(skeleton, source, form),
+        form=form,
+        cache=cache,
+        own_context=context_length(model.config, None),
+        config=model.config,
+    )
+
+
+def headers_of(skeleton: Skeleton, dtype: str) -> HeaderTable:
+    """Headers of a checkpoint that is not here: the names of the model's own weights, all of one type.
+
+    Args:
+        skeleton: The model.
+        dtype: ``BF16``, ``F16`` or ``F32``.
+    """
+    return HeaderTable({name: (dtype, tuple(tensor.shape)) for name, tensor in skeleton.state.items()})
+
+
+def configured_top_k(config: Any) -> int:
+    """Experts per token in the configuration; 8 if it does not say."""
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            value = max(value, default=None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _USUAL_TOP_K

@@ -1,0 +1,167 @@
+"""A graphics card as a placement: dense weights and pages in its memory, all experts in the host's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moechat.config import cuda_graphs_wanted
+from moechat.configurator.estimate import Near
+from moechat.errors import DoesNotFitError, MoechatWarning
+from moechat.geometry import ExpertGeometry
+from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
+from moechat.models.decode import NativeModules
+from moechat.models.dense_form import DenseForm
+from moechat.models.router_search import find_routers
+from moechat.models.skeleton import Skeleton
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, card_budget
+from moechat.offload.card_layer import CardExpertLayer
+from moechat.offload.card_pages import CardPages, routers_on
+from moechat.offload.far_memory import FarMemory, ReadProgress
+from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.links import open_link
+from moechat.offload.needs import LIBRARY_BYTES, CardMemory
+from moechat.offload.packed_on_card import PackedCardMemory, warm_packed_layers
+from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
+from moechat.options import LoadOptions
+from moechat.predict import Predictor
+from moechat.store.files import format_bytes
+from moechat.store.store import Store
+
+
+class CardPlacement:
+    """A card; see :class:`~moechat.offload.placement.ModelPlacement`.
+
+    Args:
+        accelerator: The card.
+        geometry: Shape and encoding of the experts.
+
+    Attributes:
+        pages: The pages, and the routers that predict.
+        far: The experts in the host's memory or files; ``None``: the link is a simulated one.
+    """
+
+    near: Near = "gpu"
+    labels = VRAM_LABELS
+    maps_experts = False
+    # A card computes while the host does something else: the runner's clocks do not measure that.
+    timed = False
+    can_shrink = True
+
+    def __init__(self, accelerator: Accelerator, geometry: ExpertGeometry) -> None:
+        accelerator.release()
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.pages = CardPages(accelerator, geometry)
+        self.far: FarMemory | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :meth:`ModelPlacement.dtype`."""
+        dtype: torch.dtype = self.accelerator.dtype if name == "auto" else getattr(torch, name)
+        return dtype
+
+    def memory(self, options: LoadOptions) -> CardMemory:
+        """See :meth:`ModelPlacement.memory`."""
+        graphs = cuda_graphs_wanted() and not options.deterministic
+        return CardMemory(self.accelerator.context_bytes, graphs)
+
+    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
+        """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
+        free, _ = self.accelerator.memory()
+        limit, given, short = card_budget(options.vram, free, base)
+        if short:
+            warnings.warn(f"{short}: other programs have the rest", MoechatWarning, stacklevel=2)
+        return limit, given
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """See :meth:`ModelPlacement.reserve`; the libraries allocate their part past torch."""
+        self.accelerator.limit(plan.budget - plan.base - LIBRARY_BYTES)
+
+    def packed_memory(self, nbytes: int, form: DenseForm, dtype: torch.dtype) -> PackedCardMemory:
+        """See :meth:`ModelPlacement.packed_memory`."""
+        with _dense_weights_fit(form):
+            return PackedCardMemory(nbytes, form, dtype, self.device)
+
+    def adopt(
+        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+    ) -> tuple[NativeModules, Predictor | None]:
+        """See :meth:`ModelPlacement.adopt`; scores of routers come to the host with the router's choice."""
+        with _dense_weights_fit(form):
+            if predict:
+                routers = find_routers(skeleton.model, skeleton.experts)
+                self.pages.routers = routers_on(routers, self.device)
+            # Buffers too: the model makes rotary frequencies and masks on its own device.
+            skeleton.model.to(self.device)  # type: ignore[arg-type]
+        give_back_unused()
+        return NativeModules(), None
+
+    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+        """See :meth:`ModelPlacement.read_far`; experts that do not fit into memory stay in their files."""
+        process = resident_bytes()
+        budget = automatic_budget(available_bytes(), process) if options.ram is None else options.ram
+        self.far = FarMemory(
+            store,
+            ordinal=self.accelerator.ordinal,
+            in_memory=len(store.layers) * store.geometry.layer_bytes <= budget - process,
+            progress=progress,
+        )
+        self.pages.far_records = self.far.records()
+
+    @property
+    def computes_far(self) -> bool:
+        """See :attr:`ModelPlacement.computes_far`."""
+        return bool(self.pages.far_records)
+
+    def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
+        """See :meth:`Placement.open_pages`."""
+        address = self.pages.open(pages)
+        link = open_link(config.store, config.link) if self.far is None else self.far.link()
+        return PageMemory(link, address, self.pages.far_records)
+
+    def layer(self, tier: ExpertTier, ordinal: int) -> CardExpertLayer:
+        """See :meth:`Placement.layer`."""
+        return CardExpertLayer(tier, self.pages, ordinal)
+
+    def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:
+        """See :meth:`ModelPlacement.warm`."""
+        self.accelerator.warm(lambda: self.pages.launch_all(top_k, dtype))
+        warm_packed_layers(self.accelerator, model, dtype)
+
+    def decoder(
+        self,
+        model: PreTrainedModel,
+        parts: Sequence[nn.Module],
+        dtype: torch.dtype,
+        notify: Callable[[str], None],
+    ) -> Callable[..., Any] | None:
+        """See :meth:`ModelPlacement.decoder`."""
+        return GraphDecoder(model, parts, self.accelerator.graphs, dtype=dtype, notify=notify)
+
+    def close_pages(self) -> None:
+        """See :meth:`Placement.close_pages`."""
+        self.pages.close()
+        self.accelerator.release()  # libraries and the driver allocate past torch
+
+    def close(self) -> None:
+        """See :meth:`Placement.close`."""
+        if self.far is not None:
+            self.far.close()
+        self.pages.close()
+
+
+@contextmanager
+def _dense_weights_fit(form: DenseForm) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"{format_bytes(form.nbytes)} of dense weights do not fit on the graphics card: {error}",
+            hint="end other programs that use the card",
+        ) from error

@@ -1,0 +1,178 @@
+"""Expert layers over pages in a card's memory.
+
+A layer of a decoded token: one small copy brings the router's choice (and the scores of the next layer's
+router) to the host; the native runner decides; kernels over the resident blocks are launched, then those over
+the blocks in flight, which the card holds back until their copies are done. The host waits for nothing else.
+
+Hybrid execution: where the experts lie in memory, the CPU computes a part of the missing ones while the link
+brings the rest (``native/src/offload/far_share.h``). Its inputs come with the router's choice, and its part
+of the sum goes to the card in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat.offload.card_pages import CardPages
+from moechat.offload.limits import WORK_PAIRS
+from moechat.offload.tier import ExpertTier
+
+
+@dataclass(frozen=True)
+class ExpertRequest:
+    """The inputs of the experts of a layer, on the card.
+
+    Attributes:
+        x: ``[tokens, hidden]``.
+        packed: int32: the experts that each token chose, their weights' bits, the bits of the scores of every
+            place, and where the CPU may compute a part the bits of ``x`` in float32.
+        chosen: Number of (token, expert) pairs.
+        places: The layers that the scores are for: distance and ordinal.
+    """
+
+    x: torch.Tensor
+    packed: torch.Tensor
+    chosen: int
+    places: tuple[tuple[int, int], ...]
+
+
+class Capture(Protocol):
+    """Records a pass without its experts; see :mod:`moechat.offload.graph_decoder`."""
+
+    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
+        """Memory for the sum of the experts of layer ``ordinal``, ``[tokens, hidden]``."""
+        ...
+
+
+@dataclass
+class CardExpertLayer:
+    """The routed experts of one decoder layer, over pages in a card's memory.
+
+    Attributes:
+        tier: The tier of the model.
+        pages: Its pages.
+        ordinal: Number among the expert layers.
+        capture: Records the current pass; ``None``: it is not recorded.
+    """
+
+    tier: ExpertTier
+    pages: CardPages
+    ordinal: int
+    capture: Capture | None = None
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts; see :meth:`moechat.offload.experts.ExpertLayer.forward`.
+
+        The sum of a token is in float32, its experts in ascending order, each a few chains of blocks in
+        ascending order: it does not depend on the budget, or on the resident blocks. The CPU's part, where
+        there is one, is added last, and the last bits depend on the division of the blocks.
+
+        Raises:
+            LinkError: A block cannot be read, or nothing has arrived for the link's stall limit.
+            DeviceLostError: The card has failed.
+        """
+        request = self._request(hidden, top_k_index, top_k_weights)
+        return self.answer(request) if self.capture is None else self.capture.cut(self.ordinal, request)
+
+    def _request(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> ExpertRequest:
+        tier = self.tier
+        x = hidden.detach().contiguous()
+        ranked = self._ranked(x)
+        parts = [
+            top_k_index.to(torch.int32),
+            top_k_weights.detach().to(torch.float32),
+            *(score for _, _, score in ranked),
+            *([x.to(torch.float32)] if self.pages.miss(tier.settings, len(x)) != "fetch" else []),
+        ]
+        return ExpertRequest(
+            x,
+            torch.cat([part.reshape(-1).view(torch.int32) for part in parts]),
+            top_k_index.numel(),
+            tuple((ahead, layer) for ahead, layer, _ in ranked),
+        )
+
+    def _ranked(self, hidden: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+        """Distance, ordinal and scores ``[experts]`` of the next layers, by their routers."""
+        routers = self.pages.routers
+        if self.tier.settings.prefetch != "next-router" or not routers:
+            return []
+        found = []
+        for ahead, layer in self.tier.speculation(self.ordinal, len(hidden))[1]:
+            router = routers[layer]
+            if router is not None:
+                found.append((ahead, layer, router.scores(hidden[-1:])[0]))
+        return found
+
+    def answer(self, request: ExpertRequest, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of the experts of a request, ``[tokens, hidden]``; raises as :meth:`forward`.
+
+        Args:
+            request: The inputs.
+            into: Memory for the sum; ``None`` allocates it.
+        """
+        tier, tokens, chosen = self.tier, len(request.x), request.chosen
+        packed = self.pages.accelerator.to_host(request.packed)
+        index, weight = packed[:chosen], packed[chosen : 2 * chosen]
+        experts = tier.geometry.num_experts
+        rest = 2 * chosen + experts * len(request.places)
+        scores = list(packed[2 * chosen : rest].reshape(-1, experts))
+        miss = self.pages.miss(tier.settings, tokens)
+        inputs = None if miss == "fetch" else packed[rest:].view(np.float32).reshape(tokens, -1)
+        picks = index.reshape(tokens, -1).astype(np.int64)
+        if tier.replay is not None:
+            picks = tier.replay.route(self.ordinal, tokens)
+        tier.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
+        for (ahead, layer), score in zip(request.places, scores, strict=True):
+            tier.prefetch_ranked(ahead, layer, score.view(np.float32))
+        tier.prefetch(self.ordinal, request.x)
+        return self._compute(request.x, picks.size, inputs, into)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        activations: int,
+        inputs: npt.NDArray[np.float32] | None,
+        into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        tier, pages, tokens = self.tier, self.pages, len(x)
+        # Read once: another thread may close the tier, and kernels read these pages until the pass is over.
+        kernels, accelerator, memory, lists = pages.kernels, pages.accelerator, pages.memory, pages.lists
+        items = lists.begin(tier.runner, tokens, activations // max(1, tokens))
+        partial = kernels.partials(items, x.dtype)
+        far_out = None
+        if inputs is not None:
+            far_out = pages.far_out(tokens)
+            partial.zero_()  # an expert may have no block here
+
+        def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
+            accelerator.before_kernels()
+            kernels.add(memory, lists.blocks(begin, end, entries, rows, slots), items, x, partial)
+            return lists.next(end)
+
+        tier.counters.bytes_read += tier.runner.finish_on_device(
+            accelerator.stream(),
+            tokens,
+            WORK_PAIRS,
+            lists.host,
+            lists.first,
+            launch,
+            x=inputs,
+            out=None if far_out is None else far_out.numpy(),
+        )
+        lists.finish()
+        tier.counters.activations += activations
+        out = torch.empty_like(x) if into is None else into
+        others = None
+        if far_out is not None and tier.runner.far_blocks():
+            others = accelerator.to_device(far_out)
+        kernels.combine(partial, items, out, others)
+        return out

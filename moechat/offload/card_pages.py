@@ -1,0 +1,137 @@
+"""Pages in a card's memory: the kernels over them, and host memory for the part that the CPU computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat import _native
+from moechat.configurator.systems import CacheSettings, Miss
+from moechat.errors import DoesNotFitError
+from moechat.geometry import ExpertGeometry
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
+from moechat.offload.kernels.launch import BlockKernels
+from moechat.offload.limits import FEW_TOKENS, SHARED_TOKENS
+
+
+class Ranks(Protocol):
+    """A layer's router, as :class:`moechat.models.router_search.Router`."""
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 ``[tokens, experts]`` for hidden states ``[tokens, hidden]``, on their device."""
+        ...
+
+
+class CardPages:
+    """Pages on a card, and everything that its expert layers share.
+
+    Args:
+        accelerator: The card.
+        geometry: Shape and encoding of the experts.
+        routers: Router of each expert layer, on the card, for prediction; ``None``: that layer is not
+            predicted.
+
+    Attributes:
+        memory: uint8 ``[pages, record_bytes]``; empty while no pages are open.
+        kernels: Kernels of these experts.
+        lists: Lists of blocks that host and card share.
+        far_records: Records of each layer in host memory; empty: the CPU computes none of them.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, geometry: ExpertGeometry, routers: Sequence[Ranks | None] = ()
+    ) -> None:
+        self.accelerator = accelerator
+        self.geometry = geometry
+        self.routers = routers
+        self.kernels = BlockKernels(geometry, accelerator.device)
+        self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
+        self.memory = torch.empty(0)
+        self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
+        self._far_out: torch.Tensor | None = None
+
+    def open(self, pages: int) -> int:
+        """Allocate pages; returns their address.
+
+        Raises:
+            DoesNotFitError: The card has not so much memory.
+        """
+        try:
+            self.memory = self.accelerator.pages(pages, self.geometry.record_bytes)
+        except (torch.OutOfMemoryError, _native.CudaError) as error:
+            raise DoesNotFitError(
+                f"{pages} pages of experts cannot be made on the graphics card: {error}",
+                hint="give a smaller --vram (vram=), or end other programs that use the card",
+            ) from error
+        return self.memory.data_ptr()
+
+    def close(self) -> None:
+        """Give the pages back to torch's allocator."""
+        self.memory = torch.empty(0)
+
+    def miss(self, settings: CacheSettings, tokens: int) -> Miss:
+        """Treatment of the blocks that a pass of so many tokens misses."""
+        return settings.miss if self.far_records and tokens <= SHARED_TOKENS else "fetch"
+
+    def far_out(self, tokens: int) -> torch.Tensor:
+        """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.
+
+        All layers use the same: a layer's part has been copied to the card when the choice of the next
+        layer's router arrives, since that comes after it in the stream.
+        """
+        if self._far_out is None or len(self._far_out) < tokens:
+            self._far_out = self.accelerator.host_memory(tokens, self.geometry.hidden_size)
+        return self._far_out[:tokens]
+
+    def launch_all(self, top_k: int, dtype: torch.dtype) -> None:
+        """Launch every kernel of a decoded token and of a prompt once; the results mean nothing.
+
+        Args:
+            top_k: Experts of a token.
+            dtype: Type of the hidden states.
+        """
+        device = self.accelerator.device
+        rows = min(top_k, self.geometry.num_experts)
+        places = np.arange(rows + 1, dtype=np.int32)
+        for tokens in (1, FEW_TOKENS + 1, 64):
+            # Every token chooses the same experts, whose first blocks lie in the first page.
+            token = np.tile(np.arange(tokens, dtype=np.int32), rows)
+            ends = places * tokens
+            items = Items.build(ends, token, np.ones(rows * tokens, np.float32), tokens, device)
+            x = torch.zeros(tokens, self.geometry.hidden_size, dtype=dtype, device=device)
+            partial = self.kernels.partials(items, dtype)
+            none = np.zeros(rows, np.int32)
+            blocks = BlockList.build(none, places, none, ends, device)
+            self.kernels.add(self.memory, blocks, items, x, partial)
+            for others in (None, torch.zeros_like(x, dtype=torch.float32)):
+                self.kernels.combine(partial, items, torch.empty_like(x), others)
+
+
+def routers_on(routers: Sequence[Any], device: torch.device) -> list[Ranks | None]:
+    """Copies of routers on a device.
+
+    Args:
+        routers: From :func:`moechat.models.router_search.find_routers`.
+        device: Device of the copies.
+    """
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return [
+        None
+        if router is None
+        else replace(
+            router,
+            weight=router.weight.to(device),
+            bias=moved(router.bias),
+            correction=moved(router.correction),
+        )
+        for router in routers
+    ]

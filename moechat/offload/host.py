@@ -1,0 +1,141 @@
+"""The CPU as a placement: dense weights and pages in the memory of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moechat import _native
+from moechat.configurator.estimate import Near
+from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
+from moechat.models.decode import NativeModules, install_native_modules
+from moechat.models.dense_form import DenseForm
+from moechat.models.model_outline import resolve_type
+from moechat.models.router_search import find_routers
+from moechat.models.skeleton import Skeleton
+from moechat.models.threads import make_thread_invariant
+from moechat.offload.budget import RAM_LABELS, MemoryPlan, automatic_budget
+from moechat.offload.far_memory import ReadProgress
+from moechat.offload.links import open_link
+from moechat.offload.needs import HostMemory
+from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
+from moechat.options import LoadOptions
+from moechat.predict import NextRouterPredictor, Predictor
+from moechat.store.store import Store
+
+
+class HostPlacement:
+    """The CPU; see :class:`~moechat.offload.placement.ModelPlacement`. All memory is the process's own."""
+
+    near: Near = "ram"
+    device = torch.device("cpu")
+    labels = RAM_LABELS
+    maps_experts = True
+    timed = True
+    can_shrink = False
+    computes_far = False
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See :meth:`ModelPlacement.dtype`."""
+        return resolve_type(name, on_card=False)
+
+    def memory(self, options: LoadOptions) -> HostMemory:
+        """See :meth:`ModelPlacement.memory`."""
+        give_back_unused()
+        return HostMemory(resident_bytes(), _native.num_threads())
+
+    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
+        """See :meth:`ModelPlacement.budget`."""
+        if options.ram is not None:
+            return options.ram, True
+        return automatic_budget(available_bytes(), base), False
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """Does nothing: a process cannot enforce a limit on its own memory."""
+
+    def packed_memory(self, nbytes: int, form: DenseForm, dtype: torch.dtype) -> None:
+        """Packed weights are mapped from their file."""
+
+    def adopt(
+        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+    ) -> tuple[NativeModules, Predictor | None]:
+        """See :meth:`ModelPlacement.adopt`."""
+        # The heap left by conversions would stay beside the pages.
+        give_back_unused()
+        make_thread_invariant(skeleton.model)
+        native_modules = install_native_modules(skeleton.model)
+        if not predict:
+            return native_modules, None
+        return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
+
+    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+        """Does nothing: the link reads the store's files."""
+
+    def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
+        """See :meth:`Placement.open_pages`."""
+        return PageMemory(open_link(config.store, config.link))
+
+    def layer(self, tier: ExpertTier, ordinal: int) -> HostExpertLayer:
+        """See :meth:`Placement.layer`."""
+        return HostExpertLayer(tier, ordinal)
+
+    def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:
+        """Does nothing: the kernels were compiled when moechat was installed."""
+
+    def decoder(
+        self,
+        model: PreTrainedModel,
+        parts: Sequence[nn.Module],
+        dtype: torch.dtype,
+        notify: Callable[[str], None],
+    ) -> Callable[..., Any] | None:
+        """``None``: the model's own forward is the only way."""
+        return None
+
+    def close_pages(self) -> None:
+        """Does nothing: the runner owns the pages."""
+
+    def close(self) -> None:
+        """Does nothing: closing the runner frees everything."""
+
+
+@dataclass
+class HostExpertLayer:
+    """The routed experts of one decoder layer, computed by the CPU from the pages of a tier.
+
+    Attributes:
+        tier: The tier of the model.
+        ordinal: Number among the expert layers.
+    """
+
+    tier: ExpertTier
+    ordinal: int
+
+    def forward(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts; equal to :meth:`ExpertLayer.forward`, bit by bit.
+
+        Raises:
+            LinkError: A block cannot be read, or nothing has arrived for the link's stall limit. The tier
+                stays usable.
+        """
+        tier = self.tier
+        runner = tier.runner
+        x = hidden.detach().to(torch.float32).contiguous()
+        tokens = len(x)
+        index = top_k_index.reshape(tokens, -1).to(torch.int64).contiguous().numpy()
+        if tier.replay is not None:
+            index = tier.replay.route(self.ordinal, tokens)
+        weight = top_k_weights.detach().reshape(tokens, -1).to(torch.float32).contiguous().numpy()
+        runner.begin(self.ordinal, index, weight)
+        tier.prefetch(self.ordinal, x)
+        out = torch.empty_like(x)
+        tier.counters.bytes_read += runner.finish(x.numpy(), out.numpy())
+        tier.counters.activations += index.size
+        return out.to(hidden.dtype)

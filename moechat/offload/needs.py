@@ -1,0 +1,146 @@
+"""The one account of memory: what a model takes of the memory that computes, for plans and for loading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moechat.configurator.estimate import ModelShape
+from moechat.geometry import ExpertGeometry
+from moechat.models.footprint import workspace_bytes
+from moechat.models.model_outline import ModelOutline
+from moechat.offload.budget import Basis, Needs
+from moechat.offload.limits import (
+    FEW_TOKENS,
+    MIN_PAGES,
+    MOST_BUCKET,
+    PAIR_BYTES,
+    SHARED_TOKENS,
+    SPLITS,
+    WORK_PAIRS,
+)
+
+# Tokens that a decoded token attends to, where its time is estimated.
+SPEED_CONTEXT = 1024
+# Workspaces of the libraries of dense products, taken at first use; cuBLAS takes 8 to 32 MiB a stream.
+LIBRARY_BYTES = 96 << 20
+# Pieces of 2 to 20 MiB that torch's allocator rounds up to.
+_ROUNDING_BYTES = 64 << 20
+# CUDA graphs besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
+# recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
+# 1 to 2 KiB each, some 2,000 a token of 48 layers, for each of six buckets.
+_GRAPH_BYTES = 96 << 20
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory of a process that computes on the CPU.
+
+    Attributes:
+        base: Bytes that the process has when the plan is made.
+        threads: Threads that compute.
+        basis: Source of ``base``.
+    """
+
+    base: int
+    threads: int
+    basis: Basis = "measured"
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """The memory of a graphics card that computes.
+
+    Attributes:
+        base: Bytes of the CUDA context: the driver's own, and the kernels that torch and the libraries load.
+        graphs: Decoded tokens may be replayed from CUDA graphs, where the model's attention cache allows it.
+        basis: Source of ``base``.
+    """
+
+    base: int
+    graphs: bool = True
+    basis: Basis = "measured"
+
+
+Memory = HostMemory | CardMemory
+
+
+def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory) -> Needs:
+    """The bytes that a model takes, part by part, of the memory that its dense part and its pages lie in.
+
+    Args:
+        outline: The model's sizes.
+        geometry: Shape and encoding of its experts.
+        memory: The memory.
+    """
+    on_card = isinstance(memory, CardMemory)
+    # Routers in float32, for prediction: on the CPU they are the model's own where that computes in float32.
+    copies = outline.router_copies if on_card or outline.dtype.itemsize < 4 else 0
+    replays = uses_graphs(outline, memory)
+
+    def workspace(context: int) -> int:
+        total = outline.workspace(context)
+        if on_card:
+            total += _expert_workspace(outline, geometry, outline.pass_tokens(context))
+        if replays:
+            # A pass of one token in memory of its own, beside the memory of a prompt's passes.
+            bucket = min(context, MOST_BUCKET)
+            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, bucket)
+        return total
+
+    return Needs(
+        base=memory.base,
+        base_name="CUDA context" if on_card else "process",
+        basis=memory.basis,
+        dense=outline.dense_bytes + copies,
+        loading=0 if on_card else outline.loading,
+        kv=outline.cache.nbytes,
+        workspace=workspace,
+        scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_card else outline.scratch,
+        page_bytes=geometry.record_bytes,
+        blocks=len(outline.expert_layers) * geometry.num_experts * geometry.blocks_per_expert,
+        # Targets leave a reserve of pages, so a card that holds all experts needs one more.
+        spare_pages=1 if on_card else 0,
+        min_pages=MIN_PAGES,
+        own_context=outline.own_context,
+        threads=memory.threads if isinstance(memory, HostMemory) else 0,
+    )
+
+
+def uses_graphs(outline: ModelOutline, memory: Memory) -> bool:
+    """Whether decoded tokens are replayed from CUDA graphs."""
+    return isinstance(memory, CardMemory) and memory.graphs and outline.can_replay
+
+
+def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
+    """The sizes that the time of a token depends on.
+
+    Args:
+        outline: The model's sizes.
+        geometry: Shape and encoding of its experts.
+    """
+    return ModelShape(
+        layers=len(outline.expert_layers),
+        experts=geometry.num_experts,
+        top_k=outline.top_k,
+        bits=geometry.bits,
+        block_bytes=geometry.record_bytes,
+        blocks_per_expert=geometry.blocks_per_expert,
+        expert_weights=outline.expert_weights,
+        dense_bytes=outline.form.in_layers,
+        head_bytes=outline.form.head_bytes,
+        dense_itemsize=outline.form.itemsize,
+        kv_bytes=outline.cache.nbytes(SPEED_CONTEXT) // SPEED_CONTEXT,
+        hidden_size=geometry.hidden_size,
+    )
+
+
+def _expert_workspace(outline: ModelOutline, geometry: ExpertGeometry, tokens: int) -> int:
+    """Bytes of the experts of one layer on a card: activations, outputs of every item (a token of one
+    expert), inputs and outputs of the part that the CPU computes.
+    """
+    items = tokens * outline.top_k
+    pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
+    # Experts with few tokens keep their outputs in several chains.
+    few = min(items, FEW_TOKENS * geometry.num_experts)
+    outputs = max(items, SPLITS * few) + 3 * min(tokens, SHARED_TOKENS)
+    return pairs * PAIR_BYTES + outputs * geometry.layout.hidden_padded * 4

@@ -1,0 +1,126 @@
+"""The interface of the devices that a model can be loaded onto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from moechat.configurator.estimate import Near
+from moechat.models.decode import NativeModules
+from moechat.models.dense_form import DenseForm
+from moechat.models.packed import PackedMemory
+from moechat.models.skeleton import Skeleton
+from moechat.offload.budget import BudgetLabels, MemoryPlan
+from moechat.offload.far_memory import ReadProgress
+from moechat.offload.needs import Memory
+from moechat.offload.tier import Placement
+from moechat.options import LoadOptions
+from moechat.predict import Predictor
+from moechat.store.store import Store
+
+
+class ModelPlacement(Placement, Protocol):
+    """The placement of a whole model: dense weights and pages lie in one memory, beside one device.
+
+    Loading calls the methods in the order in which they stand here.
+
+    Attributes:
+        near: Name of that memory in costs and plans.
+        device: Device of tokens and logits.
+        labels: Words for its budget in messages.
+        maps_experts: Experts that all fit are computed from the mapped store, without a tier.
+    """
+
+    near: Near
+    device: torch.device
+    labels: BudgetLabels
+    maps_experts: bool
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that the dense part computes in, for a type's name or ``auto``."""
+        ...
+
+    def memory(self, options: LoadOptions) -> Memory:
+        """The memory as it is before anything is loaded."""
+        ...
+
+    def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
+        """Bytes that may be spent, and whether the user gave them.
+
+        Args:
+            options: With ``vram`` and ``ram``.
+            base: Bytes that the process, or the CUDA context, takes already.
+        """
+        ...
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """Limit later allocations to the parts of this plan, where the device can enforce that."""
+        ...
+
+    def packed_memory(self, nbytes: int, form: DenseForm, dtype: torch.dtype) -> PackedMemory | None:
+        """Memory for packed dense weights; ``None``: the file they are cached in.
+
+        Raises:
+            DoesNotFitError: There is not enough memory.
+        """
+        ...
+
+    def adopt(
+        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+    ) -> tuple[NativeModules, Predictor | None]:
+        """Bring the dense part, which is loaded, to the device.
+
+        Args:
+            skeleton: With its weights.
+            form: Form of the dense weights.
+            predict: The next layers' routers will predict.
+
+        Returns:
+            The parts computed natively, and the predictor, where it runs in Python.
+
+        Raises:
+            DoesNotFitError: It does not fit.
+        """
+        ...
+
+    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+        """Read experts into the far memory that the link copies from, where there is one.
+
+        Raises:
+            MoechatError: A file cannot be read.
+        """
+        ...
+
+    @property
+    def computes_far(self) -> bool:
+        """Whether the CPU can compute experts that are missing on the device."""
+        ...
+
+    def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:
+        """Build all kernels before the first answer needs them.
+
+        Raises:
+            DeviceUnavailableError: They cannot be built.
+        """
+        ...
+
+    def decoder(
+        self,
+        model: PreTrainedModel,
+        parts: Sequence[nn.Module],
+        dtype: torch.dtype,
+        notify: Callable[[str], None],
+    ) -> Callable[..., Any] | None:
+        """A faster way to call the model than its own forward; ``None``: there is none.
+
+        Args:
+            model: On the device.
+            parts: Its experts modules, in order.
+            dtype: Type of the dense part.
+            notify: Takes sentences for the user.
+        """
+        ...

@@ -1,0 +1,399 @@
+"""The expert tier of a model: the pages of all its expert layers, and the runner that fills and reads them.
+
+A tier sets the targets and the policy, and chooses the experts to prefetch; the native runner decides which
+blocks to fetch and to evict, moves them and computes them. The :class:`Placement` is the only difference
+between the CPU and a graphics card: where the pages lie, which link fills them, and which layer computes from
+them.
+
+Sources: split experts, LCP and next-layer speculation are MoEpic's (sections 3.2 and 3.3). The rules of this
+cache and schedule stand in ``native/src/cache/split_cache.h`` and ``native/src/offload/layer_schedule.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat import _native
+from moechat.configurator.estimate import ModelShape
+from moechat.configurator.systems import CacheSettings
+from moechat.configurator.transit_reserve import in_transit, stream_tokens
+from moechat.errors import DoesNotFitError, UsageError
+from moechat.offload.experts import ExpertCounters, RunsExperts
+from moechat.offload.limits import MIN_PAGES
+from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
+from moechat.offload.planner import Knowledge, TierTargets, defaults, plan_tier
+from moechat.offload.settings import LinkSettings
+from moechat.predict import Predictor
+from moechat.routing import Replay
+from moechat.routing.statistics import RoutingStatistics
+from moechat.store.store import Store
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """The parts of a tier that stay the same when its runner is replaced.
+
+    Attributes:
+        store: The store of the experts.
+        top_k: Experts that the model's routers choose for a token.
+        link: Link between store and pages.
+        predictor: Ranks the experts of the next layers; ``None``: no prefetch by prediction.
+        replay: Recorded routing in place of the routers' choices.
+        activation_bits: Type of the inputs of quantised weights: 8 or 16, integers; 32, float32.
+    """
+
+    store: Store
+    top_k: int
+    link: LinkSettings = field(default_factory=LinkSettings)
+    predictor: Predictor | None = None
+    replay: Replay | None = None
+    activation_bits: int = 16
+
+
+@dataclass(frozen=True)
+class PageMemory:
+    """The memory of the pages, and the link that fills it.
+
+    Attributes:
+        link: The link.
+        address: Address of memory of a device; 0: the runner allocates host memory.
+        far_records: Records of each layer in memory, from which the CPU computes missing experts of a device;
+            empty: it cannot.
+    """
+
+    link: _native.Link
+    address: int = 0
+    far_records: Sequence[npt.NDArray[np.uint8]] = ()
+
+
+class Placement(Protocol):
+    """The memory that the pages of a tier lie in, and the device that computes from them.
+
+    Attributes:
+        timed: The native runner's clocks measure the time of computing.
+        can_shrink: Pages can be given back while the model is loaded.
+    """
+
+    timed: bool
+    can_shrink: bool
+
+    def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
+        """Allocate memory for pages; REQUIRES: none are open.
+
+        Raises:
+            DoesNotFitError: The memory is not available.
+            MoechatError: Files of the store cannot be opened.
+        """
+        ...
+
+    def layer(self, tier: ExpertTier, ordinal: int) -> RunsExperts:
+        """The layer that computes expert layer ``ordinal`` from the pages."""
+        ...
+
+    def close_pages(self) -> None:
+        """Give the memory of the pages back; REQUIRES: the runner over them is closed."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back that pages and far memory take; harmless when repeated."""
+        ...
+
+
+class ExpertTier:
+    """Pages, link and cache of a model's expert layers, over one placement.
+
+    Args:
+        config: The parts that never change.
+        placement: Memory and device; the tier closes it.
+        pages: Pages of one block record each, at least :data:`~moechat.offload.limits.MIN_PAGES`.
+        settings: Policy, split and prefetches.
+        counters: Counters of the engine.
+        knowledge: Statistics and costs that targets are made from, if the settings want a plan;
+            ``None`` takes the package's own for the family.
+
+    Attributes:
+        settings: Settings in effect; ``first_settings``: those at first.
+        plan: Targets in effect and their origin.
+        runner: The native runner; another one after :meth:`shrink`.
+
+    Raises:
+        UsageError: The settings cannot work, such as ``belady`` without a replay or an impossible number of
+            pages.
+        DoesNotFitError: The system refuses memory for the pages.
+        MoechatError: Files of the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: TierConfig,
+        placement: Placement,
+        *,
+        pages: int,
+        settings: CacheSettings,
+        counters: ExpertCounters | None = None,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        refuse_without_replay(settings, config.replay)
+        store, top_k = config.store, config.top_k
+        self.config = config
+        self.placement = placement
+        self.geometry = store.geometry
+        self.layers = len(store.layers)
+        self.top_k = top_k
+        self.replay = config.replay
+        self.counters = ExpertCounters() if counters is None else counters
+        self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
+        self.first_settings = settings
+        try:
+            self._open(pages, settings)
+        except BaseException:
+            placement.close()
+            raise
+        self._run_by(settings)
+        self.stream_tokens = stream_tokens(top_k, self.geometry.num_experts)
+
+    def _open(self, pages: int, settings: CacheSettings) -> None:
+        """Make targets, memory and runner for a number of pages."""
+        config, geometry = self.config, self.geometry
+        if pages < MIN_PAGES:
+            raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
+        if pages >= 1 << 63:  # beyond the native code's integers
+            raise UsageError(f"{pages} pages of experts are more than any memory holds")
+        if settings.keep == 0:
+            # Pages beyond those in transit would be a cache, which such a system does not have.
+            pages = min(pages, max(MIN_PAGES, in_transit(geometry, self.top_k, settings)))
+        plan = plan_tier(geometry, self.layers, pages, self.top_k, settings, self.knowledge)
+        policy = _policy(settings, self.layers, geometry.num_experts, config.replay, self.knowledge)
+        memory = self.placement.open_pages(pages, config)
+        try:
+            self.runner = _native.ExpertRunner(
+                geometry.layout,
+                geometry.activation.value,
+                geometry.alpha,
+                geometry.limit,
+                layers=self.layers,
+                experts=geometry.num_experts,
+                pages=pages,
+                targets=plan.targets,
+                reserve=plan.reserve,
+                policy=policy,
+                link=memory.link,
+                stall_seconds=config.link.stall_seconds,
+                whole_experts=settings.whole_experts,
+                # A link that moves no bytes needs memory of its own, or the kernels would all read one page
+                # of zeros.
+                populate=config.link.kind == "sim" and not config.link.copy,
+                top_k=min(self.top_k, geometry.num_experts),
+                activation_bits=config.activation_bits,
+                near_memory=memory.address,
+                far_records=memory.far_records,
+            )
+        except ValueError as error:
+            raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            raise DoesNotFitError(
+                f"{pages} pages of experts cannot be made: {error}",
+                hint="give a smaller memory budget, so that fewer are made",
+            ) from error
+        self.pages, self.plan, self.reserve = pages, plan, plan.reserve
+
+    def layer(self, ordinal: int) -> RunsExperts:
+        """Expert layer ``ordinal`` (0 is the first layer that has experts)."""
+        if not 0 <= ordinal < self.layers:
+            raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
+        return self.placement.layer(self, ordinal)
+
+    def shrink(self, share: float) -> int:
+        """Give pages back to the memory that they lie in; the blocks in all pages have to be fetched again.
+
+        Args:
+            share: Share of the pages to give back.
+
+        Returns:
+            Bytes that were given back; 0, without any change, where no page can be.
+        """
+        before = self.pages
+        after = max(MIN_PAGES, int(before * (1 - share)))
+        if after >= before or not self.placement.can_shrink:
+            return 0
+        self.runner.close()
+        self.placement.close_pages()
+        self._open(after, self.settings)
+        return (before - after) * self.geometry.record_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """The native runner's counters since the last reset."""
+        return self.runner.stats()
+
+    def reset_stats(self) -> None:
+        """Set all counters to 0."""
+        self.runner.reset_stats()
+
+    def routing_statistics(self) -> RoutingStatistics:
+        """A copy of the routing of decoded tokens since the last reset; one native call, some megabytes."""
+        top_k = min(self.top_k, self.geometry.num_experts)
+        return RoutingStatistics(self.settings.policy, top_k, *self.runner.routing_counts())
+
+    def reset_routing_counts(self) -> None:
+        """Set the counts of the routing to 0."""
+        self.runner.reset_routing_counts()
+
+    @property
+    def targets(self) -> npt.NDArray[np.int32]:
+        """int32 ``[layers, 2]``: experts that a layer keeps, and blocks of each."""
+        return self.plan.targets
+
+    def set_targets(self, targets: npt.NDArray[np.int32]) -> None:
+        """Change the targets, at once and without moving a block; the budget stays.
+
+        Raises:
+            ValueError: The targets take more pages than there are besides the reserve.
+        """
+        self.apply(TierTargets(targets, self.reserve, "given"))
+
+    def apply(self, plan: TierTargets) -> None:
+        """Like :meth:`set_targets`, for targets from :meth:`plan_for`."""
+        self.runner.set_targets(plan.targets)
+        self.plan = plan
+
+    def plan_for(self, settings: CacheSettings, knowledge: Knowledge | None = None) -> TierTargets:
+        """Targets for these pages by other settings or other knowledge; they do not take effect."""
+        return plan_tier(
+            self.geometry,
+            self.layers,
+            self.pages,
+            self.top_k,
+            settings,
+            self.knowledge if knowledge is None else knowledge,
+            reserve=self.reserve,
+        )
+
+    def switch(self, settings: CacheSettings, plan: TierTargets) -> None:
+        """Run the same pages by other settings from the next layer on, without moving a block.
+
+        Args:
+            settings: With the policy and the ``whole_experts`` that the tier was made with.
+            plan: From :meth:`plan_for`.
+
+        Raises:
+            ValueError: The settings need another native runner, or the plan is for other pages.
+        """
+        if (settings.policy, settings.whole_experts) != (self.settings.policy, self.settings.whole_experts):
+            raise ValueError("another policy, or whole experts instead of blocks, need another tier")
+        self.apply(plan)
+        self._run_by(settings)
+
+    def _run_by(self, settings: CacheSettings) -> None:
+        """Choose predictor, number and depth of prefetches."""
+        self.settings = settings
+        perfect = None if self.replay is None else PerfectPredictor(self.replay, self.geometry.num_experts)
+        by_prefetch = {"next-router": self.config.predictor, "perfect": perfect}
+        self.predictor: Predictor | None = by_prefetch.get(settings.prefetch)
+        experts = self.top_k if settings.prefetch_experts is None else settings.prefetch_experts
+        self.prefetch_experts = min(experts, self.geometry.num_experts)
+
+    def speculation(self, ordinal: int, tokens: int) -> tuple[int | None, list[tuple[int, int]]]:
+        """The layer to prefetch whole, or ``None``; and distance and ordinal of the layers to predict.
+
+        Args:
+            ordinal: The layer at work.
+            tokens: Tokens of the pass.
+        """
+        settings = self.settings
+        return _native.plan_speculation(
+            settings.ahead, settings.lookahead, self.stream_tokens, ordinal, self.layers, tokens
+        )
+
+    def prefetch_ranked(self, ahead: int, layer: int, scores: npt.NDArray[np.float32]) -> None:
+        """Prefetch the experts of a layer that a predictor ranks highest.
+
+        Args:
+            ahead: Distance from the layer at work.
+            layer: Ordinal of the layer.
+            scores: ``[experts]``.
+        """
+        self.runner.prefetch(
+            layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, far=ahead > 1
+        )
+
+    def prefetch(self, ordinal: int, x: torch.Tensor) -> None:
+        """Prefetch for the next layers from the inputs ``[tokens, hidden]`` of a layer, by the predictor if
+        there is one.
+        """
+        if self.settings.prefetch == "none":
+            return
+        whole, ranked = self.speculation(ordinal, len(x))
+        if whole is not None:
+            self.runner.prefetch(whole, None, self.geometry.num_experts, self.settings.prefetch_bytes)
+        if self.predictor is None:
+            return
+        for ahead, layer in ranked:
+            scores = self.predictor.scores(ordinal, ahead, x[-1:])
+            if scores is not None:
+                self.prefetch_ranked(ahead, layer, scores)
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or in flight."""
+        self.runner.drain()
+
+    def detach(self) -> Placement:
+        """Close all but the placement, which another tier may use; the caller closes it."""
+        self.runner.close()
+        self.placement.close_pages()
+        return self.placement
+
+    def close(self) -> None:
+        """Stop the link and give all memory back; harmless when repeated."""
+        self.runner.close()
+        self.placement.close()
+
+
+def _family_knowledge(store: Store, top_k: int, settings: CacheSettings) -> Knowledge | None:
+    """The package's knowledge of the family, where the settings need any."""
+    if settings.allocation == "uniform" and settings.policy != "static":
+        return None
+    geometry = store.geometry
+    shape = ModelShape(
+        layers=len(store.layers),
+        experts=geometry.num_experts,
+        top_k=top_k,
+        bits=geometry.bits,
+        block_bytes=geometry.record_bytes,
+        blocks_per_expert=geometry.blocks_per_expert,
+        expert_weights=3 * geometry.hidden_size * geometry.intermediate_size,
+        dense_bytes=0,
+        head_bytes=0,
+        dense_itemsize=4,
+        kv_bytes=0,
+        hidden_size=geometry.hidden_size,
+    )
+    return defaults(shape, store.manifest.model_type, settings.policy)
+
+
+def _policy(
+    settings: CacheSettings, layers: int, experts: int, replay: Replay | None, knowledge: Knowledge | None
+) -> _native.EvictionPolicy:
+    ranks = future = None
+    if settings.policy == "static":
+        # Of equally popular experts, and without statistics, the first of each layer.
+        ranks = np.tile(-np.arange(experts, dtype=np.float64), (layers, 1)) / (experts + 1)
+        if knowledge is not None and knowledge.statistics is not None:
+            ranks += knowledge.statistics.activations
+    if replay is not None and settings.policy == "belady":
+        future = np.ascontiguousarray(replay.future(), dtype=np.int32)
+    return _native.EvictionPolicy(
+        settings.policy,
+        layers,
+        experts,
+        omega=settings.omega,
+        rho=settings.rho,
+        gamma=settings.gamma,
+        ranks=ranks,
+        future=future,
+    )

@@ -1,0 +1,100 @@
+"""Files copied into a store besides the weights: tokenizer, generation settings, templates, licence."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path
+
+from moechat.errors import CheckpointError
+
+MAX_SIDE_FILE_BYTES = 256 << 20
+
+# Allow-lists: code and pickles are never on them.
+_INPUTS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+# For people to read: no result depends on them, so they are not part of a source's identity.
+_DOCUMENTS = (
+    "README.md",
+    "LICENSE",
+    "LICENSE.*",
+    "LICENSE-*",
+    "LICENCE",
+    "LICENCE.*",
+    "NOTICE",
+    "NOTICE.*",
+    "USE_POLICY.md",
+)
+_NEVER = ("*.py", "*.pyc", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.so")
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file of this name is copied into a store; never code or a pickle."""
+    return _is_allowed(name, _INPUTS + _DOCUMENTS)
+
+
+def is_document(name: str) -> bool:
+    """Whether a file of this name is copied for people only: licence, card, notices."""
+    return _is_allowed(name, _DOCUMENTS)
+
+
+def side_files(directory: Path, *, documents: bool) -> dict[str, Path]:
+    """Side files of a checkpoint directory, symbolic links (hub cache) resolved.
+
+    Only regular files count, and never code, pickles, or names with unprintable characters.
+
+    Args:
+        directory: The checkpoint.
+        documents: Include licence, card and notices.
+
+    Returns:
+        Name relative to the checkpoint -> real file.
+
+    Raises:
+        CheckpointError: A file is larger than 256 MiB.
+    """
+    found: dict[str, Path] = {}
+    names = os.listdir(directory)
+    templates = directory / "additional_chat_templates"
+    if templates.is_dir():
+        names += [f"additional_chat_templates/{entry}" for entry in os.listdir(templates)]
+    for name in sorted(names):
+        real = (directory / name).resolve()
+        if not _is_allowed(name, _INPUTS + _DOCUMENTS * documents) or not real.is_file():
+            continue
+        size = real.stat().st_size
+        if size > MAX_SIDE_FILE_BYTES:
+            raise CheckpointError(f"{directory / name} has {size} bytes, more than {MAX_SIDE_FILE_BYTES}")
+        found[name] = real
+    return found
+
+
+def _is_allowed(name: str, patterns: tuple[str, ...]) -> bool:
+    # Control characters in a name would reach the terminal in a message.
+    return (
+        name.isprintable()
+        and any(_matches(name, pattern) for pattern in patterns)
+        and not any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _NEVER)
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    # In fnmatch '*' matches '/' too, so the number of directories is compared separately.
+    return name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
