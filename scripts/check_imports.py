@@ -1,11 +1,13 @@
-"""Checks that imports inside moechat go downward only.
+"""Checks the imports inside moechat: downward between rooms, no circles between files.
 
 The rooms stand on levels (:data:`LEVELS`, top to bottom). A module may import rooms of lower levels and
-modules of its own room; never a higher room, never another room of its own level. It makes no difference
-whether an import stands at the top of a module, inside a function, under ``TYPE_CHECKING`` or in
-``import_module("...")``.
+modules of its own room; never a higher room, never another room of its own level. And no file may import
+itself through others. Both rules count every import: at the top of a module, inside a function, under
+``TYPE_CHECKING``, in ``import_module("...")``. A late import, or one for types only, avoids the error at run
+time; but to read or change one file of a circle one still needs all of them.
 
-Usage: ``python scripts/check_imports.py [PACKAGE_DIRECTORY]``: one line a violation, exit status 1 if any.
+Usage: ``python scripts/check_imports.py [--file-names] [PACKAGE_DIRECTORY]``: one line per violation,
+exit status 1 if there are any. ``--file-names`` lists file names that occur in several rooms instead.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ PACKAGE = "moechat"
 # Rooms that share a level do not import each other. The last three levels are single modules.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"bench", "chat", "serve", "tune"}),
+    frozenset({"bench", "chat"}),
     frozenset({"engine"}),
-    frozenset({"tuner"}),
-    frozenset({"loading", "planning", "statistics"}),
+    frozenset({"tuner", "fetch"}),
+    frozenset({"loading", "planning"}),
     frozenset({"offload", "simulate"}),
+    frozenset({"options"}),
     frozenset({"models", "configurator", "predict"}),
-    frozenset({"store", "hub", "hardware", "routing"}),
+    frozenset({"store", "hub", "hardware", "routing", "manual"}),
     frozenset({"geometry"}),
-    frozenset({"config"}),
+    frozenset({"config", "validation"}),
     frozenset({"errors"}),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -38,10 +41,10 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 EVERYWHERE = "_native"
 
 # The package itself hands out the engine's API (`moechat.load`, ...) lazily. So these two files may import
-# the rooms given here, inside functions only; and whoever uses a name of the package, other than those of
-# PACKAGE_NAMES, uses the engine.
+# the rooms given here, inside functions only; and a use of any name of the package, other than those of
+# PACKAGE_NAMES, counts as an import of the engine.
 ENTRY_FILES = {
-    "__init__.py": frozenset({"engine", "planning"}),
+    "__init__.py": frozenset({"engine", "options", "planning"}),
     "__main__.py": frozenset({"engine", "cli"}),
 }
 PACKAGE_NAMES = frozenset({"__version__", "__file__", "__path__", "__name__", "__doc__"})
@@ -181,6 +184,79 @@ def _complaint(room: str, entry: frozenset[str] | None, found: Import) -> str | 
     return f"{room} imports upward: {PACKAGE}.{target}"
 
 
+def _modules(package: Path) -> dict[str, Path]:
+    """Files of the package by dotted name below it; the package's own ``__init__.py`` has the empty name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _import_graph(
+    trees: dict[str, ast.Module], paths: dict[str, Path], package: Path
+) -> dict[str, list[str]]:
+    """The modules that each module imports, sorted; a name that is no module counts for its room's
+    ``__init__.py``.
+    """
+    graph = {}
+    for module, tree in trees.items():
+        targets = set()
+        for found in find_imports(tree, paths[module].relative_to(package).parent.parts):
+            target = found.target
+            while target and target not in trees:
+                target = target.rpartition(".")[0]
+            targets.add(target)
+        graph[module] = sorted(targets - {module, ""})
+    return graph
+
+
+def find_circles(graph: dict[str, list[str]]) -> list[list[str]]:
+    """One shortest circle of imports for each group of modules that reach each other, sorted."""
+    reachable = {module: _reachable(graph, module) for module in graph}
+    circles = []
+    seen: set[str] = set()
+    for module in sorted(graph):
+        if module in seen or module not in reachable[module]:
+            continue
+        seen |= {other for other in reachable[module] if module in reachable[other]}
+        circles.append(_shortest_circle(graph, module))
+    return circles
+
+
+def _reachable(graph: dict[str, list[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += graph[module]
+    return found
+
+
+def _shortest_circle(graph: dict[str, list[str]], start: str) -> list[str]:
+    paths = [[start]]
+    seen: set[str] = set()
+    for path in paths:  # grows: a breadth-first search
+        for target in graph[path[-1]]:
+            if target == start:
+                return path
+            if target not in seen:
+                seen.add(target)
+                paths.append([*path, target])
+    raise AssertionError(f"{start} is in no circle")
+
+
+def repeated_file_names(package: Path) -> dict[str, list[str]]:
+    """Paths by file name, for the names that occur in several rooms; ``__init__.py`` is left out."""
+    by_name: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        if path.name != "__init__.py":
+            by_name.setdefault(path.name, []).append(str(path.relative_to(package.parent)))
+    return {name: paths for name, paths in sorted(by_name.items()) if len(paths) > 1}
+
+
 def check(package: Path) -> list[str]:
     """All violations in a package directory, as ``path:line: reason``.
 
@@ -188,7 +264,10 @@ def check(package: Path) -> list[str]:
         SyntaxError: A module does not parse.
     """
     complaints = []
-    for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
+    trees = {}
+    modules = _modules(package)
+    stubs = {str(path.relative_to(package)): path for path in package.rglob("*.pyi")}
+    for name, path in sorted({**modules, **stubs}.items(), key=lambda item: item[1]):
         shown = path.relative_to(package.parent)
         room = _room_of(path, package)
         entry = ENTRY_FILES.get(room + ".py") if path.parent == package else None
@@ -198,16 +277,27 @@ def check(package: Path) -> list[str]:
             complaints.append(f"{shown}:1: {PACKAGE}.{room} is no room of the design")
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        if name in modules:
+            trees[name] = tree
         location = path.relative_to(package).parent.parts
         for found in find_imports(tree, location):
             if complaint := _complaint(room, entry, found):
                 complaints.append(f"{shown}:{found.line}: {complaint}")
+    for circle in find_circles(_import_graph(trees, modules, package)):
+        shown = modules[circle[0]].relative_to(package.parent)
+        chain = " -> ".join(f"{PACKAGE}.{module}" for module in [*circle, circle[0]])
+        complaints.append(f"{shown}:1: imports itself: {chain}")
     return complaints
 
 
 def main(arguments: list[str]) -> int:
     """Check the package given, by default the one beside this script; returns the exit status."""
-    package = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent / PACKAGE
+    names = [argument for argument in arguments if argument != "--file-names"]
+    package = Path(names[0]) if names else Path(__file__).resolve().parent.parent / PACKAGE
+    if "--file-names" in arguments:
+        for name, paths in repeated_file_names(package).items():
+            print(f"{name}: {', '.join(paths)}")
+        return 0
     complaints = check(package)
     for complaint in complaints:
         print(complaint)

@@ -6,21 +6,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moechat.bench.models import Shape, synthetic_store
+from moechat.bench.synthetic_models import Shape, synthetic_store
 from moechat.configurator.systems import CacheSettings, settings_of
 from moechat.engine import Engine
+from moechat.loading.load import gather_knowledge
 from moechat.loading.model import LoadedModel
-from moechat.loading.on_device import tier_of
-from moechat.offload.cached import MIN_PAGES
+from moechat.offload.card import CardPlacement
 from moechat.offload.experts import attach
-from moechat.offload.far_memory import FarMemory
-from moechat.offload.on_device import DeviceTier
+from moechat.offload.limits import MIN_PAGES
+from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.routing import Replay, Trace, map_trace
 
 Say = Callable[[str], None]
@@ -86,7 +86,7 @@ def measure(
     Returns:
         Plain values: the budget, and of every system its figures.
     """
-    loaded = engine._loaded
+    loaded = engine.loaded
     mapped = None
     if trace is not None:
         geometry = loaded.store.geometry
@@ -94,21 +94,21 @@ def measure(
             trace, layers=len(loaded.store.layers), experts=geometry.num_experts, top_k=loaded.top_k
         ).trace
     first = loaded.near
-    assert isinstance(first, DeviceTier)
-    upkeep, engine._upkeep = engine._upkeep, None
-    if upkeep is not None:
-        upkeep.close()
+    assert first is not None
+    if loaded.upkeep is not None:
+        loaded.upkeep.close()
+        loaded = engine.passes.loaded = replace(loaded, upkeep=None)
     engine._meter.close()
-    pages, far = max(first.pages, MIN_PAGES), first.give_up()
+    pages, placement = max(first.pages, MIN_PAGES), first.detach()
+    assert isinstance(placement, CardPlacement)
     turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for turn in range(rounds.rounds):
         for system in systems if turn % 2 == 0 else reversed(systems):
             say(f"round {turn + 1}, {system}")
             replay = None if mapped is None else Replay(mapped)
-            with _tier(loaded, far, pages, settings_of(system), replay) as near:
+            with _tier(loaded, placement, pages, settings_of(system), replay) as near:
                 turns[system].append(_turn(engine, near, rounds))
-    if far is not None:
-        far.close()
+    placement.close()
     accelerator = loaded.accelerator
     assert accelerator is not None
     plan = loaded.plan
@@ -125,21 +125,31 @@ def measure(
 
 @contextmanager
 def _tier(
-    loaded: LoadedModel, far: FarMemory | None, pages: int, settings: CacheSettings, replay: Replay | None
-) -> Iterator[DeviceTier]:
+    loaded: LoadedModel, placement: CardPlacement, pages: int, settings: CacheSettings, replay: Replay | None
+) -> Iterator[ExpertTier]:
     """The model over a tier of another system."""
-    near = tier_of(loaded, far, pages, settings, replay=replay, owns_far=False)
+    config = TierConfig(
+        loaded.store, loaded.top_k, replay=replay, activation_bits=loaded.form.activation_bits
+    )
+    near = ExpertTier(
+        config,
+        placement,
+        pages=pages,
+        settings=settings,
+        counters=loaded.counters,
+        knowledge=gather_knowledge(loaded.store, loaded.outline, settings, placement),
+    )
     try:
         for ordinal, part in enumerate(loaded.parts):
             attach(part, near.layer(ordinal))
         yield near
     finally:
-        near.close()
+        near.detach()
 
 
-def _turn(engine: Engine, near: DeviceTier, rounds: Rounds) -> dict[str, Any]:
+def _turn(engine: Engine, near: ExpertTier, rounds: Rounds) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
-    vocabulary = int(engine._model.get_input_embeddings().num_embeddings)
+    vocabulary = engine.decoder.vocabulary
     most = engine.context_length - rounds.warm - rounds.tokens
 
     def tokens(count: int) -> list[int]:
@@ -148,9 +158,9 @@ def _turn(engine: Engine, near: DeviceTier, rounds: Rounds) -> dict[str, Any]:
     first: dict[int, float] = {}
     for length in (length for length in rounds.prompts if length <= most):
         begun = time.perf_counter()
-        _feed(engine, engine._new_cache(), tokens(length))
+        _feed(engine, engine.decoder.new_cache(), tokens(length))
         first[length] = time.perf_counter() - begun
-    cache = _feed(engine, engine._new_cache(), tokens(min(rounds.prompts)))
+    cache = _feed(engine, engine.decoder.new_cache(), tokens(min(rounds.prompts)))
     for token in tokens(rounds.warm):
         cache = _feed(engine, cache, [token])
     near.reset_stats()
@@ -163,12 +173,8 @@ def _turn(engine: Engine, near: DeviceTier, rounds: Rounds) -> dict[str, Any]:
 
 
 def _feed(engine: Engine, cache: Any, tokens: Sequence[int]) -> Any:
-    arguments: dict[str, Any] = {"logits_to_keep": 1} if engine._keeps_last else {}
-    ids = torch.tensor([list(tokens)])
-    for part in [ids] if len(tokens) == 1 else engine._parts(ids, len(tokens)):
-        output = engine._forward(part, past_key_values=cache, use_cache=True, **arguments)
-        cache = output.past_key_values
-    output.logits[0, -1].cpu()  # waits, as drawing a token does
+    logits, cache = engine.decoder.feed(tokens, cache)
+    logits.cpu()  # waits, as drawing a token does
     return cache
 
 

@@ -1,4 +1,4 @@
-"""The files that bench_cpu measures: a store and GGUF files of every model, made once and kept."""
+"""The files that bench/cpu measures: a store and GGUF files of every model, made once and kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurements of bench_cpu: systems in turns, with memory's streaming speed beside every one."""
+"""The measurements of bench/cpu: systems in turns, with memory's streaming speed beside every one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that bench_cpu compares: started, loaded and warm."""
+"""The processes that bench/cpu compares: started, loaded and warm."""
 
 from __future__ import annotations
 

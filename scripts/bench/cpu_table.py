@@ -1,4 +1,4 @@
-"""Figures of bench_cpu from its turns: medians with their range, shares of streaming, ratios by round."""
+"""Figures of bench/cpu from its turns: medians with their range, shares of streaming, ratios by round."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes GGUF files with random weights. Needs numpy and gguf only, so that it runs where llama.cpp does.
 
-    PYTHON scripts/gguf_files.py PLAN.json FILE.gguf
+    PYTHON scripts/bench/gguf_files.py PLAN.json FILE.gguf
 
 Blocks are drawn, not quantised: every bit pattern of their codes is valid, and the scales are such that the
 weights have mean 0 and the variance ``1 / inputs``, as in moechat's synthetic stores. A few blocks are drawn

@@ -1,7 +1,7 @@
 """What a GGUF file of a mixture-of-experts model holds: tensors, metadata, and the bytes a token reads.
 
 Pure arithmetic over a transformers configuration; no package is needed. ``gguf_files.py`` writes such a file,
-``bench_cpu`` measures it. Names and metadata are those that llama.cpp's loaders of the architectures
+``bench/cpu`` measures it. Names and metadata are those that llama.cpp's loaders of the architectures
 ``llama`` (Mixtral), ``olmoe`` and ``qwen3moe`` ask for.
 """
 

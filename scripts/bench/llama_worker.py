@@ -1,7 +1,7 @@
-"""Measures llama.cpp for bench_cpu: one model in one process. Needs numpy and llama-cpp-python only.
+"""Measures llama.cpp for bench/cpu: one model in one process. Needs numpy and llama-cpp-python only.
 
-    PYTHON scripts/llama_worker.py about             versions, and what the build uses, as JSON
-    PYTHON scripts/llama_worker.py serve FILE.gguf   answers requests, see worker.py
+    PYTHON scripts/bench/llama_worker.py about             versions, and what the build uses, as JSON
+    PYTHON scripts/bench/llama_worker.py serve FILE.gguf   answers requests, see worker.py
 
 llama.cpp is called below its Python classes, so that nothing but its own work is timed.
 """

@@ -1,6 +1,6 @@
-"""Measures moechat for bench_cpu: one model and instruction set in one process.
+"""Measures moechat for bench/cpu: one model and instruction set in one process.
 
-    PYTHON scripts/moechat_worker.py   answers requests, see worker.py
+    PYTHON scripts/bench/moechat_worker.py   answers requests, see worker.py
 
 ``MOECHAT_ISA`` chooses the kernels; ``MOECHAT_HOME`` is where it is noted that a store was verified.
 """
@@ -19,7 +19,7 @@ from worker import serve
 import moechat
 from moechat import _native
 from moechat.bench.decode import Bench
-from moechat.bench.models import cut_shape, describe_shape, store_name
+from moechat.bench.synthetic_models import cut_shape, describe_shape, store_name
 from moechat.store.synthetic import write_synthetic_store
 
 CONTEXT = 1024
@@ -59,7 +59,7 @@ class MoechatModel:
         """
         # Rotary tables and masks, and room for the longest measurement.
         engine = moechat.load(path, threads=threads, ctx=CONTEXT, **options)
-        held = engine.describe()["experts"]
+        held = engine.describe().experts
         if not held.startswith("mapped"):
             raise RuntimeError(f"experts of {path} are not mapped ({held}): too little memory is free")
         self._bench = Bench(engine)
@@ -73,7 +73,7 @@ class MoechatModel:
         engine, bench = self._bench.engine, self._bench
         geometry = bench.store.geometry
         experts = bench.layers * bench.top_k * geometry.expert_bytes
-        described = engine.describe()
+        described = engine.describe().to_json()
         return {
             "isa": _native.active_isa(),
             "version": moechat.__version__,

@@ -1,4 +1,4 @@
-"""Corpus, chat rendering and tokenizer for the packaged demo model (used by train_demo.py).
+"""Corpus, chat rendering and tokenizer for the packaged demo model (used by train.py).
 
 Every document is assigned to the training or the held-out split by a hash of its own text (of the
 conversation-tree id for OpenAssistant), so the split depends neither on order nor on the seed. Books are

@@ -1,4 +1,4 @@
-"""Held-out measures, samples and the model card of the demo model (used by train_demo.py).
+"""Held-out measures, samples and the model card of the demo model (used by train.py).
 
 Every figure on the card is measured here or taken from the training log; none is typed in by hand.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from demo_data import EOT, HELD_OUT_ONE_IN, Corpus, Doc, render, story_chat
+from corpus import EOT, HELD_OUT_ONE_IN, Corpus, Doc, render, story_chat
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -243,7 +243,7 @@ def card(facts: dict) -> str:
         {gen["temperature"]}, top-p {gen["top_p"]} and repetition penalty
         {gen["repetition_penalty"]}.""",
         "## Training",
-        f"    python scripts/train_demo.py --data DIR --out OUT --steps {run['steps']} --seed {run['seed']}",
+        f"    python scripts/demo/train.py --data DIR --out OUT --steps {run['steps']} --seed {run['seed']}",
         f"""{run["steps"]:,} steps of {run["tokens_per_step"]:,} tokens, {run["tokens"]:,}
         tokens in all, in float32; {run["hours"]:.2f} hours on {run["threads"]} threads of
         {run["cpu"]}, which other work shared ({run["tokens_per_second"]:,.0f} tokens per
@@ -278,7 +278,7 @@ def card(facts: dict) -> str:
         """How far the use by one source is from the mean of all (0 = same, 1 = disjoint), and
         in brackets the expert that it prefers most compared with the others:""",
         apart,
-        "`train_demo.py` writes the full counts to `eval.json`, beside the checkpoint.",
+        "`train.py` writes the full counts to `eval.json`, beside the checkpoint.",
         "## Samples",
         "Sampled as `generation_config.json` says, seeds 0, 1, 2 and so on; first tries, not chosen.",
         shown,

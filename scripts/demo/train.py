@@ -1,9 +1,9 @@
 """Train the packaged demo model: a small Mixture-of-Experts language model, on a CPU, in about two hours.
 
-    python scripts/train_demo.py --data DIR --out DIR [--steps N] [--seed 0] [--resume] [--eval-only]
+    python scripts/demo/train.py --data DIR --out DIR [--steps N] [--seed 0] [--resume] [--eval-only]
 
 The model is a standard Qwen3MoeForCausalLM (8 layers, 16 experts, 2 per token) with its own byte-level BPE
-tokenizer. DIR must hold these five files (see demo_data.FILES):
+tokenizer. DIR must hold these five files (see corpus.FILES):
 
     TinyStories excerpts            CDLA-Sharing-1.0  Eldan and Li, 2023
     FairytaleQA stories             Apache-2.0        Xu et al., 2022
@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from demo_card import write_card
-from demo_data import END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from corpus import END, EOT, VOCAB_SIZE, Corpus, chat_texts, load_corpus, train_tokenizer
+from model_card import write_card
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stage import Stage
 from terminal_support import EDITOR_ENDS, Terminal
-from transcript_stage import Stage
 
 _PASTE = "\x1b[200~{}\x1b[201~"
 _CLEAR = "\x15"  # Ctrl-U
@@ -79,7 +79,7 @@ def _begin(chat: Terminal, line: str, characters: int) -> None:
 
 def first_run(stage: Stage) -> None:
     """A model of the hub that is not here: what it takes, a no, then a yes that ends in the chat."""
-    from transcript_hub import REPOSITORY, hub_with_model
+    from local_hub import REPOSITORY, hub_with_model
 
     with hub_with_model(stage) as (_hub, stage):
         with stage.terminal("moechat", "run", REPOSITORY) as terminal:

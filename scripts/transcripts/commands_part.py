@@ -1,4 +1,4 @@
-"""Transcripts of commands in pipes, and of every exit status that the README documents."""
+"""Transcripts of commands in pipes, and of every exit status that the manual documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 
-from transcript_stage import ROOT, Stage
+from stage import ROOT, Stage
 
 _SUMMARY = "{text, finish_reason, answer_tokens: .statistics.output_tokens, seed: .statistics.seed}"
 
@@ -113,7 +113,7 @@ def exits(stage: Stage) -> None:
     _failing_card(stage)
 
     record.say(
-        "129, 130, 143: hung up, interrupted, terminated in the middle of an answer; what was written stays"
+        "129, 130, 143: terminal closed, interrupted, terminated during an answer; what was written stays"
     )
     story = 'moechat run demo "Tell me a story about a fox." --seed 1'
     for number, status, named in (
@@ -124,21 +124,21 @@ def exits(stage: Stage) -> None:
         done = stage.signalled(story, number, status=status, note=named)
         record.check(done.out.strip(), f"{named}: the words before it are there")
     shown = {0, 1, 2, 3, 4, 5, 6, 7, 129, 130, 143}
-    record.check(documented == shown, f"the README documents {sorted(documented)}, shown are {sorted(shown)}")
+    record.check(documented == shown, f"the manual documents {sorted(documented)}, shown are {sorted(shown)}")
 
 
 def _failing_card(stage: Stage) -> None:
     """The command over a stand-in for the driver: no test machine has a card to break."""
     stage.record.say(
         "7: the graphics card failed. The driver is a stand-in in host memory whose copies fail\n"
-        "# (tests/device/failing_card_child.py), all else is the real program"
+        "# (tests/support/failing_card_child.py), all else is the real program"
     )
-    child = shlex.join([sys.executable, str(ROOT / "tests/device/failing_card_child.py")])
+    child = shlex.join([sys.executable, str(ROOT / "tests/support/failing_card_child.py")])
     stage.record.masks[sys.executable] = "python"
     stage.command(f"{child} 2 run demo hello --vram 1G -q", "the graphics card has failed", status=7)
 
 
 def _documented() -> set[int]:
-    """The exit statuses of the README's table."""
-    table = (ROOT / "README.md").read_text().partition("| exit status | meaning |")[2].partition("\n\n")[0]
-    return {int(number) for row in re.findall(r"(?m)^\| ([\d, ]+) \|", table) for number in row.split(",")}
+    """The exit statuses of the manual's table."""
+    page = (ROOT / "moechat/manual/exit-codes.md").read_text(encoding="utf-8")
+    return {int(status) for status in re.findall(r"(?m)^\| (\d+) \|", page)}

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from transcript_hub import REPOSITORY, Faults, Requests, hub_with_model
-from transcript_stage import Skipped, Stage
+from local_hub import REPOSITORY, Faults, Requests, hub_with_model
+from stage import Skipped, Stage
 
 _COMMAND = f"moechat download {REPOSITORY}"
 

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import threading
 
-from transcript_hub import REPOSITORY, Faults, Requests, hub_with_model, shard_bytes
-from transcript_stage import Stage
+from local_hub import REPOSITORY, Faults, Requests, hub_with_model, shard_bytes
+from stage import Stage
 
 _COMMAND = f"moechat download {REPOSITORY}"
 _PACE_S = 0.04  # a piece of 16 KiB: slow enough to be stopped in time

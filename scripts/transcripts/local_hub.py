@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hub_checkpoint import write_hub_checkpoint
 from hub_server import REPOSITORY, Faults, Hub
-from transcript_stage import Stage
+from stage import Stage
 
 __all__ = ["REPOSITORY", "Faults", "Hub", "Requests", "hub_with_model", "shard_bytes"]
 

@@ -21,7 +21,7 @@ from typing import IO
 from rich.cells import cell_len, set_cell_size
 from terminal_support import Terminal, hanging_up_ends_it
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Enough for a cold start under load; nothing waits for it to pass.
 PATIENCE_S = 120
 # What would make one user's transcript another than the next one's.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transcript_stage import Stage
+from stage import Stage
 
 _ASK = {"_MOECHAT_COMPLETE": "complete_bash", "COMP_WORDS": "moechat run de", "COMP_CWORD": "2"}
 _ROWS: tuple[tuple[str, list[str], dict[str, str], str], ...] = (
