@@ -1,24 +1,31 @@
-"""What holds for every test: nobody's own library is touched, and GPU tests need a GPU."""
+"""Settings of all tests: a library of their own, signals as a terminal sets them, a GPU for GPU tests."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Before anything imports Triton, which decides then: without a card its kernels are interpreted.
+pytest_plugins = ["quick_run"]
+
+# Shells start background jobs with Ctrl-C ignored, and programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Triton reads this when it is imported: without a card its kernels are interpreted.
 if not any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the library, the settings and the variables of whoever runs the tests out of them."""
+    """Give the tests an empty home and none of the user's MOECHAT variables."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("MOECHAT_")]:
-            # The instruction set is a property of the build under test, not of its user.
+            # These two choose the build under test.
             if name not in ("MOECHAT_ISA", "MOECHAT_PYTHON"):
                 patch.delenv(name)
         patch.setenv("MOECHAT_HOME", str(tmp_path_factory.mktemp("moechat-home")))
@@ -26,7 +33,7 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none; torch is asked only if there are such tests."""
+    """Skip tests marked ``gpu`` without a CUDA device; import torch only if there are such tests."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
 from tiny import tiny_config
 
 import moechat
-from moechat.bench.models import Shape, synthetic_store
+from moechat.bench.synthetic_models import Shape, synthetic_store
 from moechat.engine import Engine
 from moechat.offload.settings import OffloadOptions
 from moechat.routing import Trace

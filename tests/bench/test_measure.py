@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from moechat import _native
-from moechat.bench import measure, report
+from moechat.bench import call_timers, measure, report, runs
 from moechat.bench.decode import Bench
 from moechat.bench.measure import run_bench
 from moechat.bench.options import BenchOptions, LinkChoice, parse_systems
 from moechat.bench.report import assumptions
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, MoechatError, UsageError
-from moechat.offload.cached import NearTier
+from moechat.offload.tier import ExpertTier
 from moechat.routing import Trace
 
 
@@ -80,13 +80,13 @@ def test_a_replayed_trace_chooses_the_experts(
     engine: Engine, trace_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[tuple[int, np.ndarray[Any, Any]]] = []
-    real = measure.TimedCalls.begin
+    real = call_timers.TimedCalls.begin
 
     def begin(self: Any, layer: int, index: np.ndarray[Any, Any], weight: Any) -> None:
         chosen.append((layer, index.copy()))
         real(self, layer, index, weight)
 
-    monkeypatch.setattr(measure.TimedCalls, "begin", begin)
+    monkeypatch.setattr(call_timers.TimedCalls, "begin", begin)
     wanted = options("auto", routing=trace_file, runs=1, fractions=(0.5,), accuracy=0.9)
     result = run_bench(engine, wanted)
     assert result["routing"]["source"] == "trace"
@@ -140,10 +140,10 @@ def test_the_model_is_left_as_it_was(engine: Engine) -> None:
 def test_near_tiers_are_closed_when_a_measurement_fails(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[NearTier] = []
-    closed: list[NearTier] = []
+    made: list[ExpertTier] = []
+    closed: list[ExpertTier] = []
 
-    class Watched(NearTier):
+    class Watched(ExpertTier):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             made.append(self)
@@ -155,7 +155,7 @@ def test_near_tiers_are_closed_when_a_measurement_fails(
     def fail(*_: Any) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "NearTier", Watched)
+    monkeypatch.setattr(runs, "ExpertTier", Watched)
     counted = 0
 
     def reports(_: str) -> None:
@@ -180,7 +180,7 @@ def test_without_memory_for_everything_there_is_no_floor(
 
 
 def test_a_size_in_bytes_is_turned_into_pages(engine: Engine) -> None:
-    page = engine._store.geometry.record_bytes
+    page = engine.loaded.store.geometry.record_bytes
     result = run_bench(engine, options("auto", runs=1, ram=10 * page + 5))
     (case,) = result["cases"]
     assert case["pages"] == 10
@@ -200,7 +200,7 @@ def test_more_memory_than_anything_needs_is_not_taken(engine: Engine) -> None:
 def test_more_memory_than_is_free_is_refused_before_anything_is_measured(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
 ) -> None:
-    free = 47 * engine._store.geometry.record_bytes
+    free = 47 * engine.loaded.store.geometry.record_bytes
     monkeypatch.setattr(measure, "available_bytes", lambda: free)
     monkeypatch.delattr(measure, "compute_rate")
     with pytest.raises(DoesNotFitError, match="of memory are free"):
@@ -218,11 +218,11 @@ def test_more_memory_than_is_free_is_refused_before_anything_is_measured(
 def test_a_link_that_fails_outside_of_a_pass_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, trace_file: Path, link: LinkChoice, name: str, fill: int
 ) -> None:
-    def fail(_: NearTier) -> None:
+    def fail(_: ExpertTier) -> None:
         raise _native.LinkError("nothing has arrived")
 
     monkeypatch.setattr(measure, "_RESIDENT_SHARE", 1e-9)  # else its link is the first one
-    monkeypatch.setattr(NearTier, "drain", fail)
+    monkeypatch.setattr(ExpertTier, "drain", fail)
     wanted = options("auto", routing=trace_file, fill_tokens=fill, link=link)
     with pytest.raises(MoechatError, match=f"{name} failed: nothing has arrived"):
         run_bench(engine, wanted)
@@ -274,9 +274,9 @@ def test_more_tokens_than_the_context_holds_are_refused(engine: Engine) -> None:
 
 def test_a_prompt_is_repeated_and_answered_greedily(engine: Engine) -> None:
     work = measure._Measurement(Bench(engine), options(), [5, 6, 7, 8], lambda _: None)
-    assert work.tokens[:6] == [5, 6, 7, 8, 5, 6]
+    assert work.runs.tokens[:6] == [5, 6, 7, 8, 5, 6]
     steps = engine.generate([5, 6, 7, 8, 5, 6], max_new_tokens=9, temperature=0.0)
-    assert work.tokens[6:] == [step.token_id for step in steps]
+    assert work.runs.tokens[6:] == [step.token_id for step in steps]
 
 
 def test_everything_assumed_is_said(engine: Engine, trace_file: Path) -> None:

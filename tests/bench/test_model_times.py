@@ -15,7 +15,7 @@ from moechat.bench.decode import Bench, ExpertsPart
 from moechat.bench.model_times import decoder_layer, measure_model_times, times_key
 from moechat.engine import Engine
 from moechat.errors import DoesNotFitError, UnsupportedModelError
-from moechat.hardware.model_times import load_times, save_times
+from moechat.hardware.times_file import load_times, save_times
 
 
 def test_times_add_up_to_a_token(engine: Engine) -> None:
@@ -26,13 +26,13 @@ def test_times_add_up_to_a_token(engine: Engine) -> None:
         assert figure.value > 0
         assert figure.origin == "measured"
         assert "8 tokens" in figure.source
-    layers = len(engine._store.layers)
+    layers = len(engine.loaded.store.layers)
     token = layers * (times.attention.value + times.moe.value) + times.head.value
     assert 8 * token <= took
 
 
 def test_a_slower_part_is_the_one_that_takes_longer(engine: Engine) -> None:
-    model = engine._model
+    model = engine.loaded.model
     slow = 0.03
 
     def lag(module: Any, arguments: Any, *rest: Any) -> None:
@@ -59,7 +59,7 @@ def test_the_engine_is_as_before(engine: Engine) -> None:
     measure_model_times(engine, seconds=0.0, tokens=8)
     assert torch.equal(engine.logits(tokens), before)
     assert [part.module._moechat_layer for part in Bench(engine).parts] == layers
-    assert not any(module._forward_hooks for module in engine._model.modules())
+    assert not any(module._forward_hooks for module in engine.loaded.model.modules())
 
 
 def test_experts_are_the_models_own_and_taken_in_turn(engine: Engine) -> None:
@@ -70,7 +70,7 @@ def test_experts_are_the_models_own_and_taken_in_turn(engine: Engine) -> None:
     assert len(records) == count
     own = np.concatenate([store.expert_layer(record.layer) for record in store.layers])
     assert np.array_equal(records, own)
-    shared = model_times._InTurn(store, records, bench.top_k, 16)
+    shared = model_times._CyclicExperts(store, records, bench.top_k, 16)
     hidden = torch.zeros((1, store.geometry.hidden_size))
     index, weights = torch.zeros((1, 2), dtype=torch.int64), torch.ones((1, 2))
     asked = []
@@ -83,7 +83,7 @@ def test_experts_are_the_models_own_and_taken_in_turn(engine: Engine) -> None:
 
 
 def test_only_what_fits_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = engine._store
+    store = engine.loaded.store
     size = store.geometry.expert_bytes
     monkeypatch.setattr(model_times, "available_bytes", lambda: 20 * size)
     assert len(model_times._resident_records(store, 2)) == 10
@@ -94,9 +94,9 @@ def test_only_what_fits_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatc
 
 def test_the_key_tells_models_and_settings_apart(engine: Engine) -> None:
     key = times_key(engine)
-    assert key.bits == engine._store.geometry.bits
+    assert key.bits == engine.loaded.store.geometry.bits
     assert key.threads == _native.num_threads()
-    assert key.model == engine._store.manifest.source.fingerprint
+    assert key.model == engine.loaded.store.manifest.source.fingerprint
     times = measure_model_times(engine, seconds=0.0, tokens=8)
     save_times(key, times)
     assert load_times(key) == times

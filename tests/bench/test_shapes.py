@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import moechat
-from moechat.bench.models import describe_shape, load_shape, shape_names, store_name, synthetic_store
+from moechat.bench.synthetic_models import (
+    describe_shape,
+    load_shape,
+    shape_names,
+    store_name,
+    synthetic_store,
+)
 from moechat.errors import UsageError
 from moechat.offload.settings import OffloadOptions
 

@@ -9,12 +9,12 @@ from chat_support import Heard, Messages, OneModel, ScriptedEngine, Tokens, Typi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.chat.asking import ask
+from moechat.chat.chat_options import ChatOptions, Generation
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.recorder import resumed
+from moechat.chat.history.session_database import sessions_path
+from moechat.chat.history.session_recorder import resume_conversation
+from moechat.chat.pending_reply import start_reply
 from moechat.chat.repl import Chat
-from moechat.chat.sessions import sessions_path
-from moechat.chat.settings import ChatOptions, Generation
 from moechat.errors import UsageError
 
 
@@ -23,14 +23,14 @@ def told(engine: ScriptedEngine) -> list[str]:
     return [message["content"] for message in engine.asked[-1] if message["role"] == "user"]
 
 
-def test_turns_that_were_left_out_are_told_again_when_others_were_taken_back() -> None:
+def test_dropped_turns_return_when_later_turns_are_undone() -> None:
     engine = ScriptedEngine([["a" * 10], ["b" * 30], ["c"], ["d"]], room=80)
     talk(engine, ["1" * 10, "2" * 10, "3" * 10, "/undo", "/undo", "4"])
     assert engine.asked[2] == [user("2" * 10), {"role": "assistant", "content": "b" * 30}, user("3" * 10)]
     assert told(engine) == ["1" * 10, "4"]
 
 
-def test_a_larger_model_and_a_shorter_answer_are_told_what_was_left_out() -> None:
+def test_dropped_turns_return_with_a_larger_context_or_a_shorter_answer() -> None:
     small = ScriptedEngine([["a" * 20], ["b"], ["c"]], room=50)
     large = ScriptedEngine([["d"]], room=1000, name="large")
     heard = talk(
@@ -48,7 +48,7 @@ def test_a_larger_model_and_a_shorter_answer_are_told_what_was_left_out() -> Non
 
 
 @pytest.mark.parametrize("turns", [300, 3000])
-def test_a_long_conversation_is_cut_into_tokens_a_few_times_and_not_once_a_turn(turns: int) -> None:
+def test_a_long_conversation_is_tokenized_a_few_times_not_once_a_turn(turns: int) -> None:
     class Counting(ScriptedEngine):
         characters = 0
 
@@ -60,10 +60,10 @@ def test_a_long_conversation_is_cut_into_tokens_a_few_times_and_not_once_a_turn(
     engine = Counting([["yes"]], room=500, context_length=500)
     long = Conversation([Turn(f"question {n}", "x" * (n % 40)) for n in range(turns)])
     whole = sum(len(turn.question) + len(turn.answer) for turn in long.turns)
-    asked = ask(engine, long, "and now?", Generation())  # type: ignore[arg-type]
+    pending = start_reply(engine, long, "and now?", Generation())  # type: ignore[arg-type]
     assert engine.encoded <= 12
     assert engine.characters <= 2 * whole + 12 * 600
-    kept = long.turns[asked.told_from - 1 :]  # one more would not fit
+    kept = long.turns[pending.first_sent - 1 :]  # one more would not fit
     assert sum(len(turn.question) + len(turn.answer) for turn in kept) + len("and now?") + 125 > 500
 
 
@@ -72,27 +72,27 @@ def test_a_long_conversation_is_cut_into_tokens_a_few_times_and_not_once_a_turn(
     st.integers(1, 60),
     st.integers(61, 400),
 )
-def test_no_turn_is_left_out_that_would_fit(turns: list[tuple[int, int]], question: int, room: int) -> None:
+def test_no_turn_that_fits_is_dropped(turns: list[tuple[int, int]], question: int, room: int) -> None:
     engine = ScriptedEngine([["yes"]], room=room, context_length=room)
     talked = Conversation([Turn("q" * asked, "a" * answered) for asked, answered in turns])
-    asked = ask(engine, talked, "?" * question, Generation())  # type: ignore[arg-type]
+    pending = start_reply(engine, talked, "?" * question, Generation())  # type: ignore[arg-type]
 
-    def fits(told_from: int) -> bool:
-        size = sum(len(turn.question) + len(turn.answer) for turn in talked.turns[told_from:])
-        return size + question + (room // 4 if told_from < len(turns) else 1) <= room
+    def fits(first_sent: int) -> bool:
+        size = sum(len(turn.question) + len(turn.answer) for turn in talked.turns[first_sent:])
+        return size + question + (room // 4 if first_sent < len(turns) else 1) <= room
 
     expected = next(place for place in range(len(turns) + 1) if fits(place))
-    assert asked.told_from == expected
+    assert pending.first_sent == expected
 
 
-def test_what_is_more_than_the_context_is_not_given_as_a_share_of_it() -> None:
+def test_tokens_beyond_the_context_are_not_shown_as_a_percentage() -> None:
     engine = ScriptedEngine([["yes"]])
     before = Conversation([Turn("q" * 200, "a")])
     chat = Chat(OneModel(engine), ChatOptions(), Heard(), conversation=before, reader=Typist([]))
-    assert chat.context_line() == "scripted  more than 100 tokens"
+    assert chat.session.context_line() == "scripted  more than 100 tokens"
 
 
-def test_a_template_that_refuses_a_conversation_is_asked_once() -> None:
+def test_a_template_that_rejects_a_conversation_is_rendered_once() -> None:
     class Refusing(ScriptedEngine):
         def encode(self, messages: Messages | str) -> Tokens:
             self.encoded += 1
@@ -101,14 +101,14 @@ def test_a_template_that_refuses_a_conversation_is_asked_once() -> None:
     engine = Refusing([])
     talked = Conversation([Turn("q", "a")])
     chat = Chat(OneModel(engine), ChatOptions(), Heard(), conversation=talked, reader=Typist([]))
-    assert [chat.context_line() for _ in range(5)] == ["scripted  100 tokens"] * 5
+    assert [chat.session.context_line() for _ in range(5)] == ["scripted  100 tokens"] * 5
     assert engine.encoded == 1
-    chat.changed()
-    assert chat.context_used() is None
+    chat.session.changed()
+    assert chat.session.context_used() is None
     assert engine.encoded == 2
 
 
-def test_files_that_make_a_message_too_long_are_taken_off_and_the_next_one_is_sent(tmp_path: Path) -> None:
+def test_files_that_make_a_message_too_long_are_detached(tmp_path: Path) -> None:
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("x" * 30)
     engine = ScriptedEngine([["yes"]], room=60)
@@ -122,7 +122,7 @@ def test_files_that_make_a_message_too_long_are_taken_off_and_the_next_one_is_se
     assert "one.txt goes with your next message: 1 line, 30 B, 30 tokens" in heard.notices
 
 
-def test_a_file_larger_than_the_context_is_refused_at_once_and_others_are_taken_back(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_context_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "large.txt").write_text("x" * 100)
     (tmp_path / "small.txt").write_text("x")
     (tmp_path / "empty.txt").write_text("")
@@ -133,16 +133,18 @@ def test_a_file_larger_than_the_context_is_refused_at_once_and_others_are_taken_
     assert told(engine) == ["hello"]
 
 
-def test_quiet_says_nothing_of_stopped_answers_and_old_turns() -> None:
+def test_quiet_hides_notices_of_stopped_answers_and_dropped_turns() -> None:
     engine = ScriptedEngine([["a" * 10], ["b", KeyboardInterrupt()], [KeyboardInterrupt()]], room=40)
     heard = talk(engine, ["1" * 10, "2" * 10, "3"], quiet=True)
     assert len(engine.asked[1]) == 1
     assert heard.notices == []
     options = ChatOptions(resume=True, quiet=True)
-    assert resumed(sessions_path(), options, "demo", lambda text, hint: heard.notice(text)) is None
+    assert (
+        resume_conversation(sessions_path(), options, "demo", lambda text, hint: heard.notice(text)) is None
+    )
     assert heard.notices == []
 
 
-def test_a_setting_that_does_not_exist_needs_no_value() -> None:
+def test_an_unknown_setting_is_refused_even_without_a_value() -> None:
     heard = talk(ScriptedEngine([]), ["/set heat", "/set top-k"])
     assert [error[0] for error in heard.errors] == ["there is no setting heat", "/set top_k needs a value"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from chat_support import ScriptedEngine, talk, user
 
-from moechat.chat import files
+from moechat.chat import text_files as files
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.files import write_text
-from moechat.chat.transcript import read_from, write_as
+from moechat.chat.history.transcript import read_from, write_as
+from moechat.chat.text_files import write_text
 from moechat.errors import MoechatError, UsageError
 
 
@@ -47,10 +47,10 @@ def conversation(*turns: tuple[str, str]) -> Conversation:
         ("/read a\0b", "cannot be read: embedded null byte"),
         ("/load loop", "cannot be read: Too many levels of symbolic links"),
         ("/load digits.json", "is not JSON"),
-        ("/load surrogate.json", "message 2 is no Unicode text"),
+        ("/load surrogate.json", "message 2 is not valid Unicode"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_and_the_chat_goes_on(here: Path, command: str, said: str) -> None:
+def test_an_unusable_file_is_reported_and_the_chat_continues(here: Path, command: str, said: str) -> None:
     (here / "loop").symlink_to("loop")
     (here / "sub.json").mkdir()
     (here / "digits.json").write_text(f"[{'1' * 5000}]")
@@ -66,19 +66,19 @@ def test_a_file_that_cannot_be_used_is_said_and_the_chat_goes_on(here: Path, com
     assert sorted(here.iterdir()) == before
 
 
-def test_names_as_long_as_names_can_be_are_written(here: Path) -> None:
+def test_the_longest_file_names_can_be_saved(here: Path) -> None:
     name = "a" * 250 + ".json"
     talk(ScriptedEngine([["one"]]), ["first", f"/save {name}"])
     assert [path.name for path in here.iterdir()] == [name]
 
 
-def test_an_error_that_nobody_thought_of_costs_neither_the_chat_nor_the_answer(
+def test_an_unexpected_error_loses_neither_the_chat_nor_the_answer(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*given: object) -> str:
         raise RuntimeError("the parser is broken")
 
-    monkeypatch.setattr("moechat.chat.doing.write_as", broken)
+    monkeypatch.setattr("moechat.chat.command_actions.write_as", broken)
     monkeypatch.setenv("MOECHAT_DEBUG", "1")
     engine = ScriptedEngine([["one"], ["half", ZeroDivisionError("by zero")], ["three"]])
     heard = talk(engine, ["first", "/save a.json", "second", "third"])
@@ -90,7 +90,7 @@ def test_an_error_that_nobody_thought_of_costs_neither_the_chat_nor_the_answer(
     assert engine.asked[2][2:] == [user("second"), {"role": "assistant", "content": "half"}, user("third")]
 
 
-def test_what_save_wrote_comes_back_with_its_title_its_times_and_its_marks() -> None:
+def test_load_restores_the_title_times_and_marks_that_save_wrote() -> None:
     kept = Conversation(title="a title of its own", model="demo", created=1_000_000.0)
     kept.add(Turn("first", "one", mark="stopped", model="demo", created=2_000_000.0))
     again = read_from(write_as(kept, "json"), "file")
@@ -109,7 +109,7 @@ def test_what_save_wrote_comes_back_with_its_title_its_times_and_its_marks() -> 
         {"thinking": 3, "model": None},
     ],
 )
-def test_what_is_no_mark_and_no_time_in_a_file_is_left_out(more: dict[str, object]) -> None:
+def test_invalid_marks_and_times_in_a_file_are_ignored(more: dict[str, object]) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
     document = {"messages": messages, "created": more.get("created"), "title": more.get("mark")}
     for text in (json.dumps(messages), json.dumps(document)):
@@ -117,7 +117,7 @@ def test_what_is_no_mark_and_no_time_in_a_file_is_left_out(more: dict[str, objec
         assert (turn.question, turn.answer, turn.mark, turn.thinking) == ("a", "b", "", "")
 
 
-def test_a_full_disk_is_said_with_what_helps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_a_hint(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -129,7 +129,7 @@ def test_a_full_disk_is_said_with_what_helps(here: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_appears_while_another_is_written_stays(
+def test_a_file_created_during_a_save_is_not_replaced(
     here: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
     path = here / "a.json"
@@ -154,7 +154,7 @@ def test_a_file_that_appears_while_another_is_written_stays(
     assert list(here.iterdir()) == [path]
 
 
-def test_a_file_that_was_saved_grows_with_its_conversation_and_with_no_other(here: Path) -> None:
+def test_a_saved_file_is_updated_only_by_its_own_conversation(here: Path) -> None:
     path = here / "a.json"
     engine = ScriptedEngine([["one"], ["two"], ["three"]])
     heard = talk(
@@ -167,7 +167,7 @@ def test_a_file_that_was_saved_grows_with_its_conversation_and_with_no_other(her
     ]
 
 
-def test_what_somebody_has_changed_in_a_saved_file_is_not_written_over(here: Path) -> None:
+def test_edits_to_a_saved_file_are_not_overwritten(here: Path) -> None:
     path = here / "a.md"
 
     class Editing(ScriptedEngine):

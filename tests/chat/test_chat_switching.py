@@ -5,7 +5,7 @@ from __future__ import annotations
 from chat_support import ScriptedEngine, assistant, talk, user
 
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.sessions import Sessions, sessions_path
+from moechat.chat.history.session_database import Sessions, sessions_path
 
 
 def keep(*questions: str) -> None:
@@ -16,7 +16,7 @@ def keep(*questions: str) -> None:
             sessions.keep(made)
 
 
-def test_conversations_are_listed_and_one_of_them_goes_on() -> None:
+def test_conversations_are_listed_and_one_can_be_continued() -> None:
     keep("foxes", "dogs")
     engine = ScriptedEngine([["one"], ["two"]])
     heard = talk(engine, ["new", "/sessions", "/sessions 1", "more"], sessions=sessions_path())
@@ -29,7 +29,7 @@ def test_conversations_are_listed_and_one_of_them_goes_on() -> None:
         assert [turn.question for turn in sessions.get(3).turns] == ["new"]
 
 
-def test_a_number_that_is_none_changes_nothing() -> None:
+def test_an_invalid_number_changes_nothing() -> None:
     keep("foxes")
     engine = ScriptedEngine([["one"], ["two"]])
     lines = [
@@ -52,7 +52,7 @@ def test_a_number_that_is_none_changes_nothing() -> None:
     assert engine.asked[1][0] == user("new")
 
 
-def test_where_nothing_is_kept_nothing_is_listed() -> None:
+def test_without_saved_conversations_nothing_is_listed() -> None:
     heard = talk(ScriptedEngine([]), ["/sessions"], sessions=sessions_path())
     assert heard.notices[-1] == "no conversation is kept yet"
     assert not sessions_path().exists()

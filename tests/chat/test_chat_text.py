@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moechat.chat.blocks import Block, BlockSplitter, CodeLine, Unit
-from moechat.chat.live import MarkdownAnswer, Rows, cells
-from moechat.chat.neutral import encodable, neutralise, one_line
+from moechat.chat.terminal.live_answer import MarkdownAnswer, Rows, cells
+from moechat.chat.terminal.markdown_blocks import Block, BlockSplitter, CodeLine, Unit
+from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
 from moechat.chat.thinking import Part, ThoughtSplitter
 
 ANSWER = """\
@@ -103,7 +103,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @given(st.text())
-def test_no_control_character_is_left_but_newline_and_tab(text: str) -> None:
+def test_only_newline_and_tab_remain_of_control_characters(text: str) -> None:
     for made, allowed in ((neutralise(text), "\n\t"), (one_line(text), "")):
         assert len(made) == len(text)
         for character in made:
@@ -112,7 +112,7 @@ def test_no_control_character_is_left_but_newline_and_tab(text: str) -> None:
     assert one_line("a\u2028b\nc") == "a␊b␊c"
 
 
-def test_text_cannot_be_turned_around() -> None:
+def test_direction_overrides_are_replaced() -> None:
     turned = "a\u202ecod.exe\u202c \u2066x\u2069 \u202ab"
     assert neutralise(turned) == one_line(turned) == "a�cod.exe� �x� �b"
     assert neutralise("\u200fא") == "\u200fא"
@@ -125,7 +125,7 @@ def test_text_cannot_be_turned_around() -> None:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_what_was_no_utf8_can_be_written_all_the_same(text: str) -> None:
+def test_invalid_utf8_can_still_be_written(text: str) -> None:
     encodable(text).encode("utf-8")
 
 
@@ -161,7 +161,7 @@ def test_sequences_in_an_answer_never_reach_the_terminal(sequence: str, around: 
         ("<|channel|>commentary to=f<|message|>a<|end|>", [("a", True)]),
     ],
 )
-def test_thinking_is_told_apart_wherever_the_output_is_cut(
+def test_thinking_is_separated_wherever_the_stream_is_split(
     output: str, parts: list[tuple[str, bool]]
 ) -> None:
     for pieces in [[output], list(output), *([output[:n], output[n:]] for n in range(len(output)))]:
@@ -176,7 +176,7 @@ def test_thinking_is_told_apart_wherever_the_output_is_cut(
         assert joined == parts
 
 
-def test_a_thought_that_the_prompt_has_begun_ends_with_its_mark() -> None:
+def test_a_thought_opened_by_the_prompt_ends_at_its_mark() -> None:
     splitter = ThoughtSplitter(thinking=True)
     assert splitter.feed("hm</think> yes") == [Part("hm", True), Part("yes", False)]
 
@@ -186,7 +186,7 @@ def test_a_thought_that_the_prompt_has_begun_ends_with_its_mark() -> None:
         st.sampled_from(["<think>", "</think>", "<|channel|>", "final", "<|message|>", "<|end|>", "a <"])
     )
 )
-def test_no_text_is_lost_or_made_up_between_thinking_and_answer(pieces: list[str]) -> None:
+def test_separating_thinking_loses_and_adds_no_text(pieces: list[str]) -> None:
     together = ThoughtSplitter()
     whole = [*together.feed("".join(pieces)), *together.flush()]
     apart = ThoughtSplitter()
@@ -202,7 +202,7 @@ def units(text: str) -> list[Unit]:
     return [unit for line in lines for unit in splitter.line(line)] + splitter.end(rest)
 
 
-def test_blocks_are_finished_as_soon_as_nothing_can_change_them() -> None:
+def test_blocks_are_finished_as_soon_as_they_are_final() -> None:
     splitter = BlockSplitter()
 
     def steps(text: str) -> Iterator[list[Unit]]:
@@ -220,7 +220,7 @@ def test_blocks_are_finished_as_soon_as_nothing_can_change_them() -> None:
     assert splitter.pending == []
 
 
-def test_a_table_without_end_is_cut_before_it_becomes_slow() -> None:
+def test_an_endless_table_is_split_before_it_becomes_slow() -> None:
     found = units("| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 1000)
     assert 2 <= len(found) <= 4
     assert sum(len(unit.source.split("\n")) for unit in found if isinstance(unit, Block)) == 1002
@@ -228,7 +228,7 @@ def test_a_table_without_end_is_cut_before_it_becomes_slow() -> None:
 
 @given(MARKUP)
 @settings(max_examples=60, deadline=None)
-def test_every_line_is_in_one_unit_and_in_order(text: str) -> None:
+def test_every_line_is_in_exactly_one_block_and_in_order(text: str) -> None:
     told = []
     for unit in units(text):
         if isinstance(unit, Block):
@@ -240,7 +240,7 @@ def test_every_line_is_in_one_unit_and_in_order(text: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 20, 7])
-def test_the_finished_answer_does_not_depend_on_how_it_came(columns: int) -> None:
+def test_the_rendered_answer_does_not_depend_on_how_it_was_streamed(columns: int) -> None:
     whole = shown([ANSWER], columns)
     assert shown(list(ANSWER), columns) == whole
     for size in (2, 3, 7, 50):
@@ -250,7 +250,7 @@ def test_the_finished_answer_does_not_depend_on_how_it_came(columns: int) -> Non
 
 @given(MARKUP, st.lists(st.integers(0, 80)), st.sampled_from([(60, 100), (9, 100), (20, 6)]))
 @settings(max_examples=80, deadline=None)
-def test_any_text_cut_anywhere_looks_the_same_when_it_is_finished(
+def test_any_text_split_anywhere_is_rendered_the_same(
     text: str, places: list[int], size: tuple[int, int]
 ) -> None:
     assert shown(cut(text, places), *size) == shown([text], *size)
@@ -265,7 +265,7 @@ def test_a_finished_answer_is_rendered() -> None:
     assert "**bold**" not in page
 
 
-def test_nothing_is_redrawn_but_the_rest_that_became_a_block() -> None:
+def test_only_the_unfinished_block_is_redrawn() -> None:
     screen = Screen(60, 30)
     answer = screen.answer
     answer.write("finished *one*\n\n")
@@ -277,7 +277,7 @@ def test_nothing_is_redrawn_but_the_rest_that_became_a_block() -> None:
     assert screen.shown == "finished one\n\nnext paragraph of words"
 
 
-def test_a_narrower_window_leaves_what_is_unfinished_as_it_is() -> None:
+def test_a_narrower_window_leaves_unfinished_text_unchanged() -> None:
     screen = Screen(60, 30)
     answer = screen.answer
     answer.write("the *first*\n\na paragraph with **stars** that is long enough")
@@ -290,7 +290,7 @@ def test_a_narrower_window_leaves_what_is_unfinished_as_it_is() -> None:
     assert lines[-1] == "the last"
 
 
-def test_a_narrower_window_that_still_holds_what_is_unfinished_folds_what_comes() -> None:
+def test_a_narrower_window_that_still_fits_the_text_wraps_what_follows() -> None:
     screen = Screen(60, 30)
     answer = screen.answer
     answer.write("short")
@@ -322,7 +322,7 @@ def test_a_block_taller_than_the_window_stays_plain_and_whole() -> None:
 
 @given(st.text(st.sampled_from([*"abc  \n", "漢", "👍"]), max_size=60), st.integers(4, 20))
 @example(" a漢漢", 4)  # the word that is moved and the next character are more than a row
-def test_rows_are_never_wider_than_they_may_be_and_are_all_counted(text: str, width: int) -> None:
+def test_rows_never_exceed_the_width_and_are_all_counted(text: str, width: int) -> None:
     screen = Screen(width + 1, 90)
     rows = Rows(width)
     for char in text:
@@ -339,7 +339,7 @@ def test_names_of_commands_settings_and_models_are_completed(
     from prompt_toolkit.completion import CompleteEvent
     from prompt_toolkit.document import Document
 
-    from moechat.chat.editor import _ChatCompleter
+    from moechat.chat.terminal.editor import _ChatCompleter
 
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     store = tmp_path / "data" / "models" / "org--little-4bit"

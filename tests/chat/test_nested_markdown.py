@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from moechat.chat.containing import contained
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.transcript import write_as
+from moechat.chat.history.nested_markdown import embed_markdown
+from moechat.chat.history.transcript import write_as
 
 MARKUP = st.lists(
     st.sampled_from(
@@ -58,13 +58,13 @@ def page_of(*texts: str) -> str:
         "1. a\n\n   ## in a list",
     ],
 )
-def test_a_text_neither_swallows_nor_forges_turns(text: str) -> None:
+def test_a_text_cannot_hide_or_forge_turns(text: str) -> None:
     expected = ["A title", "System", "User", "Assistant", "User", "Assistant"]
     assert headings(page_of(text, text, "second", text)) == expected
 
 
 @given(MARKUP, MARKUP)
-def test_whatever_the_texts_the_turns_are_those_of_the_conversation(question: str, answer: str) -> None:
+def test_any_texts_keep_the_turns_of_the_conversation(question: str, answer: str) -> None:
     expected = ["A title", "System", "User", "Assistant", "User", "Assistant"]
     assert headings(page_of(question, answer, "second", answer)) == expected
 
@@ -73,13 +73,13 @@ def test_whatever_the_texts_the_turns_are_those_of_the_conversation(question: st
     "text",
     ["plain\n\n- a\n- b", "```python\n# a comment\n## User\n```", "a\n\n---\n\nb", "| a |\n|---|\n| 1 |"],
 )
-def test_what_does_no_harm_stays_as_it_is(text: str) -> None:
-    assert contained(text) == text
+def test_harmless_text_is_unchanged(text: str) -> None:
+    assert embed_markdown(text) == text
 
 
-def test_headings_of_an_answer_stand_below_those_of_the_page() -> None:
-    assert contained("# A\n\n##### B") == "### A\n\n###### B"
+def test_headings_of_an_answer_are_below_those_of_the_page() -> None:
+    assert embed_markdown("# A\n\n##### B") == "### A\n\n###### B"
 
 
-def test_a_model_that_repeats_itself_without_end_is_written_all_the_same() -> None:
-    assert contained("a\n" + "---\n" * 3000).count("\\---") == 3000
+def test_an_endlessly_repeated_text_is_still_written() -> None:
+    assert embed_markdown("a\n" + "---\n" * 3000).count("\\---") == 3000

@@ -10,11 +10,11 @@ from chat_support import OneModel, ScriptedEngine, assistant, talk, user
 
 from moechat.chat.commands import COMMANDS
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.sessions import Sessions, sessions_path
+from moechat.chat.history.session_database import Sessions, sessions_path
 from moechat.errors import MoechatError, StoreDamagedError, UsageError
 
 
-def test_every_turn_is_told_with_all_that_came_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_prompt_contains_the_whole_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["one ", "two"], ["three"]])
     talk(engine, ["first", "", "   ", "second"], system="be brief")
     system = {"role": "system", "content": "be brief"}
@@ -33,7 +33,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(capsys: pytest.CaptureF
     assert "(stopped; what was written is kept)" in heard.notices
 
 
-def test_a_question_that_got_no_answer_is_forgotten() -> None:
+def test_a_question_without_an_answer_is_dropped() -> None:
     engine = ScriptedEngine([[KeyboardInterrupt()], [UsageError("no such role")], ["answer"]])
     heard = talk(engine, ["first", "second", "third"])
     assert engine.asked[2] == [user("third")]
@@ -41,7 +41,7 @@ def test_a_question_that_got_no_answer_is_forgotten() -> None:
     assert heard.errors == [("no such role", None)]
 
 
-def test_the_oldest_turns_make_room_and_stay_in_the_conversation(home: Path) -> None:
+def test_the_oldest_turns_are_dropped_from_the_prompt_but_kept_in_the_conversation(home: Path) -> None:
     engine = ScriptedEngine([["a" * 10], ["b" * 10], ["c" * 10], ["d"]], room=75)
     heard = talk(engine, ["1" * 10, "2" * 10, "3" * 10, "4" * 10], sessions=sessions_path())
     assert engine.asked[2][0] == user("1" * 10)
@@ -63,7 +63,9 @@ def test_the_oldest_turns_make_room_and_stay_in_the_conversation(home: Path) -> 
     ("context", "max_tokens", "reserve"),
     [(8192, None, 256), (8192, 40, 40), (400, None, 100), (400, 8000, 100), (400, 7, 7), (2, None, 1)],
 )
-def test_an_answer_has_room_before_old_turns_have(context: int, max_tokens: int | None, reserve: int) -> None:
+def test_room_for_the_answer_comes_before_old_turns(
+    context: int, max_tokens: int | None, reserve: int
+) -> None:
     engine = ScriptedEngine([["a"], ["b"]], context_length=context)
     talk(engine, ["first", "second"], given={} if max_tokens is None else {"max_tokens": max_tokens})
     assert engine.reserves == [1, reserve]
@@ -82,14 +84,14 @@ def test_the_system_prompt_is_never_dropped() -> None:
     assert engine.asked[1] == [{"role": "system", "content": "s" * 10}, user("2" * 10)]
 
 
-def test_a_message_that_is_too_long_by_itself_costs_no_history() -> None:
+def test_a_message_too_long_by_itself_drops_no_history() -> None:
     engine = ScriptedEngine([["answer"], ["again"]], room=50)
     heard = talk(engine, ["first", "x" * 51, "second"])
     assert engine.asked[1] == [user("first"), assistant("answer"), user("second")]
     assert "51" in heard.errors[0][0]
 
 
-def test_commands_never_reach_the_model_and_two_slashes_do() -> None:
+def test_commands_are_not_sent_and_two_slashes_send_one() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
     heard = talk(engine, ["first", "/help", " /sytem first", "/", "/clear now", "/clear", "second", "//etc"])
     assert engine.asked == [
@@ -102,18 +104,18 @@ def test_commands_never_reach_the_model_and_two_slashes_do() -> None:
     assert "the conversation is forgotten" in heard.notices
 
 
-def test_help_lists_every_command_and_says_how_an_editor_is_opened() -> None:
+def test_help_lists_every_command_and_how_to_open_an_editor() -> None:
     (said,) = talk(ScriptedEngine([]), ["/help"], quiet=True).notices
     assert all(f"/{command.name}" in said for command in COMMANDS)
     assert "Ctrl-X Ctrl-E" in said
 
 
-def test_bye_leaves() -> None:
+def test_bye_exits() -> None:
     with pytest.raises(pytest.fail.Exception, match="left before"):
         talk(ScriptedEngine([]), ["/bye", "never read"])
 
 
-def test_two_interrupts_in_a_row_leave_and_one_does_not() -> None:
+def test_two_interrupts_in_a_row_exit_and_one_does_not() -> None:
     engine = ScriptedEngine([["a"]])
     stop = KeyboardInterrupt()
     with pytest.raises(pytest.fail.Exception, match="left before"):
@@ -121,7 +123,7 @@ def test_two_interrupts_in_a_row_leave_and_one_does_not() -> None:
     assert engine.asked == [[user("first")]]
 
 
-def test_a_disk_that_fails_in_the_middle_of_an_answer_leaves_the_chat_usable(
+def test_a_disk_error_during_an_answer_leaves_the_chat_usable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = ScriptedEngine([["half ", MoechatError("experts cannot be read", hint="try again")], ["more"]])
@@ -133,7 +135,7 @@ def test_a_disk_that_fails_in_the_middle_of_an_answer_leaves_the_chat_usable(
         assert [turn.mark for turn in sessions.get(1).turns] == ["failed", "cut"]
 
 
-def test_a_damaged_store_ends_the_chat_and_what_was_written_is_kept() -> None:
+def test_a_damaged_store_ends_the_chat_and_the_partial_answer_is_kept() -> None:
     engine = ScriptedEngine([["half", StoreDamagedError("gone")]])
     with pytest.raises(StoreDamagedError):
         talk(engine, ["first"], sessions=sessions_path())
@@ -141,13 +143,13 @@ def test_a_damaged_store_ends_the_chat_and_what_was_written_is_kept() -> None:
         assert sessions.get(1).turns[0].answer == "half"
 
 
-def test_quiet_leaves_only_answers_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_only_answers_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     heard = talk(ScriptedEngine([["answer"]]), ["first"], quiet=True)
     captured = capsys.readouterr()
     assert (captured.out, captured.err, heard.notices) == ("answer\n", "\n", [])
 
 
-def test_thinking_is_shown_apart_and_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_thinking_is_shown_separately_and_not_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["<thi", "nk>hm", "</think>\n\nyes"], ["no"]])
     talk(engine, ["first", "second"])
     assert engine.asked[1] == [user("first"), assistant("yes"), user("second")]
@@ -156,14 +158,14 @@ def test_thinking_is_shown_apart_and_not_told_again(capsys: pytest.CaptureFixtur
     assert "hm" in captured.err
 
 
-def test_a_template_that_opens_the_thought_itself_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_can_open_the_thought(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["hm</think>yes"]], template_end="<think>\n")
     talk(engine, ["first"], hide_thinking=True)
     captured = capsys.readouterr()
     assert (captured.out, "hm" in captured.err) == ("yes\n", False)
 
 
-def test_regen_answers_the_last_question_anew_and_keeps_the_old_answer_if_there_is_no_new_one() -> None:
+def test_regen_replaces_the_last_answer_or_keeps_it_on_failure() -> None:
     engine = ScriptedEngine([["one"], ["two"], [KeyboardInterrupt()], ["end"]])
     talk(engine, ["first", "/regen", "/regen", "second"], sessions=sessions_path())
     assert engine.asked[1] == engine.asked[2] == [user("first")]
@@ -173,14 +175,14 @@ def test_regen_answers_the_last_question_anew_and_keeps_the_old_answer_if_there_
         assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "two", "end"]
 
 
-def test_undo_takes_the_last_turn_back() -> None:
+def test_undo_removes_the_last_turn() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
     heard = talk(engine, ["/undo", "first", "second", "/undo", "third"])
     assert engine.asked[2] == [user("first"), assistant("a"), user("third")]
     assert heard.errors == [("there is nothing to take back", None)]
 
 
-def test_set_changes_what_answers_are_drawn_with_and_says_where_values_come_from() -> None:
+def test_set_changes_sampling_and_shows_the_source_of_values() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
     lines = [
         "one",
@@ -204,7 +206,7 @@ def test_set_changes_what_answers_are_drawn_with_and_says_where_values_come_from
     assert [error[0].split(";")[0] for error in heard.errors] == ["top_k is x", "there is no setting heat"]
 
 
-def test_show_and_stats_tell_model_context_and_numbers() -> None:
+def test_show_and_stats_print_model_context_and_statistics() -> None:
     loading = (("vram", "8G", "from MOECHAT_VRAM"),)
     heard = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"], loading=loading)
     rows = dict(heard.rows)
@@ -222,7 +224,7 @@ def test_system_is_changed_shown_and_removed() -> None:
     assert "the system prompt: be brief" in heard.notices
 
 
-def test_save_and_load_give_the_same_conversation(tmp_path: Path) -> None:
+def test_save_and_load_restore_the_same_conversation(tmp_path: Path) -> None:
     file, page = tmp_path / "a talk.json", tmp_path / "talk.md"
     engine = ScriptedEngine([["one"], ["two"], ["three"]])
     lines = [
@@ -247,7 +249,7 @@ def test_save_and_load_give_the_same_conversation(tmp_path: Path) -> None:
     assert ["is not JSON" in heard.errors[0][0], "No such file" in heard.errors[1][0]] == [True, True]
 
 
-def test_save_replaces_no_file_of_anyone_else(tmp_path: Path) -> None:
+def test_save_does_not_replace_foreign_files(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text("precious")
     heard = talk(ScriptedEngine([["one"]]), ["first", f"/save {file}"])
@@ -255,7 +257,7 @@ def test_save_replaces_no_file_of_anyone_else(tmp_path: Path) -> None:
     assert file.read_text() == "precious"
 
 
-def test_a_file_goes_with_the_next_message_and_again_if_there_was_no_answer(tmp_path: Path) -> None:
+def test_a_file_is_attached_until_a_message_gets_an_answer(tmp_path: Path) -> None:
     file = tmp_path / "notes.md"
     file.write_text("a ```` b")
     engine = ScriptedEngine([[KeyboardInterrupt()], ["a"], ["b"]])
@@ -265,7 +267,7 @@ def test_a_file_goes_with_the_next_message_and_again_if_there_was_no_answer(tmp_
     assert heard.errors[0][0] == "/dev/zero is not a file"
 
 
-def test_another_model_goes_on_with_the_conversation() -> None:
+def test_another_model_continues_the_conversation() -> None:
     other = ScriptedEngine([["b"]], name="other")
     engine = ScriptedEngine([["a"]])
     heard = talk(engine, ["first", "/model other", "second"], models=OneModel(engine, other=other))
@@ -273,7 +275,7 @@ def test_another_model_goes_on_with_the_conversation() -> None:
     assert "other goes on with this conversation" in heard.notices
 
 
-def test_a_conversation_goes_on_where_it_was() -> None:
+def test_a_conversation_can_be_continued() -> None:
     engine = ScriptedEngine([["two"]])
     before = Conversation([Turn("first", "one")])
     talk(engine, ["second"], chat={"conversation": before})
@@ -304,7 +306,7 @@ QUOTED = '"""/bye\n//a comment"""'
         ("//etc", "/etc"),
     ],
 )
-def test_what_was_pasted_or_quoted_is_a_message(typed: str, sent: str) -> None:
+def test_pasted_or_quoted_text_is_a_message(typed: str, sent: str) -> None:
     engine = ScriptedEngine([["one"]])
     heard = talk(engine, [typed])
     assert heard.errors == []
@@ -312,20 +314,20 @@ def test_what_was_pasted_or_quoted_is_a_message(typed: str, sent: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["/", "/ x", "/cler", "/usr", "/clear/x", "/bye.", "/help\nme", '""""""'])
-def test_what_may_be_a_slip_is_not_sent(typed: str) -> None:
+def test_probable_typing_errors_of_commands_are_not_sent(typed: str) -> None:
     engine = ScriptedEngine([])
     heard = talk(engine, [typed])
     assert [error[0].endswith("it was not sent") for error in heard.errors] == [True] * ("/" in typed)
 
 
-def test_a_command_may_take_several_lines() -> None:
+def test_a_command_can_take_several_lines() -> None:
     engine = ScriptedEngine([["one"]])
     talk(engine, ["/system be brief\nand kind", "first"])
     assert engine.asked[0][0]["content"] == "be brief\nand kind"
 
 
 def test_a_dumb_terminal_sends_no_bytes_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moechat.chat.reader import PlainReader
+    from moechat.chat.terminal.reader import PlainReader
 
     lines = io.TextIOWrapper(io.BytesIO(b"a\xffb\nc\n"), encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", lines)
@@ -336,7 +338,7 @@ def test_a_dumb_terminal_sends_no_bytes_that_are_not_utf8(monkeypatch: pytest.Mo
 
 
 def test_plain_lines_are_read_with_their_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moechat.chat.reader import PlainReader
+    from moechat.chat.terminal.reader import PlainReader
 
     monkeypatch.setattr("sys.stdin", io.StringIO('one\n"""two\nthree"""\nfour'))
     reader = PlainReader()

@@ -16,13 +16,13 @@ from chat_support import ScriptedEngine, talk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.chat import schema
+from moechat.chat.chat_options import ChatOptions
 from moechat.chat.conversation import Conversation, Turn, title_of
-from moechat.chat.listing import listed
-from moechat.chat.recorder import Recorder, resumed
-from moechat.chat.sessions import Sessions, sessions_path
-from moechat.chat.settings import ChatOptions
-from moechat.chat.transcript import read_from, write_as
+from moechat.chat.history import database_schema as schema
+from moechat.chat.history.session_database import Sessions, sessions_path
+from moechat.chat.history.session_list import format_summary
+from moechat.chat.history.session_recorder import Recorder, resume_conversation
+from moechat.chat.history.transcript import read_from, write_as
 from moechat.errors import SessionNotFoundError, SessionsUnavailableError, UsageError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -40,7 +40,7 @@ def path() -> Path:
     return sessions_path()
 
 
-def test_a_conversation_comes_back_as_it_was_and_only_its_owner_may_read_it(path: Path) -> None:
+def test_a_conversation_is_restored_and_private_to_its_owner(path: Path) -> None:
     kept = conversation(("first", "one"), ("second", "two"))
     kept.system = "be brief"
     kept.turns[1] = replace(kept.turns[1], mark="stopped", thinking="hm")
@@ -58,7 +58,7 @@ def test_a_conversation_comes_back_as_it_was_and_only_its_owner_may_read_it(path
         assert [(line.key, line.title, line.turns) for line in sessions.summaries()] == [(1, "first", 2)]
 
 
-def test_only_what_is_new_is_written_and_what_was_taken_back_stays_readable(path: Path) -> None:
+def test_only_new_turns_are_written_and_undone_ones_stay_readable(path: Path) -> None:
     kept = conversation(("first", "one"))
     with Sessions(path) as sessions:
         sessions.keep(kept)
@@ -72,7 +72,7 @@ def test_only_what_is_new_is_written_and_what_was_taken_back_stays_readable(path
         assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "three"]
 
 
-def test_the_last_conversation_is_this_models_or_else_any(path: Path) -> None:
+def test_the_last_conversation_of_the_model_is_preferred(path: Path) -> None:
     with Sessions(path) as sessions:
         assert sessions.last("demo") is None
         for model in ("demo", "other"):
@@ -81,7 +81,7 @@ def test_the_last_conversation_is_this_models_or_else_any(path: Path) -> None:
     assert [found and found.key for found in last.values()] == [1, 2, 2]
 
 
-def test_the_title_and_the_model_are_of_turns_that_were_not_taken_back(path: Path) -> None:
+def test_undone_turns_do_not_set_the_title_or_the_model(path: Path) -> None:
     with Sessions(path) as sessions:
         kept = conversation(("Hello there", "one"))
         sessions.keep(kept)
@@ -99,7 +99,7 @@ def test_the_title_and_the_model_are_of_turns_that_were_not_taken_back(path: Pat
     assert [found and found.key for found in last.values()] == [1, 2]
 
 
-def test_a_title_and_a_model_that_a_file_gave_stay_when_turns_are_taken_back() -> None:
+def test_a_title_and_a_model_from_a_file_survive_undo() -> None:
     loaded = read_from(
         '{"title": "Foxes", "model": "theirs", "messages": ['
         '{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
@@ -117,7 +117,7 @@ def test_a_search_finds_words_with_and_without_an_index(
     path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not indexed:
-        monkeypatch.setattr("moechat.chat.sessions.by_index", lambda connection, words: {})
+        monkeypatch.setattr("moechat.chat.history.session_database.by_index", lambda connection, words: {})
     with Sessions(path) as sessions:
         sessions.keep(conversation(("a fox", "in the garden"), ("100 %", "x")))
         sessions.keep(conversation(("a fox", "elsewhere"), ("garden", 'a "quoted" word')))
@@ -151,9 +151,7 @@ def test_a_search_finds_words_with_and_without_an_index(
         ("c", [3]),
     ],
 )
-def test_a_search_finds_words_of_any_script_and_punctuation_as_it_is(
-    path: Path, words: str, keys: list[int]
-) -> None:
+def test_a_search_finds_any_script_and_literal_punctuation(path: Path, words: str, keys: list[int]) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("天气 北京的天气怎么样", "晴")))
         sessions.keep(conversation(("東京の天气", "天气 晴れ")))
@@ -163,7 +161,7 @@ def test_a_search_finds_words_of_any_script_and_punctuation_as_it_is(
         assert [line.key for line in sessions.search(words)] == keys
 
 
-def test_a_conversation_without_a_turn_is_neither_listed_nor_gone_on_with(path: Path) -> None:
+def test_a_conversation_without_turns_is_neither_listed_nor_continued(path: Path) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("first", "one")))
         empty = conversation(("second", "two"))
@@ -180,7 +178,7 @@ def test_a_conversation_without_a_turn_is_neither_listed_nor_gone_on_with(path: 
         assert [line.key for line in sessions.summaries()] == [2, 1]
 
 
-def test_a_conversation_that_was_deleted_meanwhile_stays_so_and_what_follows_is_another(path: Path) -> None:
+def test_turns_after_a_deletion_elsewhere_start_a_new_conversation(path: Path) -> None:
     told: list[str] = []
     recorder = Recorder(path, lambda text, hint: told.append(text))
     kept = conversation(("confidential", "unmentionable"))
@@ -201,7 +199,7 @@ def test_a_conversation_that_was_deleted_meanwhile_stays_so_and_what_follows_is_
     assert b"unmentionable" not in path.read_bytes()
 
 
-def test_a_database_that_was_taken_away_is_made_anew_with_all_of_the_conversation(path: Path) -> None:
+def test_a_removed_database_is_recreated_with_the_whole_conversation(path: Path) -> None:
     recorder = Recorder(path, lambda text, hint: None)
     kept = conversation(("first", "one"))
     assert recorder.keep(kept)
@@ -215,7 +213,7 @@ def test_a_database_that_was_taken_away_is_made_anew_with_all_of_the_conversatio
         assert [turn.question for turn in sessions.get(1).turns] == ["first", "second"]
 
 
-def test_a_database_that_others_may_read_is_theirs_no_more(path: Path) -> None:
+def test_a_database_readable_by_others_becomes_private(path: Path) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("first", "one")))
         for file in path.parent.iterdir():
@@ -226,7 +224,7 @@ def test_a_database_that_others_may_read_is_theirs_no_more(path: Path) -> None:
         assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
 
 
-def test_a_chat_leaves_what_another_has_set_in_the_same_conversation(path: Path) -> None:
+def test_a_chat_keeps_changes_of_another_chat_to_the_same_conversation(path: Path) -> None:
     with Sessions(path) as sessions:
         first = conversation(("first", "one"))
         first.system = "be brief"
@@ -256,7 +254,7 @@ def test_a_chat_leaves_what_another_has_set_in_the_same_conversation(path: Path)
 READER = """
 import os, sys
 from pathlib import Path
-from moechat.chat.sessions import Sessions
+from moechat.chat.history.session_database import Sessions
 if os.geteuid() == 0:
     os.seteuid(65534)
 with Sessions(Path(sys.argv[1]), existing=True) as sessions:
@@ -265,7 +263,7 @@ with Sessions(Path(sys.argv[1]), existing=True) as sessions:
 """
 
 
-def test_conversations_in_a_place_that_cannot_be_written_are_read() -> None:
+def test_conversations_in_a_read_only_directory_can_be_read() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         path = Path(place) / "state" / "sessions.db"
         with Sessions(path) as sessions:
@@ -286,9 +284,7 @@ def test_conversations_in_a_place_that_cannot_be_written_are_read() -> None:
         "UPDATE conversations SET created = -1e12, updated = 253402300799",
     ],
 )
-def test_a_row_that_no_version_wrote_is_listed_shown_and_written_all_the_same(
-    path: Path, change: str
-) -> None:
+def test_an_invalid_row_can_still_be_listed_shown_and_exported(path: Path, change: str) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("first", "one")))
     with closing(sqlite3.connect(path)) as other:
@@ -296,12 +292,12 @@ def test_a_row_that_no_version_wrote_is_listed_shown_and_written_all_the_same(
         other.commit()
     with Sessions(path) as sessions:
         (line,) = sessions.summaries()
-        assert listed(line).endswith("1 turn   demo  first")
+        assert format_summary(line).endswith("1 turn   demo  first")
         for form in ("md", "json"):
             assert "one" in write_as(sessions.get(1), form)  # type: ignore[arg-type]
 
 
-def test_what_is_deleted_is_gone_from_the_disk(path: Path) -> None:
+def test_deleted_text_is_gone_from_the_disk(path: Path) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("confidential", "unmentionable")))
         sessions.keep(conversation(("other", "x")))
@@ -318,7 +314,7 @@ def test_what_is_deleted_is_gone_from_the_disk(path: Path) -> None:
         assert b"unmentionable" not in file.read_bytes()
 
 
-def test_an_older_form_becomes_the_newest_and_a_newer_one_is_left_alone(
+def test_an_older_schema_is_migrated_and_a_newer_one_is_unchanged(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Sessions(path) as sessions:
@@ -336,7 +332,7 @@ def test_an_older_form_becomes_the_newest_and_a_newer_one_is_left_alone(
     assert path.read_bytes() == before
 
 
-def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_migration_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Sessions(path) as sessions:
         sessions.keep(conversation(("first", "one")))
     broken = [*schema.MIGRATIONS, "CREATE TABLE more (x); SELECT nonsense;"]
@@ -352,7 +348,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.sessions import Sessions
+from moechat.chat.history.session_database import Sessions
 with Sessions(Path(sys.argv[1])) as sessions:
     talk = Conversation()
     for n in range(40):
@@ -361,7 +357,7 @@ with Sessions(Path(sys.argv[1])) as sessions:
 """
 
 
-def test_two_processes_keep_all_turns_of_both(path: Path) -> None:
+def test_turns_of_two_processes_are_all_kept(path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in ("a", "b")]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     with Sessions(path, existing=True) as sessions:
@@ -369,7 +365,7 @@ def test_two_processes_keep_all_turns_of_both(path: Path) -> None:
     assert sorted(found) == [[f"{name} {n}" for n in range(40)] for name in ("a", "b")]
 
 
-def test_reading_makes_no_file(path: Path) -> None:
+def test_reading_creates_no_file(path: Path) -> None:
     with Sessions(path, existing=True) as sessions:
         assert sessions.summaries() == []
     assert not path.exists()
@@ -380,7 +376,7 @@ def _damage(path: Path) -> None:
     path.write_bytes(b"this is no database " * 400)
 
 
-def test_a_damaged_database_never_stops_the_chat_and_is_left_as_it_is(
+def test_a_damaged_database_neither_stops_the_chat_nor_is_changed(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _damage(path)
@@ -392,16 +388,16 @@ def test_a_damaged_database_never_stops_the_chat_and_is_left_as_it_is(
     assert "not a database" in told[0]
     assert path.read_bytes() == before
     options = ChatOptions(resume=True)
-    assert resumed(path, options, "demo", lambda text, hint: heard.notice(text)) is None
+    assert resume_conversation(path, options, "demo", lambda text, hint: heard.notice(text)) is None
     assert "this is a new one" in heard.notices[-1]
     with pytest.raises(SessionsUnavailableError):
-        resumed(path, replace(options, resume=3), "demo", lambda text, hint: None)
+        resume_conversation(path, replace(options, resume=3), "demo", lambda text, hint: None)
 
 
-def test_a_locked_database_is_tried_again_and_then_has_everything(
+def test_a_locked_database_is_retried_until_everything_is_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moechat.chat.sessions._PATIENCE_S", 0.01)
+    monkeypatch.setattr("moechat.chat.history.session_database._BUSY_TIMEOUT_S", 0.01)
     told: list[str] = []
     hints: list[str | None] = []
 
@@ -428,7 +424,7 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
     assert len(told) == 3
     assert "locked" in told[0]
     again = "another program is using it; run the same command again"
-    assert hints == ["another program is using it; it is tried again with the next answer", again, None]
+    assert hints == ["another program is using it; the next answer tries again", again, None]
     assert caught.value.hint == again
     with Sessions(path) as sessions:
         assert [turn.question for turn in sessions.get(1).turns] == [
@@ -436,16 +432,16 @@ def test_a_locked_database_is_tried_again_and_then_has_everything(
         ]  # fmt: skip
 
 
-def test_a_place_that_cannot_be_written_never_stops_the_chat(path: Path) -> None:
+def test_an_unwritable_directory_does_not_stop_the_chat(path: Path) -> None:
     path.parent.parent.mkdir(parents=True)
     path.parent.write_text("a file where the directory should be")
     heard = talk(ScriptedEngine([["one"]]), ["first"], sessions=path)
     assert sum("not saved" in notice for notice in heard.notices) == 1
 
 
-def test_a_full_disk_never_stops_the_chat(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_stop_the_chat(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Sessions, kept: Conversation) -> None:
-        with self._explained():
+        with self._translated_errors():
             raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Sessions, "keep", full)
@@ -453,13 +449,15 @@ def test_a_full_disk_never_stops_the_chat(path: Path, monkeypatch: pytest.Monkey
     assert sum("disk is full" in notice for notice in heard.notices) == 1
 
 
-def test_the_conversation_that_goes_on_is_named(path: Path) -> None:
+def test_a_continued_conversation_is_named(path: Path) -> None:
     told: list[str] = []
     options = ChatOptions(resume=True)
-    assert resumed(path, options, "demo", lambda text, hint: told.append(text)) is None
+    assert resume_conversation(path, options, "demo", lambda text, hint: told.append(text)) is None
     with Sessions(path) as sessions:
         sessions.keep(conversation(("tell me of a fox", "one"), model="other"))
-    found = resumed(path, replace(options, system="new"), "demo", lambda text, hint: told.append(text))
+    found = resume_conversation(
+        path, replace(options, system="new"), "demo", lambda text, hint: told.append(text)
+    )
     assert found is not None
     assert found.system == "new"
     assert told == [
@@ -475,7 +473,7 @@ def test_titles_are_one_short_line() -> None:
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT)), st.none() | TEXT)
-def test_json_gives_the_conversation_back(turns: list[tuple[str, str, str]], system: str | None) -> None:
+def test_json_restores_the_conversation(turns: list[tuple[str, str, str]], system: str | None) -> None:
     kept = Conversation(system=system)
     for question, answer, thinking in turns:
         kept.add(Turn(question, answer, thinking, "stopped", "demo"))
@@ -495,6 +493,6 @@ def test_json_gives_the_conversation_back(turns: list[tuple[str, str, str]], sys
         ('{"version": 9, "messages": []}', "newer moechat"),
     ],
 )
-def test_a_file_that_holds_no_conversation_is_refused_with_the_place(text: str, said: str) -> None:
+def test_the_error_for_a_file_without_a_conversation_names_the_position(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read_from(text, "a\x1bfile")

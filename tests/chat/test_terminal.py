@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import SUPPORT
 from terminal_support import Terminal
 
-from moechat.chat.sessions import Sessions, sessions_path
+from moechat.chat.history.session_database import Sessions, sessions_path
 
 PATIENCE_S = 20
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"
@@ -42,7 +43,7 @@ class ScriptedChat(Terminal):
         super().__init__(
             [
                 sys.executable,
-                str(Path(__file__).parent / "scripted_chat.py"),
+                str(SUPPORT / "scripted_chat.py"),
                 json.dumps({"answers": pieces, **told}),
             ],
             cwd=home.parent,
@@ -74,7 +75,7 @@ def questions(key: int = 1) -> list[str]:
         return [turn.question for turn in sessions.get(key).turns]
 
 
-def test_a_talk_is_rendered_shows_the_context_and_is_kept(terminal: Callable[..., ScriptedChat]) -> None:
+def test_a_chat_is_rendered_shows_the_context_and_is_saved(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("Hello **you**\n\n- a\n- b", "bye", save=True)
     assert "0 of 1,000 tokens" in chat.shown
     chat.say("hi", " • b")
@@ -103,7 +104,7 @@ def test_several_lines_are_one_message_typed_or_pasted(terminal: Callable[..., S
     assert questions() == ["a\nb\nc", "d\ne\nf", "g\nh"]
 
 
-def test_what_was_typed_is_found_again_in_the_next_chat(
+def test_typed_lines_are_in_the_history_of_the_next_chat(
     terminal: Callable[..., ScriptedChat], home: Path
 ) -> None:
     chat = terminal("one")
@@ -120,9 +121,7 @@ def test_what_was_typed_is_found_again_in_the_next_chat(
     chat.type("\r", "two")
 
 
-def test_nothing_is_remembered_where_nothing_is_to_be_saved(
-    terminal: Callable[..., ScriptedChat], home: Path
-) -> None:
+def test_no_history_is_written_with_saving_off(terminal: Callable[..., ScriptedChat], home: Path) -> None:
     chat = terminal("one", options={"save": False})
     chat.say("secret", "one")
     chat.type(UP, ">>> secret")
@@ -131,7 +130,7 @@ def test_nothing_is_remembered_where_nothing_is_to_be_saved(
     assert list(home.rglob("*")) == []
 
 
-def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(
+def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_exits(
     terminal: Callable[..., ScriptedChat],
 ) -> None:
     chat = terminal("word " * 200, "more", pause_s=0.02, save=True)
@@ -149,7 +148,7 @@ def test_ctrl_c_stops_an_answer_and_twice_on_an_empty_line_leaves(
         assert [turn.mark for turn in sessions.get(1).turns] == ["stopped", ""]
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(
+def test_keys_typed_during_an_answer_appear_at_the_next_prompt(
     terminal: Callable[..., ScriptedChat],
 ) -> None:
     chat = terminal("word " * 20, "second", pause_s=0.01)
@@ -174,7 +173,7 @@ def test_an_unknown_command_is_not_sent_and_completion_helps(terminal: Callable[
     assert questions() == ["/etc is a directory"]
 
 
-def test_names_of_files_are_completed_after_commands_that_take_one(
+def test_file_names_are_completed_after_commands_that_take_one(
     terminal: Callable[..., ScriptedChat], tmp_path: Path
 ) -> None:
     (tmp_path / "notes of today.txt").write_text("milk")
@@ -190,7 +189,7 @@ def test_names_of_files_are_completed_after_commands_that_take_one(
     assert questions() == ["notes of today.txt:\n```\nmilk\n```\n\nwhat?"]
 
 
-def test_save_load_and_go_on(terminal: Callable[..., ScriptedChat]) -> None:
+def test_a_chat_can_be_saved_loaded_and_continued(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("one", "two", "three", save=True)
     chat.say("first", "one")
     chat.say("/save talk.json", "saved as")
@@ -207,14 +206,14 @@ def test_save_load_and_go_on(terminal: Callable[..., ScriptedChat]) -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 40])
-def test_a_small_window_and_wide_characters(terminal: Callable[..., ScriptedChat], columns: int) -> None:
+def test_wide_characters_fit_a_small_window(terminal: Callable[..., ScriptedChat], columns: int) -> None:
     chat = terminal("漢字 " * 8 + "**fett** 👍\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", columns=columns)
     chat.say("漢字 👍 go", "1  2")
     assert "fett 👍" in chat.shown.replace("\n", "")
     assert all(len(line) <= columns for line in chat.shown.split("\n"))
 
 
-def test_a_window_that_changes_during_an_answer(terminal: Callable[..., ScriptedChat]) -> None:
+def test_resizing_the_window_during_an_answer_repeats_no_text(terminal: Callable[..., ScriptedChat]) -> None:
     words = [f"w{n:02}x" for n in range(40)]
     answer = f"a *first* one\n\n{' '.join(words)}\n\nthe *last* one"
     chat = terminal(answer, pause_s=0.01, rows=40)
@@ -232,7 +231,7 @@ def test_a_window_that_changes_during_an_answer(terminal: Callable[..., Scripted
     assert chat.leave("\r") == 0
 
 
-def test_what_was_typed_is_bounded_to_the_newest_and_stays_private(
+def test_the_history_keeps_the_newest_lines_and_stays_private(
     terminal: Callable[..., ScriptedChat], home: Path
 ) -> None:
     history = home / "state" / "history"
@@ -249,7 +248,7 @@ def test_what_was_typed_is_bounded_to_the_newest_and_stays_private(
     assert [path.name for path in history.parent.iterdir()] == ["history"]
 
 
-def test_raw_answers_are_as_the_model_wrote_them(terminal: Callable[..., ScriptedChat]) -> None:
+def test_raw_answers_are_not_rendered(terminal: Callable[..., ScriptedChat]) -> None:
     chat = terminal("**you** \x1b[2J\x9b1m", options={"raw": True})
     chat.say("hi", "**you** ␛[2J")
     assert "\x1b[2J" not in chat.written
@@ -299,7 +298,7 @@ def test_thinking_is_dimmed(terminal: Callable[..., ScriptedChat]) -> None:
 
 
 @pytest.mark.parametrize("during", ["the prompt", "an answer"])
-def test_a_chat_that_is_terminated_keeps_what_it_has_and_gives_the_terminal_back(
+def test_a_terminated_chat_saves_its_turns_and_restores_the_terminal(
     terminal: Callable[..., ScriptedChat], during: str
 ) -> None:
     chat = terminal("word " * 100, pause_s=0.02, save=True)

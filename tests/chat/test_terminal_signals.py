@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import SUPPORT
 from terminal_support import Terminal
 from test_terminal import PATIENCE_S, ScriptedChat, questions
 
-from moechat.chat.sessions import Sessions, sessions_path
+from moechat.chat.history.session_database import Sessions, sessions_path
 
 
 class InShell(ScriptedChat):
@@ -40,7 +41,7 @@ class InShell(ScriptedChat):
             patience_s=PATIENCE_S,
         )
         self.wait("shell$")
-        script = Path(__file__).parent / "scripted_chat.py"
+        script = SUPPORT / "scripted_chat.py"
         described = json.dumps({"answers": [list(answer) for answer in answers], **told})
         command = home.parent / "command"
         command.write_text("exec " + shlex.join([sys.executable, str(script), described]))
@@ -81,9 +82,7 @@ def test_lines_pasted_during_an_answer_are_one_message(start: Callable[..., Scri
 
 
 @pytest.mark.parametrize("during", ["the prompt", "an answer"])
-def test_a_chat_whose_window_is_closed_keeps_what_it_has(
-    start: Callable[..., ScriptedChat], during: str
-) -> None:
+def test_closing_the_window_saves_the_chat(start: Callable[..., ScriptedChat], during: str) -> None:
     chat = start("first", "word " * 200, pause_s=0.02, save=True)
     chat.say("one", "first")
     if during == "an answer":
@@ -97,7 +96,7 @@ def test_a_chat_whose_window_is_closed_keeps_what_it_has(
     assert turns[-1].answer.startswith("first" if during == "the prompt" else "word word")
 
 
-def test_a_chat_that_loses_its_terminal_keeps_its_answer(start: Callable[..., ScriptedChat]) -> None:
+def test_a_chat_that_loses_its_terminal_saves_its_answer(start: Callable[..., ScriptedChat]) -> None:
     chat = start("word " * 200, pause_s=0.02, save=True)
     chat.type("one\r", "word word")
     process = chat.child.ptyproc
@@ -110,7 +109,7 @@ def test_a_chat_that_loses_its_terminal_keeps_its_answer(start: Callable[..., Sc
         assert sessions.get(1).turns[0].answer.startswith("word word")
 
 
-def test_a_chat_that_was_stopped_during_an_answer_holds_the_keys_again(
+def test_a_chat_resumed_during_an_answer_controls_the_keys_again(
     start: Callable[..., ScriptedChat],
 ) -> None:
     answer = "alpha beta " + "word " * 60 + "*omega*\n\nthe *last* one"
@@ -132,7 +131,7 @@ def test_a_chat_that_was_stopped_during_an_answer_holds_the_keys_again(
     assert questions() == ["go", "mean\nwhile"]
 
 
-def test_a_chat_that_was_stopped_at_its_prompt_leaves_the_editor_the_terminal(
+def test_a_chat_resumed_at_its_prompt_leaves_the_terminal_to_the_editor(
     start: Callable[..., ScriptedChat],
 ) -> None:
     chat = start("one", kind=InShell)
@@ -145,7 +144,7 @@ def test_a_chat_that_was_stopped_at_its_prompt_leaves_the_editor_the_terminal(
     chat.type("\r", "one")
 
 
-def test_a_chat_that_somebody_stops_at_its_prompt_keeps_the_editors_keys(
+def test_a_chat_stopped_by_sigstop_at_its_prompt_keeps_the_editors_keys(
     start: Callable[..., Terminal],
 ) -> None:
     chat = start("one")

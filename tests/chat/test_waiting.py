@@ -12,10 +12,10 @@ import pytest
 from chat_support import Heard, OneModel, ScriptedEngine, Typist
 from test_terminal import ScriptedChat
 
-from moechat.chat.output import Answer
+from moechat.chat.chat_options import ChatOptions
 from moechat.chat.repl import Chat
-from moechat.chat.settings import ChatOptions
-from moechat.chat.waiting import Waiting
+from moechat.chat.terminal.output import PlainAnswer
+from moechat.chat.terminal.waiting_line import WaitingLine
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def start(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
         one.close()
 
 
-def test_a_long_prompt_says_how_far_it_is_and_leaves_nothing_behind(
+def test_a_long_prompt_shows_its_progress_and_erases_it(
     start: Callable[..., ScriptedChat],
 ) -> None:
     chat = start("the answer", prompt_s=4)
@@ -44,7 +44,7 @@ def test_a_long_prompt_says_how_far_it_is_and_leaves_nothing_behind(
     assert ">>> 12345678\nthe answer\n>>>" in chat.shown
 
 
-def test_a_hidden_thought_says_that_the_model_thinks(start: Callable[..., ScriptedChat]) -> None:
+def test_hidden_thinking_shows_a_notice(start: Callable[..., ScriptedChat]) -> None:
     chat = start("<think>" + "x" * 60 + "</think>yes", pause_s=0.03, options={"hide_thinking": True})
     chat.type("well?\r", "thinking, 1 s")
     chat.wait("yes")
@@ -53,7 +53,7 @@ def test_a_hidden_thought_says_that_the_model_thinks(start: Callable[..., Script
     assert "xxx" not in chat.shown
 
 
-def test_an_answer_that_is_stopped_before_its_first_word_takes_the_line_away(
+def test_stopping_before_the_first_word_erases_the_line(
     start: Callable[..., ScriptedChat],
 ) -> None:
     chat = start("never", prompt_s=60)
@@ -68,7 +68,7 @@ def test_an_answer_that_is_stopped_before_its_first_word_takes_the_line_away(
     [({}, 0.2), ({"options": {"quiet": True}}, 1.5), ({"term": "dumb"}, 1.5)],
     ids=["quick", "quiet", "dumb"],
 )
-def test_nothing_is_said_of_quick_answers_or_where_it_is_not_wanted(
+def test_quick_answers_and_quiet_chats_show_no_progress(
     start: Callable[..., ScriptedChat], more: dict[str, Any], prompt_s: float
 ) -> None:
     chat = start("the answer", prompt_s=prompt_s, **more)
@@ -78,7 +78,7 @@ def test_nothing_is_said_of_quick_answers_or_where_it_is_not_wanted(
     assert "thinking" not in chat.written
 
 
-def test_nothing_is_said_through_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["yes"]], prompt_s=0.8)
     reader = Typist(["well?"])
     assert Chat(OneModel(engine), ChatOptions(), Heard(), reader=reader).run() == 0
@@ -87,8 +87,8 @@ def test_nothing_is_said_through_a_pipe(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_line_is_erased_before_the_first_character_and_hidden_for_others() -> None:
     stream = io.StringIO()
-    waiting = Waiting(stream, shown=True, then="thinking")
-    sink = waiting.before(Answer(stream))
+    waiting = WaitingLine(stream, shown=True, busy="thinking")
+    sink = waiting.before(PlainAnswer(stream))
     waiting.start()
     waiting.progress(3, 9)
 
@@ -105,7 +105,7 @@ def test_the_line_is_erased_before_the_first_character_and_hidden_for_others() -
     sink.write("yes")
     time.sleep(0.4)
     sink.end()
-    waiting.over()
+    waiting.remove()
     written = stream.getvalue()
     assert "\r\x1b[Knotice\n\r\x1b[2mreading 3 of 9" in written
     assert written.endswith("\r\x1b[Kyes\n")

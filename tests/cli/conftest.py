@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
 from cli_support import Cli
 
 
@@ -30,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> str:
     # With a row of zeros the token that ends an answer has the logit 0, which is never the largest of all.
     weights["lm_head.weight"][256:] = 0
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    first = cli.run("run", str(directory), "hello", "--max-tokens", "2")
+    first = cli.run("run", str(directory), "hello", "--max-tokens", "2", forked=True)
     assert first.status == 0, first.err
     assert "converted in" in first.err
     return str(directory)

@@ -102,7 +102,7 @@ def test_names_from_manifests_run_no_commands(cli: Cli, bash: Bash) -> None:
     assert bash.completed("moechat show ev") == "moechat show evil-4bit "
 
 
-def test_a_name_goes_on_after_its_at_sign(cli: Cli, bash: Bash) -> None:
+def test_a_revision_is_completed_after_the_at_sign(cli: Cli, bash: Bash) -> None:
     store(cli, "tiny--moe-chat-4bit", "tiny/moe-chat")
     store(cli, "tiny--moe-code-4bit", "tiny/moe-code", "fedcba98765432100")
     whole = "moechat run tiny/moe-chat@0123456789ab "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_support import PATIENCE_S, Cli
 
-from moechat.cli.terminal import neutralise
+from moechat.cli.terminal.consoles import neutralise
 
 GREEDY = ["--temperature", "0"]
 
@@ -42,7 +42,7 @@ def test_stdout_is_the_answer_and_nothing_else(cli: Cli, model: str) -> None:
     assert "\x1b" not in plain.err
 
 
-def test_stdin_and_argument_make_one_prompt(cli: Cli, model: str) -> None:
+def test_stdin_and_argument_are_joined_into_one_prompt(cli: Cli, model: str) -> None:
     options = ["--max-tokens", "24", *GREEDY, "--completion"]
     whole = answer_json(cli, model, "some text\n\nand a question", *options)
     parts = answer_json(cli, model, "and a question", *options, stdin=b"some text\n")
@@ -52,14 +52,14 @@ def test_stdin_and_argument_make_one_prompt(cli: Cli, model: str) -> None:
     assert whole["statistics"]["prompt_tokens"] == len("some text\n\nand a question")
 
 
-def test_the_template_and_the_system_prompt_are_part_of_a_chat(cli: Cli, model: str) -> None:
+def test_chat_prompts_include_the_template_and_the_system_prompt(cli: Cli, model: str) -> None:
     plain = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY)
     told = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY, "--system-prompt", "Be brief.")
     assert plain["statistics"]["prompt_tokens"] > len("hello")
     assert told["statistics"]["prompt_tokens"] >= plain["statistics"]["prompt_tokens"] + len("Be brief.")
 
 
-def test_a_seed_repeats_an_answer(cli: Cli, model: str) -> None:
+def test_the_same_seed_gives_the_same_answer(cli: Cli, model: str) -> None:
     options = [
         model,
         "hello",
@@ -78,8 +78,8 @@ def test_a_seed_repeats_an_answer(cli: Cli, model: str) -> None:
     assert answer_json(cli, *options, "--seed", "8")["tokens"] != first["tokens"]
 
 
-def test_a_reader_that_leaves_early_ends_it_quietly(cli: Cli, model: str) -> None:
-    result = cli.shell(f"$M run '{model}' hello -q --temperature 0 </dev/null | head -c 20")
+def test_a_closed_pipe_ends_the_command_quietly(cli: Cli, model: str) -> None:
+    result = cli.shell(f"$M run '{model}' hello -q --temperature 0 </dev/null | head -c 20", forked=True)
     assert (result.status, len(result.out), result.err) == (0, 20, "")
 
 
@@ -87,25 +87,28 @@ def test_a_reader_that_leaves_early_ends_it_quietly(cli: Cli, model: str) -> Non
     "arguments", ["run '{model}' hello -q --temperature 0", "run '{model}' hello --json", "--help"]
 )
 def test_a_closed_stdout_ends_quietly(cli: Cli, model: str, arguments: str) -> None:
-    result = cli.shell(f"$M {arguments.format(model=model)} </dev/null >&-")
+    started = {"forked": arguments != "--help"}
+    result = cli.shell(f"$M {arguments.format(model=model)} </dev/null >&-", **started)
     assert (result.status, result.err) == (0, "")
 
 
-def test_a_stderr_that_nobody_reads_costs_no_answer(cli: Cli, model: str) -> None:
+def test_a_closed_stderr_pipe_does_not_lose_the_answer(cli: Cli, model: str) -> None:
     script = f"$M run '{model}' hello -v --stats --max-tokens 9 --temperature 0 </dev/null 2> >(exec true)"
-    result = cli.shell(script)
+    result = cli.shell(script, forked=True)
     assert result.status == 0
     assert result.out.endswith(b"\n")
 
 
-def test_closed_stdin_and_stderr_do_no_harm(cli: Cli, model: str) -> None:
+def test_closed_stdin_and_stderr_are_tolerated(cli: Cli, model: str) -> None:
     result = cli.shell(f"$M run '{model}' hello -v --stats --max-tokens 3 --temperature 0 <&- 2>&-")
     assert result.status == 0
     assert result.out.endswith(b"\n")
 
 
-def test_a_full_disk_is_said(cli: Cli, model: str) -> None:
-    result = cli.shell(f"$M run '{model}' hello -q --max-tokens 9 --temperature 0 </dev/null >/dev/full")
+def test_a_full_disk_is_reported(cli: Cli, model: str) -> None:
+    result = cli.shell(
+        f"$M run '{model}' hello -q --max-tokens 9 --temperature 0 </dev/null >/dev/full", forked=True
+    )
     assert result.status == 1
     assert result.err.startswith("error: the output cannot be written: No space left on device\n")
 
@@ -140,21 +143,21 @@ def test_a_dry_run_shows_what_plan_shows_and_loads_nothing(cli: Cli) -> None:
     assert (absent.status, absent.out) == (5, b"")  # it would be downloaded, and there is no network
 
 
-def test_a_prompt_of_megabytes_is_refused_by_its_beginning(cli: Cli, model: str) -> None:
+def test_a_prompt_of_megabytes_is_refused_after_tokenizing_its_beginning(cli: Cli, model: str) -> None:
     result = cli.call("run", model, "--completion", "--ctx", "100", stdin=b"x" * 8_000_000)
     assert (result.status, result.out) == (2, b"")
     assert "8,000,000 characters, the first 65,536 of them more than" in result.err
     assert "the context holds 100" in result.err
 
 
-def test_a_context_beyond_the_model_does_not_fit(cli: Cli, model: str) -> None:
+def test_a_context_longer_than_the_models_is_refused(cli: Cli, model: str) -> None:
     result = cli.call("run", model, "hello", "--ctx", "8193")
     assert (result.status, result.out) == (4, b"")
     assert "8193" in result.err
     assert "8192" in result.err
 
 
-def test_a_budget_too_small_is_refused_with_one_that_works(cli: Cli, model: str) -> None:
+def test_a_budget_too_small_is_refused_and_a_working_one_is_named(cli: Cli, model: str) -> None:
     refused = cli.call("run", model, "hello", "--ram", "64M", "--ctx", "300")
     assert (refused.status, refused.out) == (4, b"")
     assert "the memory budget is 64 MiB" in refused.err
@@ -177,7 +180,7 @@ def test_a_budget_too_small_is_refused_with_one_that_works(cli: Cli, model: str)
 def test_a_signal_ends_an_answer_and_keeps_its_text(
     cli: Cli, model: str, number: signal.Signals, status: int
 ) -> None:
-    process = cli.start("run", model, "hello", "-q", *GREEDY)
+    process = cli.start("run", model, "hello", "-q", *GREEDY, forked=True)
     assert process.stdout is not None
     first = os.read(process.stdout.fileno(), 16)
     process.send_signal(number)
@@ -190,7 +193,7 @@ def test_a_signal_ends_an_answer_and_keeps_its_text(
     assert whole.startswith(text.rstrip("\n"))
 
 
-def test_a_damaged_store_is_refused_by_name(cli: Cli, model: str, tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_store_names_the_file(cli: Cli, model: str, tmp_path: Path) -> None:
     store = next((cli.home / "data" / "models").iterdir())
     copy = tmp_path / "store"
     shutil.copytree(store, copy)
@@ -208,7 +211,7 @@ def test_a_damaged_store_is_refused_by_name(cli: Cli, model: str, tmp_path: Path
     assert experts.name in result.err
 
 
-def test_a_model_without_a_chat_template_continues_texts_only(cli: Cli, model: str, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_only_completes_texts(cli: Cli, model: str, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("chat_template*"))
     settings = json.loads((bare / "tokenizer_config.json").read_text())
@@ -222,11 +225,11 @@ def test_a_model_without_a_chat_template_continues_texts_only(cli: Cli, model: s
     assert len(told["tokens"]) == 2
 
 
-def test_on_a_terminal_the_models_control_characters_are_neutralised(cli: Cli, model: str) -> None:
+def test_control_characters_of_the_model_are_escaped_on_a_terminal(cli: Cli, model: str) -> None:
     options = [model, "hello", "--max-tokens", "200", *GREEDY]
     text = answer_json(cli, *options)["text"]
     assert any(ord(character) < 32 and character not in "\n\t" for character in text)
-    session = cli.terminal("run", *options, "-q", "--raw")
+    session = cli.terminal("run", *options, "-q", "--raw", forked=True)
     shown = session.read()
     session.close()
     assert session.exitstatus == 0
@@ -234,7 +237,8 @@ def test_on_a_terminal_the_models_control_characters_are_neutralised(cli: Cli, m
 
 
 def test_json_on_a_terminal_is_plain_ascii(cli: Cli, model: str) -> None:
-    session = cli.terminal("run", model, "hello", "--max-tokens", "100", "--json", "-q", *GREEDY)
+    options = ("--max-tokens", "100", "--json", "-q", *GREEDY)
+    session = cli.terminal("run", model, "hello", *options, forked=True)
     shown = session.read().strip()
     session.close()
     assert shown.isascii()

@@ -10,9 +10,9 @@ import pytest
 from cli_support import Cli
 
 from moechat import Progress
-from moechat.cli.bench import _floor
-from moechat.cli.files import writable
-from moechat.cli.progress import LoadProgress
+from moechat.cli.commands.bench import _floor
+from moechat.cli.output_file import require_writable
+from moechat.cli.terminal.load_progress import LoadProgress
 
 SMALL = ("--prompt-tokens", "8", "--warmup-tokens", "4", "--tokens", "4", "--runs", "1")
 
@@ -33,13 +33,13 @@ def test_the_demo_is_measured_with_its_own_routers(cli: Cli) -> None:
     assert "0.5 of the experts in 6.0 MiB" in text
     assert text.count("on-demand") == 2
     assert text.count("auto:split=0.5") == 2
-    assert "right of 2 predicted, by layer:" in text
+    assert "correct predictions of 2, by layer:" in text
     assert "Tokens are given, not sampled: 8 of a prompt, 4 that fill the cache" in text
     assert "0.25 of the experts, run 1 of 1, on-demand:" in result.err
     assert "\x1b" not in text
 
 
-def test_json_is_one_object_and_out_keeps_it(cli: Cli) -> None:
+def test_json_prints_one_object_and_out_saves_it(cli: Cli) -> None:
     file = cli.directory / "result.json"
     result = cli.call(
         "bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q", "--out", str(file)
@@ -58,7 +58,7 @@ def test_json_is_one_object_and_out_keeps_it(cli: Cli) -> None:
 def keys_in_help(cli: Cli) -> dict[str, set[str]]:
     """Keys that the help says the JSON object has, and those of the objects in it."""
     text = " ".join(cli.run("bench", "--help").out.decode().split())
-    text = text.partition("--json: ")[2].partition(". Seconds")[0]
+    text = text.partition("--json: ")[2].partition(". Times have")[0]
     found = {}
     for name, inner in re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", text):
         always = inner.partition(";")[0] if inner else ""
@@ -67,7 +67,7 @@ def keys_in_help(cli: Cli) -> dict[str, set[str]]:
     return found
 
 
-def test_the_keys_of_the_json_object_are_those_of_the_help(cli: Cli) -> None:
+def test_the_help_documents_every_key_of_the_json_object(cli: Cli) -> None:
     said = keys_in_help(cli)
     result = cli.call("bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q")
     measured = json.loads(result.out)
@@ -79,7 +79,7 @@ def test_the_keys_of_the_json_object_are_those_of_the_help(cli: Cli) -> None:
         assert keys <= said[f"{name}, all"], name
 
 
-def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
+def test_ram_sets_the_number_of_pages(cli: Cli) -> None:
     result = cli.call("bench", "demo", *SMALL, "--ram", "2M", "--systems", "auto", "--json", "-q")
     assert result.status == 0, result.err
     (case,) = json.loads(result.out)["cases"]
@@ -92,7 +92,7 @@ def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
         ((), "name either a model or, with --synthetic, a shape"),
         (("demo", "--synthetic", "olmoe-1b-7b"), "name either a model"),
         (("demo", "--layers", "2"), "they need --synthetic"),
-        (("demo", "--ram", "1G", "--fractions", "1/2"), "give one of them"),
+        (("demo", "--ram", "1G", "--fractions", "1/2"), "--ram and --fractions exclude each other"),
         (("demo", "--systems", "wonder"), "system 'wonder' is not known"),
         (("demo", "--link", "carrier-pigeon"), "is not a link"),
         (("demo", "--fractions", "2"), "it must be above 0 and at most 1"),
@@ -110,7 +110,7 @@ def test_ram_is_the_size_of_the_pages(cli: Cli) -> None:
         (("demo", "--bits", "0"), "--bits"),
     ],
 )
-def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason: str) -> None:
+def test_invalid_arguments_are_refused(cli: Cli, arguments: tuple[str, ...], reason: str) -> None:
     result = cli.call("bench", *arguments)
     assert result.status == 2
     assert reason in result.err
@@ -128,16 +128,16 @@ def test_wrong_requests_are_refused(cli: Cli, arguments: tuple[str, ...], reason
         (("--tokens", "9999999"), "the context holds 4096"),
     ],
 )
-def test_nothing_is_written_for_a_wrong_request(
+def test_invalid_arguments_write_no_file(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
 ) -> None:
-    monkeypatch.delattr("moechat.bench.models.synthetic_store")
+    monkeypatch.delattr("moechat.bench.synthetic_models.synthetic_store")
     result = cli.call("bench", "--synthetic", "olmoe-1b-7b", *arguments)
     assert result.status == 2, result.err
     assert reason in result.err
 
 
-def test_a_result_that_cannot_be_kept_is_still_shown(cli: Cli) -> None:
+def test_a_result_that_cannot_be_saved_is_still_printed(cli: Cli) -> None:
     arguments = ("bench", "demo", *SMALL, "--fractions", "1/2", "--systems", "auto", "--json", "-q")
     result = cli.call(*arguments, "--out", "/dev/full")
     assert result.status == 1
@@ -145,21 +145,21 @@ def test_a_result_that_cannot_be_kept_is_still_shown(cli: Cli) -> None:
     assert json.loads(result.out)["cases"]
 
 
-def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+def test_checking_that_the_output_file_is_writable_does_not_change_it(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_text("kept")
-    assert writable(new) == new
+    assert require_writable(new) == new
     assert not new.exists()
-    assert writable(old) == old
+    assert require_writable(old) == old
     assert old.read_text() == "kept"
 
 
-def test_writing_random_weights_is_called_that() -> None:
+def test_progress_names_the_writing_of_random_weights() -> None:
     report = Progress("synthetic", 1 << 20, 1 << 30, "layer 0")
     assert LoadProgress()._line(report, 0.0).startswith("writing random weights, 1.0 MiB of")
 
 
-def test_what_a_system_was_faster_than_is_no_floor() -> None:
+def test_a_floor_that_a_system_beats_is_not_reported_as_a_floor() -> None:
     def floor(link: float, compute: float | None) -> str:
         return _floor({"floor_s": {"link": link, "compute": compute}, "tpot_s": {"median": 0.05}}, 0.04)
 
@@ -171,19 +171,19 @@ def test_what_a_system_was_faster_than_is_no_floor() -> None:
     assert floor(0.0, None) == "-"
 
 
-def test_memory_that_is_not_there_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_the_machine_has_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.bench.measure.available_bytes", lambda: 1 << 20)
     result = cli.call("bench", "demo", *SMALL, "--ram", "1T", "--systems", "auto")
     assert result.status == 4, result.err
     assert "1 MiB of memory are free" in result.err
 
 
-def test_an_unknown_model_is_not_found(cli: Cli) -> None:
+def test_an_unknown_model_is_refused(cli: Cli) -> None:
     assert cli.call("bench", "no-such-model").status == 3
 
 
-def test_a_synthetic_shape_is_written_kept_and_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import moechat.bench.models as models
+def test_a_synthetic_model_is_written_kept_and_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moechat.bench.synthetic_models as models
 
     real = models.load_shape
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -11,21 +12,19 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from cli_support import Cli
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
-
 from chat_support import Heard, ScriptedEngine, Typist
+from cli_support import Cli
+from places import SUPPORT
 
+from moechat.chat.chat_options import ChatOptions
 from moechat.chat.conversation import Conversation
-from moechat.chat.recorder import Recorder
+from moechat.chat.history.session_database import Sessions
+from moechat.chat.history.session_recorder import Recorder
 from moechat.chat.repl import Chat
-from moechat.chat.sessions import Sessions
-from moechat.chat.settings import ChatOptions
+from moechat.cli.commands.chat_backend import ModelSlot
+from moechat.cli.commands.run import _answer_once
+from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.main import Terminated
-from moechat.cli.options import RunOptions
-from moechat.cli.run import _answer_once
-from moechat.cli.voice import LoadedModels
 from moechat.errors import DeviceLostError, ModelNotFoundError, MoechatError, UsageError
 
 # The editor has given the terminal back, and the model has written something.
@@ -58,7 +57,7 @@ def test_an_interrupted_single_answer_is_still_one_json_object(capsys: pytest.Ca
         (KeyboardInterrupt(), None, "stopped"),
     ],
 )
-def test_a_single_answer_in_a_conversation_is_kept_however_it_ends(
+def test_a_single_answer_in_a_conversation_is_saved_however_it_ends(
     failure: BaseException,
     raised: type[BaseException] | None,
     mark: str,
@@ -81,9 +80,9 @@ def test_a_single_answer_in_a_conversation_is_kept_however_it_ends(
     assert capsys.readouterr().out == "half \n"
 
 
-def test_an_answer_whose_reader_leaves_is_kept(cli: Cli, model: str, tmp_path: Path) -> None:
+def test_an_answer_to_a_closed_pipe_is_saved(cli: Cli, model: str, tmp_path: Path) -> None:
     own = Cli(tmp_path, tmp_path / "own", {})
-    result = own.shell(f"$M run '{model}' hello -q -c --temperature 0 </dev/null | head -c 20")
+    result = own.shell(f"$M run '{model}' hello -q -c --temperature 0 </dev/null | head -c 20", forked=True)
     assert (result.status, len(result.out)) == (0, 20)
     (row,) = json.loads(own.call("sessions", "--json").out)
     told = json.loads(own.call("sessions", "export", str(row["id"]), "--format", "json").out)
@@ -93,12 +92,11 @@ def test_an_answer_whose_reader_leaves_is_kept(cli: Cli, model: str, tmp_path: P
 
 SINGLE = """
 import sys
-sys.path.insert(0, {support!r})
 from chat_support import Heard, ScriptedEngine, Typist
 from moechat.chat.conversation import Conversation
-from moechat.chat.recorder import Recorder
-from moechat.cli.options import RunOptions
-from moechat.cli.run import _answer_once
+from moechat.chat.history.session_recorder import Recorder
+from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.commands.run import _answer_once
 text = "# Title\\n\\nsome *slanted* words"
 engine = ScriptedEngine([list(text)], prompt_s={prompt_s}, finish_reason="stop")
 options = RunOptions(model="scripted", **{options!r})
@@ -110,11 +108,9 @@ sys.exit(_answer_once(engine, prompt, options, Conversation(), Recorder(None, pr
 
 
 def single(cli: Cli, prompt_s: float = 0, term: str = "xterm", tail: str = "", **options: object) -> str:
-    script = SINGLE.format(
-        support=str(Path(__file__).parents[1] / "chat"), prompt_s=prompt_s, options=options
-    )
-    (cli.directory / "single.py").write_text(script)
-    session = cli.terminal_shell(f"TERM={term} {sys.executable} single.py {tail}")
+    (cli.directory / "single.py").write_text(SINGLE.format(prompt_s=prompt_s, options=options))
+    python = f"PYTHONPATH={shlex.quote(str(SUPPORT))} {sys.executable}"
+    session = cli.terminal_shell(f"TERM={term} {python} single.py {tail}")
     shown = session.read()
     session.close()
     assert session.exitstatus == 0, shown
@@ -132,7 +128,7 @@ def single(cli: Cli, prompt_s: float = 0, term: str = "xterm", tail: str = "", *
     ],
     ids=["plain", "raw", "dumb", "completion", "piped"],
 )
-def test_a_single_answer_on_a_terminal_is_rendered_like_the_chats(
+def test_a_single_answer_on_a_terminal_is_rendered_as_in_the_chat(
     cli: Cli, more: dict[str, object], rendered: bool
 ) -> None:
     shown = single(cli, **more)  # type: ignore[arg-type]
@@ -147,7 +143,9 @@ def test_a_single_answer_on_a_terminal_is_rendered_like_the_chats(
     [({}, True), ({"json": True}, True), ({"quiet": True}, False), ({"tail": "2>&1 | cat"}, False)],
     ids=["plain", "json", "quiet", "piped"],
 )
-def test_a_single_answer_says_how_far_a_long_prompt_is(cli: Cli, more: dict[str, object], said: bool) -> None:
+def test_a_single_answer_shows_the_progress_of_a_long_prompt(
+    cli: Cli, more: dict[str, object], said: bool
+) -> None:
     shown = single(cli, prompt_s=1.6, **more)  # type: ignore[arg-type]
     assert ("reading 0 of 5 tokens" in shown) == said
     before, _, after = shown.rpartition("\r\x1b[K")
@@ -155,7 +153,7 @@ def test_a_single_answer_says_how_far_a_long_prompt_is(cli: Cli, more: dict[str,
     assert "reading" not in after
 
 
-def test_a_session_on_a_terminal(cli: Cli, model: str) -> None:
+def test_a_chat_on_a_terminal_answers_and_exits(cli: Cli, model: str) -> None:
     session = cli.terminal("run", model, "--temperature", "0", "--stats")
     session.timeout = 20
     session.expect("loading")
@@ -200,7 +198,7 @@ def test_a_session_on_a_terminal(cli: Cli, model: str) -> None:
     assert [(row["title"], row["turns"]) for row in listed] == [("typed while it loads", 2)]
 
 
-def test_lines_pasted_while_the_model_is_loaded_are_one_message(cli: Cli, model: str) -> None:
+def test_lines_pasted_while_the_model_loads_are_one_message(cli: Cli, model: str) -> None:
     own = Cli(cli.directory, cli.home, {})
     session = own.terminal("run", model, "--temperature", "0", "--max-tokens", "3")
     session.timeout = 20
@@ -220,7 +218,7 @@ def test_lines_pasted_while_the_model_is_loaded_are_one_message(cli: Cli, model:
     )
 
 
-def test_a_single_answer_may_go_on_with_a_conversation(cli: Cli, model: str) -> None:
+def test_a_single_answer_can_continue_a_conversation(cli: Cli, model: str) -> None:
     own = Cli(cli.directory, cli.home, {})
     before = json.loads(own.call("sessions", "--json", "--limit", "0").out)
     options = ("--temperature", "0", "--max-tokens", "3")
@@ -236,7 +234,7 @@ def test_a_single_answer_may_go_on_with_a_conversation(cli: Cli, model: str) -> 
     assert own.call("run", model, "x", "--session", "99999", *options).status == 2
 
 
-def test_the_end_of_input_leaves_and_answers_may_go_to_a_file(cli: Cli, model: str) -> None:
+def test_end_of_input_exits_the_chat_and_answers_can_go_to_a_file(cli: Cli, model: str) -> None:
     command = f"run '{model}' --temperature 0 --max-tokens 5 -q"
     session = cli.terminal_shell(f"exec $M {command} >answers")
     session.expect(">>> ")  # on stderr: stdout is the file
@@ -261,7 +259,7 @@ def test_an_interrupt_while_loading_ends_the_program(cli: Cli, model: str) -> No
 
 
 @pytest.mark.parametrize("failure", [MoechatError("no room"), KeyboardInterrupt()])
-def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseException, tmp_path: Path) -> None:
+def test_after_a_failed_load_the_previous_model_stays(failure: BaseException, tmp_path: Path) -> None:
     engines = [ScriptedEngine([], name="first"), failure, ScriptedEngine([], name="first again")]
     loaded: list[str] = []
 
@@ -272,7 +270,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseExcept
             raise found
         return found  # type: ignore[return-value]
 
-    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+    with ModelSlot(load, "mine") as models:  # type: ignore[arg-type]
         with pytest.raises(type(failure)):
             models.use("demo")
         assert models.engine.name == "first again"
@@ -282,7 +280,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(failure: BaseExcept
     assert loaded == ["mine", "demo", "mine"]
 
 
-def test_bits_choose_between_models_of_one_name_when_the_chat_goes_on_with_another(
+def test_switching_models_in_the_chat_respects_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
@@ -297,14 +295,14 @@ def test_bits_choose_between_models_of_one_name_when_the_chat_goes_on_with_anoth
     def load(name: str) -> ScriptedEngine:
         return ScriptedEngine([], name=name)
 
-    with LoadedModels(load, "mine", 8) as models:  # type: ignore[arg-type]
+    with ModelSlot(load, "mine", 8) as models:  # type: ignore[arg-type]
         models.use("tiny")
         assert models.engine.name == "tiny"
-    with LoadedModels(load, "mine") as models, pytest.raises(UsageError):  # type: ignore[arg-type]
+    with ModelSlot(load, "mine") as models, pytest.raises(UsageError):  # type: ignore[arg-type]
         models.use("tiny")
 
 
-def test_interrupts_while_the_model_before_is_loaded_again_do_not_stop_that() -> None:
+def test_interrupts_do_not_stop_reloading_the_previous_model() -> None:
     def load(name: str) -> ScriptedEngine:
         loaded.append(name)
         if len(loaded) > 1:
@@ -313,14 +311,14 @@ def test_interrupts_while_the_model_before_is_loaded_again_do_not_stop_that() ->
 
     loaded: list[str] = []
     handler = signal.getsignal(signal.SIGINT)
-    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+    with ModelSlot(load, "mine") as models:  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             models.use("demo")
         assert models.engine.name == "mine 3"
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_chat_whose_model_cannot_be_loaded_again_stands_without_one_until_another_is(
+def test_a_chat_whose_model_cannot_be_reloaded_waits_for_another(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, last = ScriptedEngine([["one"]], name="first"), ScriptedEngine([["two"]], name="last")
@@ -333,7 +331,7 @@ def test_a_chat_whose_model_cannot_be_loaded_again_stands_without_one_until_anot
         return engine
 
     heard, lines = Heard(), ["hello", "/model demo", "lost?", "/show", "/read x", "/model demo", "again"]
-    with LoadedModels(load, "mine") as models:  # type: ignore[arg-type]
+    with ModelSlot(load, "mine") as models:  # type: ignore[arg-type]
         chat = Chat(models, ChatOptions(), heard, reader=Typist(lines))
         assert chat.run() == 0
     assert capsys.readouterr().out == "one\ntwo\n"
@@ -345,8 +343,8 @@ def test_a_chat_whose_model_cannot_be_loaded_again_stands_without_one_until_anot
     assert [message["content"] for message in last.asked[0]] == ["hello", "one", "again"]
 
 
-def test_ctrl_c_over_and_over_leaves_as_two_do(cli: Cli, model: str) -> None:
-    session = cli.terminal("run", model, "--no-save")
+def test_repeated_ctrl_c_exits_like_two(cli: Cli, model: str) -> None:
+    session = cli.terminal("run", model, "--no-save", forked=True)
     session.expect("of 8,192 tokens")
     while session.isalive():
         session.sendintr()
@@ -355,7 +353,7 @@ def test_ctrl_c_over_and_over_leaves_as_two_do(cli: Cli, model: str) -> None:
     assert (session.exitstatus, session.signalstatus) == (0, None)
 
 
-def test_the_end_of_an_answer_of_the_demo_is_not_shown(cli: Cli) -> None:
+def test_the_end_token_of_the_demo_is_not_shown(cli: Cli) -> None:
     result = cli.call("run", "demo", "Who are you?", "--temperature", "0")
     assert result.status == 0, result.err
     assert b"<|" not in result.out

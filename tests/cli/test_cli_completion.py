@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cli_support import PROGRAM, Cli
 
-from moechat.cli import completion
-from moechat.cli.completion_shell import join_words
+from moechat.cli.completion import completers as completion
+from moechat.cli.completion.shell import join_words
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def test_commands_systems_and_machines_are_completed(cli: Cli) -> None:
     assert "rtx3060-12g" in completed(cli, "moechat plan mixtral --gpu rtx30")
 
 
-def test_models_are_completed_the_librarys_too(stored: Cli) -> None:
+def test_aliases_and_models_of_the_library_are_completed(stored: Cli) -> None:
     assert completed(stored, "moechat run mix") == ["mixtral"]
     assert completed(stored, "moechat run org") == ["org/little@0123456789ab"]
     assert completed(stored, "moechat rm org") == ["org/little@0123456789ab"]
 
 
-def test_begun_paths_are_left_to_the_shell_which_quotes_them(
+def test_partial_paths_are_left_to_the_shell(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -78,7 +78,7 @@ def test_begun_paths_are_left_to_the_shell_which_quotes_them(
         (["moechat", "run", "de"], 2, ["moechat", "run", "de"], ""),
     ],
 )
-def test_words_that_bash_has_cut_are_joined(
+def test_words_split_by_bash_are_joined(
     words: list[str], cursor: int, joined: list[str] | None, before: str
 ) -> None:
     environment = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(cursor)}
@@ -87,7 +87,7 @@ def test_words_that_bash_has_cut_are_joined(
     assert environment == {"COMP_WORDS": "\n".join(joined), "COMP_CWORD": str(len(joined) - 1)}
 
 
-def test_the_script_is_that_of_the_shell_that_is_named(cli: Cli) -> None:
+def test_the_completion_script_matches_the_named_shell(cli: Cli) -> None:
     assert b"#compdef moechat" in cli.call("--show-completion", "zsh").out
     assert b"complete -o default" in cli.call("--show-completion=bash").out
     refused = cli.call("--show-completion", "tcsh")
@@ -97,7 +97,7 @@ def test_the_script_is_that_of_the_shell_that_is_named(cli: Cli) -> None:
     assert b"<bool>" not in cli.run("--help").out + cli.run("sessions", "rm", "--help").out
 
 
-def test_completion_is_installed_where_the_shell_looks(cli: Cli, tmp_path: Path) -> None:
+def test_completion_is_installed_where_the_shell_reads_it(cli: Cli, tmp_path: Path) -> None:
     home = tmp_path / "user"
     result = replace(cli, extra={**cli.extra, "HOME": str(home)}).run("--install-completion", "fish")
     assert result.status == 0
@@ -105,7 +105,7 @@ def test_completion_is_installed_where_the_shell_looks(cli: Cli, tmp_path: Path)
     assert "moechat" in (home / ".config" / "fish" / "completions" / "moechat.fish").read_text()
 
 
-def test_models_of_one_name_are_completed_to_the_names_of_their_stores(stored: Cli) -> None:
+def test_ambiguous_model_names_are_completed_to_store_names(stored: Cli) -> None:
     for digit in "12":
         store = stored.home / "data" / "models" / f"tiny-{digit * 8}-4bit"
         store.mkdir()

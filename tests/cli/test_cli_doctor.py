@@ -13,9 +13,9 @@ from cli_support import Cli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.cli.doctor_machine import MACHINE
-from moechat.cli.doctor_report import Report
-from moechat.cli.redaction import Redaction
+from moechat.cli.doctor.check_machine import MACHINE
+from moechat.cli.doctor.findings import Report
+from moechat.cli.doctor.redaction import Redaction
 
 TOKEN = "hf_AbCdEfGhIjKlMn"
 
@@ -54,7 +54,7 @@ def test_the_report_has_every_section_and_hides_home_and_token(cli: Cli, tmp_pat
     assert "\x1b" not in text, "plain under a pipe"
 
 
-def test_what_is_broken_is_a_finding_and_keeps_nothing_from_being_told(cli: Cli, tmp_path: Path) -> None:
+def test_a_broken_part_is_a_finding_and_the_report_continues(cli: Cli, tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     found = report_of(
@@ -81,14 +81,14 @@ def test_damaged_stores_and_leftovers_are_found(cli: Cli) -> None:
     assert any("unfinished downloads and conversions take 3.0 MiB" in fact for fact in facts)
 
 
-def test_a_slower_instruction_set_than_there_could_be_is_told(cli: Cli) -> None:
+def test_a_slower_instruction_set_than_possible_is_reported(cli: Cli) -> None:
     found = report_of(cli, MOECHAT_ISA="portable")
     if found["sections"]["processor"]["kernels"] == "can run portable":
         pytest.skip("there is no other one")
     assert any("MOECHAT_ISA chooses portable" in finding["fact"] for finding in found["findings"])
 
 
-def test_a_card_without_what_it_needs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_card_in_a_narrow_slot_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from moechat.hardware import gpu
 
     device = gpu.GpuDevice(
@@ -104,7 +104,7 @@ def test_a_card_without_what_it_needs_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert "7.0 GiB of 8.0 GiB free" in rows["card 0"]
 
 
-def test_numbers_of_ours_are_no_secrets_and_the_same_error_is_told_once(cli: Cli, tmp_path: Path) -> None:
+def test_our_own_numbers_are_not_redacted_and_an_error_appears_once(cli: Cli, tmp_path: Path) -> None:
     found = report_of(cli, MOECHAT_MAX_TOKENS="77")
     assert found["sections"]["environment"]["MOECHAT_MAX_TOKENS"] == "77"
     in_the_way = tmp_path / "file"
@@ -113,7 +113,7 @@ def test_numbers_of_ours_are_no_secrets_and_the_same_error_is_told_once(cli: Cli
     assert sum("not a directory" in finding["fact"] for finding in found["findings"]) == 1
 
 
-def test_a_secret_that_json_would_write_otherwise_is_hidden_there_too(cli: Cli) -> None:
+def test_a_secret_that_json_escapes_is_hidden_too(cli: Cli) -> None:
     secret = 'quote" and back\\slash'
     result = replace(cli, extra={"OMP_KEY": secret, "HF_NAME": f"with {secret}"}).run("doctor", "--json")
     environment = json.loads(result.out)["sections"]["environment"]
@@ -121,7 +121,7 @@ def test_a_secret_that_json_would_write_otherwise_is_hidden_there_too(cli: Cli) 
 
 
 @given(st.text(alphabet="abcdefgh0123", min_size=8, max_size=20), st.text(max_size=30), st.text(max_size=30))
-def test_no_secret_of_the_environment_is_left_in_a_text(secret: str, before: str, after: str) -> None:
+def test_secrets_of_the_environment_are_redacted_in_any_text(secret: str, before: str, after: str) -> None:
     redact = Redaction({"SOME_TOKEN": secret})
     assert secret not in redact(f"{before}{secret}{after}")
 
@@ -146,7 +146,7 @@ def test_names_in_addresses_and_the_home_directory_are_hidden() -> None:
         ("sk-proj-0123456789abcdef", "0123456789abcdef"),
     ],
 )
-def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str, secret: str) -> None:
+def test_text_that_looks_like_a_secret_is_hidden_everywhere(text: str, secret: str) -> None:
     shown = Redaction({})(text)
     assert secret not in shown
     assert "(hidden)" in shown
@@ -157,7 +157,7 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text: str, secret
     ["a", "a+", "%a:", "://", "/a:", "+://", "?token", "a@", "a:b@", "sk-", "http://"],
 )
 @pytest.mark.parametrize("end", ["", "@", "@x", "="])
-def test_a_text_without_spaces_takes_no_longer_for_its_length(text: str, end: str) -> None:
+def test_redacting_a_text_without_spaces_takes_linear_time(text: str, end: str) -> None:
     redact = Redaction({})
     start = time.process_time()
     redact("?" + text * (200_000 // len(text)) + end)
@@ -174,11 +174,11 @@ def test_a_text_without_spaces_takes_no_longer_for_its_length(text: str, end: st
         ("?a=1?my-token=abc", "?a=1?my-token=(hidden)"),
     ],
 )
-def test_who_logs_in_is_hidden_wherever_the_address_stands(text: str, shown: str) -> None:
+def test_credentials_in_addresses_are_hidden_everywhere(text: str, shown: str) -> None:
     assert Redaction({})(text) == shown
 
 
-def test_names_of_models_and_paths_are_no_secrets() -> None:
+def test_names_of_models_and_paths_are_not_redacted() -> None:
     redact = Redaction({})
     for text in (
         "tiny/moe-chat@0123456789ab: 4 bits",
@@ -189,7 +189,7 @@ def test_names_of_models_and_paths_are_no_secrets() -> None:
         assert redact(text) == text
 
 
-def test_the_home_directory_is_hidden_beside_any_sign_and_nowhere_else() -> None:
+def test_the_home_directory_is_hidden_beside_punctuation_but_not_inside_words() -> None:
     redact = Redaction({})
     home = os.path.expanduser("~")
     assert redact(f"'{home}' ({home}) [{home}/x] {home}. file://{home}/x") == "'~' (~) [~/x] ~. file://~/x"
@@ -218,7 +218,7 @@ def test_values_that_may_be_secrets_are_not_shown(cli: Cli) -> None:
     assert found["sections"]["settings"]["run: system-prompt"] == "(hidden)"
 
 
-def test_settings_that_cannot_be_taken_are_found(cli: Cli) -> None:
+def test_invalid_settings_are_findings(cli: Cli) -> None:
     config = cli.home / "config" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text('ctx = "many"\n[run]\ntemperature = 200\n')
@@ -229,14 +229,14 @@ def test_settings_that_cannot_be_taken_are_found(cli: Cli) -> None:
     assert sum(f"{config} says ctx = 'many'" in fact for fact in facts) == 1
     assert sum("MOECHAT_SEED is 'x'" in fact for fact in facts) == 1
     assert any("--temperature is 200" in fact for fact in facts)
-    assert facts["MOECHAT_MAX_TOKENZ is set, which means nothing to moechat"] == (
+    assert facts["MOECHAT_MAX_TOKENZ is set, but no option of moechat has this name"] == (
         "do you mean MOECHAT_MAX_TOKENS?"
     )
-    assert "MOECHAT_LEFTOVERS is set, which means nothing to moechat" in facts
+    assert "MOECHAT_LEFTOVERS is set, but no option of moechat has this name" in facts
     assert not any("MOECHAT_THREADS" in fact or "MOECHAT_HOME" in fact for fact in facts)
 
 
-def test_directories_in_the_place_of_files_are_to_be_moved_away(cli: Cli) -> None:
+def test_a_directory_in_place_of_a_file_is_a_finding(cli: Cli) -> None:
     config, sessions = cli.home / "config" / "config.toml", cli.home / "state" / "sessions.db"
     config.mkdir(parents=True)
     sessions.mkdir(parents=True)
@@ -245,7 +245,7 @@ def test_directories_in_the_place_of_files_are_to_be_moved_away(cli: Cli) -> Non
     assert hints[f"{sessions} is a directory"].startswith("move it away")
 
 
-def test_names_in_the_settings_file_cannot_forge_a_line(cli: Cli) -> None:
+def test_names_in_the_settings_file_cannot_forge_a_report_line(cli: Cli) -> None:
     config = cli.home / "config" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text('"a\\u001b]0;pwn\\u0007\\nproblem: x" = "b\\nproblem: y"\n')
@@ -257,8 +257,8 @@ def test_names_in_the_settings_file_cannot_forge_a_line(cli: Cli) -> None:
         assert not any(line.lstrip().startswith(forged) for line in shown.splitlines())
 
 
-def test_conversations_that_cannot_be_read_are_found_and_nothing_is_written(cli: Cli) -> None:
-    from moechat.chat.sessions import Sessions
+def test_unreadable_conversations_are_findings_and_nothing_is_written(cli: Cli) -> None:
+    from moechat.chat.history.session_database import Sessions
 
     path = cli.home / "state" / "sessions.db"
     with Sessions(path):

@@ -22,7 +22,7 @@ def lines(out: bytes) -> list[dict]:
     return [json.loads(line) for line in out.decode().splitlines()]
 
 
-def test_every_prompt_has_an_object_on_a_line_as_if_it_were_alone(cli: Cli) -> None:
+def test_every_prompt_gets_one_json_line_with_the_answer_it_gets_alone(cli: Cli) -> None:
     name = write(cli, "prompts.txt", "The first one\n\nTell me a story\n")
     result = cli.call("run", "demo", "--jsonl", name, *SHORT)
     assert result.status == 0, result.err
@@ -48,7 +48,7 @@ def test_conversations_are_answered_turn_by_turn(cli: Cli) -> None:
     assert "answers" not in second
 
 
-def test_answers_before_the_turn_that_failed_are_not_lost(cli: Cli) -> None:
+def test_answers_before_a_failed_turn_are_kept(cli: Cli) -> None:
     name = write(cli, "prompts.jsonl", json.dumps({"turns": ["Hello", "word " * 200, "Why?"]}) + "\n")
     result = cli.call("run", "demo", "--jsonl", name, "--ctx", "64", *SHORT)
     assert result.status == 2
@@ -59,7 +59,7 @@ def test_answers_before_the_turn_that_failed_are_not_lost(cli: Cli) -> None:
     assert "text" not in only
 
 
-def test_a_line_has_an_id_and_settings_of_its_own(cli: Cli) -> None:
+def test_each_line_can_have_its_own_id_and_settings(cli: Cli) -> None:
     entries = [
         {"id": "a é", "prompt": "Hello", "max_tokens": 2},
         {"id": {"n": 1}, "prompt": "Hello", "max_tokens": None, "category": "greeting"},
@@ -77,15 +77,15 @@ def test_a_line_has_an_id_and_settings_of_its_own(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"temperature": "hot"}, "temperature is no number"),
+        ({"temperature": "hot"}, "temperature is not a number"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number"),
-        ({"seed": True}, "seed is no number"),
+        ({"seed": True}, "seed is not a number"),
         ({"seed": 10**400}, "it must be at least 0 and at most"),
         ({"top_p": float("nan")}, "top_p is nan"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_with_its_line(cli: Cli, entry: dict, said: str) -> None:
+def test_the_error_for_a_setting_out_of_range_names_the_line(cli: Cli, entry: dict, said: str) -> None:
     name = write(cli, "prompts.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", **entry}))
     result = cli.call("run", "demo", "--jsonl", name)
     assert (result.status, result.out) == (2, b"")
@@ -93,7 +93,7 @@ def test_a_setting_out_of_range_is_refused_with_its_line(cli: Cli, entry: dict, 
     assert said in result.err
 
 
-def test_texts_come_from_stdin_and_are_continued(cli: Cli) -> None:
+def test_texts_from_stdin_are_completed(cli: Cli) -> None:
     result = cli.call(
         "run", "demo", "--jsonl", "-", "--completion", *SHORT, stdin=b"Once upon a time\nThe cat\n"
     )
@@ -102,7 +102,7 @@ def test_texts_come_from_stdin_and_are_continued(cli: Cli) -> None:
     assert lines(result.out)[1]["tokens"] == json.loads(alone.out)["tokens"]
 
 
-def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(cli: Cli) -> None:
+def test_a_prompt_that_cannot_be_answered_does_not_affect_the_others(cli: Cli) -> None:
     name = write(cli, "prompts.txt", f"{'word ' * 200}\nHello\n")
     result = cli.call("run", "demo", "--jsonl", name, "--ctx", "64", *SHORT)
     assert result.status == 2
@@ -113,7 +113,7 @@ def test_a_prompt_that_cannot_be_answered_leaves_the_others_alone(cli: Cli) -> N
     assert "1 of 2 prompts were not answered; their lines have an error" in result.err
 
 
-def test_a_blank_prompt_has_an_error_in_its_own_line(cli: Cli) -> None:
+def test_a_blank_prompt_gets_an_error_in_its_own_line(cli: Cli) -> None:
     entries = [{"prompt": "   ", "id": 1}, {"prompt": "Hello"}, {"turns": ["Hello", " "]}]
     name = write(cli, "prompts.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
     result = cli.call("run", "demo", "--jsonl", name, *SHORT)
@@ -128,30 +128,32 @@ def test_a_blank_prompt_has_an_error_in_its_own_line(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("text", "more", "said"),
     [
-        ("", (), "holds no prompt"),
+        ("", (), "has no prompts"),
         ('{"prompt": 5}', (), "line 1"),
         ('{"turns": ["a", "b"]}', ("--completion",), "line 1: a conversation cannot be continued"),
-        ("Hello", ("a prompt",), "goes without a prompt"),
-        ("Hello", ("--json",), "goes without --json"),
-        ("Hello", ("--continue",), "goes without --continue or --session"),
+        ("Hello", ("a prompt",), "it excludes a prompt"),
+        ("Hello", ("--json",), "it excludes --json"),
+        ("Hello", ("--continue",), "it excludes --continue or --session"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(cli: Cli, text: str, more: tuple[str, ...], said: str) -> None:
+def test_invalid_lines_and_options_are_usage_errors(
+    cli: Cli, text: str, more: tuple[str, ...], said: str
+) -> None:
     name = write(cli, "prompts.jsonl" if text.startswith("{") else "prompts.txt", text)
     result = cli.call("run", "demo", *more, "--jsonl", name)
     assert (result.status, result.out) == (2, b"")
     assert said in result.err
 
 
-def test_a_file_that_is_not_there_is_said_with_the_option(cli: Cli) -> None:
+def test_the_error_for_a_missing_file_names_the_option(cli: Cli) -> None:
     result = cli.call("run", "demo", "--jsonl", "nowhere.txt")
     assert result.status == 2
     assert "--jsonl - reads from stdin" in result.err
 
 
-def test_ctrl_c_ends_it_after_whole_lines(cli: Cli) -> None:
+def test_ctrl_c_leaves_only_complete_lines(cli: Cli) -> None:
     name = write(cli, "prompts.txt", "Tell me a long story\n" * 500)
-    process = cli.start("run", "demo", "--jsonl", name, "--max-tokens", "60")
+    process = cli.start("run", "demo", "--jsonl", name, "--max-tokens", "60", forked=True)
     assert process.stdout is not None
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -162,9 +164,9 @@ def test_ctrl_c_ends_it_after_whole_lines(cli: Cli) -> None:
     assert all(one["text"] or one["finish_reason"] == "interrupted" for one in found)
 
 
-def test_a_reader_that_leaves_ends_it_quietly(cli: Cli, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(cli: Cli, tmp_path: Path) -> None:
     name = write(cli, "prompts.txt", "Hello\n" * 300)
-    process = cli.start("run", "demo", "--jsonl", name, *SHORT)
+    process = cli.start("run", "demo", "--jsonl", name, *SHORT, forked=True)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()

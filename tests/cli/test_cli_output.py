@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moechat.cli import main, terminal
-from moechat.cli import progress as progress_module
-from moechat.cli.progress import LoadProgress, format_bytes, format_seconds
-from moechat.cli.stats import print_stats
-from moechat.cli.terminal import Answer, neutralise
+from moechat.chat.terminal.output import PlainAnswer
+from moechat.cli import main
+from moechat.cli.terminal import consoles as terminal
+from moechat.cli.terminal import load_progress as progress_module
+from moechat.cli.terminal.answer_stats import print_stats
+from moechat.cli.terminal.consoles import neutralise
+from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.engine import Progress, Stats
 from moechat.errors import MoechatError, MoechatWarning
 
@@ -42,9 +44,9 @@ def test_an_escape_sequence_becomes_readable() -> None:
     assert neutralise("\x1b[31mred\x1b[0m\r\x9b2J\x7f\t\n") == "␛[31mred␛[0m␍\ufffd2J␡\t\n"
 
 
-def test_an_answer_is_neutralised_on_a_terminal_and_left_alone_in_a_pipe() -> None:
+def test_an_answer_is_escaped_on_a_terminal_and_unchanged_in_a_pipe() -> None:
     for stream, shown in ((Screen(), "a␛b\n"), (io.StringIO(), "a\x1bb\n")):
-        answer = Answer(stream)
+        answer = PlainAnswer(stream)
         answer.write("a\x1b")
         answer.write("")
         answer.write("b")
@@ -56,9 +58,9 @@ def test_an_answer_is_neutralised_on_a_terminal_and_left_alone_in_a_pipe() -> No
     ("pieces", "shown"),
     [([], ""), (["", ""], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n\n", ""], "a\n\n")],
 )
-def test_an_answer_ends_with_its_own_newline_or_with_one_of_ours(pieces: list[str], shown: str) -> None:
+def test_an_answer_without_a_final_newline_gets_one(pieces: list[str], shown: str) -> None:
     stream = io.StringIO()
-    answer = Answer(stream)
+    answer = PlainAnswer(stream)
     for piece in pieces:
         answer.write(piece)
     answer.end()
@@ -66,10 +68,10 @@ def test_an_answer_ends_with_its_own_newline_or_with_one_of_ours(pieces: list[st
     assert stream.getvalue() == shown
 
 
-def test_a_full_disk_is_an_error_with_its_reason() -> None:
+def test_a_full_disk_is_reported_with_its_reason() -> None:
     full = open("/dev/full", "w")  # noqa: SIM115 - closing it would fail as well
     with pytest.raises(MoechatError, match="No space left on device"):
-        Answer(full).write("text")
+        PlainAnswer(full).write("text")
     with pytest.raises(OSError, match="No space left"):
         full.close()
 
@@ -85,7 +87,7 @@ def test_a_full_disk_is_an_error_with_its_reason() -> None:
         (2**42, "4.0 TiB"),
     ],
 )
-def test_bytes_for_people(count: int, text: str) -> None:
+def test_bytes_are_formatted_with_units(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -100,7 +102,7 @@ def test_bytes_for_people(count: int, text: str) -> None:
         (3723, "1:02:03 h"),
     ],
 )
-def test_seconds_for_people(seconds: float, text: str) -> None:
+def test_seconds_are_formatted_with_units(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
@@ -135,7 +137,7 @@ def convert(show: LoadProgress, clock: Clock, seconds: int) -> None:
         clock.now += 1
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
+def test_without_a_terminal_progress_is_an_occasional_line(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with LoadProgress() as show:
@@ -146,7 +148,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert lines[-1] == "converted in 41.0 s, and kept for the next time"
 
 
-def test_what_is_quick_is_not_mentioned(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_steps_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with LoadProgress() as show:
         for stage in ("verify", "load"):
             show(Progress(stage, 0, 10**6, ""))
@@ -155,13 +157,13 @@ def test_what_is_quick_is_not_mentioned(clock: Clock, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-def test_quiet_means_quiet(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with LoadProgress(quiet=True) as show:
         convert(show, clock, 40)
     assert capsys.readouterr().err == ""
 
 
-def test_a_conversion_that_failed_is_not_called_done(
+def test_a_failed_conversion_is_not_reported_as_done(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show = LoadProgress()
@@ -171,7 +173,9 @@ def test_a_conversion_that_failed_is_not_called_done(
     assert capsys.readouterr().err == ""
 
 
-def test_a_download_that_goes_on_is_not_called_done(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_download_is_not_reported_as_done(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with LoadProgress() as show:
         for stage, share in (("download", 1), ("verify", 1), ("download", 1), ("download", 2)):
             show(Progress(stage, share * GIB, 2 * GIB, ""))
@@ -179,7 +183,7 @@ def test_a_download_that_goes_on_is_not_called_done(clock: Clock, capsys: pytest
     assert capsys.readouterr().err == ""  # whoever downloads says so when all is here
 
 
-def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_progress_bar_and_erases_it(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -195,7 +199,7 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyP
     assert "converted in" in shown
 
 
-def test_the_bar_leaves_room_for_what_the_terminal_shows_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_leaves_room_for_the_echo_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -208,7 +212,7 @@ def test_the_bar_leaves_room_for_what_the_terminal_shows_of_ctrl_c(monkeypatch: 
     assert max(map(len, lines)) == 57
 
 
-def test_names_in_progress_cannot_drive_the_terminal(
+def test_names_in_progress_cannot_send_control_sequences(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;title\x07\x9b2J\r\nLICENSE\t[red]"
@@ -244,7 +248,7 @@ def test_a_dumb_terminal_gets_no_bar(clock: Clock, monkeypatch: pytest.MonkeyPat
     assert "\r" not in screen.getvalue()
 
 
-def test_the_table_shows_statistics_and_names_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_known_and_unknown_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     statistics = Stats(
         load_s=1.5, output_tokens=1234567, tpot_s=0.02, expert_bytes=3 * GIB, seed=1234567
     ).to_json() | {"something_new": 7}
@@ -254,7 +258,7 @@ def test_the_table_shows_statistics_and_names_it_does_not_know(capsys: pytest.Ca
         assert text in shown
 
 
-def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
+def test_the_table_shows_cache_and_disk_only_for_paged_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     print_stats(Stats(output_tokens=3).to_json())
@@ -282,7 +286,7 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
     shown = {title.strip(): value.strip() for title, value in lines.items()}
     expected = {
         "experts found in memory": "60.0 %",
-        "on their way": "10.0 %",
+        "prefetched": "10.0 %",
         "found in part": "10.0 %",
         "missed": "20.0 %",
         "fetched on demand": "1.0 GiB",
@@ -295,11 +299,11 @@ def test_the_table_has_cache_and_disk_only_where_experts_are_in_pages(
     assert {title: shown[title] for title in expected} == expected
 
 
-def test_warnings_of_ours_are_said_as_every_message_is_and_others_as_python_does(
+def test_our_warnings_look_like_messages_and_others_like_pythons(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[str] = []
-    monkeypatch.setattr(main, "_show_any", lambda message, *_, **__: others.append(str(message)))
+    monkeypatch.setattr(main, "_show_python_warning", lambda message, *_, **__: others.append(str(message)))
     monkeypatch.setattr(warnings, "showwarning", main._show_warning)
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -63,11 +63,11 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "Budget", lambda: SHORT)
 
 
-def test_it_measures_once_and_then_shows_what_it_kept(own: Cli) -> None:
+def test_a_machine_is_measured_once_and_then_shown_from_the_file(own: Cli) -> None:
     first = own.call("profile")
     assert first.status == 0, first.err
     assert "measuring this machine" in first.err
-    assert "kept in" in first.err
+    assert "saved in" in first.err
     second = own.call("profile")
     assert second.err == ""
     assert b"measured just now" in second.out
@@ -80,7 +80,7 @@ def test_it_measures_once_and_then_shows_what_it_kept(own: Cli) -> None:
     )
 
 
-def test_figures_line_up_at_the_right(known: Cli) -> None:
+def test_figures_are_aligned_at_the_right(known: Cli) -> None:
     lines = known.call("profile", "-q").out.decode().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("bits"))
     ends = {
@@ -89,7 +89,7 @@ def test_figures_line_up_at_the_right(known: Cli) -> None:
     assert len(ends) == 1
 
 
-def test_latency_is_shown_for_every_size(known: Cli) -> None:
+def test_latency_is_shown_for_every_transfer_size(known: Cli) -> None:
     link = json.loads(known.call("profile", "--json").out)["profile"]["links"]["file"]
     assert list(link["latencies"]) == list(link["bandwidth"]) == ["262144", "4194304", "33554432"]
     assert link["latency"] == link["latencies"]["262144"]
@@ -113,7 +113,7 @@ def _latency_row(cli: Cli) -> str:
     return " ".join(row.split()[2:])
 
 
-def test_json_has_its_keys_and_says_whether_it_is_fresh(own: Cli) -> None:
+def test_json_has_the_documented_keys_and_says_whether_it_is_fresh(own: Cli) -> None:
     first = json.loads(own.call("profile", "--json", "-q").out)
     second = json.loads(own.call("profile", "--json").out)
     assert (first["fresh"], second["fresh"]) == (True, False)
@@ -149,7 +149,7 @@ def test_refresh_measures_again(known: Cli) -> None:
     assert json.loads(file.read_text())["seconds"] < 12345
 
 
-def test_a_damaged_file_is_measured_anew_with_a_word(known: Cli) -> None:
+def test_a_damaged_file_is_measured_again_with_a_notice(known: Cli) -> None:
     (file,) = (known.home / "data" / "profiles").glob("*.json")
     file.write_text("{")
     done = known.call("profile")
@@ -158,10 +158,10 @@ def test_a_damaged_file_is_measured_anew_with_a_word(known: Cli) -> None:
     assert json.loads(file.read_text())["profile"]
 
 
-def test_a_list_names_kept_and_reference_profiles(own: Cli, measured: Path) -> None:
+def test_the_list_names_saved_and_reference_profiles(own: Cli, measured: Path) -> None:
     empty = own.call("profile", "--list")
     assert empty.status == 0
-    assert b"nothing was measured yet" in empty.out
+    assert b"no machine has been measured yet" in empty.out
     assert b"rtx3060-12g" in empty.out
     shutil.copytree(measured, own.home)
     assert b"this machine" in own.call("profile", "--list").out
@@ -182,12 +182,12 @@ def test_a_profile_of_other_hardware_is_listed_but_not_used(known: Cli) -> None:
     assert "measuring this machine" in known.call("profile").err
 
 
-def test_figures_that_cannot_be_kept_are_shown(own: Cli) -> None:
+def test_figures_that_cannot_be_saved_are_still_printed(own: Cli) -> None:
     (own.home / "data").mkdir(parents=True)
     (own.home / "data" / "profiles").write_text("a file in the way")
     done = own.call("profile")
     assert done.status == 0
-    assert "the profile is not kept" in done.err
+    assert "the profile was not saved" in done.err
     assert "MOECHAT_HOME" in done.err
     assert b"GB/s" in done.out
 
@@ -211,27 +211,27 @@ def test_a_part_that_was_not_measured_says_why(own: Cli) -> None:
         (("--model", "demo", "--threads", "0"), "--threads is 0"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(own: Cli, arguments: tuple[str, ...], said: str) -> None:
+def test_conflicting_options_are_refused(own: Cli, arguments: tuple[str, ...], said: str) -> None:
     done = own.call("profile", *arguments)
     assert done.status == 2
     assert said in done.err
     assert not own.home.exists()
 
 
-def test_a_model_that_is_not_there_is_refused_before_measuring(own: Cli) -> None:
+def test_a_missing_model_is_refused_before_measuring(own: Cli) -> None:
     done = own.call("profile", "--model", "./nowhere")
     assert done.status == 3
     assert not (own.home / "data" / "profiles").exists()
 
 
-def test_a_home_that_is_no_directory_is_refused(own: Cli) -> None:
+def test_a_home_that_is_not_a_directory_is_refused(own: Cli) -> None:
     own.home.write_text("a file")
     done = own.call("profile")
     assert done.status == 2
     assert "not a directory" in done.err
 
 
-def test_the_times_of_a_model_are_shown_and_kept(
+def test_the_times_of_a_model_are_shown_and_saved(
     model: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = functools.partial(model_times.measure_model_times, seconds=0.2)
@@ -285,7 +285,7 @@ def test_an_interrupt_leaves_no_file(own: Cli, number: int, status: int, wait_s:
     assert files == []
 
 
-def test_a_terminal_sees_what_is_measured_and_its_cursor_again(own: Cli) -> None:
+def test_a_terminal_shows_the_measured_parts_and_gets_its_cursor_back(own: Cli) -> None:
     child = own.terminal("profile")
     child.expect("measuring this machine, about 20 seconds: ")
     child.expect("disk: |memory: |CPU: ")
@@ -295,13 +295,13 @@ def test_a_terminal_sees_what_is_measured_and_its_cursor_again(own: Cli) -> None
     assert child.exitstatus == 130
 
 
-def test_a_list_whose_reader_has_gone_ends_quietly(own: Cli) -> None:
+def test_a_list_to_a_closed_pipe_ends_quietly(own: Cli) -> None:
     done = own.shell("$M profile --list | true")
     assert done.status == 0
     assert done.err == ""
 
 
-def test_a_narrow_terminal_cuts_no_figure(known: Cli) -> None:
+def test_a_narrow_terminal_truncates_no_figure(known: Cli) -> None:
     page = known.terminal_shell("stty cols 40; $M profile")
     page.expect("expert kernels")
     text = page.read()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moechat.cli.prompt import read_prompt
+from moechat.cli.commands.prompt_input import read_prompt
 from moechat.errors import UsageError
 
 
@@ -53,12 +53,12 @@ def give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-un
         ("question", b" \t\n\n", "question"),
     ],
 )
-def test_stdin_then_a_blank_line_then_the_argument(give, argument, data, prompt) -> None:  # type: ignore[no-untyped-def]
+def test_a_prompt_is_stdin_a_blank_line_and_the_argument(give, argument, data, prompt) -> None:  # type: ignore[no-untyped-def]
     give(data)
     assert read_prompt(argument) == prompt
 
 
-def test_on_a_terminal_stdin_is_read_only_when_asked_for(give) -> None:  # type: ignore[no-untyped-def]
+def test_stdin_on_a_terminal_is_read_only_with_a_dash(give) -> None:  # type: ignore[no-untyped-def]
     for argument, prompt in ((None, None), ("question", "question"), ("-", "typed")):
         give(b"typed\n", terminal=True)
         assert read_prompt(argument) == prompt
@@ -77,13 +77,13 @@ def test_on_a_terminal_stdin_is_read_only_when_asked_for(give) -> None:  # type:
         ("\u3000", b""),
     ],
 )
-def test_no_text_at_all_is_a_usage_error(give, argument, data) -> None:  # type: ignore[no-untyped-def]
+def test_an_empty_prompt_is_a_usage_error(give, argument, data) -> None:  # type: ignore[no-untyped-def]
     give(data)
     with pytest.raises(UsageError, match="the prompt is empty"):
         read_prompt(argument)
 
 
-def test_bytes_that_are_not_utf8_are_refused_with_their_place(give) -> None:  # type: ignore[no-untyped-def]
+def test_the_error_for_invalid_utf8_names_its_position(give) -> None:  # type: ignore[no-untyped-def]
     give("naïve".encode("latin-1"))
     with pytest.raises(UsageError, match="byte 0xef at offset 2"):
         read_prompt(None)
@@ -97,7 +97,7 @@ def test_an_endless_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_pipe_that_stays_silent_is_explained(
+def test_waiting_for_a_silent_pipe_is_explained(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     reading, writing = os.pipe()

@@ -13,7 +13,7 @@ import pytest
 from cli_support import Cli
 
 from moechat.chat.conversation import Conversation, Turn
-from moechat.chat.sessions import Sessions
+from moechat.chat.history.session_database import Sessions
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_conversations_are_listed_and_found(own: Cli) -> None:
     assert "garden" in found.splitlines()[1]
     nothing = own.call("sessions", "search", "nothing")
     assert (nothing.status, nothing.out) == (0, b"")
-    assert "no conversation holds nothing" in nothing.err
+    assert "no conversation contains nothing" in nothing.err
 
 
 def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
@@ -53,7 +53,7 @@ def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
     assert own.call("sessions", "export", "1", "--format", "pdf").status == 2
 
 
-def test_what_was_taken_back_is_marked_where_it_is_shown_in_a_pipe(own: Cli) -> None:
+def test_undone_turns_are_marked_in_a_pipe(own: Cli) -> None:
     with Sessions(own.home / "state" / "sessions.db") as sessions:
         conversation = sessions.get(2)
         conversation.take_back()
@@ -66,7 +66,7 @@ def test_what_was_taken_back_is_marked_where_it_is_shown_in_a_pipe(own: Cli) -> 
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd/x.md", "new/", "x.txt", "a" * 300 + ".md"])
-def test_an_export_that_cannot_be_written_is_an_error_without_a_traceback(own: Cli, name: str) -> None:
+def test_an_export_that_cannot_be_written_is_a_clean_error(own: Cli, name: str) -> None:
     result = own.call("sessions", "export", "1", "-o", name)
     assert result.status in (1, 2)
     assert result.err.startswith("error: ")
@@ -74,7 +74,7 @@ def test_an_export_that_cannot_be_written_is_an_error_without_a_traceback(own: C
     assert [path.name for path in own.directory.iterdir()] == ["home"]
 
 
-def test_on_a_terminal_it_is_rendered_and_drives_nothing(own: Cli) -> None:
+def test_a_conversation_on_a_terminal_is_rendered_without_control_sequences(own: Cli) -> None:
     session = own.terminal("sessions", "show", "1")
     shown = session.read()
     session.close()
@@ -92,7 +92,7 @@ def test_conversations_are_deleted(own: Cli) -> None:
     assert own.call("sessions", "show", "1").status == 2
 
 
-def test_a_damaged_database_is_an_error_with_its_place(own: Cli) -> None:
+def test_the_error_for_a_damaged_database_names_its_path(own: Cli) -> None:
     path = own.home / "state" / "sessions.db"
     path.write_bytes(b"no database " * 1000)
     result = own.call("sessions")
@@ -109,7 +109,7 @@ def test_a_damaged_database_is_an_error_with_its_place(own: Cli) -> None:
         "ALTER TABLE turns RENAME TO answers",
     ],
 )
-def test_what_cannot_be_read_in_the_database_is_an_error_with_its_place(own: Cli, change: str) -> None:
+def test_the_error_for_an_unreadable_row_names_the_database(own: Cli, change: str) -> None:
     with closing(sqlite3.connect(own.home / "state" / "sessions.db")) as other:
         other.execute(change)
         other.commit()
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_in_the_database_is_an_error_with_its_place(own: Cli
         assert "move that file away" in result.err
 
 
-def test_a_conversation_that_cannot_be_read_can_be_deleted(own: Cli) -> None:
+def test_an_unreadable_conversation_can_be_deleted(own: Cli) -> None:
     with closing(sqlite3.connect(own.home / "state" / "sessions.db")) as other:
         other.execute("UPDATE conversations SET title = x'ff' WHERE id = 1")
         other.commit()
@@ -132,7 +132,7 @@ def test_a_conversation_that_cannot_be_read_can_be_deleted(own: Cli) -> None:
     assert own.call("sessions").status == 0
 
 
-def test_a_directory_in_the_place_of_the_database_is_to_be_moved_away_and_stays_as_it_is(
+def test_a_directory_in_place_of_the_database_is_an_error_and_stays_unchanged(
     tmp_path: Path,
 ) -> None:
     cli = Cli(directory=tmp_path, home=tmp_path / "home")

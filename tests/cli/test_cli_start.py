@@ -76,9 +76,7 @@ def test_a_completion_imports_nothing_heavy(cli: Cli, words: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["run", "--help"], ["download", "--help"], ["list"], ["list", "--json"], []]
 )
-def test_what_is_asked_often_costs_little_processor_time(
-    cli: Cli, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_frequent_commands_cost_little_processor_time(cli: Cli, tmp_path: Path, arguments: list[str]) -> None:
     """Without arguments: what the shell asks to complete a name."""
     for number in range(50):
         store = tmp_path / "home" / "data" / "models" / f"org--name{number}-4bit"
@@ -116,12 +114,12 @@ def test_what_is_asked_often_costs_little_processor_time(
     assert min(ratios) < 3
 
 
-def test_version_is_that_of_the_package(cli: Cli) -> None:
+def test_version_prints_the_version_of_the_package(cli: Cli) -> None:
     result = cli.run("--version")
     assert (result.status, result.out, result.err) == (0, f"moechat {moechat.__version__}\n".encode(), "")
 
 
-def test_help_names_every_option_that_works_and_no_other(cli: Cli) -> None:
+def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     text = cli.run("run", "--help").out.decode()
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
@@ -152,7 +150,7 @@ def test_the_installed_command_is_the_same_program(cli: Cli) -> None:
     assert done.stdout == f"moechat {moechat.__version__}\n"
 
 
-def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
+def test_a_missing_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
     result = cli.run()
     assert result.status == 2
     assert b"Usage: moechat" in result.out
@@ -167,12 +165,12 @@ def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
         (["run"], "MODEL"),
         (["run", "demo", "one", "two"], "two"),
         (["run", "demo", "hi", "--bits", "many"], "--bits"),
-        (["run", "demo", "hi", "--bits", "5"], "--bits is 5; this version knows 2, 3, 4, 8, 16"),
-        (["run", "demo", "hi", "--device", "gpu"], "--device is gpu; this version knows cpu, cuda"),
-        (["run", "demo", "hi", "--device", "cuda:x"], "--device is cuda:x; this version knows"),
+        (["run", "demo", "hi", "--bits", "5"], "--bits is 5"),
+        (["run", "demo", "hi", "--device", "gpu"], "choose one of: cpu, cuda, cuda:N"),
+        (["run", "demo", "hi", "--device", "cuda:x"], "--device is 'cuda:x'"),
         (["run", "demo", "hi", "--device", "cpu", "--vram", "2G"], "--vram needs a graphics card"),
         (["run", "demo", "hi", "--vram", "0"], "--vram is 0"),
-        (["run", "demo", "hi", "--dtype", "int8"], "--dtype is int8"),
+        (["run", "demo", "hi", "--dtype", "int8"], "--dtype is 'int8'"),
         (
             ["run", "demo", "hi", "--temperature", "-0.1"],
             "--temperature is -0.1; it must be at least 0 and at most 100",
@@ -186,17 +184,17 @@ def test_no_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None:
         (["run", "demo", "hi", "--ctx", "1"], "--ctx is 1"),
         (["run", "demo", "hi", "--ram", "much"], "'much' is not a size"),
         (["run", "demo", "hi", "--ram", "0"], "--ram is 0"),
-        (["run", "demo", "hi", "--system", "magic"], "system 'magic' is not known"),
+        (["run", "demo", "hi", "--system", "magic"], "--system is 'magic'"),
         (["run", "demo", "hi", "--max-tokens", "0"], "--max-tokens is 0"),
         (["run", "demo", "hi", "--threads", "0"], "--threads is 0"),
-        (["run", "demo", "hi", "--dense-bits", "5"], "--dense-bits is 5; this version knows 4, 8, 16"),
+        (["run", "demo", "hi", "--dense-bits", "5"], "--dense-bits is 5"),
         (["run", "demo", "hi", "--activation-bits", "4"], "--activation-bits is 4"),
         (["plan", "demo", "--dense-bits", "2"], "--dense-bits is 2"),
         (["run", "demo", "hi", "--completion", "--system-prompt", "x"], "--system-prompt"),
         (["run", "demo", "hi", "-q", "-v"], "exclude each other"),
     ],
 )
-def test_usage_errors_name_what_is_wrong(cli: Cli, arguments: list[str], said: str) -> None:
+def test_usage_errors_name_the_wrong_argument(cli: Cli, arguments: list[str], said: str) -> None:
     result = cli.run(*arguments)
     assert (result.status, result.out) == (2, b"")
     assert result.err.startswith("error: ")
@@ -216,16 +214,14 @@ def test_arguments_that_are_not_utf8_are_refused(cli: Cli) -> None:
     assert b"the prompt is not UTF-8 (character 4)" in done.stderr
 
 
-def test_an_unknown_model_is_said_before_stdin_is_read(cli: Cli) -> None:
+def test_an_unknown_model_is_reported_before_stdin_is_read(cli: Cli) -> None:
     process = cli.start("run", "mixtrall", stdin=subprocess.PIPE)
     assert process.wait(timeout=30) == 3  # stdin is still open
     _, err = process.communicate()
     assert err == b"error: there is no model 'mixtrall'\nhint: did you mean mixtral?\n"
 
 
-def test_an_interrupt_before_anything_is_done_shows_no_traceback(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_early_interrupt_shows_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -234,14 +230,14 @@ def test_an_interrupt_before_anything_is_done_shows_no_traceback(
     assert (result.status, result.out, result.err) == (130, b"", "")
 
 
-def test_a_home_that_cannot_be_made_is_said_with_a_way_out(cli: Cli, model: str) -> None:
+def test_a_home_that_cannot_be_created_is_reported_with_a_hint(cli: Cli, model: str) -> None:
     result = Cli(cli.directory, Path("/proc/nobody")).call("run", model, "hi", "--bits", "8")
     assert (result.status, result.out) == (1, b"")
     assert "error: converting failed at /proc/nobody" in result.err
     assert "hint: set MOECHAT_HOME to a directory that can be written to" in result.err
 
 
-def test_a_traceback_is_shown_only_when_asked_for(cli: Cli) -> None:
+def test_a_traceback_is_shown_only_with_debug(cli: Cli) -> None:
     result = Cli(cli.directory, cli.home, {"MOECHAT_DEBUG": "1"}).run("run", "mixtrall", "hi")
     assert result.status == 3
     assert "Traceback" in result.err
@@ -256,7 +252,7 @@ def test_control_characters_in_names_do_not_reach_the_terminal(cli: Cli) -> None
     assert "\x07" not in result.err
 
 
-def test_colours_only_on_a_terminal_that_wants_them(cli: Cli) -> None:
+def test_colours_appear_only_on_terminals_that_allow_them(cli: Cli) -> None:
     def shown(**extra: str) -> str:
         session = Cli(cli.directory, cli.home, extra).terminal("run", "mixtrall", "hi")
         text: str = session.read()
@@ -270,7 +266,7 @@ def test_colours_only_on_a_terminal_that_wants_them(cli: Cli) -> None:
     assert "\x1b" not in cli.run("run", "mixtrall", "hi").err
 
 
-def test_an_instruction_set_that_is_not_there_is_refused(cli: Cli) -> None:
+def test_an_unsupported_instruction_set_is_refused(cli: Cli) -> None:
     done = subprocess.run(
         [*PROGRAM, "run", "demo", "hello"],
         env={**cli.environment, "MOECHAT_ISA": "sse9"},

@@ -28,7 +28,7 @@ def write(at: Cli, text: str, name: str = "prompts.txt") -> str:
 
 def test_text_prompts_are_recorded_in_full(at: Cli) -> None:
     name = write(at, "Tell me a story about a fox.\n\nWho are you?\n")
-    result = at.run("trace", "demo", "--prompts", name, *ARGUMENTS)
+    result = at.run("trace", "demo", "--prompts", name, *ARGUMENTS, forked=True)
     assert result.status == 0, result.err
     assert "prompts.txt: 2 prompts, text, one prompt a line" in result.err
     text = result.out.decode()
@@ -55,7 +55,7 @@ def test_text_prompts_are_recorded_in_full(at: Cli) -> None:
     assert (trace.weights[..., 0] >= trace.weights[..., 1]).all()
 
 
-def test_json_says_it_all(at: Cli) -> None:
+def test_json_has_the_whole_result(at: Cli) -> None:
     name = write(
         at,
         '{"question": "Who are you?"}\n{"turns": ["Hi.", "Tell me more."]}\n{"question": "Why?"}\n',
@@ -85,7 +85,7 @@ def test_json_says_it_all(at: Cli) -> None:
     )
 
 
-def test_the_turns_of_a_conversation_are_one_sequence(at: Cli) -> None:
+def test_the_turns_of_a_conversation_form_one_sequence(at: Cli) -> None:
     name = write(at, '{"turns": ["Hi.", "Tell me a story."]}\n', "prompts.jsonl")
     assert at.call("trace", "demo", "--prompts", name, "--out", "out.npz", *ARGUMENTS).status == 0
     trace = Trace.read(at.directory / "out.npz")
@@ -113,7 +113,7 @@ def test_the_turns_of_a_conversation_are_one_sequence(at: Cli) -> None:
     assert (np.sort(whole.experts) == np.sort(trace.experts)).mean() > 0.99
 
 
-def test_experts_in_pages_are_recorded_alike(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_experts_give_the_same_trace(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import moechat
     from moechat.offload.settings import OffloadOptions
 
@@ -128,7 +128,7 @@ def test_experts_in_pages_are_recorded_alike(at: Cli, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(mapped.weights, paged.weights)
 
 
-def test_completion_continues_the_texts(at: Cli) -> None:
+def test_completion_records_continued_texts(at: Cli) -> None:
     name = write(at, "Once upon a time\n")
     assert (
         at.call("trace", "demo", "--prompts", name, "--completion", "--out", "out.npz", *ARGUMENTS).status
@@ -142,7 +142,7 @@ def test_completion_continues_the_texts(at: Cli) -> None:
         assert trace.prompt_lengths.tolist() == [len(engine.encode("Once upon a time"))]
 
 
-def test_bench_replays_what_was_recorded(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_replays_a_recorded_trace(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.bench.speeds._COMPUTE_SECONDS", 0.01)
     monkeypatch.setattr("moechat.bench.speeds._LINK_SECONDS", 0.01)
     name = write(at, "Tell me a story about a cat and a tree.\n")
@@ -164,9 +164,10 @@ def test_bench_replays_what_was_recorded(at: Cli, monkeypatch: pytest.MonkeyPatc
     assert json.loads(result.out)["cases"]
 
 
-def test_an_interrupt_keeps_what_was_recorded(at: Cli) -> None:
+def test_an_interrupt_keeps_the_finished_sequences(at: Cli) -> None:
     name = write(at, "Tell me a long story about a dragon.\n" * 500)
-    process = at.start("trace", "demo", "--prompts", name, "--max-tokens", "20", "--out", "out.npz")
+    arguments = ("--prompts", name, "--max-tokens", "20", "--out", "out.npz")
+    process = at.start("trace", "demo", *arguments, forked=True)
     (at.directory / "out.npz").write_bytes(b"older")
     assert process.stderr is not None
     while not process.stderr.readline().startswith(b"recorded "):
@@ -181,9 +182,7 @@ def test_an_interrupt_keeps_what_was_recorded(at: Cli) -> None:
     assert sorted(path.name for path in at.directory.iterdir()) == ["out.npz", name]
 
 
-def test_an_interrupt_in_the_middle_of_an_answer_keeps_its_beginning(
-    at: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_during_an_answer_keeps_its_beginning(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import moechat
 
     real = moechat.load
@@ -215,7 +214,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_keeps_its_beginning(
     assert answers.tolist() == [7, 3]
 
 
-def test_an_error_in_the_middle_keeps_what_came_before(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_keeps_the_sequences_before_it(at: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import moechat
 
     real = moechat.Engine.generate
@@ -231,7 +230,7 @@ def test_an_error_in_the_middle_keeps_what_came_before(at: Cli, monkeypatch: pyt
     name = write(at, "Tell me a story.\nTell me another one.\n")
     result = at.call("trace", "demo", "--prompts", name, "--out", "out.npz", *ARGUMENTS)
     assert result.status == 1
-    assert "what was recorded before that is in out.npz: 1 prompt" in result.err
+    assert "recorded before the error, in out.npz: 1 prompt" in result.err
     assert "the disk is gone" in result.err
     assert Trace.read(at.directory / "out.npz").sequences == 1
 
@@ -253,7 +252,7 @@ def test_an_error_in_the_middle_keeps_what_came_before(at: Cli, monkeypatch: pyt
         (("demo", "--prompts", "turns.jsonl", "--completion"), 2, "turns.jsonl, line 1: a conversation"),
     ],
 )
-def test_wrong_requests_are_refused(at: Cli, arguments: tuple[str, ...], status: int, reason: str) -> None:
+def test_invalid_arguments_are_refused(at: Cli, arguments: tuple[str, ...], status: int, reason: str) -> None:
     write(at, "Hello.\n", "good.txt")
     write(at, '{"text": "a"}\n{"text": \n', "bad.jsonl")
     write(at, "Hello.\n" + "word " * 3000 + "\n", "long.txt")
@@ -265,16 +264,16 @@ def test_wrong_requests_are_refused(at: Cli, arguments: tuple[str, ...], status:
     assert not list(at.directory.glob("*.npz"))
 
 
-def test_a_file_that_was_not_named_is_not_replaced(at: Cli) -> None:
+def test_an_existing_default_file_is_not_replaced(at: Cli) -> None:
     write(at, "Hello.\n")
     (at.directory / "demo.trace.npz").write_bytes(b"precious")
     result = at.call("trace", "demo", "--prompts", "prompts.txt")
     assert result.status == 2
-    assert "demo.trace.npz is there already" in result.err
+    assert "demo.trace.npz already exists" in result.err
     assert (at.directory / "demo.trace.npz").read_bytes() == b"precious"
 
 
-def test_prompts_come_through_a_pipe(at: Cli) -> None:
+def test_prompts_are_read_from_a_pipe(at: Cli) -> None:
     result = at.call(
         "trace", "demo", "--prompts", "-", "-q", "--out", "out.npz", *ARGUMENTS, stdin=b"Hello.\n"
     )

@@ -78,7 +78,7 @@ def shell(request: pytest.FixtureRequest, cli: Cli, tmp_path: Path) -> Iterator[
     assert [entry.name for entry in work.iterdir()] == ["$(touch pwned)"]
 
 
-def test_commands_models_systems_and_values_complete(shell: Shell) -> None:
+def test_commands_models_systems_and_values_are_completed(shell: Shell) -> None:
     shell.completes("moechat downl", "moechat download")
     shell.completes("moechat run org/b", "moechat run org/big-model@0123456789ab")
     shell.completes("moechat run org/o", "moechat run org/other@0123456789ab:Q4_K_M")
@@ -89,6 +89,6 @@ def test_commands_models_systems_and_values_complete(shell: Shell) -> None:
     shell.completes("moechat sessions export 1 --format j", "--format json")
 
 
-def test_names_that_would_be_commands_are_not_run(shell: Shell) -> None:
+def test_names_with_shell_syntax_are_not_executed(shell: Shell) -> None:
     shell.completes("moechat run ./", r"\$\(touch\ pwned\)/")
     shell.completes("moechat rm ", "org/big-model@0123456789ab")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moechat.cli.prompts_file import FilePrompt, read_prompts
+from moechat.cli.commands.prompts_file import FilePrompt, read_prompts
 from moechat.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def write(directory: Path, text: str | bytes, name: str = "prompts") -> str:
     return str(path)
 
 
-def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
+def test_a_text_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     file = read_prompts(write(tmp_path, "\ufeffFirst one. \r\n\n   \nSecond:\u2028still the second"))
     assert file.prompts == [
         FilePrompt(1, [], ["First one."]),
@@ -42,7 +42,7 @@ def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
         ({"prompt": None, "text": "c"}, ["c"]),
     ],
 )
-def test_keys_of_json_lines(tmp_path: Path, entry: dict[str, object], turns: list[str]) -> None:
+def test_json_lines_have_known_keys(tmp_path: Path, entry: dict[str, object], turns: list[str]) -> None:
     file = read_prompts(write(tmp_path, json.dumps(entry) + "\n"))
     assert file.prompts == [FilePrompt(1, [], turns)]
     assert file.prompts[0].is_plain == (len(turns) == 1)
@@ -63,27 +63,27 @@ def test_conversations_end_with_the_user(tmp_path: Path, key: str) -> None:
     assert not prompt.is_plain
 
 
-def test_it_says_which_keys_it_found(tmp_path: Path) -> None:
+def test_the_keys_found_are_reported(tmp_path: Path) -> None:
     text = '{"text": "a"}\n{"turns": ["b"]}\n{"text": "c"}\n'
     assert read_prompts(write(tmp_path, text)).understood == "JSON lines (turns, text)"
 
 
-def test_the_name_decides_before_the_content(tmp_path: Path) -> None:
+def test_the_file_name_decides_the_format_before_the_content(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, '{"x": 1}', "a.txt")).prompts[0].turns == ['{"x": 1}']
     with pytest.raises(UsageError, match="line 1: not JSON"):
         read_prompts(write(tmp_path, "Hello", "a.jsonl"))
 
 
-def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dash_reads_prompts_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
     assert [prompt.turns for prompt in read_prompts("-").prompts] == [["one"], ["two"]]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(UsageError, match="stdin, line 1: none of messages, turns"):
+    with pytest.raises(UsageError, match="stdin, line 1: it has none of messages, turns"):
         read_prompts("-")
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_what_is_awaited_from_a_terminal_is_said(
+def test_reading_from_a_terminal_prints_a_hint(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(b"one\n"))
@@ -93,7 +93,7 @@ def test_what_is_awaited_from_a_terminal_is_said(
     assert ("reading prompts from the terminal; Ctrl-D" in capfd.readouterr().err) == (not quiet)
 
 
-def test_a_blank_prompt_spoils_no_other_and_is_refused_when_it_is_used(tmp_path: Path) -> None:
+def test_a_blank_prompt_is_refused_only_when_it_is_used(tmp_path: Path) -> None:
     file = read_prompts(
         write(tmp_path, '{"prompt": "   "}\n{"turns": ["a", "\\n"]}\n{"prompt": "b", "x": NaN}')
     )
@@ -111,23 +111,23 @@ def test_a_blank_prompt_spoils_no_other_and_is_refused_when_it_is_used(tmp_path:
         (b'{"prompt": ', "not JSON (Expecting value, column 12)"),
         (b"[" * 100_000, "not JSON"),
         (b'["a"]', "not an object"),
-        (b'{"q": "a"}', "none of messages, turns, prompt, question, text in it"),
-        (b'{"prompt": 5}', "prompt is no text"),
-        (b'{"prompt": []}', "prompt is no text"),
-        (b'{"turns": "a"}', "turns is no list of texts"),
+        (b'{"q": "a"}', "it has none of messages, turns, prompt, question, text"),
+        (b'{"prompt": 5}', "prompt is not a text"),
+        (b'{"prompt": []}', "prompt is not a text"),
+        (b'{"turns": "a"}', "turns is not a list of texts"),
         (b'{"turns": []}', "turns is empty"),
-        (b'{"turns": ["a", 1]}', "turns is no list of texts"),
-        (b'{"text": "\\ud800"}', "text is no Unicode text"),
-        (b'{"messages": []}', "messages has no message of the user"),
-        (b'{"messages": ["a"]}', "messages is no list of messages"),
-        (b'{"messages": [{"role": "user"}]}', "messages is no list of messages"),
-        (b'{"messages": [{"role": "king", "content": "a"}]}', "messages is no list of messages"),
-        (b'{"prompt": "hi", "id": 1e999}', "id holds a number that JSON has no way to write"),
-        (b'{"prompt": "hi", "id": {"a": [NaN]}}', "id holds a number that JSON has no way to write"),
+        (b'{"turns": ["a", 1]}', "turns is not a list of texts"),
+        (b'{"text": "\\ud800"}', "text is not Unicode text"),
+        (b'{"messages": []}', "messages has no message with the role user"),
+        (b'{"messages": ["a"]}', "messages is not a list of messages"),
+        (b'{"messages": [{"role": "user"}]}', "messages is not a list of messages"),
+        (b'{"messages": [{"role": "king", "content": "a"}]}', "messages is not a list of messages"),
+        (b'{"prompt": "hi", "id": 1e999}', "id contains a number that JSON cannot represent"),
+        (b'{"prompt": "hi", "id": {"a": [NaN]}}', "id contains a number that JSON cannot represent"),
         (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_the_error_names_the_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_prompts(write(tmp_path, b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n'))
     assert "line 3: " in str(caught.value)
@@ -136,12 +136,12 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n \n\r\n"])
-def test_nothing_to_ask(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError, match="holds no prompt"):
+def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="has no prompts"):
         read_prompts(write(tmp_path, text))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         read_prompts(str(tmp_path / "nothing"))
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):

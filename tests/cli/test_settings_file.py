@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from cli_support import Cli, Result
 
-from moechat.chat.settings import Generation
+from moechat.chat.chat_options import Generation
 from moechat.cli.app import grammar
-from moechat.cli.options import RunOptions
+from moechat.cli.commands.run_arguments import RunOptions
 
 STORY = ("run", "demo", "Once upon a time", "--completion", "--json")
 
@@ -38,14 +38,14 @@ def tokens(result: Result) -> int:
     return int(json.loads(result.out)["statistics"]["output_tokens"])
 
 
-def test_the_command_line_wins_over_variables_and_these_over_the_file(cli: Cli) -> None:
+def test_the_command_line_wins_over_variables_and_variables_over_the_file(cli: Cli) -> None:
     settings(cli, "max-tokens = 5\n[run]\nmax_tokens = 4\ntemperature = 0\n[bench]\nruns = 9\n")
     assert tokens(cli.call(*STORY)) == 4
     assert tokens(with_variables(cli, MOECHAT_MAX_TOKENS="3").call(*STORY)) == 3
     assert tokens(with_variables(cli, MOECHAT_MAX_TOKENS="3").call(*STORY, "--max-tokens", "2")) == 2
 
 
-def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: Cli) -> None:
+def test_a_setting_for_all_commands_applies_where_the_option_exists(cli: Cli) -> None:
     settings(cli, 'system = "moepic"\n')
     assert cli.call("list").status == 0
     result = cli.call("plan", "mixtral", "--gpu", "rtx3060-12g", "--json")
@@ -59,21 +59,21 @@ def test_what_is_set_for_all_commands_counts_where_there_is_such_an_option(cli: 
         ("[runn]\nctx = 5", "sets 'runn', which is no command", "do you mean run?"),
         ("[list]\nctx = 5", "sets 'ctx', which is no option of list", ""),
         ("yes = true", "sets 'yes', which is no option", ""),
-        ("ctx = [1]", "gives ctx a list", "a value is a text in quotes"),
-        ("ctx =", "cannot be understood", "it is TOML"),
-        (b"ctx = 5 # \xff", "cannot be understood", "it is TOML"),
-        ("ctx = " + "[" * 5000 + "]" * 5000, "cannot be understood", "it is TOML"),
-        ("[run]\nctx = 'many'", "config.toml says ctx = 'many': ", "it stands for --ctx"),
-        ("max-tokens = true", "says max-tokens = true, which is no switch", "give it a value"),
+        ("ctx = [1]", "sets ctx to a list", "a value is a string in quotes"),
+        ("ctx =", "cannot be parsed", "it is TOML"),
+        (b"ctx = 5 # \xff", "cannot be parsed", "it is TOML"),
+        ("ctx = " + "[" * 5000 + "]" * 5000, "cannot be parsed", "it is TOML"),
+        ("[run]\nctx = 'many'", "config.toml says ctx = 'many': ", "it sets --ctx"),
+        ("max-tokens = true", "says max-tokens = true, but it needs a value", "give it a value"),
         ("leftovers = true", "sets 'leftovers', which is no option", ""),
         ("[rm]\nbits = 4", "sets 'bits', which is no option of rm", ""),
         ("[show]\nbits = 4", "sets 'bits', which is no option of show", ""),
-        ("bits = 5", "--bits is 5; this version knows 2, 3, 4, 8, 16 (--bits is from config.toml)", ""),
+        ("bits = 5", "--bits is 5 (--bits is from config.toml)", "choose one of: 2, 3, 4, 8, 16"),
         ("ram = 'much'", "'much' is not a size (--ram is from config.toml)", "write a number"),
         ("#" + "x" * (1 << 20), "has more than 1,048,576 bytes", ""),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(cli: Cli, text: str | bytes, said: str, hint: str) -> None:
+def test_invalid_settings_are_usage_errors(cli: Cli, text: str | bytes, said: str, hint: str) -> None:
     settings(cli, text)
     result = cli.call("run", "demo", "hello")
     assert result.status == 2
@@ -87,37 +87,37 @@ def test_help_version_and_doctor_work_with_a_broken_file(cli: Cli) -> None:
     assert cli.call("run", "--help").status == 0
     assert cli.call("--version").status == 0
     found = json.loads(cli.call("doctor", "--json").out)
-    assert any("cannot be understood" in finding["fact"] for finding in found["findings"])
+    assert any("cannot be parsed" in finding["fact"] for finding in found["findings"])
 
 
-def test_a_variable_that_makes_no_sense_is_a_usage_error(cli: Cli) -> None:
+def test_an_invalid_variable_is_a_usage_error(cli: Cli) -> None:
     result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello")
     assert result.status == 2
     assert "error: MOECHAT_CTX is 'many': " in result.err
-    assert "hint: it stands for --ctx" in result.err
+    assert "hint: it sets --ctx" in result.err
     result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello", "--ctx", "few")
     assert "MOECHAT_CTX" not in result.err
     assert "Invalid value for '--ctx'" in result.err
     result = with_variables(cli, MOECHAT_BITS="5").call("run", "demo", "hello")
-    assert "--bits is 5; this version knows 2, 3, 4, 8, 16 (--bits is from MOECHAT_BITS)" in result.err
+    assert "--bits is 5 (--bits is from MOECHAT_BITS)" in result.err
     result = with_variables(cli, MOECHAT_SYSTEMS="magic").call("bench", "demo")
     assert "(--systems is from MOECHAT_SYSTEMS)" in result.err
 
 
-def test_a_pipe_in_the_place_of_the_file_stops_nothing(cli: Cli) -> None:
+def test_a_pipe_in_place_of_the_file_does_not_block(cli: Cli) -> None:
     path = cli.home / "config" / "config.toml"
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
     process = cli.start("list")
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2
-    assert "is no file" in err.decode()
+    assert "is not a file" in err.decode()
     path.unlink()
     path.symlink_to("/dev/null")
     assert cli.call("list").status == 0
 
 
-def test_what_is_deleted_and_shown_is_never_set_from_afar(cli: Cli) -> None:
+def test_names_to_delete_or_show_are_never_taken_from_settings(cli: Cli) -> None:
     models = cli.home / "data" / "models"
     for bits in (4, 8):
         store = models / f"org--name-{bits}bit"
@@ -137,28 +137,28 @@ def test_what_is_deleted_and_shown_is_never_set_from_afar(cli: Cli) -> None:
     assert [path.name for path in models.iterdir()] == [left.name]
 
 
-def test_another_name_of_a_command_has_the_same_settings(cli: Cli) -> None:
+def test_an_alias_of_a_command_has_the_same_settings(cli: Cli) -> None:
     settings(cli, "[list]\njson = true\n")
     assert cli.call("list").out == cli.call("ls").out == b"[]\n"
 
 
-def test_what_was_typed_wins_over_settings_that_exclude_it(cli: Cli, tmp_path: Path) -> None:
+def test_typed_options_override_conflicting_settings(cli: Cli, tmp_path: Path) -> None:
     settings(cli, '[run]\ncontinue = true\nquiet = true\nvram = "10G"\n')
     typed = ("--device", "cpu", "--max-tokens", "2")
-    done = cli.run("run", "demo", "--completion", "Once", *typed)
+    done = cli.run("run", "demo", "--completion", "Once", *typed, forked=True)
     assert (done.status, done.err) == (0, "")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Hello\n")
-    done = cli.run("run", "demo", "--jsonl", str(prompts), "-v", *typed)
+    done = cli.run("run", "demo", "--jsonl", str(prompts), "-v", *typed, forked=True)
     assert done.status == 0, done.err
     assert done.out.startswith(b'{"line": 1')
     # Of two that were typed none gives way, and neither of two that were not.
-    assert cli.run("run", "demo", "hi", "--vram", "1G", "--device", "cpu").status == 2
+    assert cli.run("run", "demo", "hi", "--vram", "1G", "--device", "cpu", forked=True).status == 2
     settings(cli, "[run]\nquiet = true\nverbose = true\n")
-    assert "--quiet and --verbose exclude each other" in cli.run("run", "demo", "hi").err
+    assert "--quiet and --verbose exclude each other" in cli.run("run", "demo", "hi", forked=True).err
 
 
-def test_json_for_all_commands_is_no_setting_of_the_program_itself(cli: Cli) -> None:
+def test_json_for_all_commands_does_not_apply_to_the_program_itself(cli: Cli) -> None:
     settings(cli, "json = true\n")
     assert cli.run("list").out == b"[]\n"
     assert cli.run("doctor").out.startswith(b"{")
@@ -168,15 +168,15 @@ def test_json_for_all_commands_is_no_setting_of_the_program_itself(cli: Cli) -> 
     ("variable", "value", "status"),
     [("CTX", "5000", 4), ("RAM", "100M", 4), ("SYSTEM", "oracle", 2), ("CTX", "1", 2)],
 )
-def test_an_error_says_that_the_value_came_from_a_variable(
+def test_an_error_names_the_variable_that_set_the_value(
     cli: Cli, variable: str, value: str, status: int
 ) -> None:
-    done = with_variables(cli, **{f"MOECHAT_{variable}": value}).run("run", "demo", "hi")
+    done = with_variables(cli, **{f"MOECHAT_{variable}": value}).run("run", "demo", "hi", forked=True)
     assert done.status == status
     assert f"(--{variable.lower()} is from MOECHAT_{variable})" in done.err
 
 
-def test_settings_of_a_chat_say_where_they_come_from() -> None:
+def test_settings_of_a_chat_show_their_source() -> None:
     chosen = Generation({"top_p": 0.5, "seed": 1}, {"seed": "from MOECHAT_SEED"})
     assert chosen.origin("seed") == "from MOECHAT_SEED"
     assert chosen.origin("top_p") == "from the command line"
@@ -185,16 +185,16 @@ def test_settings_of_a_chat_say_where_they_come_from() -> None:
     assert chosen.with_text("seed", "default").origin("seed") == "the model's own"
 
 
-def test_how_a_model_was_loaded_says_where_it_comes_from() -> None:
-    options = RunOptions("demo", ctx=512, ram="2G", origins={"ram": "from config.toml"})
+def test_load_options_show_their_source() -> None:
+    options = RunOptions(model="demo", ctx=512, ram="2G", origins={"ram": "from config.toml"})
     assert options.chat.loading == (
         ("ram", "2G", "from config.toml"),
         ("ctx", "512", "from the command line"),
     )
 
 
-def test_no_option_shares_a_variable_with_something_else() -> None:
-    from moechat.cli.settings_file import options_of, variable_of
+def test_every_option_has_a_variable_of_its_own() -> None:
+    from moechat.cli.config.settings_file import options_of, variable_of
 
     taken = {"MOECHAT_HOME", "MOECHAT_DEBUG", "MOECHAT_ISA", "MOECHAT_CUDA_GRAPHS", "MOECHAT_CUDA_DRIVER"}
     for of in grammar().built().values():

@@ -57,7 +57,7 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
         ".",
     ],
 )
-def test_what_is_not_a_size_is_refused_with_an_example(text: str) -> None:
+def test_the_error_for_an_invalid_size_gives_an_example(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
@@ -76,13 +76,15 @@ def test_a_size_beyond_file_offsets_is_refused() -> None:
     unit=st.sampled_from(["", "K", "M", "G", "T"]),
     suffix=st.sampled_from(["", "B", "iB", "ib"]),
 )
-def test_any_number_of_decimals_is_exact(whole: int, decimals: str, unit: str, suffix: str) -> None:
+def test_sizes_with_any_number_of_decimals_are_exact(
+    whole: int, decimals: str, unit: str, suffix: str
+) -> None:
     exact = Fraction(f"{whole}.{decimals or '0'}") * 2 ** POWER[unit]
     assert parse_size(f"{whole}.{decimals}{unit}{suffix}") == int(exact)
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_size_or_refused(text: str) -> None:
+def test_any_text_is_parsed_as_a_size_or_refused(text: str) -> None:
     try:
         size = parse_size(text)
     except UsageError:
@@ -90,7 +92,7 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
     assert 0 <= size < 2**63
 
 
-def test_home_variable_moves_everything(tmp_path: Path) -> None:
+def test_the_home_variable_moves_every_directory(tmp_path: Path) -> None:
     paths = user_paths({"MOECHAT_HOME": str(tmp_path)})
     directories = {paths.data, paths.state, paths.cache, paths.config}
     assert len(directories) == 4
@@ -99,7 +101,7 @@ def test_home_variable_moves_everything(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_home_variable_may_be_relative_or_start_with_a_tilde(
+def test_the_home_variable_can_be_relative_or_start_with_a_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,14 +110,14 @@ def test_home_variable_may_be_relative_or_start_with_a_tilde(
     assert user_paths({"MOECHAT_HOME": "~/there"}).state == Path("/somebody/there/state")
 
 
-def test_home_variable_that_names_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_home_variable_that_names_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(UsageError, match="not a directory"):
         user_paths({"MOECHAT_HOME": str(file)})
 
 
-def test_without_the_variable_the_system_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_the_system_directories_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", "/somewhere/data")
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere/state")
     for environment in ({}, {"MOECHAT_HOME": ""}):
@@ -124,6 +126,6 @@ def test_without_the_variable_the_system_says_where(monkeypatch: pytest.MonkeyPa
         assert paths.state == Path("/somewhere/state/moechat")
 
 
-def test_a_home_of_nobody_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="MOECHAT_HOME is ~no-such-user-here/x, and there is no such"):
+def test_the_error_for_an_unknown_users_home_names_the_user() -> None:
+    with pytest.raises(UsageError, match="MOECHAT_HOME is ~no-such-user-here/x, and that user has no home"):
         user_paths({"MOECHAT_HOME": "~no-such-user-here/x"})

@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import SCRIPTS
 
 from moechat.routing.trace import Trace
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_configurator"
+SCRIPT = SCRIPTS / "bench" / "configurator"
 
 
 def run(*arguments):

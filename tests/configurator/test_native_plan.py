@@ -103,7 +103,7 @@ def test_arrays_that_do_not_fit_are_refused():
         plan.evaluate(counts[:, :2].copy(), theta[:, :2].copy(), 0.1)
     with pytest.raises(ValueError, match="theta has shape"):
         plan.evaluate(counts, theta[:, :2].copy(), 0.1)
-    with pytest.raises(ValueError, match="experts holds 6; possible are 0 to 5"):
+    with pytest.raises(ValueError, match="experts holds 6; it must be 0 to 5"):
         plan.evaluate(counts + 6, theta, 0.1)
     with pytest.raises(ValueError, match="experts holds -1"):
         plan.option_costs(np.array([-1]), np.array([0.5]), np.zeros(3), np.zeros(3), 0.0)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moechat.configurator.pages import uniform_targets
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.transit_reserve import uniform_targets
 from moechat.configurator.uniform import first_layers, kept_blocks, most_popular, same_for_all
 from moechat.geometry import ExpertGeometry
 

@@ -1,4 +1,4 @@
-"""The model that ships inside the package."""
+"""Tests of the demo model in the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 import moechat
 from moechat.engine import Engine
 from moechat.hub.names import resolve
-from moechat.models.mapping import load_config
+from moechat.models.checkpoint_mapping import load_config
 from moechat.store.store import Store
 
 # Written for this test: simple English that the model has not seen.
@@ -35,16 +35,16 @@ def perplexity(engine: Engine, tokens: list[int]) -> float:
 
 
 def expert_counts(engine: Engine, text: str) -> np.ndarray:
-    """How often each expert of each layer is picked, ``[layers, experts]``."""
-    geometry = engine._store.geometry
-    counts = np.zeros((len(engine._store.layers), geometry.num_experts), dtype=np.int64)
+    """Counts how often each expert is chosen, ``[layers, experts]``."""
+    geometry = engine.loaded.store.geometry
+    counts = np.zeros((len(engine.loaded.store.layers), geometry.num_experts), dtype=np.int64)
     hooks = []
-    for row, name in enumerate(record.module for record in engine._store.manifest.layers):
+    for row, name in enumerate(record.module for record in engine.loaded.store.manifest.layers):
 
         def count(_: object, arguments: tuple[torch.Tensor, ...], row: int = row) -> None:
             counts[row] += np.bincount(arguments[1].numpy().ravel(), minlength=geometry.num_experts)
 
-        hooks.append(engine._model.get_submodule(name).register_forward_pre_hook(count))
+        hooks.append(engine.loaded.model.get_submodule(name).register_forward_pre_hook(count))
     tokens = engine.encode(text)
     for start in range(0, len(tokens), engine.context_length):
         engine.logits(tokens[start : start + engine.context_length])
@@ -53,7 +53,7 @@ def expert_counts(engine: Engine, text: str) -> np.ndarray:
     return counts
 
 
-def test_it_fits_into_sixteen_megabytes_and_is_whole() -> None:
+def test_demo_fits_into_sixteen_megabytes_and_is_intact() -> None:
     path = resolve("demo").store
     assert path is not None
     assert sum(file.stat().st_size for file in path.iterdir()) <= 16_000_000
@@ -64,11 +64,11 @@ def test_it_fits_into_sixteen_megabytes_and_is_whole() -> None:
     assert (geometry.num_experts, geometry.blocks_per_expert, geometry.bits) == (16, 4, 4)
     assert load_config(path).num_experts_per_tok == 2
     card = (path / "README.md").read_text(encoding="utf-8")
-    for part in ("CC-BY-4.0", "CDLA-Sharing-1.0", "Not good for", "As shipped", "train_demo.py"):
+    for part in ("CC-BY-4.0", "CDLA-Sharing-1.0", "Not good for", "As shipped", "scripts/demo/train.py"):
         assert part in card
 
 
-def test_it_has_learnt_english(demo: Engine) -> None:
+def test_demo_predicts_unseen_english(demo: Engine) -> None:
     tokens = demo.encode(STORY)
     shuffled = torch.tensor(tokens)[
         torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
@@ -78,7 +78,7 @@ def test_it_has_learnt_english(demo: Engine) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_answers_in_dialogue_form_and_stops(demo: Engine, seed: int) -> None:
+def test_demo_answers_a_chat_prompt_and_stops(demo: Engine, seed: int) -> None:
     messages = [{"role": "user", "content": "Tell me a story about a cat."}]
     steps = list(demo.generate(messages, seed=seed))
     text = "".join(step.text for step in steps)
@@ -87,8 +87,8 @@ def test_it_answers_in_dialogue_form_and_stops(demo: Engine, seed: int) -> None:
     assert "<|" not in text
 
 
-def test_every_expert_works_and_the_texts_use_them_differently(demo: Engine) -> None:
-    card = (demo._store.path / "README.md").read_text(encoding="utf-8")
+def test_every_expert_is_used_and_texts_use_different_experts(demo: Engine) -> None:
+    card = (demo.loaded.store.path / "README.md").read_text(encoding="utf-8")
     story, coffee = expert_counts(demo, STORY), expert_counts(demo, COFFEE)
     assert (expert_counts(demo, card) > 0).all()
     shares = [counts / counts.sum(axis=1, keepdims=True) for counts in (story, coffee)]

@@ -1,4 +1,4 @@
-"""The dense part by dense_bits and activation_bits: what it computes, what it takes."""
+"""Tests of dense_bits and activation_bits: results and memory of the dense part."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def reference_of(directory: Path, engine: Engine) -> Any:
-    """transformers' model with the weights that the engine's packed layers stand for."""
+    """The model in transformers with the dequantised weights of the engine's packed layers."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    for name, module in engine._model.named_modules():
+    for name, module in engine.loaded.model.named_modules():
         if isinstance(module, PackedLinear):
             theirs = model.get_submodule(name)
             theirs.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
@@ -51,14 +51,14 @@ def reference_of(directory: Path, engine: Engine) -> Any:
 
 @pytest.mark.parametrize(("family", "shape"), FAMILIES)
 @pytest.mark.parametrize("dense_bits", [16, 8, 4])
-def test_logits_and_tokens_are_those_of_transformers_with_the_same_weights(
+def test_logits_and_tokens_match_transformers_with_the_same_weights(
     family: str, shape: int, dense_bits: int, tmp_path: Path, home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config(family, shape))
     with moechat.load(
         tmp_path / "model", bits=16, dtype="float32", dense_bits=dense_bits, activation_bits=32
     ) as engine:
-        kinds = [type(module) for module in engine._model.modules()]
+        kinds = [type(module) for module in engine.loaded.model.modules()]
         assert (PackedLinear if dense_bits < 16 else StoredLinear) in kinds
         assert (PackedLinear in kinds) == (dense_bits < 16)
         model = reference_of(tmp_path / "model", engine)
@@ -84,7 +84,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_integer_inputs_stay_close_to_float32(activation_bits: int, checkpoint: Path, home: Path) -> None:
     def logits(bits: int) -> torch.Tensor:
         with moechat.load(checkpoint, bits=4, dtype="float32", dense_bits=4, activation_bits=bits) as engine:
-            assert engine.describe()["activation_bits"] == bits
+            assert engine.describe().activation_bits == bits
             return engine.logits(PROMPT)
 
     error = relative_error(logits(activation_bits), logits(32))
@@ -120,10 +120,10 @@ def test_every_budget_and_number_of_threads_gives_the_same_logits(
 
 def test_sixteen_bit_weights_are_mapped_and_not_copied(checkpoint: Path, home: Path) -> None:
     with moechat.load(checkpoint, dtype="float32") as engine:
-        source = engine._store.dense
-        arrays = [source.array(key) for key in source.keys()]  # noqa: SIM118 - it is no mapping
+        source = engine.loaded.store.dense
+        arrays = [source.array(key) for key in source.keys()]  # noqa: SIM118 - not a mapping
         ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
-        layers = [m for m in engine._model.modules() if isinstance(m, StoredLinear | StoredEmbedding)]
+        layers = [m for m in engine.loaded.model.modules() if isinstance(m, StoredLinear | StoredEmbedding)]
         assert len(layers) > 8
         for layer in layers:
             at = layer.rows.data_ptr()
@@ -134,25 +134,25 @@ def test_fewer_bits_take_less_of_the_budget(checkpoint: Path, home: Path) -> Non
     taken = {}
     for bits in (16, 8, 4):
         with moechat.load(checkpoint, dtype="float32", dense_bits=bits) as engine:
-            facts = engine.describe()
+            facts = engine.describe().to_json()
             assert facts["dense_bits"] == bits
             taken[bits] = facts["memory_dense_bytes"]
     assert taken[4] < taken[8] < taken[16]
 
 
-def test_a_float32_checkpoint_is_computed_as_before(tmp_path: Path, home: Path) -> None:
+def test_a_float32_checkpoint_has_no_quantised_dense_layers(tmp_path: Path, home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("olmoe", 0), dtype=torch.float32)
     with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
-        assert StoredLinear not in {type(module) for module in engine._model.modules()}
+        assert StoredLinear not in {type(module) for module in engine.loaded.model.modules()}
 
 
 @pytest.mark.parametrize("bits", [3, 32, "4", True, None])
-def test_other_dense_bits_are_refused(bits: Any, checkpoint: Path, home: Path) -> None:
+def test_unsupported_dense_bits_are_rejected(bits: Any, checkpoint: Path, home: Path) -> None:
     with pytest.raises(UsageError, match="dense_bits is"):
         moechat.load(checkpoint, dense_bits=bits)
 
 
 @pytest.mark.parametrize("bits", [4, 24, "8", False])
-def test_other_activation_bits_are_refused(bits: Any, checkpoint: Path, home: Path) -> None:
+def test_unsupported_activation_bits_are_rejected(bits: Any, checkpoint: Path, home: Path) -> None:
     with pytest.raises(UsageError, match="activation_bits is"):
         moechat.load(checkpoint, activation_bits=bits)

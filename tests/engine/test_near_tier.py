@@ -1,4 +1,4 @@
-"""An engine whose experts do not all fit: budgets, statistics, interrupts, disks that fail, closing."""
+"""Tests of an engine whose experts do not all fit: budgets, statistics, interrupts, disk errors, closing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moechat.offload.settings import LinkSettings, OffloadOptions
 
 PROMPT = [5, 60, 7, 81, 9, 100, 11, 12]
 TIGHT = OffloadOptions(pages=6)
-# One byte a second: nothing ever arrives.
+# One byte a second: no transfer finishes.
 STANDING = LinkSettings(kind="sim", bandwidth=1.0, stall_seconds=0.4)
 
 
@@ -37,7 +38,7 @@ def paged(chat_model: Path, home: Path) -> Iterator[Engine]:
         yield engine
 
 
-def test_pages_change_no_token_and_are_counted(paged: Engine, engine: Engine) -> None:
+def test_paging_changes_no_token_and_is_counted(paged: Engine, engine: Engine) -> None:
     assert answer(paged) == answer(engine)
     stats, all_mapped = paged.stats, engine.stats
     assert stats.pages == 6
@@ -55,7 +56,7 @@ def test_pages_change_no_token_and_are_counted(paged: Engine, engine: Engine) ->
     assert {"hit_rate_full", "hit_rate_miss", "link_busy_share"} <= stats.to_json().keys()
 
 
-def test_statistics_are_of_one_answer(paged: Engine) -> None:
+def test_statistics_cover_one_answer(paged: Engine) -> None:
     answer(paged)
     first = paged.stats
     answer(paged)
@@ -64,13 +65,17 @@ def test_statistics_are_of_one_answer(paged: Engine) -> None:
     assert sum((again.hits_full, again.hits_prefetched, again.hits_top, again.misses)) == 28
 
 
-def test_a_plan_is_told_part_by_part(paged: Engine, engine: Engine) -> None:
-    told = paged.describe()
-    assert told["pages"] == 6
-    assert told["memory_experts_bytes"] == 6 * told["page_bytes"]
+def test_description_lists_the_parts_of_the_plan(paged: Engine, engine: Engine) -> None:
+    described = paged.describe().to_json()
+    assert described["pages"] == 6
+    assert described["memory_experts_bytes"] == 6 * described["page_bytes"]
     usual = settings_of("auto")
-    assert (told["policy"], told["prefetch"], told["split"]) == (usual.policy, usual.prefetch, usual.split)
-    mapped = engine.describe()
+    assert (described["policy"], described["prefetch"], described["split"]) == (
+        usual.policy,
+        usual.prefetch,
+        usual.split,
+    )
+    mapped = engine.describe().to_json()
     assert mapped["experts"].startswith("mapped")
     parts = ("process", "dense", "attention_cache", "workspace", "scratch", "margin", "experts")
     total = sum(mapped[f"memory_{part}_bytes"] for part in parts)
@@ -80,19 +85,19 @@ def test_a_plan_is_told_part_by_part(paged: Engine, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("ram", ["64M", 64 << 20])
-def test_a_budget_too_small_is_refused_with_one_that_works(ram: Any, chat_model: Path, home: Path) -> None:
+def test_too_small_budget_error_names_a_budget_that_works(ram: Any, chat_model: Path, home: Path) -> None:
     with pytest.raises(DoesNotFitError) as caught:
         moechat.load(chat_model, ram=ram)
     assert caught.value.least_bytes is not None
-    # The tests' own process grows between the two.
+    # The memory of the test process grows between the two loads.
     with moechat.load(chat_model, ram=caught.value.least_bytes + (64 << 20)) as engine:
-        assert engine.describe()["memory_budget_given"]
+        assert engine.describe().memory_budget_given
         assert len(answer(engine)) == 8
 
 
-def test_a_context_that_memory_made_short_is_explained(chat_model: Path, home: Path) -> None:
+def test_context_shortened_by_memory_is_explained(chat_model: Path, home: Path) -> None:
     with moechat.load(chat_model, offload=TIGHT) as engine:
-        object.__setattr__(engine._loaded.plan, "context_limited", True)
+        object.__setattr__(engine.loaded.plan, "context_limited", True)
         with pytest.raises(PromptTooLongError) as caught:
             engine.generate([5] * 300)
     assert "memory made the context shorter" in str(caught.value.hint)
@@ -111,7 +116,7 @@ def test_every_system_gives_the_same_tokens(
         assert torch.equal(other.logits(PROMPT), engine.logits(PROMPT))
 
 
-def test_a_closed_engine_says_so_and_closing_may_be_repeated(chat_model: Path, home: Path) -> None:
+def test_a_closed_engine_raises_and_close_is_idempotent(chat_model: Path, home: Path) -> None:
     with moechat.load(chat_model, offload=TIGHT) as engine:
         steps = engine.generate(PROMPT, max_new_tokens=8, temperature=0.0)
         next(steps)
@@ -119,13 +124,13 @@ def test_a_closed_engine_says_so_and_closing_may_be_repeated(chat_model: Path, h
     for use in (lambda: next(steps), lambda: engine.logits(PROMPT), lambda: engine.generate(PROMPT)):
         with pytest.raises(MoechatError, match="was closed"):
             use()
-    assert engine.describe()["pages"] == 6
+    assert engine.describe().pages == 6
     assert engine.stats.output_tokens == 1
 
 
-def test_closing_from_another_thread_during_a_pass_is_told(chat_model: Path, home: Path) -> None:
+def test_closing_from_another_thread_during_a_pass_raises(chat_model: Path, home: Path) -> None:
     engine = moechat.load(chat_model, offload=TIGHT)
-    layer = engine._loaded.model.get_submodule("model.layers.1")
+    layer = engine.loaded.model.get_submodule("model.layers.1")
 
     def close(*_: object) -> None:
         other = threading.Thread(target=engine.close)
@@ -139,11 +144,11 @@ def test_closing_from_another_thread_during_a_pass_is_told(chat_model: Path, hom
     assert "expert cache is closed" in str(caught.value.__cause__)
 
 
-def test_another_error_of_a_pass_stays_what_it_is(engine: Engine) -> None:
+def test_unrelated_error_of_a_pass_is_not_translated(engine: Engine) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("as wanted")
 
-    hook = engine._model.register_forward_pre_hook(fail)
+    hook = engine.loaded.model.register_forward_pre_hook(fail)
     try:
         with pytest.raises(RuntimeError, match="as wanted"):
             engine.logits(PROMPT)
@@ -151,15 +156,15 @@ def test_another_error_of_a_pass_stays_what_it_is(engine: Engine) -> None:
         hook.remove()
 
 
-def test_an_engine_whose_making_failed_can_be_deleted() -> None:
+def test_a_partly_constructed_engine_can_be_deleted() -> None:
     Engine.__new__(Engine).__del__()
 
 
-def test_a_file_cut_short_is_a_damaged_store_and_the_engine_recovers(home: Path, tmp_path: Path) -> None:
+def test_truncated_file_raises_damaged_store_and_the_engine_recovers(home: Path, tmp_path: Path) -> None:
     write_tiny_chat_model(tmp_path / "model")
     with moechat.load(tmp_path / "model", offload=TIGHT) as engine:
         expected = answer(engine)
-        kept = {path: path.read_bytes() for path in engine._store.path.glob("experts-*.safetensors")}
+        kept = {path: path.read_bytes() for path in engine.loaded.store.path.glob("experts-*.safetensors")}
         for path, data in kept.items():
             with path.open("r+b") as file:
                 file.truncate(len(data) // 4)
@@ -172,9 +177,9 @@ def test_a_file_cut_short_is_a_damaged_store_and_the_engine_recovers(home: Path,
         assert answer(engine) == expected
 
 
-def test_a_link_that_stands_still_is_an_error_within_its_limit(chat_model: Path, home: Path) -> None:
+def test_a_stalled_link_raises_within_its_limit(chat_model: Path, home: Path) -> None:
     with moechat.load(chat_model, offload=OffloadOptions(pages=6, link=STANDING)) as engine:
-        for _ in range(2):  # the engine stays usable: it tries again
+        for _ in range(2):  # the engine stays usable and tries again
             with pytest.raises(MoechatError, match="cannot be read") as caught:
                 answer(engine)
             assert caught.value.exit_code == 1
@@ -189,22 +194,22 @@ def test_ctrl_c_ends_a_wait_for_the_link(chat_model: Path, home: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             answer(engine)
         timer.join()
-        # Encoding, describing and refusing still work, and nothing of the answer is kept.
-        assert engine.describe()["pages"] == 6
-        assert engine._prompt_cache._cache is None
+        # The engine still encodes, describes itself and rejects input; nothing of the answer is kept.
+        assert engine.describe().pages == 6
+        assert engine.decoder.prompt_cache._cache is None
 
 
-def test_prompts_come_in_parts_and_an_interrupt_between_them_leaves_the_engine_usable(
+def test_prompts_are_computed_in_chunks_and_an_interrupt_between_them_leaves_the_engine_usable(
     chat_model: Path, home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [(7 * i) % 200 + 3 for i in range(100)]
-    # In bfloat16 a short part is computed more exactly than a long one.
+    # In bfloat16 a short chunk is computed more exactly than a long one.
     with moechat.load(chat_model, dtype="float32") as one:
         whole, expected = one.logits(prompt), answer(one, prompt)
     passes: list[int] = []
     with moechat.load(chat_model, dtype="float32", offload=TIGHT) as other:
-        monkeypatch.setattr(other._loaded, "chunk", 32)
-        hook = other._model.register_forward_pre_hook(
+        other.passes.loaded = replace(other.loaded, chunk=32)
+        hook = other.loaded.model.register_forward_pre_hook(
             lambda _module, _arguments, named: passes.append(named["input_ids"].shape[1]), with_kwargs=True
         )
         parts = other.logits(prompt)
@@ -221,7 +226,7 @@ def test_prompts_come_in_parts_and_an_interrupt_between_them_leaves_the_engine_u
                 raise KeyboardInterrupt
 
         passes.clear()
-        hook = other._model.register_forward_pre_hook(interrupt, with_kwargs=True)
+        hook = other.loaded.model.register_forward_pre_hook(interrupt, with_kwargs=True)
         with pytest.raises(KeyboardInterrupt):
             answer(other, prompt)
         hook.remove()
@@ -229,24 +234,24 @@ def test_prompts_come_in_parts_and_an_interrupt_between_them_leaves_the_engine_u
         assert other.stats.reused_tokens == 0
 
 
-def test_a_prompt_that_was_not_finished_takes_no_memory() -> None:
+def test_an_unfinished_prompt_keeps_no_memory() -> None:
     cache = PromptCache()
     cache.keep(object(), [1, 2], prompt=3)
     cache.keep(object(), [1, 2, 3], prompt=3)
     assert cache.take([1, 2, 3, 4]) == (None, 0)
 
 
-def test_settings_of_the_near_tier_may_be_given(chat_model: Path, home: Path, engine: Engine) -> None:
+def test_near_tier_settings_can_be_given(chat_model: Path, home: Path, engine: Engine) -> None:
     settings = CacheSettings(policy="lru", split=0.5, prefetch="none")
     with moechat.load(chat_model, offload=OffloadOptions(cache=settings, pages=9)) as other:
-        told = other.describe()
-        assert (told["system"], told["policy"], told["split"]) == ("custom", "lru", 0.5)
+        described = other.describe().to_json()
+        assert (described["system"], described["policy"], described["split"]) == ("custom", "lru", 0.5)
         assert answer(other) == answer(engine)
         assert other.stats.prefetch_bytes == 0
 
 
-def test_loading_does_not_import_what_it_does_not_use() -> None:
-    """hqq, which transformers imports where it can, takes a third of a second and 40 MiB of every budget."""
+def test_loading_does_not_import_hqq() -> None:
+    """transformers imports hqq if installed, which costs a third of a second and 40 MiB of the budget."""
     script = "import sys, moechat.engine; print([name for name in ('hqq',) if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

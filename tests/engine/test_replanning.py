@@ -1,4 +1,4 @@
-"""Plans from statistics and costs, made anew while nobody waits: tokens, budget, files, every preset."""
+"""Tests of replanning between answers: tokens, budget, statistics files, every preset."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 import moechat
-from moechat.cli.options import RunOptions
+from moechat.cli.commands.run_arguments import RunOptions
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.engine import Engine
 from moechat.errors import MoechatError, UsageError
 from moechat.offload import planner, upkeep
-from moechat.offload.cached import NearTier
 from moechat.offload.perfect import PerfectPredictor
 from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.offload.tier import ExpertTier
 from moechat.routing import Replay, Trace
 from moechat.routing.statistics_file import load_statistics
 
@@ -35,7 +35,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-# As fast as memory: nothing here is about a disk.
+# As fast as memory: these tests do not depend on a disk.
 MEMORY = LinkSettings(kind="sim")
 
 
@@ -47,12 +47,12 @@ def answer(engine: Engine, count: int = 20) -> list[int]:
     return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=count, temperature=0.0)]
 
 
-def near_of(engine: Engine) -> NearTier:
-    assert engine._near is not None
-    return engine._near
+def near_of(engine: Engine) -> ExpertTier:
+    assert engine.loaded.near is not None
+    return engine.loaded.near
 
 
-def test_a_new_plan_at_every_token_changes_no_token_and_keeps_the_budget(own_home: Path) -> None:
+def test_replanning_at_every_token_changes_no_token_and_keeps_the_budget(own_home: Path) -> None:
     with load() as engine:
         expected = answer(engine)
     process = psutil.Process(os.getpid())
@@ -73,7 +73,7 @@ def test_a_new_plan_at_every_token_changes_no_token_and_keeps_the_budget(own_hom
         assert engine.stats.replans == 20
 
 
-def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(
+def test_replanning_runs_after_a_number_of_tokens_and_only_between_answers(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upkeep, "_OBSERVED_TOKENS", 30)
@@ -92,42 +92,42 @@ def test_a_plan_is_due_after_so_many_tokens_and_only_when_nobody_waits(
         assert replanned.layers_changed == int((near_of(engine).targets != before).any(axis=1).sum())
         assert replanned.before_ms is not None
         assert replanned.after_ms is not None
-        assert replanned.after_ms <= replanned.before_ms + 1e-9, "by what is known now it can only be better"
-        told = engine.stats.to_json()
-        assert (told["replans"], told["replan"]) == (1, replanned.to_json())
+        assert replanned.after_ms <= replanned.before_ms + 1e-9, (
+            "replanning with the current statistics cannot be worse"
+        )
+        stats = engine.stats.to_json()
+        assert (stats["replans"], stats["replan"]) == (1, replanned.to_json())
         assert engine.idle() is None, "the count begins again"
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_told_and_writes_nothing(own_home: Path) -> None:
+def test_a_forked_child_gets_an_error_and_writes_nothing(own_home: Path) -> None:
     with load(replan_tokens=5) as engine:
         answer(engine, 10)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
-            told = 0
+            errors = 0
             for use in (engine.idle, engine.replan):
                 try:
                     use()
                 except MoechatError as error:
-                    told += "forked child" in str(error)
+                    errors += "forked child" in str(error)
                 except BaseException:
                     break
             engine.close()
-            os._exit(2 - told)
+            os._exit(2 - errors)
         _, status = os.waitpid(child, 0)
         assert status == 0
         assert not list(own_home.glob("state/routing/*"))
         assert engine.replan() is not None
 
 
-def test_an_engine_that_is_closed_while_it_plans_says_so(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan_for = NearTier.plan_for
+def test_closing_an_engine_while_it_plans_raises(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_for = ExpertTier.plan_for
 
-    def closing(self: NearTier, *arguments: Any) -> Any:
+    def closing(self: ExpertTier, *arguments: Any) -> Any:
         plan = plan_for(self, *arguments)
         thread = threading.Thread(target=engine.close)
         thread.start()
@@ -138,13 +138,13 @@ def test_an_engine_that_is_closed_while_it_plans_says_so(
         engine = load(replan_tokens=5)
         answer(engine, 10)
         with monkeypatch.context() as patch:
-            patch.setattr(NearTier, "plan_for", closing)
+            patch.setattr(ExpertTier, "plan_for", closing)
             with pytest.raises(MoechatError, match="was closed"):
                 getattr(engine, name)()
         assert getattr(engine, name)() is None
 
 
-def test_none_is_due_where_the_setting_is_0_or_experts_are_mapped(own_home: Path) -> None:
+def test_replanning_is_off_at_interval_0_or_with_mapped_experts(own_home: Path) -> None:
     with load(replan_tokens=0) as engine:
         answer(engine, 3)
         assert engine.idle() is None
@@ -156,26 +156,26 @@ def test_none_is_due_where_the_setting_is_0_or_experts_are_mapped(own_home: Path
         load(replan_tokens=-1)
 
 
-def test_statistics_are_kept_at_the_end_and_used_at_the_next_start(own_home: Path) -> None:
+def test_statistics_are_saved_at_close_and_used_at_the_next_load(own_home: Path) -> None:
     with load() as engine:
         near = near_of(engine)
         assert near.knowledge is not None
         assert near.knowledge.statistics_from == "defaults"
         answer(engine)
-        store, shape = engine._store, engine._upkeep._shape  # type: ignore[union-attr]
+        store, shape = engine.loaded.store, engine.loaded.upkeep._shape  # type: ignore[union-attr]
     kept = load_statistics(planner.key_of(shape, store.manifest.source.fingerprint), POLICY)
     assert kept is not None
     assert kept.tokens == 19
     assert kept.activations.sum() == 19 * 8 * 2
     with load() as engine:
         assert near_of(engine).knowledge.statistics_from == "defaults and 19 tokens of this model"  # type: ignore[union-attr]
-        assert engine.describe()["plan_statistics"] == "defaults and 19 tokens of this model"
+        assert engine.describe().plan_statistics == "defaults and 19 tokens of this model"
         answer(engine)
-        # What is kept, what waits to be kept, and the defaults make one plan.
+        # Saved and unsaved statistics and the defaults are combined into one plan.
         assert engine.replan().statistics_from == "defaults and 38 tokens of this model"  # type: ignore[union-attr]
 
 
-def test_statistics_are_written_when_an_answer_ends_but_not_each_time(
+def test_statistics_are_written_after_some_answers_not_each(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
@@ -200,7 +200,7 @@ def test_statistics_are_written_when_an_answer_ends_but_not_each_time(
     assert written == [8, 2, 4]
 
 
-def test_damaged_files_and_a_home_in_the_way_are_told_and_harmless(own_home: Path) -> None:
+def test_damaged_files_and_an_unusable_home_only_add_notices(own_home: Path) -> None:
     with load() as engine:
         expected = answer(engine, 10)
     (path,) = own_home.glob("state/routing/*.npz")
@@ -218,11 +218,11 @@ def test_damaged_files_and_a_home_in_the_way_are_told_and_harmless(own_home: Pat
     with load() as engine:
         assert answer(engine, 10) == expected
         assert engine.replan() is not None
-        engine._upkeep.save()  # type: ignore[union-attr]
+        engine.loaded.upkeep.save()  # type: ignore[union-attr]
         assert any("routing" in notice for notice in engine.notices())
 
 
-def test_whatever_fails_there_is_a_plan(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_planning_failure_falls_back_to_a_plan(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("as wanted")
 
@@ -238,9 +238,7 @@ def test_whatever_fails_there_is_a_plan(own_home: Path, monkeypatch: pytest.Monk
                 assert near_of(engine).runner.check() == ""
 
 
-def test_a_plan_for_more_pages_than_there_are_is_not_taken(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_for_too_many_pages_is_rejected(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = planner.allocate
 
     def greedy(*arguments: Any, pages: int, **named: Any) -> Any:
@@ -254,13 +252,13 @@ def test_a_plan_for_more_pages_than_there_are_is_not_taken(
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_preset_runs_or_is_refused(system: str, own_home: Path) -> None:
+def test_every_preset_runs_or_is_rejected(system: str, own_home: Path) -> None:
     if system == "oracle":
         for pages in (0, PAGES):
             with pytest.raises(UsageError, match="need a replayed trace") as caught:
                 load(pages=pages, system=system)
             assert "simulate" in str(caught.value.hint)
-        with pytest.raises(UsageError, match="looks into the future"):
+        with pytest.raises(UsageError, match="needs the routing of later tokens"):
             RunOptions(model="demo", system=system)
         return
     RunOptions(model="demo", system=system)
@@ -274,7 +272,7 @@ def test_every_preset_runs_or_is_refused(system: str, own_home: Path) -> None:
         assert engine.stats.plan == plan.method
 
 
-def test_the_oracle_runs_where_a_trace_is_played_back(own_home: Path) -> None:
+def test_the_oracle_runs_on_a_replayed_trace(own_home: Path) -> None:
     generator = np.random.default_rng(1)
     experts = np.argsort(generator.random((300, 8, 16)), axis=-1)[..., :2].astype(np.int32)
     replay = Replay(Trace(experts=experts, num_experts=16, offsets=np.array([0, 300])))
@@ -287,7 +285,7 @@ def test_the_oracle_runs_where_a_trace_is_played_back(own_home: Path) -> None:
         assert stats.misses + stats.hits_top < 0.1 * (stats.hits_full + stats.hits_prefetched)
 
 
-def test_popular_experts_are_the_ones_that_a_fixed_set_holds(own_home: Path) -> None:
+def test_a_fixed_set_holds_the_popular_experts(own_home: Path) -> None:
     with load() as engine:
         answer(engine, 50)
     with load(system="fiddler") as engine:
@@ -304,7 +302,7 @@ def test_popular_experts_are_the_ones_that_a_fixed_set_holds(own_home: Path) -> 
             assert (resident[layer][needed] >= blocks).all(), "once they are there they stay"
 
 
-def test_switching_takes_effect_at_once_and_refuses_what_needs_another_runner(own_home: Path) -> None:
+def test_switching_takes_effect_at_once_and_rejects_settings_that_need_another_runner(own_home: Path) -> None:
     with load() as engine:
         near = near_of(engine)
         expected = answer(engine, 10)
@@ -321,6 +319,6 @@ def test_switching_takes_effect_at_once_and_refuses_what_needs_another_runner(ow
         assert answer(engine, 10) == expected
         assert near.stats()["link_transfers_far"] > 0
         for other in (CacheSettings(policy="lru"), CacheSettings(policy=POLICY, whole_experts=True)):
-            with pytest.raises(ValueError, match="another near tier"):
+            with pytest.raises(ValueError, match="another tier"):
                 near.switch(other, near.plan)
         assert near.runner.check() == ""

@@ -1,4 +1,4 @@
-"""Logits do not depend on the number of threads: dense products, attention and experts."""
+"""Tests that logits do not depend on the number of threads: dense products, attention and experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tiny import write_tiny_chat_model
 
 import moechat
-from moechat.models.threads import one_thread, steady_modules
+from moechat.models.threads import make_thread_invariant, one_thread
 
 
 @pytest.fixture(scope="module", params=["demo", "qwen3_moe", "gpt_oss"])
@@ -21,7 +21,7 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "demo":
         return "demo"
     directory = tmp_path_factory.mktemp(request.param)
-    # 16 experts: a router so narrow that threads would share its columns in another way.
+    # 16 experts: so narrow a router that its columns would be split differently among threads.
     experts = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[request.param]
     changes: dict[str, Any] = {experts: 16, "max_position_embeddings": 512, "vocab_size": 261}
     write_tiny_chat_model(directory / "model", request.param, **changes)
@@ -29,12 +29,12 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def logits(named: str, threads: int, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of prompts of several lengths, and of the steps of an answer."""
+    """Logits of prompts of several lengths, and of the steps of an answer."""
     tokens = [(11 * i * i + 5) % 250 + 3 for i in range(max(lengths))]
     found: list[torch.Tensor] = []
     with moechat.load(named, threads=threads, dtype="float32") as engine:
         found += [engine.logits(tokens[:length]) for length in lengths]
-        hook = engine._model.register_forward_hook(
+        hook = engine.loaded.model.register_forward_hook(
             lambda _module, _arguments, output: found.append(output.logits[0, -1].clone())
         )
         list(engine.generate(tokens[:37], max_new_tokens=8, temperature=0.0))
@@ -53,9 +53,7 @@ def test_logits_are_bitwise_equal_with_one_thread_and_with_more(named: str) -> N
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "AUTO,STRICT"), ("COMPATIBLE", "COMPATIBLE")])
-def test_the_compute_library_is_told_before_it_starts_unless_the_user_has(
-    own: str | None, expected: str
-) -> None:
+def test_compute_library_defaults_are_set_unless_the_user_set_them(own: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     if own is not None:
         environment["MKL_CBWR"] = own
@@ -75,7 +73,7 @@ def test_another_load_does_not_change_the_logits_of_an_engine(named: str) -> Non
             assert torch.equal(second.logits(tokens), alone)
 
 
-def test_narrow_modules_use_one_thread_and_wide_ones_all() -> None:
+def test_narrow_modules_use_one_thread_and_wide_modules_all() -> None:
     seen: dict[str, int] = {}
 
     class Spy(torch.nn.Linear):
@@ -92,14 +90,14 @@ def test_narrow_modules_use_one_thread_and_wide_ones_all() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        steady_modules(model)
+        make_thread_invariant(model)
         for module in list(model.values())[:2]:
             module(torch.ones(5, 4))
         with pytest.raises(ValueError, match="as wanted"):
             model["failing"](torch.ones(5, 4))
         assert seen == {"narrow": 1, "wide": 2, "failing": 1}
         assert torch.get_num_threads() == 2
-        # What is narrow depends on the threads at the call.
+        # The threshold of narrow modules depends on the number of threads during the call.
         torch.set_num_threads(257)
         model["wide"](torch.ones(5, 4))
         assert seen["wide"] == 1

@@ -37,7 +37,7 @@ from moechat.store.lock import exclusive_lock
 from moechat.store.store import Store
 
 
-def test_what_is_downloaded_is_the_store_that_converting_the_directory_gives(
+def test_a_download_gives_the_same_store_as_converting_the_directory(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     done = inside.call("download", REPOSITORY)
@@ -55,7 +55,7 @@ def test_what_is_downloaded_is_the_store_that_converting_the_directory_gives(
     assert [request.path for request in hub.requests if "/resolve/" in request.path] == []
 
 
-def test_a_dry_run_says_what_it_takes_and_leaves_nothing(inside: Cli, hub: Hub) -> None:
+def test_a_dry_run_shows_sizes_and_writes_nothing(inside: Cli, hub: Hub) -> None:
     done = inside.call("download", REPOSITORY + "@main", "--dry-run", "--bits", "8")
     assert done.status == 0, done.err
     text = done.out.decode()
@@ -67,7 +67,7 @@ def test_a_dry_run_says_what_it_takes_and_leaves_nothing(inside: Cli, hub: Hub) 
     assert shard_requests(hub) == []
 
 
-def test_a_download_interrupted_killed_and_cut_goes_on_where_it_was(
+def test_a_download_interrupted_killed_and_cut_is_resumed(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     running: list[subprocess.Popen[bytes]] = []
@@ -94,9 +94,7 @@ def test_a_download_interrupted_killed_and_cut_goes_on_where_it_was(
     assert len(continued) >= 3
 
 
-def test_a_connection_cut_three_times_is_taken_up_again(
-    inside: Cli, hub: Hub, reference: dict[str, str]
-) -> None:
+def test_a_connection_cut_three_times_is_resumed(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
     hub.faults = Faults(cuts=3, cut_after=150_000)
     done = inside.call("download", REPOSITORY)
     finished(inside, done, reference)
@@ -104,26 +102,26 @@ def test_a_connection_cut_three_times_is_taken_up_again(
     assert body_bytes(hub) == sum(shards(hub).values())
 
 
-def test_a_server_without_ranges_sends_all_of_it_again(
+def test_a_server_without_ranges_sends_the_whole_file_again(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     hub.faults = Faults(cuts=1, cut_after=150_000, ignore_ranges=True)
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_a_busy_hub_is_asked_again(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
+def test_requests_to_a_busy_hub_are_retried(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
     hub.faults.busy = 3
     done = inside.call("download", REPOSITORY)
     finished(inside, done, reference)
     assert "status 503; trying again" in done.err
 
 
-def test_a_stalled_connection_ends_and_the_next_run_goes_on(
+def test_a_stalled_connection_times_out_and_the_next_run_resumes(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moechat.hub import patience
+    from moechat.fetch import retry
 
-    monkeypatch.setattr(patience, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 0.3)
     hub.faults = Faults(stall=True, cut_after=0)
     done = inside.call("download", REPOSITORY)
     assert done.status == 5
@@ -133,9 +131,7 @@ def test_a_stalled_connection_ends_and_the_next_run_goes_on(
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_json_has_the_plan_then_the_same_with_the_result(
-    inside: Cli, hub: Hub, reference: dict[str, str]
-) -> None:
+def test_json_prints_the_plan_and_then_the_result(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
     plan = planned(inside)
     assert shard_requests(hub) == []
     assert plan["status"] == "planned"
@@ -167,7 +163,7 @@ def test_json_has_the_plan_then_the_same_with_the_result(
     assert (named["name"], named["revision"], named["commit"]) == (f"{REPOSITORY}@main", "main", COMMIT)
 
 
-def test_json_of_a_model_that_is_here_says_so_and_errors_print_none(inside: Cli, hub: Hub) -> None:
+def test_json_reports_a_model_already_downloaded_and_errors_print_none(inside: Cli, hub: Hub) -> None:
     assert inside.call("download", REPOSITORY).status == 0
     hub.requests.clear()
     again = inside.call("download", REPOSITORY, "--json")
@@ -182,7 +178,7 @@ def test_json_of_a_model_that_is_here_says_so_and_errors_print_none(inside: Cli,
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_the_disk_holds_what_the_plan_says_and_never_two_copies(
+def test_disk_use_stays_within_the_plan_and_below_two_copies(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     plan = planned(inside)
@@ -216,7 +212,7 @@ def test_the_disk_holds_what_the_plan_says_and_never_two_copies(
         assert least - sizes[-1] <= plan["disk_bytes"] < least
 
 
-def test_a_disk_that_is_too_small_is_refused_with_numbers_before_the_first_shard(
+def test_a_disk_too_small_is_refused_before_the_first_shard(
     inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_free(monkeypatch, 1_000_000)
@@ -244,7 +240,7 @@ def test_a_wrong_hash_is_refused_and_finished_layers_are_kept(
     assert sorted(shards(hub))[0] not in shard_requests(hub)
 
 
-def test_a_beginning_that_rotted_is_fetched_again(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
+def test_a_corrupted_partial_file_is_fetched_again(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
     name = sorted(shards(hub))[0]
     directory = sources(inside) / f"tiny--moe-chat@{COMMIT[:12]}"
     directory.mkdir(parents=True)
@@ -254,15 +250,15 @@ def test_a_beginning_that_rotted_is_fetched_again(inside: Cli, hub: Hub, referen
     assert "it is downloaded again" in done.err
 
 
-def test_a_file_of_another_size_is_refused(inside: Cli, hub: Hub) -> None:
+def test_a_file_of_the_wrong_size_is_refused(inside: Cli, hub: Hub) -> None:
     name = sorted(shards(hub))[1]
     hub.faults.grow = name
     done = inside.call("download", REPOSITORY)
     assert done.status == 3
-    assert f"{name} has 472449 bytes or more where it comes from, the hub says 472448" in done.err
+    assert f"{name} has at least 472449 bytes on the server, the hub says 472448" in done.err
 
 
-def test_a_kept_source_serves_other_bits_and_is_a_checkpoint(inside: Cli, hub: Hub, checkpoint: Path) -> None:
+def test_a_kept_source_is_a_checkpoint_and_serves_other_bits(inside: Cli, hub: Hub, checkpoint: Path) -> None:
     assert inside.call("download", REPOSITORY, "--keep-source").status == 0
     kept = sources(inside) / f"tiny--moe-chat@{COMMIT[:12]}"
     assert Checkpoint.open(kept).keys() == Checkpoint.open(checkpoint).keys()
@@ -277,7 +273,7 @@ def test_a_kept_source_serves_other_bits_and_is_a_checkpoint(inside: Cli, hub: H
     assert kept.is_dir()
 
 
-def test_shards_in_the_cache_of_other_tools_are_used_and_stay(
+def test_shards_in_the_huggingface_cache_are_used_and_kept(
     inside: Cli, hub: Hub, checkpoint: Path, reference: dict[str, str]
 ) -> None:
     snapshot = Path(inside.extra["HF_HOME"], "hub", "models--tiny--moe-chat", "snapshots", COMMIT)
@@ -317,7 +313,7 @@ def test_a_repository_with_only_pickles_is_refused(inside: Cli, hub: Hub) -> Non
         (200, {}, "", 5, "does not answer like a model hub", "HF_ENDPOINT"),
     ],
 )
-def test_every_refusal_of_the_hub_has_its_own_words(
+def test_every_refusal_of_the_hub_has_its_own_message(
     inside: Cli,
     hub: Hub,
     status: int,
@@ -338,16 +334,16 @@ def test_every_refusal_of_the_hub_has_its_own_words(
     assert not inside.home.exists()
 
 
-def test_a_gated_model_is_shown_but_not_given(inside: Cli, hub: Hub) -> None:
+def test_a_gated_model_can_be_planned_but_not_downloaded(inside: Cli, hub: Hub) -> None:
     hub.faults.gated = True
     done = inside.call("download", REPOSITORY)
     assert done.status == 3
-    assert f"{REPOSITORY} is gated: its makers ask who you are, and no token is sent" in done.err
+    assert f"{REPOSITORY} is gated: its makers ask for your name, and no token is sent" in done.err
     assert f"accept the terms at {hub.endpoint}/{REPOSITORY}" in done.err
     assert not inside.home.exists()
 
 
-def test_a_token_that_is_kept_from_being_sent_is_named(program: Cli, hub: Hub) -> None:
+def test_the_error_names_the_setting_that_withholds_the_token(program: Cli, hub: Hub) -> None:
     hub.faults.gated = True
     program.extra |= {
         "HF_TOKEN": "hf_secret",
@@ -361,9 +357,7 @@ def test_a_token_that_is_kept_from_being_sent_is_named(program: Cli, hub: Hub) -
     assert "HF_HUB_DISABLE_IMPLICIT_TOKEN is set" in program.run("doctor").out.decode()
 
 
-def test_a_hub_that_is_not_there_a_proxy_and_offline_mode_have_their_own_words(
-    program: Cli, hub: Hub
-) -> None:
+def test_an_unreachable_hub_a_proxy_and_offline_mode_have_their_own_messages(program: Cli, hub: Hub) -> None:
     program.extra["HF_ENDPOINT"] = "http://127.0.0.1:9"
     done = program.run("download", "mixtral")
     assert done.status == 5
@@ -404,14 +398,14 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(inside: Cli, hub: Hub) -> No
         assert not path.is_file() or b"hf_secret" not in path.read_bytes()
 
 
-def test_names_that_are_no_repositories_are_refused(inside: Cli, checkpoint: Path) -> None:
+def test_names_that_are_not_repositories_are_refused(inside: Cli, checkpoint: Path) -> None:
     assert inside.call("download", "demo").status == 2
     assert inside.call("download", str(checkpoint)).status == 2
     assert inside.call("download", "mixtrl").err.count("did you mean mixtral?") == 1
     assert inside.call("download", REPOSITORY, "--bits", "5").status == 2
 
 
-def test_run_without_a_terminal_says_what_to_type_and_with_yes_it_answers(inside: Cli, hub: Hub) -> None:
+def test_run_without_a_terminal_needs_yes_to_download(inside: Cli, hub: Hub) -> None:
     refused = inside.call("run", REPOSITORY, "hello")
     assert refused.status == 3
     assert f"moechat download {REPOSITORY}, or --yes" in refused.err
@@ -424,9 +418,9 @@ def test_run_without_a_terminal_says_what_to_type_and_with_yes_it_answers(inside
     assert "is here after " in done.err
 
 
-def test_run_asks_and_a_no_downloads_nothing(inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moechat.cli.run.can_ask", lambda: True)
-    monkeypatch.setattr("moechat.cli.run.read_prompt", lambda *_args, **_more: None)
+def test_run_downloads_nothing_after_a_no(inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moechat.cli.commands.run.can_ask", lambda: True)
+    monkeypatch.setattr("moechat.cli.commands.run.read_prompt", lambda *_args, **_more: None)
     done = inside.call("run", REPOSITORY, stdin=b"what?\nn\n")
     assert done.status == 3
     assert done.err.count("Download and convert it now? [Y/n]") == 2
@@ -435,7 +429,7 @@ def test_run_asks_and_a_no_downloads_nothing(inside: Cli, hub: Hub, monkeypatch:
     assert shard_requests(hub) == []
 
 
-def test_run_on_a_terminal_asks_once_and_ends_in_the_chat(program: Cli) -> None:
+def test_run_on_a_terminal_asks_once_downloads_and_starts_the_chat(program: Cli) -> None:
     terminal = program.terminal("run", REPOSITORY)
     terminal.expect("Download and convert it now")
     terminal.sendline("")

@@ -6,27 +6,22 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from cli_support import Cli
 from gguf.constants import GGMLQuantizationType as Kind
+from gguf_support import save_model, tensors_of, write_gguf
 from hub_server import COMMIT, Faults, Hub
 from library_support import models, sources
+from transformers import AutoTokenizer
 
-for room in ("gguf_files",):
-    sys.path.insert(0, str(Path(__file__).parents[1] / room))
-
-from gguf_support import save_model, tensors_of, write_gguf  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-
-import moechat  # noqa: E402
-from moechat.hub.names import resolve  # noqa: E402
-from moechat.hub.remote import RemoteFile, RemoteRepository  # noqa: E402
-from moechat.loading.gguf_repository import gguf_models  # noqa: E402
-from moechat.loading.stores import open_store  # noqa: E402
+import moechat
+from moechat.fetch.gguf_repository import gguf_models
+from moechat.fetch.repository import RemoteFile, RemoteRepository
+from moechat.hub.names import resolve
+from moechat.loading.stores import open_store
 
 REPOSITORY = "tiny/moe-GGUF"
 DEMO = Path(moechat.__file__).parent / "hub" / "demo"
@@ -76,7 +71,7 @@ def same_files(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize(("variant", "local"), [("q4_k_m", "moe-Q4_K_M.gguf"), ("Q8_0", "Q8_0")])
-def test_its_store_is_that_of_the_file(
+def test_a_gguf_download_gives_the_same_store_as_converting_the_file(
     inside: Cli, quants: Hub, gguf_directory: Path, variant: str, local: str
 ) -> None:
     done = inside.call("download", f"{REPOSITORY}:{variant}")
@@ -117,7 +112,7 @@ def test_a_dry_run_reads_the_header_and_nothing_else(inside: Cli, quants: Hub) -
     assert not inside.home.exists()
 
 
-def test_it_is_said_which_there_are_where_none_or_several_fit(inside: Cli, quants: Hub) -> None:
+def test_the_files_are_listed_if_none_or_several_match(inside: Cli, quants: Hub) -> None:
     several = inside.call("download", REPOSITORY)
     assert several.status == 2
     assert "has 2 GGUF models: Q8_0/moe-Q8_0-00001-of-00002.gguf (" in several.err
@@ -133,7 +128,7 @@ def test_it_is_said_which_there_are_where_none_or_several_fit(inside: Cli, quant
     assert alone.status == 0, alone.err
 
 
-def test_models_in_a_thousand_parts_are_told_apart_at_once() -> None:
+def test_models_in_a_thousand_parts_are_grouped_quickly() -> None:
     def parts(stem: str, count: int) -> list[str]:
         return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
@@ -157,7 +152,7 @@ def test_a_file_named_as_part_1_of_0_does_not_hide_the_others(inside: Cli, quant
     assert (several.status, "has 3 GGUF models" in several.err) == (2, True), several.err
 
 
-def test_what_is_kept_stays_whatever_its_name(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
+def test_kept_files_stay_whatever_their_names(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
     name = "header.gguf"
     content = (gguf_directory / "moe-Q4_K_M.gguf").read_bytes()
     quants.repositories[REPOSITORY] = {name: content}
@@ -174,7 +169,7 @@ def test_what_is_kept_stays_whatever_its_name(inside: Cli, quants: Hub, gguf_dir
     assert (directory / name).read_bytes() == content
 
 
-def test_a_tokenizer_that_was_half_written_is_written_anew(inside: Cli, quants: Hub) -> None:
+def test_a_partly_written_tokenizer_is_written_again(inside: Cli, quants: Hub) -> None:
     name = f"{REPOSITORY}:Q4_K_M"
     assert inside.call("download", name, "--keep-source").status == 0
     (directory,) = (path for path in sources(inside).iterdir() if path.is_dir())
@@ -187,7 +182,7 @@ def test_a_tokenizer_that_was_half_written_is_written_anew(inside: Cli, quants: 
     assert (store / "tokenizer.json").read_bytes() == expected
 
 
-def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
+def test_an_interrupted_download_is_resumed(inside: Cli, quants: Hub, gguf_directory: Path) -> None:
     name = f"{REPOSITORY}:Q4_K_M"
     size = len(quants.repositories[REPOSITORY]["moe-Q4_K_M.gguf"])
     quants.faults = Faults(
@@ -209,7 +204,7 @@ def test_cut_and_interrupted_it_goes_on(inside: Cli, quants: Hub, gguf_directory
     assert same_files(models(inside) / "tiny--moe-GGUF+Q4_K_M-4bit", reference.path)
 
 
-def test_rm_of_one_leaves_what_was_left_of_the_others(inside: Cli, quants: Hub) -> None:
+def test_rm_of_one_type_keeps_the_partial_files_of_others(inside: Cli, quants: Hub) -> None:
     for name in ("Q4_K_M", "moe-Q4_K_M.gguf", "Q8_0"):
         assert inside.call("download", f"{REPOSITORY}:{name}", "--keep-source").status == 0
     one, other = (

@@ -16,12 +16,12 @@ from library_support import STORE, body_bytes, models, planned, shard_requests, 
 
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError
-from moechat.hub.library import KEPT
-from moechat.hub.names import hub_model
-from moechat.hub.remote import look_up
-from moechat.loading import download
-from moechat.loading.at_once import at_once
-from moechat.loading.download import Download, prepared
+from moechat.fetch import download
+from moechat.fetch.download import Download, prepare_download
+from moechat.fetch.parallel import map_in_threads
+from moechat.fetch.repository import fetch_repository
+from moechat.hub.library import KEEP_MARK
+from moechat.hub.model_ref import hub_model
 from moechat.loading.stores import open_store, require_in_place
 from moechat.store.store import Store
 
@@ -31,7 +31,9 @@ LATER = "f" * 40
 def planned_work(program: Cli, bits: int) -> AbstractContextManager[Download]:
     ref = hub_model(REPOSITORY)
     paths = user_paths({"MOECHAT_HOME": str(program.home)})
-    return prepared(ref, look_up(REPOSITORY, None), bits, paths, keep_source=False, notice=lambda _text: None)
+    return prepare_download(
+        ref, fetch_repository(REPOSITORY, None), bits, paths, keep_source=False, notice=lambda _text: None
+    )
 
 
 def fill_cache(program: Cli, hub: Hub) -> None:
@@ -63,7 +65,7 @@ def test_a_new_commit_of_the_same_weights_is_noted_unless_the_store_is_in_use(in
     assert sorted(entry.name for entry in models(inside).iterdir()) == [STORE]
 
 
-def test_a_store_that_is_replaced_while_it_is_loaded_is_refused(
+def test_a_store_replaced_during_loading_is_refused(
     inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moechat.hub.names import resolve
@@ -80,16 +82,16 @@ def test_a_store_that_is_replaced_while_it_is_loaded_is_refused(
     require_in_place(store)
 
 
-def test_shards_that_another_run_has_kept_stay(inside: Cli, hub: Hub) -> None:
+def test_shards_kept_by_another_run_are_not_removed(inside: Cli, hub: Hub) -> None:
     with planned_work(inside, 8) as second:  # while nothing is kept yet
         assert inside.call("download", REPOSITORY, "--keep-source").status == 0
         second.run(lambda _progress: None, lambda _text: None)
     (kept,) = sources(inside).iterdir()
-    assert (kept / KEPT).exists()
+    assert (kept / KEEP_MARK).exists()
     assert {path.name for path in kept.glob("*.safetensors")} == set(shards(hub))
 
 
-def test_what_was_to_be_kept_is_kept_after_an_interrupt_at_the_very_end(
+def test_the_source_is_kept_after_an_interrupt_at_the_very_end(
     inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert = download.convert
@@ -108,7 +110,7 @@ def test_what_was_to_be_kept_is_kept_after_an_interrupt_at_the_very_end(
 
 
 def test_kept_shards_are_hashed_once(inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moechat.hub import transfer
+    from moechat.fetch import transfer
 
     hashed: list[str] = []
     make = transfer._new_digest
@@ -122,9 +124,7 @@ def test_kept_shards_are_hashed_once(inside: Cli, hub: Hub, monkeypatch: pytest.
     assert sorted(name for name in hashed if name.endswith(".safetensors")) == sorted(shards(hub))
 
 
-def test_shards_in_the_cache_need_no_room_and_half_a_copy_of_one_is_not_fetched(
-    inside: Cli, hub: Hub
-) -> None:
+def test_cached_shards_need_no_disk_space_and_partial_copies_are_not_fetched(inside: Cli, hub: Hub) -> None:
     before = planned(inside)
     fill_cache(inside, hub)
     after = planned(inside)
@@ -144,7 +144,7 @@ def test_shards_in_the_cache_need_no_room_and_half_a_copy_of_one_is_not_fetched(
     assert (directory / name).read_bytes() == hub.repositories[REPOSITORY][name]
 
 
-def test_names_that_leave_the_directory_are_no_files(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+def test_file_names_that_escape_the_directory_are_ignored(inside: Cli, hub: Hub, tmp_path: Path) -> None:
     victim = tmp_path / "precious.gguf"
     victim.write_bytes(b"my own model")
     odd = [
@@ -158,7 +158,7 @@ def test_names_that_leave_the_directory_are_no_files(inside: Cli, hub: Hub, tmp_
     ]
     hub.repositories["tiny/odd"] = dict.fromkeys([*odd, "fine/x.gguf"], b"GGUF")
     try:
-        assert set(look_up("tiny/odd", None).files) == {"fine/x.gguf"}
+        assert set(fetch_repository("tiny/odd", None).files) == {"fine/x.gguf"}
         for name in odd:
             hub.repositories["tiny/odd"] = {name: b"GGUF"}
             assert inside.call("download", "tiny/odd").status != 0
@@ -168,7 +168,7 @@ def test_names_that_leave_the_directory_are_no_files(inside: Cli, hub: Hub, tmp_
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_reading_of_headers_where_no_connection_comes(
+def test_a_signal_ends_the_reading_of_headers_while_connecting(
     program: Cli, hub: Hub, number: signal.Signals, status: int
 ) -> None:
     with (
@@ -201,9 +201,11 @@ def test_a_signal_ends_the_reading_of_headers_where_no_connection_comes(
             running.wait()
 
 
-def test_calls_at_once_keep_their_order_and_the_first_failure_stops_the_others() -> None:
-    assert at_once(lambda n: n * n, range(40), threads=4, stop=lambda: None) == [n * n for n in range(40)]
-    assert at_once(str, [], threads=4, stop=lambda: None) == []
+def test_parallel_calls_keep_their_order_and_stop_at_the_first_failure() -> None:
+    assert map_in_threads(lambda n: n * n, range(40), threads=4, stop=lambda: None) == [
+        n * n for n in range(40)
+    ]
+    assert map_in_threads(str, [], threads=4, stop=lambda: None) == []
     stopped: list[bool] = []
     called: list[int] = []
 
@@ -215,6 +217,6 @@ def test_calls_at_once_keep_their_order_and_the_first_failure_stops_the_others()
         return number
 
     with pytest.raises(ValueError, match="three"):
-        at_once(failing, range(1000), threads=4, stop=lambda: stopped.append(True))
+        map_in_threads(failing, range(1000), threads=4, stop=lambda: stopped.append(True))
     assert stopped == [True]
     assert len(called) < 100

@@ -11,13 +11,13 @@ from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
 
 from moechat.errors import MoechatError
-from moechat.hub.remote import look_up
+from moechat.fetch.repository import fetch_repository
 
 
 @pytest.mark.parametrize(
     "sha", ["/../../../..", "..", "0123456789ab", f"{COMMIT}x", COMMIT.upper(), "", None, 7, "../" * 8]
 )
-def test_a_commit_that_is_none_becomes_no_path(inside: Cli, hub: Hub, sha: Any) -> None:
+def test_an_invalid_commit_is_never_used_as_a_path(inside: Cli, hub: Hub, sha: Any) -> None:
     precious = inside.home / "precious"
     precious.mkdir(parents=True)
     hub.say = {"sha": sha}
@@ -46,9 +46,7 @@ def test_a_commit_that_is_none_becomes_no_path(inside: Cli, hub: Hub, sha: Any) 
     ],
     ids=lambda change: json.dumps(change)[:50],
 )  # fmt: skip
-def test_an_answer_of_another_form_is_an_error_of_the_hub(
-    inside: Cli, hub: Hub, change: dict[str, Any]
-) -> None:
+def test_a_malformed_response_is_an_error_of_the_hub(inside: Cli, hub: Hub, change: dict[str, Any]) -> None:
     hub.say = change
     done = inside.call("download", REPOSITORY)
     assert done.status in (3, 5), done.err
@@ -56,7 +54,7 @@ def test_an_answer_of_another_form_is_an_error_of_the_hub(
     assert "MOECHAT_DEBUG" not in done.err
 
 
-def test_an_answer_that_is_nested_too_deeply_is_one_too(inside: Cli, hub: Hub) -> None:
+def test_a_response_nested_too_deeply_is_an_error_of_the_hub(inside: Cli, hub: Hub) -> None:
     hub.say_raw = b"[" * 200_000
     done = inside.call("download", REPOSITORY)
     assert (done.status, "does not answer like a model hub" in done.err) == (5, True), done.err
@@ -69,19 +67,19 @@ def test_an_answer_that_is_nested_too_deeply_is_one_too(inside: Cli, hub: Hub) -
         ({"HTTP_PROXY": "socks5://127.0.0.1:9", "NO_PROXY": ""}, "hint: SOCKS proxies need one more package"),
         ({"ALL_PROXY": "foo://bar", "NO_PROXY": ""}, "hint: check ALL_PROXY"),
         ({"HF_ENDPOINT": "http://[::1"}, "error: a variable of the hub has a wrong value: Invalid IPv6"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:99999999"}, "error: HF_ENDPOINT is no address"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:99999999"}, "error: HF_ENDPOINT is not an address"),
         (
             {"HF_ENDPOINT": "http://me:secretpw@[::1"},
             "error: a variable of the hub has a wrong value: Invalid IPv6",
         ),
         ({"HF_HUB_DOWNLOAD_TIMEOUT": "abc"}, "error: a variable of the hub has a wrong value"),
         ({"HF_TOKEN": "", "HF_TOKEN_PATH": "/"}, "error: the saved token of the hub cannot be read"),
-        ({"HF_TOKEN": "hf_secretpw\u200b"}, "holds characters that no token has"),
+        ({"HF_TOKEN": "hf_secretpw\u200b"}, "contains characters that no token has"),
         ({"SSL_CERT_FILE": "/nonexistent"}, "hint: check SSL_CERT_FILE"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_variables_that_make_no_sense_are_named(program: Cli, variables: dict[str, str], said: str) -> None:
+def test_errors_name_invalid_variables(program: Cli, variables: dict[str, str], said: str) -> None:
     program.extra.update(variables)
     done = program.run("download", REPOSITORY)
     assert done.status == 2, done.err
@@ -101,7 +99,7 @@ def test_a_password_in_the_address_is_never_shown(program: Cli, hub: Hub) -> Non
 
 
 def test_a_title_is_the_repository_at_its_revision(inside: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles = [look_up(REPOSITORY, revision).title for revision in (None, "main", COMMIT)]
+    titles = [fetch_repository(REPOSITORY, revision).title for revision in (None, "main", COMMIT)]
     assert titles == [
         f"{REPOSITORY}@{COMMIT[:12]}",
         f"{REPOSITORY}@main ({COMMIT[:12]})",
@@ -109,15 +107,15 @@ def test_a_title_is_the_repository_at_its_revision(inside: Cli, monkeypatch: pyt
     ]
 
 
-def test_names_that_are_no_repository_are_refused_as_such() -> None:
-    from moechat.hub.names import require_repository
+def test_invalid_repository_names_are_refused() -> None:
+    from moechat.hub.model_ref import require_repository
 
     for name in ("a", "a/b/c", "../b", "a/..", "a--b/c", "a/b.git"):
         with pytest.raises(MoechatError, match="nor a repository name"):
             require_repository(name)
 
 
-def test_home_is_left_alone_by_a_name_that_climbs(inside: Cli, tmp_path: Path) -> None:
+def test_a_name_with_parent_directories_does_not_touch_the_home(inside: Cli, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     done = inside.call("download", "../outside")

@@ -30,9 +30,9 @@ from library_support import (
     wait_until,
 )
 
-from moechat.cli.progress import LoadProgress
+from moechat.cli.terminal.load_progress import LoadProgress
 from moechat.errors import DownloadError
-from moechat.loading.read_ahead import Background, ReadAhead
+from moechat.fetch.prefetch import BackgroundCall, PrefetchingSource
 from moechat.store.workspace import workspace_path
 
 # Well below what a stalled connection is borne here, well above what a busy machine needs to end a process.
@@ -73,7 +73,7 @@ def finished_layers(program: Cli) -> int:
     return sum(name.startswith("experts-") for name in journal["files"])
 
 
-def test_the_next_shard_comes_while_a_layer_is_converted_and_only_the_next(
+def test_only_the_next_shard_is_fetched_while_a_layer_is_converted(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults.pace_s = 0.002
@@ -100,7 +100,7 @@ def test_the_next_shard_comes_while_a_layer_is_converted_and_only_the_next(
     assert not fetching()
 
 
-def test_a_disk_without_room_for_another_shard_takes_them_in_turns(
+def test_without_room_for_another_shard_there_is_no_read_ahead(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy = planned(inside)
@@ -122,7 +122,7 @@ def test_a_disk_without_room_for_another_shard_takes_them_in_turns(
     assert "overlap" not in done.err
 
 
-def test_what_fails_meanwhile_is_said_once_the_layer_is_finished(
+def test_a_background_failure_is_reported_after_the_layer_is_finished(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = sorted(shards(hub))[shards_until(hub, 0)]
@@ -145,7 +145,7 @@ def test_what_fails_meanwhile_is_said_once_the_layer_is_finished(
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_lost_connections_meanwhile_are_said_and_taken_up_again(
+def test_background_connection_losses_are_reported_and_resumed(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults = Faults(cuts=2, cut_after=100_000, only=sorted(shards(hub))[3])
@@ -156,7 +156,7 @@ def test_lost_connections_meanwhile_are_said_and_taken_up_again(
     assert body_bytes(hub) == sum(shards(hub).values())
 
 
-def test_reports_are_made_by_the_thread_that_asked_and_bytes_come_between_experts(
+def test_progress_is_reported_by_the_calling_thread_between_experts(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults.pace_s = 0.002
@@ -178,7 +178,7 @@ def test_reports_are_made_by_the_thread_that_asked_and_bytes_come_between_expert
 
 @pytest.mark.parametrize("where", ["converting layer 1", "model-"])
 @pytest.mark.parametrize("mute", [False, True])
-def test_a_callback_that_is_interrupted_leaves_no_thread_and_a_good_beginning(
+def test_an_interrupted_callback_leaves_no_thread_and_valid_partial_files(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch, where: str, mute: bool
 ) -> None:
     from huggingface_hub import constants
@@ -225,7 +225,7 @@ def blocked(program: Cli, hub: Hub, faults: Callable[[str], Faults]) -> subproce
         pytest.param(lambda name: Faults(mute=True, only=name), id="before an answer"),
     ],
 )
-def test_a_signal_ends_it_soon_though_nothing_comes(
+def test_a_signal_ends_a_stalled_download_promptly(
     inside: Cli,
     hub: Hub,
     reference: dict[str, str],
@@ -247,7 +247,7 @@ def test_a_signal_ends_it_soon_though_nothing_comes(
     goes_on(inside, hub, reference)
 
 
-def test_killed_while_it_reads_ahead_it_goes_on_where_it_was(
+def test_a_download_killed_during_read_ahead_is_resumed(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     process = blocked(inside, hub, lambda name: Faults(stall=True, cut_after=100_000, only=name))
@@ -281,10 +281,10 @@ class Shelf:
         raise AssertionError
 
 
-def test_only_one_shard_comes_before_it_is_asked_for() -> None:
+def test_only_one_shard_is_read_ahead() -> None:
     shelf = Shelf()
-    with Background(shelf.may_come.set) as background:
-        source = ReadAhead(shelf, background, lambda _name: None, ahead=True)
+    with BackgroundCall(shelf.may_come.set) as background:
+        source = PrefetchingSource(shelf, background, lambda _name: None, ahead=True)
         source.expect("a")
         source.expect("b")
         wait_until(lambda: shelf.asked == ["a"])
@@ -296,19 +296,19 @@ def test_only_one_shard_comes_before_it_is_asked_for() -> None:
     assert not fetching()
 
 
-def test_a_failure_comes_out_at_the_next_file_even_if_that_does_not_need_the_shard() -> None:
+def test_a_background_failure_is_raised_at_the_next_file() -> None:
     shelf = Shelf()
     shelf.errors["b"] = DownloadError("b was altered")
     shelf.may_come.set()
-    with Background(lambda: None) as background:
-        source = ReadAhead(shelf, background, lambda _name: None, ahead=True)
+    with BackgroundCall(lambda: None) as background:
+        source = PrefetchingSource(shelf, background, lambda _name: None, ahead=True)
         source.expect("b")
         wait_until(lambda: not fetching())
         with pytest.raises(DownloadError, match="b was altered"):
             source.expect("b")
 
 
-def test_what_runs_in_the_background_is_told_to_stop_and_its_last_reports_are_dropped() -> None:
+def test_close_stops_the_background_task_and_drops_its_last_reports() -> None:
     told: list[str] = []
     stop = threading.Event()
 
@@ -318,25 +318,25 @@ def test_what_runs_in_the_background_is_told_to_stop_and_its_last_reports_are_dr
         report("ends")
 
     def work() -> None:
-        background.begin(call)
-        wait_until(lambda: background.listen() is None and bool(told))
+        background.start(call)
+        wait_until(lambda: background.run_callbacks() is None and bool(told))
         os.kill(os.getpid(), signal.SIGINT)
         background.wait()
 
-    background = Background(stop.set)
-    report = background.relayed(told.append)
+    background = BackgroundCall(stop.set)
+    report = background.in_owner_thread(told.append)
     with pytest.raises(KeyboardInterrupt), background:
         work()
     assert told == ["begins"]
     assert not fetching()
 
 
-def test_what_cannot_be_woken_does_not_hold_up_the_end() -> None:
+def test_a_stuck_background_task_does_not_delay_the_end() -> None:
     awake = threading.Event()
-    background = Background(lambda: None)
+    background = BackgroundCall(lambda: None)
     begin = time.monotonic()
     with background:
-        background.begin(lambda: awake.wait(PATIENCE_S) and None)
+        background.start(lambda: awake.wait(PATIENCE_S) and None)
     assert time.monotonic() - begin < SOON_S
     (thread,) = fetching()
     assert thread.daemon

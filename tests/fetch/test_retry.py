@@ -12,8 +12,8 @@ from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Faults, Hub
 from library_support import STORE, body_bytes, finished, models, shards, sources, wait_until
 
-from moechat.hub import patience
-from moechat.hub.patience import Patience
+from moechat.fetch import retry
+from moechat.fetch.retry import RetryPolicy
 from moechat.store.store import Store
 
 OTHER = "f" * 40
@@ -31,7 +31,7 @@ def stop_at(share: float, hub: Hub, program: Cli) -> int:
     return sum(path.stat().st_size for path in sources(program).rglob("*.part"))
 
 
-def test_an_edited_card_and_a_new_commit_cost_nothing(
+def test_a_new_commit_with_the_same_weights_fetches_no_shard_again(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     stop_at(0.5, hub, inside)
@@ -58,34 +58,34 @@ def test_an_edited_card_and_a_new_commit_cost_nothing(
         files["README.md"] = card
 
 
-def test_a_page_to_log_in_at_takes_nothing_away(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
+def test_a_login_page_does_not_damage_partial_files(inside: Cli, hub: Hub, reference: dict[str, str]) -> None:
     kept = stop_at(0.3, hub, inside)
     assert kept > 0
     hub.faults.page = b"<html>please log in</html>"
     done = inside.call("download", REPOSITORY)
     assert done.status == 3, done.err
-    assert "a network that wants you to log in with a browser" in done.err
+    assert "a network that requires a login in a browser" in done.err
     assert sum(path.stat().st_size for path in sources(inside).rglob("*.part")) == kept
     hub.faults = Faults()
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_once_something_has_come_an_outage_is_borne(
+def test_after_the_first_byte_requests_are_retried_through_an_outage(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_PATIENCE_S", 30.0)
+    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 30.0)
     hub.faults.busy = 6  # more than the tries that a hub gets which never answered
     finished(inside, inside.call("download", REPOSITORY), reference)
 
 
-def test_a_hub_that_never_answers_is_given_up_soon(inside: Cli, hub: Hub) -> None:
+def test_a_hub_that_never_answers_fails_soon(inside: Cli, hub: Hub) -> None:
     hub.faults = Faults(status=503)
     done = inside.call("download", REPOSITORY)
     assert (done.status, "failed with status 503" in done.err) == (5, True), done.err
     wait_until(lambda: len([request for request in hub.requests if "/api/" in request.path]) == 5)
 
 
-def test_a_hub_that_is_busy_when_asked_for_the_model_is_asked_again(inside: Cli, hub: Hub) -> None:
+def test_a_busy_model_request_is_retried(inside: Cli, hub: Hub) -> None:
     hub.faults = Faults(status=429, headers={"Retry-After": "0"}, times=2)
     done = inside.call("download", REPOSITORY, "--dry-run")
     assert done.status == 0, done.err
@@ -112,23 +112,23 @@ class Answer:
         (Answer(403, {"retry-after": "1"}), None),
     ],
 )
-def test_it_waits_as_long_as_the_hub_says(problem: Any, pause: float | None) -> None:
-    assert Patience().begin().pause(problem) == pause
+def test_retries_wait_as_long_as_the_hub_says(problem: Any, pause: float | None) -> None:
+    assert RetryPolicy().start_file().pause(problem) == pause
 
 
-def test_waits_double_and_are_forgotten_when_something_comes() -> None:
-    failures = Patience().begin()
+def test_waits_double_and_are_reset_by_progress() -> None:
+    failures = RetryPolicy().start_file()
     busy = Answer(503, {})
     assert [failures.pause(busy) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
-    failures.forget()
+    failures.reset()
     assert failures.pause(busy) == 0.5
-    patient = Patience()
-    patient.came()
-    later = patient.begin()
+    policy = RetryPolicy()
+    policy.record_progress()
+    later = policy.start_file()
     assert [later.pause(busy) for _ in range(9)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
-def test_offline_a_model_that_is_here_is_enough(
+def test_offline_a_downloaded_model_needs_no_hub(
     inside: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -138,14 +138,14 @@ def test_offline_a_model_that_is_here_is_enough(
     here = inside.call("download", REPOSITORY)
     assert here.status == 0, here.err
     assert f"{REPOSITORY} ({COMMIT[:12]}) with 4 bits is here already" in here.err
-    assert "nobody was asked for a newer one" in here.err
+    assert "the hub was not checked for a newer version" in here.err
     other = inside.call("run", REPOSITORY, "hi", "--bits", "8")
     assert (other.status, f"{REPOSITORY} with 8 bits is not in the library" in other.err) == (5, True), (
         other.err
     )
 
 
-def test_large_small_files_are_refused_before_they_are_fetched(inside: Cli, hub: Hub) -> None:
+def test_oversized_small_files_are_refused_before_they_are_fetched(inside: Cli, hub: Hub) -> None:
     siblings = [
         {"rfilename": "config.json", "size": 100 << 20, "blobId": "a" * 40},
         {
@@ -167,7 +167,7 @@ def test_large_small_files_are_refused_before_they_are_fetched(inside: Cli, hub:
     assert not [request for request in hub.requests if "/resolve/" in request.path]
 
 
-def test_messages_name_the_repository_and_no_passing_directory(inside: Cli, hub: Hub) -> None:
+def test_messages_name_the_repository_and_no_temporary_directory(inside: Cli, hub: Hub) -> None:
     files = dict(hub.repositories[REPOSITORY])
     try:
         for name, content in (
@@ -184,7 +184,7 @@ def test_messages_name_the_repository_and_no_passing_directory(inside: Cli, hub:
         hub.repositories[REPOSITORY] = files
 
 
-def test_what_a_finished_download_says(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+def test_a_finished_download_prints_its_result(inside: Cli, hub: Hub, tmp_path: Path) -> None:
     done = inside.call("download", REPOSITORY)
     assert done.status == 0
     last = done.err.splitlines()[-2:]
@@ -193,7 +193,7 @@ def test_what_a_finished_download_says(inside: Cli, hub: Hub, tmp_path: Path) ->
     assert last[1] == f"moechat run {REPOSITORY} talks to it"
 
 
-def test_what_goes_wrong_with_all_headers_alike_is_said_once(inside: Cli, hub: Hub) -> None:
+def test_an_error_common_to_all_headers_is_reported_once(inside: Cli, hub: Hub) -> None:
     hub.faults.busy_headers = 5
     done = inside.call("download", REPOSITORY, "--dry-run")
     assert done.status == 0, done.err

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from moechat.hub.stop import Stopped, StopSwitch
+from moechat.fetch.stop_switch import StopSwitch, TransferStopped
 
 PATIENCE_S = 60
 
@@ -23,7 +23,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("known_before", [True, False])
-def test_who_waits_for_bytes_is_woken_whenever_the_socket_becomes_known(known_before: bool) -> None:
+def test_stop_wakes_a_read_whenever_its_socket_becomes_known(known_before: bool) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         received: list[bytes] = []
@@ -40,12 +40,12 @@ def test_who_waits_for_bytes_is_woken_whenever_the_socket_becomes_known(known_be
         assert received == [b""]
 
 
-def test_after_stop_nothing_goes_on() -> None:
+def test_nothing_starts_after_stop() -> None:
     switch = StopSwitch()
     switch.check()
     switch.sleep(0)
     switch.stop()
-    with pytest.raises(Stopped):
+    with pytest.raises(TransferStopped):
         switch.check()
-    with pytest.raises(Stopped):
+    with pytest.raises(TransferStopped):
         switch.sleep(PATIENCE_S)

@@ -1,6 +1,6 @@
 """The engine on a real card; `pytest -m gpu tests/gpu`, in a process of its own.
 
-``tests/device`` tests the same path over a driver that works in host memory, in more ways.
+``tests/offload/device`` tests the same path over a driver that works in host memory, in more ways.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
@@ -57,7 +54,7 @@ def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
         expected = engine.logits(PROMPT)
     with moechat.load(model, bits=bits, device="cuda", dtype="float32", ctx=64) as engine:
         assert error_of(engine.logits(PROMPT), expected) < 1e-4
-        assert engine.describe()["device"] == "cuda:0"
+        assert engine.describe().device == "cuda:0"
 
 
 @pytest.mark.parametrize("dense_bits", [8, 4])
@@ -76,9 +73,9 @@ def test_packed_dense_weights_take_less_of_a_budget_that_holds(model: Path) -> N
     for bits in (16, 4):
         with moechat.load(model, vram="2G", ctx=64, dense_bits=bits) as engine:
             list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
-            card = engine._loaded.accelerator
+            card = engine.loaded.accelerator
             assert card.context_bytes + card.peak_bytes() <= 2 << 30
-            taken[bits] = engine.describe()["memory_dense_bytes"]
+            taken[bits] = engine.describe().memory_dense_bytes
     assert taken[4] < taken[16]
 
 
@@ -112,7 +109,7 @@ def test_the_answer_is_the_same_at_every_budget(model: Path, system: str) -> Non
         ) as engine:
             answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=24, temperature=0.0)]
             results.append((engine.logits(PROMPT), answer))
-            assert engine._near.runner.check() == ""
+            assert engine.loaded.near.runner.check() == ""
     for logits, answer in results[1:]:
         assert torch.equal(logits, results[0][0])
         assert answer == results[0][1]
@@ -136,7 +133,7 @@ def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(model: Path, sys
 def test_the_budget_holds(model: Path) -> None:
     with moechat.load(model, vram="2G", ctx=64) as engine:
         list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
-        card = engine._loaded.accelerator
+        card = engine.loaded.accelerator
         assert card.context_bytes + card.peak_bytes() <= 2 << 30
 
 
@@ -153,13 +150,13 @@ def test_graphs_give_what_passes_give_over_a_bucket_boundary(
         found = []
         with moechat.load(tmp_path / family, device="cuda", dtype=dtype, ctx=64) as engine:
             for _ in range(2):  # two answers over the same graphs
-                cache = engine._new_cache()
+                cache = engine.decoder.new_cache()
                 for tokens in [PROMPT, *([token] for token in range(3, 12)), [7, 8, 9], [4], [5]]:
-                    output = engine._forward(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+                    output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
                     cache = output.past_key_values
                     found.append(output.logits[0, -1].float().cpu())
                 del cache, output
-            decoder = engine._loaded.decoder
+            decoder = engine.loaded.decoder
             used = decoder is not None and bool(decoder._recordings) and not decoder.off
             assert engine.notices() == []
         return torch.stack(found), used
@@ -184,7 +181,9 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_card_usable(
         with moechat.load(model, device="cuda", dtype="float32", ctx=64) as engine:
             expected = tokens(engine)
     with moechat.load(model, device="cuda", dtype="float32", ctx=64) as engine:
-        engine._model.model.norm.register_forward_hook(lambda _, __, out: out if out.sum() > 0 else +out)
+        engine.loaded.model.model.norm.register_forward_hook(
+            lambda _, __, out: out if out.sum() > 0 else +out
+        )
         assert tokens(engine) == expected
         (note,) = engine.notices()
         assert "cannot be recorded" in note

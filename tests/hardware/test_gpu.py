@@ -124,7 +124,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     return install
 
 
-def test_two_cards_are_told_apart_and_the_larger_one_is_the_profiles(
+def test_of_two_gpus_the_larger_one_is_in_the_profile(
     installed: Callable[..., Any],
 ) -> None:
     module = installed(CARDS)
@@ -145,7 +145,7 @@ def test_two_cards_are_told_apart_and_the_larger_one_is_the_profiles(
     assert module.shutdowns == 1
 
 
-def test_rates_that_are_not_measured_say_so_and_follow_the_data_sheets(installed: Callable[..., Any]) -> None:
+def test_rates_are_marked_as_estimates_and_follow_the_data_sheets(installed: Callable[..., Any]) -> None:
     installed(CARDS)
     small, large = find_gpus({}).devices
     # 360 GB/s and 1008 GB/s are what the maker states.
@@ -159,7 +159,7 @@ def test_rates_that_are_not_measured_say_so_and_follow_the_data_sheets(installed
     assert small.figures().flops.value == pytest.approx(25.5e12, rel=0.05)
 
 
-def test_what_a_driver_does_not_tell_is_named_and_assumed_low(installed: Callable[..., Any]) -> None:
+def test_unreported_properties_are_named_and_assumed_low(installed: Callable[..., Any]) -> None:
     installed(
         CARDS[:1],
         unsupported=(
@@ -180,12 +180,12 @@ def test_what_a_driver_does_not_tell_is_named_and_assumed_low(installed: Callabl
     assert device.identity
 
 
-def test_a_card_that_is_lost_is_left_out(installed: Callable[..., Any]) -> None:
+def test_a_lost_gpu_is_left_out(installed: Callable[..., Any]) -> None:
     installed(CARDS, lost=1)
     assert [device.index for device in find_gpus({}).devices] == [0]
 
 
-def test_a_card_without_memory_information_is_no_usable_card(installed: Callable[..., Any]) -> None:
+def test_a_gpu_without_memory_information_is_left_out(installed: Callable[..., Any]) -> None:
     installed(CARDS[:1], unsupported=("nvmlDeviceGetMemoryInfo",))
     report = find_gpus({})
     assert report.best is None
@@ -206,7 +206,7 @@ def test_a_card_without_memory_information_is_no_usable_card(installed: Callable
         ("MIG-1", []),
     ],
 )
-def test_only_visible_cards_count(installed: Callable[..., Any], visible: str, expected: list[int]) -> None:
+def test_only_visible_gpus_count(installed: Callable[..., Any], visible: str, expected: list[int]) -> None:
     installed(CARDS)
     report = find_gpus({"CUDA_VISIBLE_DEVICES": visible})
     assert [device.index for device in report.devices] == expected
@@ -218,12 +218,14 @@ def test_only_visible_cards_count(installed: Callable[..., Any], visible: str, e
     [
         ("LibraryNotFound", "no NVIDIA driver is installed"),
         ("DriverNotLoaded", "the NVIDIA driver is not loaded"),
-        ("NoPermission", "may not be asked"),
+        ("NoPermission", "may not access"),
         ("LibRmVersionMismatch", "restart"),
         ("Unknown", "does not answer: NVMLError_Unknown"),
     ],
 )
-def test_no_driver_is_a_statement_not_an_error(installed: Callable[..., Any], error: str, why: str) -> None:
+def test_a_missing_driver_is_reported_without_an_error(
+    installed: Callable[..., Any], error: str, why: str
+) -> None:
     installed(CARDS, init=error)
     report = find_gpus({})
     assert report.best is None
@@ -231,7 +233,7 @@ def test_no_driver_is_a_statement_not_an_error(installed: Callable[..., Any], er
     assert why in report.why
 
 
-def test_no_library_is_a_statement_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **named: Any) -> Any:
@@ -257,7 +259,7 @@ def test_unique_numbers_are_hashed_and_change_the_key(installed: Callable[..., A
     assert this_machine(two).key == identity.key
 
 
-def test_what_is_free_of_a_kept_card_is_asked_anew(
+def test_the_free_memory_of_a_stored_gpu_is_updated(
     installed: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))

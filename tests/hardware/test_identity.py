@@ -71,7 +71,7 @@ def test_another_instruction_set_is_another_machine(monkeypatch: pytest.MonkeyPa
     assert (said["portable"][1] == said[""][1]) == (said[""][0] == "portable")
 
 
-def test_it_holds_no_name_of_host_or_user() -> None:
+def test_the_identity_has_no_host_or_user_name() -> None:
     text = json.dumps(this_machine().to_json())
     for name in (socket.gethostname(), getpass.getuser(), str(Path.home())):
         # A user called "x" or "a" would be found in every text.
@@ -92,7 +92,7 @@ def test_it_holds_no_name_of_host_or_user() -> None:
         ),
     ],
 )
-def test_the_processor_is_what_it_calls_itself(tmp_path: Path, text: str, expected: str) -> None:
+def test_the_processor_has_its_model_name(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(text)
     assert cpu_model(file) == expected

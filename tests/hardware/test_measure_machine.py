@@ -36,8 +36,8 @@ from moechat.hardware.measure_cpu import (
 )
 from moechat.hardware.measure_link import latency, stream
 from moechat.hardware.measured_file import Measurement, load_measured
-from moechat.hardware.pages import touched_pages
 from moechat.hardware.profile import Figure
+from moechat.hardware.resident_pages import touched_pages
 
 MIB = 1 << 20
 SHORT = Budget(
@@ -82,14 +82,14 @@ def figures(measurement: Measurement) -> dict[str, Figure]:
     return found
 
 
-def test_every_figure_is_measured_and_above_nothing(measured: Measurement) -> None:
+def test_every_figure_is_measured_and_positive(measured: Measurement) -> None:
     for name, figure in figures(measured).items():
         assert figure.value > 0, name
         assert figure.origin == "measured", name
         assert figure.source, name
 
 
-def test_it_covers_what_was_asked_for(measured: Measurement) -> None:
+def test_all_requested_figures_are_measured(measured: Measurement) -> None:
     profile = measured.profile
     assert set(profile.expert_rate) == {2, 4}
     assert all(set(rates) == set(thread_counts(profile.cores)) for rates in profile.expert_rate.values())
@@ -155,18 +155,18 @@ def test_nothing_is_left_in_the_library(measured: Measurement, home: Path) -> No
     assert not list((home / "data" / "models").iterdir())
 
 
-def test_threads_are_as_before(measured: Measurement) -> None:
+def test_the_number_of_threads_is_restored(measured: Measurement) -> None:
     assert _native.num_threads() == _native.available_cores()
 
 
-def test_it_is_kept_and_found_again(home: Path) -> None:
+def test_a_measured_profile_is_stored_and_loaded(home: Path) -> None:
     said: list[str] = []
     profile = measure_machine(said.append, budget=SHORT)
     assert load_measured() == profile
     assert any(step.startswith("CPU: experts of 4 bits") for step in said)
 
 
-def test_a_profile_that_cannot_be_kept_is_still_given(
+def test_a_profile_that_cannot_be_stored_is_still_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
@@ -177,7 +177,7 @@ def test_a_profile_that_cannot_be_kept_is_still_given(
     assert said[-1].startswith("the profile is not kept: ")
 
 
-def test_a_full_disk_leaves_out_the_link_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_full_disk_only_the_link_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     measurement = measure(budget=replace(SHORT, bits=(4,), keep_free=1 << 60))
     assert not measurement.profile.links
@@ -186,9 +186,7 @@ def test_a_full_disk_leaves_out_the_link_alone(tmp_path: Path, monkeypatch: pyte
     assert "MiB are free" in measurement.missing["link file"]
 
 
-def test_a_library_that_cannot_be_made_leaves_out_the_link_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_library_only_the_link_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     (tmp_path / "data").write_text("a file in the way")
     measurement = measure(budget=replace(SHORT, bits=(4,)))
@@ -196,9 +194,7 @@ def test_a_library_that_cannot_be_made_leaves_out_the_link_alone(
     assert "nothing can be written" in measurement.missing["link file"]
 
 
-def test_stores_are_read_instead_of_a_file_of_our_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_are_read_instead_of_a_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     store = tmp_path / "data" / "models" / "some"
     store.mkdir(parents=True)
@@ -212,7 +208,7 @@ def test_stores_are_read_instead_of_a_file_of_our_own(
     assert [entry.name for entry in store.iterdir()] == [file.name]
 
 
-def test_a_file_system_without_direct_reads_is_read_through_the_cache_and_says_so(
+def test_a_file_system_without_direct_reads_is_read_through_the_cache_with_a_remark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
@@ -274,7 +270,7 @@ def test_latency_of_a_unit_is_until_its_last_byte() -> None:
     assert 0.04 <= waits[4 * MIB] < 0.2
 
 
-def test_through_the_page_cache_no_unit_is_asked_for_twice() -> None:
+def test_through_the_page_cache_no_unit_is_read_twice() -> None:
     memory = np.zeros(16 * MIB, dtype=np.uint8)
     link = _native.sim_link([memory])
     asked: list[int] = []
@@ -356,7 +352,7 @@ def test_rates_count_what_was_computed(bits: int) -> None:
     assert 0 < np.abs(down).max() < 1
 
 
-def test_threads_are_put_back_whatever_happens() -> None:
+def test_the_number_of_threads_is_restored_after_errors() -> None:
     before = _native.num_threads()
     inside = 0
     try:
@@ -391,14 +387,14 @@ def test_thread_counts_are_powers_of_two_and_all() -> None:
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.05, False), (0.5, True)])
-def test_a_busy_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, share: float, told: bool) -> None:
+def test_a_busy_machine_gets_a_remark(monkeypatch: pytest.MonkeyPatch, share: float, told: bool) -> None:
     monkeypatch.setattr(room._Others, "share", lambda self: share)
     measurement = measure(budget=replace(SHORT, bits=(4,), link_seconds=0.01))
     assert any("50% of the processors" in remark for remark in measurement.remarks) == told
     assert measurement.facts["others_share"] == share
 
 
-def test_what_others_take_is_told_apart_from_what_this_process_takes() -> None:
+def test_the_load_of_other_programs_excludes_this_process() -> None:
     others = room._Others()
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -417,7 +413,7 @@ def test_the_largest_cache_is_found(tmp_path: Path) -> None:
     assert last_cache_bytes(tmp_path / "missing") == 0
 
 
-def test_pages_begin_at_pages_and_are_zero() -> None:
+def test_pages_are_aligned_and_zero() -> None:
     pages = touched_pages(3, 8192)
     assert pages.shape == (3, 8192)
     assert pages.ctypes.data % 4096 == 0
@@ -434,7 +430,7 @@ def test_reading_memory_takes_threads_and_any_alignment() -> None:
             assert _native.stream_read_rate(part, threads, 0.0) > 0
 
 
-def test_reading_memory_refuses_what_makes_no_sense() -> None:
+def test_reading_memory_refuses_invalid_arguments() -> None:
     data = np.zeros(8192, dtype=np.uint8)
     for arguments in ((data, 0, 0.1), (data, 1025, 0.1), (data, 1, -1.0), (data, 1, float("nan"))):
         with pytest.raises(ValueError, match=r"threads is|are not a finite"):

@@ -24,8 +24,8 @@ from moechat.hardware.measured_file import (
     save_measurement,
     saved_measurements,
 )
-from moechat.hardware.model_times import TimesKey, load_times, save_times
 from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures, ModelTimes
+from moechat.hardware.times_file import TimesKey, load_times, save_times
 
 
 def figure(value: float) -> Figure:
@@ -169,7 +169,7 @@ def test_a_file_that_is_a_directory_is_ignored_and_named(measurement: Measuremen
     assert len(list(profiles_directory().iterdir())) == 1
 
 
-def test_other_files_in_the_directory_are_nobodys_business(measurement: Measurement) -> None:
+def test_other_files_in_the_directory_are_ignored(measurement: Measurement) -> None:
     save_measurement(measurement)
     (profiles_directory() / "notes.json").write_text("{")
     (profiles_directory() / ".0123456789abcdef.json.x.tmp").write_text("{")
@@ -178,7 +178,7 @@ def test_other_files_in_the_directory_are_nobodys_business(measurement: Measurem
     assert not said
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_with_a_way_out(
+def test_a_directory_that_cannot_be_written_is_an_error_with_a_hint(
     home: Path, measurement: Measurement
 ) -> None:
     home.mkdir()
@@ -282,7 +282,7 @@ def test_damaged_times_are_ignored_and_named(damage: Any) -> None:
     assert str(KEY.path) in said[0]
 
 
-def test_times_beside_profiles_are_no_profiles(measurement: Measurement) -> None:
+def test_times_are_not_listed_as_profiles(measurement: Measurement) -> None:
     save_measurement(measurement)
     save_times(replace(KEY, profile=measurement.profile.key), TIMES)
     assert len(saved_measurements()) == 1

@@ -40,19 +40,19 @@ def version_2(limit: int | str, usage: int, inactive: int = 0, active: int = 0) 
     }
 
 
-def test_without_groups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_control_groups_the_machine_limits_memory(tmp_path: Path) -> None:
     here = psutil.virtual_memory().available
     assert available_bytes(tmp_path, tmp_path / "none") == pytest.approx(here, rel=0.2)
 
 
-def test_the_rest_of_a_group_counts_and_its_files_are_free(tmp_path: Path) -> None:
+def test_the_page_cache_of_a_group_counts_as_available(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/a/b\n1:cpu:/\n")
     write_group(tmp_path / "memory" / "a" / "b", version_1(100 * MEBI, 70 * MEBI, 10 * MEBI, 5 * MEBI))
     assert available_bytes(tmp_path, own) == 45 * MEBI
 
 
-def test_the_least_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
+def test_the_minimum_over_a_group_and_its_parents_counts(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")
     write_group(tmp_path / "a" / "b", version_2("max", 70 * MEBI))
@@ -69,7 +69,7 @@ def test_a_container_shows_its_own_group_at_the_root(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, own) == 48 * MEBI
 
 
-def test_a_full_group_leaves_nothing_and_no_limit_is_no_limit(tmp_path: Path) -> None:
+def test_a_full_group_has_no_memory_and_an_unlimited_one_does_not_count(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/\n")
     write_group(tmp_path / "memory", version_1(10 * MEBI, 12 * MEBI))

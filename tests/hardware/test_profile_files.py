@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from moechat.errors import UsageError
 from moechat.hardware import profile_file
@@ -27,7 +28,7 @@ from moechat.hardware.profile_file import (
     reference_profile,
 )
 
-SHIPPED = Path(__file__).resolve().parents[2] / "profiles"
+SHIPPED = ROOT / "profiles"
 GB = 1e9
 # Raw bytes a second of a PCIe lane, after line coding.
 PCIE_LANE = {3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130, 5: 32e9 / 8 * 128 / 130}
@@ -82,7 +83,7 @@ def test_the_shipped_files_are_the_ones_that_are_checked_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_figure_says_where_it_comes_from(name: str) -> None:
+def test_every_figure_has_a_source(name: str) -> None:
     profile = reference_profile(name)
     assert profile.name == name
     assert profile.key == ""
@@ -116,7 +117,7 @@ def ruled(rule: str) -> float | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_estimates_are_what_their_rules_give(name: str) -> None:
+def test_estimates_follow_their_rules(name: str) -> None:
     checked = 0
     for place, figure in figures(reference_profile(name)):
         result = ruled(figure.source) if figure.origin == "estimate" else None
@@ -209,7 +210,7 @@ def test_names_are_forgiving(written: str) -> None:
         ("", "there are: "),
     ],
 )
-def test_an_unknown_name_is_answered_with_those_that_resemble_it(written: str, hint: str) -> None:
+def test_the_hint_for_an_unknown_name_lists_similar_ones(written: str, hint: str) -> None:
     with pytest.raises(UsageError, match="no hardware profile") as caught:
         reference_profile(written)
     assert hint in (caught.value.hint or "")
@@ -233,7 +234,7 @@ def test_an_installed_package_reads_the_profiles_inside_it(tmp_path: Path) -> No
     assert module.reference_profile("ssd-only-16g") == reference_profile("ssd-only-16g")
 
 
-def test_the_installed_distribution_brings_profiles() -> None:
+def test_the_installed_distribution_has_profiles() -> None:
     files = importlib.metadata.files("moechat")
     assert files is not None
     assert any(str(file).endswith("moechat/profiles/README.md") for file in files)
@@ -330,7 +331,7 @@ def test_a_malformed_file_is_refused_by_file_and_key(
         assert hint in (caught.value.hint or "")
 
 
-def test_sizes_that_mean_the_same_are_refused(tmp_path: Path) -> None:
+def test_equal_sizes_are_refused(tmp_path: Path) -> None:
     line = next(line for line in SAMPLE.splitlines() if line.startswith("256MiB"))
     path = written(tmp_path, SAMPLE.replace(line, line + "\n" + line.replace("256MiB", "262144KiB")))
     with pytest.raises(UsageError, match="says the same as 256MiB"):
@@ -347,7 +348,7 @@ def test_a_missing_link_is_refused(tmp_path: Path) -> None:
     "name", ["Sample.toml", "my profile.toml", "sample.txt", "a--b.toml", "-a.toml", ".toml"]
 )
 def test_the_name_of_a_file_is_a_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="no name for a profile"):
+    with pytest.raises(UsageError, match="not a valid profile name"):
         read_profile(written(tmp_path, SAMPLE, name))
 
 
@@ -380,7 +381,7 @@ def test_units_become_bytes_and_seconds() -> None:
     assert profile.expert_flops[4].value == pytest.approx(198e9)
 
 
-def test_a_named_source_is_spelt_out() -> None:
+def test_a_named_source_is_replaced_by_its_text() -> None:
     profile = reference_profile("rtx3060-12g")
     assert (
         profile.links["file"].bandwidth[16 << 20].source.startswith("O_DIRECT reads of a PCIe 4.0 x4 drive")

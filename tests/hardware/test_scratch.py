@@ -23,7 +23,7 @@ MIB = 1 << 20
 LIMITS = {"least": 8 * MIB, "keep_free": 0, "seconds": 30.0}
 
 
-def test_it_is_full_of_different_bytes_and_has_no_name(tmp_path: Path) -> None:
+def test_the_scratch_file_is_random_and_has_no_name(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "yet"
     with scratch_file(directory, 16 * MIB, **LIMITS) as extent:
         assert (extent.offset, extent.nbytes) == (0, 16 * MIB)
@@ -35,7 +35,7 @@ def test_it_is_full_of_different_bytes_and_has_no_name(tmp_path: Path) -> None:
     assert not Path(extent.path).exists()
 
 
-def test_nothing_stays_where_files_without_names_are_unknown(
+def test_without_support_for_nameless_files_nothing_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.open
@@ -122,7 +122,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
             pass
 
 
-def test_only_finished_stores_that_lie_whole_on_the_disk_are_read(tmp_path: Path) -> None:
+def test_only_finished_stores_without_holes_are_read(tmp_path: Path) -> None:
     library = tmp_path / "models"
     for store, name, size in (
         ("one", "experts-0.safetensors", 3 * MIB + 100),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from moechat.config import Paths, user_paths
 from moechat.errors import ModelNotFoundError, NotInLibraryError, UsageError
-from moechat.hub import names
 from moechat.hub.known_shapes import find_shape, shape_names
-from moechat.hub.names import ALIASES, ModelRef, hub_model, resolve
+from moechat.hub.model_ref import ALIASES, ModelRef, at_revision, hub_model, repository_of
+from moechat.hub.names import resolve
 
 
 @pytest.fixture
@@ -32,16 +32,14 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return directory
 
 
-def test_a_name_too_long_for_a_directory_is_not_in_the_library(paths: Paths) -> None:
+def test_a_name_too_long_for_a_directory_is_not_found_in_the_library(paths: Paths) -> None:
     paths.models.mkdir(parents=True)
     for revision in ("@" + "a" * 40, "@" + "v" * 80):
         error = refusal(f"{'o' * 40}/{'n' * 50}{revision}:{'v' * 115}.gguf", paths)
         assert isinstance(error, NotInLibraryError)
 
 
-def test_a_store_that_cannot_be_looked_into_is_found_after_the_others(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_store_is_found_after_the_others(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = make_store(paths.models / "org--name-4bit")
     readable = make_store(paths.models / "org--name-8bit")
     look = os.stat
@@ -94,19 +92,19 @@ def test_a_model_of_the_hub_is_found_in_the_library(paths: Paths) -> None:
         resolve("org/name", bits=2, paths=paths)
 
 
-def test_an_unfinished_store_is_none(paths: Paths) -> None:
+def test_an_unfinished_store_is_not_a_model(paths: Paths) -> None:
     (paths.models / "org--name-4bit").mkdir(parents=True)
     assert "not in the library" in str(refusal("org/name", paths))
 
 
-def test_a_model_of_the_hub_that_is_not_here_says_how_to_go_on(paths: Paths) -> None:
+def test_the_error_for_a_model_not_downloaded_names_the_next_step(paths: Paths) -> None:
     error = refusal("mixtral", paths)
     assert error.exit_code == 3
     assert "mistralai/Mixtral-8x7B-Instruct-v0.1 is not in the library" in str(error)
     assert error.hint == "moechat download mistralai/Mixtral-8x7B-Instruct-v0.1"
 
 
-def test_a_store_is_found_by_the_commit_that_it_was_made_of(paths: Paths) -> None:
+def test_a_store_is_found_by_its_commit(paths: Paths) -> None:
     store = make_store(paths.models / "org--name-4bit")
     commit = "0123456789abcdef0123456789abcdef01234567"
     (store / "manifest.json").write_text(json.dumps({"source": {"name": "org/name", "revision": commit}}))
@@ -116,7 +114,7 @@ def test_a_store_is_found_by_the_commit_that_it_was_made_of(paths: Paths) -> Non
     assert "not in the library" in str(refusal(f"org/name@{commit[:6]}", paths))
 
 
-def test_revisions_have_stores_of_their_own(paths: Paths) -> None:
+def test_each_revision_has_its_own_store(paths: Paths) -> None:
     revisions = ["main", "v1.0", "feature/x", "feature--x", "a" * 100, "a" * 101]
     slugs = set()
     for revision in revisions:
@@ -161,14 +159,14 @@ def slug_of(model: str, paths: Paths) -> str:
         "a\x1b[31m/b",
     ],
 )
-def test_what_the_hub_would_refuse_is_refused(model: str, paths: Paths) -> None:
+def test_names_that_the_hub_refuses_are_refused(model: str, paths: Paths) -> None:
     assert "neither a directory here nor a repository name" in str(refusal(model, paths))
 
 
 @pytest.mark.parametrize(
     "revision", ["", "../x", "a/../b", "/a", "a/", "a//b", "-a", "a b", "é", "r" * 201, "a@b"]
 )
-def test_a_revision_cannot_climb_out_of_the_library(revision: str, paths: Paths) -> None:
+def test_a_revision_cannot_escape_the_library(revision: str, paths: Paths) -> None:
     assert "no valid revision" in str(refusal(f"org/name@{revision}", paths))
     assert "no valid revision" in str(refusal(f"mixtral@{revision}", paths))
 
@@ -218,7 +216,7 @@ def test_directories_of_one_name_do_not_share_a_store(in_an_empty_directory: Pat
     assert resolve(str(first), paths=paths).slug != resolve(str(second), paths=paths).slug
 
 
-def test_a_store_directory_is_opened_as_it_is(in_an_empty_directory: Path, paths: Paths) -> None:
+def test_a_store_directory_is_a_model(in_an_empty_directory: Path, paths: Paths) -> None:
     store = make_store(in_an_empty_directory / "org" / "name")
     assert resolve("org/name", paths=paths).store == store
 
@@ -238,7 +236,7 @@ def test_a_checkpoint_with_a_manifest_of_something_else_stays_a_checkpoint(
     assert resolve("./exported", paths=paths).store == directory
 
 
-def test_a_store_whose_manifest_is_damaged_is_still_taken_for_a_store(
+def test_a_directory_with_a_damaged_manifest_is_still_a_store(
     in_an_empty_directory: Path, paths: Paths
 ) -> None:
     directory = make_store(in_an_empty_directory / "store")
@@ -265,7 +263,7 @@ def test_directories_without_a_model_and_files_are_refused(in_an_empty_directory
         assert refusal(bad, paths).exit_code == 3
 
 
-def test_gguf_files_are_models_by_themselves_and_alone_in_a_directory(
+def test_a_gguf_file_is_a_model_and_so_is_a_directory_with_one(
     in_an_empty_directory: Path, paths: Paths
 ) -> None:
     directory = in_an_empty_directory / "files"
@@ -284,10 +282,10 @@ def test_gguf_files_are_models_by_themselves_and_alone_in_a_directory(
     assert resolve("./files", paths=paths).checkpoint == directory
 
 
-def test_the_demo_is_the_one_inside_the_package(
+def test_the_demo_is_inside_the_package(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "_DEMO_STORE", tmp_path / "demo")
+    monkeypatch.setattr("moechat.hub.names._DEMO_STORE", tmp_path / "demo")
     assert "lacks the demo" in str(refusal("demo", paths))
     make_store(tmp_path / "demo")
     assert resolve("demo", paths=paths).store == tmp_path / "demo"
@@ -309,7 +307,7 @@ def test_any_text_is_a_model_or_not_found(model: str, paths: Paths) -> None:
     name=st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_slug_stays_one_name_inside_the_library(org: str, name: str, paths: Paths) -> None:
+def test_a_slug_is_a_single_path_component(org: str, name: str, paths: Paths) -> None:
     try:
         slug = slug_of(f"{org}/{name}", paths)
     except IndexError:  # refused before the library was asked
@@ -341,11 +339,11 @@ def test_a_gguf_model_of_the_default_branch_is_found_by_its_commit(paths: Paths)
     commit = "0123456789abcdef0123456789abcdef01234567"
     store = make_store(hub_model("a/b:Q8_0").library_path(paths.models, 4))
     (store / "manifest.json").write_text(json.dumps({"source": {"name": "a/b:Q8_0", "revision": commit}}))
-    name = names.at_revision("a/b:Q8_0", commit[:12])
+    name = at_revision("a/b:Q8_0", commit[:12])
     assert name == f"a/b@{commit[:12]}:Q8_0"
     assert resolve(name, paths=paths).store == store
     assert "not in the library" in str(refusal(f"a/b@{commit[:12]}", paths))
-    assert names.repository_of(name) == "a/b"
+    assert repository_of(name) == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -366,11 +364,11 @@ def test_a_gguf_model_of_the_default_branch_is_found_by_its_commit(paths: Paths)
         ("mirror.example:8443/hub/org/name", "org/name"),
     ],
 )
-def test_the_address_of_a_page_is_a_name(
+def test_the_url_of_a_model_page_is_a_name(
     address: str, name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example:8443/hub/")
-    assert names.hub_model(address).name == name
+    assert hub_model(address).name == name
     assert f"{name} is not in the library" in str(refusal(address, paths))
 
 
@@ -383,14 +381,14 @@ def test_the_address_of_a_page_is_a_name(
         "https://huggingface.co/org/..",
     ],
 )
-def test_other_addresses_are_refused(address: str, paths: Paths) -> None:
+def test_other_urls_are_refused(address: str, paths: Paths) -> None:
     assert not isinstance(refusal(address, paths), NotInLibraryError)
 
 
-def test_the_name_of_a_shape_is_that_of_its_model(in_an_empty_directory: Path, paths: Paths) -> None:
+def test_a_shape_has_the_name_of_its_model(in_an_empty_directory: Path, paths: Paths) -> None:
     for shape in shape_names():
-        assert find_shape(str(names.hub_model(shape.upper()).repository)) == shape
-    assert names.hub_model("Mixtral-8x7B@v1").name == "mistralai/Mixtral-8x7B-Instruct-v0.1@v1"
+        assert find_shape(str(hub_model(shape.upper()).repository)) == shape
+    assert hub_model("Mixtral-8x7B@v1").name == "mistralai/Mixtral-8x7B-Instruct-v0.1@v1"
     make_store(paths.models / "Qwen--Qwen3-30B-A3B-4bit")
     assert resolve("Qwen3-30B-A3B", paths=paths).repository == "Qwen/Qwen3-30B-A3B"
     assert find_shape("https://huggingface.co/Qwen/Qwen3-30B-A3B") == "qwen3-30b-a3b"
@@ -398,7 +396,7 @@ def test_the_name_of_a_shape_is_that_of_its_model(in_an_empty_directory: Path, p
     assert resolve("olmoe-1b-7b", paths=paths).checkpoint == directory
 
 
-def test_what_lies_here_is_no_address(in_an_empty_directory: Path, paths: Paths) -> None:
+def test_a_local_path_wins_over_a_url(in_an_empty_directory: Path, paths: Paths) -> None:
     directory = make_checkpoint(in_an_empty_directory / "hf.co" / "org" / "name")
     assert resolve("hf.co/org/name", paths=paths).checkpoint == directory
 
@@ -417,7 +415,7 @@ def make_listed_store(
     return store
 
 
-def test_a_converted_directory_is_found_by_its_name_and_that_of_its_store(paths: Paths) -> None:
+def test_a_converted_directory_is_found_by_its_name_or_store_name(paths: Paths) -> None:
     store = make_listed_store(paths, "tiny-9285d10a-4bit", "tiny")
     for spelling in ("tiny", "Tiny", "tiny-9285d10a-4bit"):
         ref = resolve(spelling, paths=paths)
@@ -426,14 +424,14 @@ def test_a_converted_directory_is_found_by_its_name_and_that_of_its_store(paths:
         assert resolve(spelling, bits=8, paths=paths).store == store
 
 
-def test_a_model_of_the_hub_is_found_by_the_name_of_its_store(paths: Paths) -> None:
+def test_a_model_of_the_hub_is_found_by_its_store_name(paths: Paths) -> None:
     store = make_listed_store(paths, "org--name@v1-8bit", "org/name@v1", 8, "0123456789abcdef")
     ref = resolve("org--name@v1-8bit", paths=paths)
     assert (ref.store, ref.name, ref.repository, ref.revision) == (store, "org/name@v1", "org/name", "v1")
     assert ref.slug == "org--name@v1"
 
 
-def test_bits_choose_between_stores_of_one_name_without_them_four(paths: Paths) -> None:
+def test_bits_choose_between_stores_of_one_name_and_default_to_4(paths: Paths) -> None:
     eight = make_listed_store(paths, "tiny-11111111-8bit", "tiny", 8)
     three = make_listed_store(paths, "tiny-11111111-3bit", "tiny", 3)
     with pytest.raises(UsageError, match="several stores: tiny-11111111-3bit, tiny-11111111-8bit"):
@@ -444,17 +442,17 @@ def test_bits_choose_between_stores_of_one_name_without_them_four(paths: Paths) 
     assert resolve("tiny", bits=3, paths=paths).store == three
 
 
-def test_a_name_of_two_models_asks_for_those_of_their_stores(paths: Paths) -> None:
+def test_an_ambiguous_name_is_refused_with_the_store_names(paths: Paths) -> None:
     stores = [make_listed_store(paths, f"tiny-{digit * 8}-4bit", "tiny") for digit in "12"]
     for bits in (None, 4):
         with pytest.raises(UsageError, match="tiny-11111111-4bit, tiny-22222222-4bit") as caught:
             resolve("tiny", bits=bits, paths=paths)
-        assert caught.value.hint == "say one of these names"
+        assert caught.value.hint == "use one of these names"
     for store in stores:
         assert resolve(store.name, paths=paths).store == store
 
 
-def test_capitals_tell_names_apart_that_differ_in_nothing_else(paths: Paths) -> None:
+def test_names_that_differ_only_in_case_are_distinguished(paths: Paths) -> None:
     small = make_listed_store(paths, "tiny-11111111-4bit", "tiny")
     large = make_listed_store(paths, "Tiny-22222222-4bit", "Tiny")
     assert resolve("tiny", paths=paths).store == small
@@ -463,9 +461,7 @@ def test_capitals_tell_names_apart_that_differ_in_nothing_else(paths: Paths) -> 
         resolve("TINY", paths=paths)
 
 
-def test_what_a_name_means_elsewhere_comes_before_the_library(
-    in_an_empty_directory: Path, paths: Paths
-) -> None:
+def test_other_meanings_of_a_name_come_before_the_library(in_an_empty_directory: Path, paths: Paths) -> None:
     for name in ("tiny", "mixtral", "demo", "files", "hollow"):
         make_listed_store(paths, f"{name}-11111111-4bit", name)
     checkpoint = make_checkpoint(in_an_empty_directory / "tiny")
@@ -482,13 +478,13 @@ def test_what_a_name_means_elsewhere_comes_before_the_library(
         assert "holds no model" in str(refusal(path, paths))
 
 
-def test_the_hint_for_an_unknown_name_has_the_names_of_the_library(paths: Paths) -> None:
+def test_the_hint_for_an_unknown_name_lists_the_library(paths: Paths) -> None:
     make_listed_store(paths, "Story-Teller-11111111-4bit", "Story-Teller")
     assert refusal("story-tellr", paths).hint == "did you mean Story-Teller?"
     assert "known names: demo, Story-Teller, mixtral" in (refusal("zzzzz", paths).hint or "")
 
 
-def test_the_library_is_looked_into_only_when_nothing_else_fits(
+def test_the_library_is_searched_last(
     in_an_empty_directory: Path, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moechat.hub import library

@@ -6,7 +6,7 @@ import pytest
 
 from moechat.errors import UsageError
 from moechat.hub.known_shapes import find_shape, shape_names, shape_values
-from moechat.hub.names import ALIASES
+from moechat.hub.model_ref import ALIASES
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
@@ -42,7 +42,7 @@ def test_a_shape_is_a_configuration() -> None:
         assert values["model_type"]
 
 
-def test_an_unknown_shape_is_refused_by_name() -> None:
+def test_the_error_for_an_unknown_shape_names_it() -> None:
     with pytest.raises(UsageError, match="there is no shape 'gpt-5'") as caught:
         shape_values("gpt-5")
     assert "mixtral-8x7b" in str(caught.value.hint)

@@ -23,7 +23,7 @@ STORE = "tiny--moe-chat-4bit"
 @pytest.fixture(scope="module")
 def stored(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store as a download leaves it."""
-    from moechat.models.mapping import plan_checkpoint
+    from moechat.models.checkpoint_mapping import plan_checkpoint
     from moechat.store.checkpoint import Checkpoint
     from moechat.store.convert import convert
 
@@ -89,7 +89,7 @@ def test_list_and_show_and_rm_import_no_torch(library: Cli) -> None:
         assert done.returncode == 0, done.stderr.decode()
 
 
-def test_show_says_what_a_model_is(library: Cli) -> None:
+def test_show_describes_a_model(library: Cli) -> None:
     text = library.call("show", REPOSITORY).out.decode()
     for part in ("qwen3_moe", "1.1 million", "8 a layer, 2 a token", "984 KiB", "apache-2.0", COMMIT):
         assert part in text
@@ -105,7 +105,7 @@ def test_show_says_what_a_model_is(library: Cli) -> None:
     assert "not in the library" in missing.err
 
 
-def test_rm_asks_on_a_terminal_and_removes_after_a_yes(library: Cli) -> None:
+def test_rm_on_a_terminal_removes_only_after_a_yes(library: Cli) -> None:
     without = library.call("rm", REPOSITORY)
     assert without.status == 2
     assert "--yes" in without.err
@@ -132,7 +132,7 @@ def test_rm_refuses_a_model_that_is_in_use(library: Cli) -> None:
     assert library.call("rm", REPOSITORY, "--yes").status == 0
 
 
-def test_an_engine_holds_its_store_until_it_is_closed(library: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_locks_its_store_until_it_is_closed(library: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import moechat
 
     monkeypatch.setenv("MOECHAT_HOME", str(library.home))
@@ -154,7 +154,7 @@ def test_rm_takes_damaged_stores_and_chosen_bits(library: Cli) -> None:
     assert (models(library) / STORE).exists()
 
 
-def test_leftovers_are_shown_and_removed_unless_somebody_works_on_them(library: Cli) -> None:
+def test_leftovers_are_listed_and_removed_unless_in_use(library: Cli) -> None:
     left = workspace_path(models(library) / "org--big-4bit")
     left.mkdir()
     (left / "journal.json").write_bytes(os.urandom(100_000))
@@ -165,7 +165,7 @@ def test_leftovers_are_shown_and_removed_unless_somebody_works_on_them(library: 
     (kept / ".kept").touch()
     assert "unfinished downloads and conversions take" in library.call("list").err
     with exclusive_lock(models(library) / ".org--big-4bit.lock"):
-        assert "that is running" in library.call("rm", "--leftovers", "--yes").err
+        assert "a running download or conversion uses it" in library.call("rm", "--leftovers", "--yes").err
     assert left.exists()
     assert library.call("rm", "org/big", "--yes").status == 0
     assert not left.exists()
@@ -175,7 +175,7 @@ def test_leftovers_are_shown_and_removed_unless_somebody_works_on_them(library: 
     assert (models(library) / STORE).exists()
 
 
-def test_rm_of_what_is_not_there_removes_nothing(library: Cli, hub: Hub) -> None:
+def test_rm_of_an_unknown_model_removes_nothing(library: Cli, hub: Hub) -> None:
     done = library.call("rm", REPOSITORY, "org/none", "--yes")
     assert done.status == 3
     assert (models(library) / STORE).exists()
@@ -184,7 +184,7 @@ def test_rm_of_what_is_not_there_removes_nothing(library: Cli, hub: Hub) -> None
     assert hub.requests == []
 
 
-def test_a_converted_directory_runs_by_the_name_that_the_list_shows(
+def test_a_converted_directory_runs_by_its_listed_name(
     library: Cli, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

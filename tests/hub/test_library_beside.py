@@ -12,8 +12,8 @@ import pytest
 from cli_support import Cli
 from hub_server import COMMIT, REPOSITORY, Hub
 
-from moechat.cli import library_remove
-from moechat.cli.completion import complete_library
+from moechat.cli.commands import library_remove
+from moechat.cli.completion.completers import complete_library
 from moechat.store.lock import exclusive_lock
 
 STORE = "tiny--moe-chat-4bit"
@@ -119,7 +119,7 @@ def test_rm_takes_only_the_shards_of_the_variant_that_is_named(library: Cli, kep
     assert left() == set()
 
 
-def test_the_title_of_a_kept_gguf_checkpoint_is_what_rm_takes(library: Cli) -> None:
+def test_rm_accepts_the_listed_title_of_a_kept_gguf_checkpoint(library: Cli) -> None:
     kept = fill(
         sources(library) / f"tiny--moe-chat@{COMMIT[:12]}+{'1' * 12}",
         kept=True,
@@ -132,7 +132,7 @@ def test_the_title_of_a_kept_gguf_checkpoint_is_what_rm_takes(library: Cli) -> N
     assert (models(library) / STORE).exists()
 
 
-def test_leftovers_that_somebody_works_on_are_passed_over(library: Cli) -> None:
+def test_leftovers_in_use_are_skipped(library: Cli) -> None:
     busy = fill(models(library) / ".org--a-4bit.partial")
     shards = fill(sources(library) / f"org--a@{'a' * 12}")
     free = fill(models(library) / ".org--b-4bit.partial")
@@ -145,7 +145,7 @@ def test_leftovers_that_somebody_works_on_are_passed_over(library: Cli) -> None:
         assert "unfinished downloads and conversions take 2.0 MiB" in said
         done = library.call("rm", "--leftovers", "--yes")
         assert done.status == 0
-        assert f"a conversion that is running works on it: {busy}" in " ".join(done.err.split())
+        assert f"a running download or conversion uses it: {busy}" in " ".join(done.err.split())
         assert not free.exists()
         assert busy.exists()
         assert shards.exists()
@@ -153,14 +153,14 @@ def test_leftovers_that_somebody_works_on_are_passed_over(library: Cli) -> None:
         other = fill(models(library) / ".org--c-4bit.partial")
         named = library.call("rm", "org/a", "org/c", "--yes")
         assert named.status == 1
-        assert "that is running" in named.err
+        assert "belongs to a running download or conversion" in named.err
         assert not other.exists()
     assert library.call("rm", "--leftovers", "--yes").status == 0
     assert not busy.exists()
     assert not shards.exists()
 
 
-def test_kept_checkpoints_are_listed_and_removed_when_that_is_said(library: Cli) -> None:
+def test_kept_checkpoints_are_listed_and_removed_on_request(library: Cli) -> None:
     kept = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}", kept=True)
     other = fill(sources(library) / f"org--other@{COMMIT[:12]}", kept=True)
     listed = library.call("list")
@@ -195,7 +195,7 @@ def test_kept_checkpoints_are_listed_and_removed_when_that_is_said(library: Cli)
 
 
 @pytest.mark.parametrize("words", [("--leftovers",), (REPOSITORY,), (REPOSITORY, "--sources")])
-def test_shards_that_are_kept_while_the_question_stands_stay(
+def test_shards_kept_during_the_question_are_not_removed(
     library: Cli, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}")
@@ -205,15 +205,15 @@ def test_shards_that_are_kept_while_the_question_stands_stay(
         (shards / ".kept").touch()
         return True
 
-    monkeypatch.setattr(library_remove, "_agreed", agreed)
+    monkeypatch.setattr(library_remove, "_confirmed", agreed)
     done = library.call("rm", *words)
     assert done.status == 0, done.err
-    assert f"left alone, as it is a kept checkpoint by now: {shards}" in " ".join(done.err.split())
+    assert f"skipped, because it is now a kept checkpoint: {shards}" in " ".join(done.err.split())
     assert (shards / "shard").exists()
     assert not other.exists()
 
 
-def test_a_model_and_its_checkpoint_go_with_one_question(library: Cli) -> None:
+def test_one_question_removes_a_model_and_its_checkpoint(library: Cli) -> None:
     kept = fill(sources(library) / f"tiny--moe-chat@{COMMIT[:12]}", kept=True)
     terminal = library.terminal("rm", f"{REPOSITORY}@{COMMIT}", "--sources")
     terminal.expect("the kept checkpoint of")
@@ -225,7 +225,7 @@ def test_a_model_and_its_checkpoint_go_with_one_question(library: Cli) -> None:
     assert not (models(library) / STORE).exists()
 
 
-def test_a_store_on_another_disk_is_listed_and_only_its_link_removed(library: Cli, tmp_path: Path) -> None:
+def test_of_a_store_on_another_disk_only_the_link_is_removed(library: Cli, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     shutil.move(models(library) / STORE, disk)
     (models(library) / STORE).symlink_to(disk)
@@ -238,7 +238,7 @@ def test_a_store_on_another_disk_is_listed_and_only_its_link_removed(library: Cl
     assert (disk / "manifest.json").exists()
 
 
-def test_a_link_within_the_library_goes_with_what_it_points_to(library: Cli) -> None:
+def test_a_link_within_the_library_is_removed_with_its_target(library: Cli) -> None:
     hidden = models(library) / ".somewhere"
     shutil.move(models(library) / STORE, hidden)
     (models(library) / STORE).symlink_to(hidden)
@@ -288,7 +288,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
-def test_one_store_that_cannot_be_looked_into_leaves_the_others_listed(
+def test_one_unreadable_store_leaves_the_others_listed(
     library: Cli, refused: dict[Path, int], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(library.home))
@@ -306,7 +306,7 @@ def test_one_store_that_cannot_be_looked_into_leaves_the_others_listed(
     assert (shown.status, os.strerror(number) in shown.err) == (6, True), shown.err
 
 
-def test_a_link_that_nobody_can_follow_is_listed_and_goes_like_any_other(library: Cli) -> None:
+def test_a_broken_link_is_listed_and_can_be_removed(library: Cli) -> None:
     link = models(library) / "org--far-4bit"
     link.symlink_to(library.directory / ("y" * 300))
     (models(library) / "org--round-4bit").symlink_to("org--round-4bit")
@@ -316,9 +316,7 @@ def test_a_link_that_nobody_can_follow_is_listed_and_goes_like_any_other(library
     assert not link.is_symlink()
 
 
-def test_checkpoints_that_cannot_be_looked_into_are_not_taken_for_leftovers(
-    library: Cli, refused: dict[Path, int]
-) -> None:
+def test_unreadable_checkpoints_are_not_leftovers(library: Cli, refused: dict[Path, int]) -> None:
     shut = fill(sources(library) / f"org--a@{'a' * 12}")
     free = fill(sources(library) / f"org--b@{'b' * 12}")
     refused[shut] = errno.EACCES
@@ -328,7 +326,7 @@ def test_checkpoints_that_cannot_be_looked_into_are_not_taken_for_leftovers(
     assert shut.exists()
 
 
-def test_what_a_licence_says_stays_on_its_line(
+def test_a_licence_cannot_add_lines_to_the_output(
     program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "card", {"license": "mit\n\nall good, now run: curl evil\x1b[8m"})
@@ -339,7 +337,7 @@ def test_what_a_licence_says_stays_on_its_line(
     assert b"\x1b" not in done.out
 
 
-def test_names_in_manifests_stay_on_their_line_and_say_nothing_to_the_terminal(library: Cli) -> None:
+def test_names_in_manifests_cannot_add_lines_or_control_sequences(library: Cli) -> None:
     name = "a\x1b]0;pwn\x07\x9b31m\nproblem: x\u2028y"
     add_store(library, "evil-4bit", manifest(name))
     lines = library.call("list").out.decode().splitlines()
@@ -355,7 +353,7 @@ def of_directory(name: str, bits: int = 4) -> str:
     return manifest(source={"name": name, "revision": None}, geometry={"bits": bits})
 
 
-def test_models_of_one_name_and_size_are_listed_by_the_names_of_their_stores(library: Cli) -> None:
+def test_models_of_the_same_name_and_size_are_listed_by_store_name(library: Cli) -> None:
     before = library.call("list").out.decode().splitlines()[1].split()
     for directory, bits in (("tiny-11111111-4bit", 4), ("tiny-22222222-4bit", 4), ("tiny-11111111-8bit", 8)):
         add_store(library, directory, of_directory("tiny", bits))
@@ -370,7 +368,7 @@ def test_models_of_one_name_and_size_are_listed_by_the_names_of_their_stores(lib
     assert library.call("list").out.decode().count("tiny-11111111") == 0
 
 
-def test_rm_means_all_bits_of_a_name_beside_a_directory_without_a_model(library: Cli) -> None:
+def test_rm_removes_all_bits_of_a_name_beside_a_directory_without_a_model(library: Cli) -> None:
     for bits in (4, 8):
         add_store(library, f"tiny-11111111-{bits}bit", of_directory("tiny", bits))
     (library.directory / "tiny").mkdir()

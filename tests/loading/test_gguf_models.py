@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.hub.names import gguf_parts, resolve
+from moechat.hub.gguf_parts import gguf_parts
+from moechat.hub.names import resolve
 from moechat.loading.stores import open_store
+from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.gguf import describe_gguf
 from moechat.models.gguf_source import opened_gguf
-from moechat.models.mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
 from moechat.store.gguf_file import GgufFile

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from tiny import tiny_config, write_tiny_checkpoint
 
+from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.models.dense import loading_bytes
-from moechat.models.mapping import plan_checkpoint
 from moechat.models.skeleton import build_skeleton, load_config
 from moechat.offload.experts import IMPLEMENTATION, register
 from moechat.store.checkpoint import Checkpoint

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from places import SUPPORT
 from tiny import write_tiny_checkpoint
 from transformers import AutoConfig
 
@@ -19,7 +20,7 @@ import moechat
 from moechat.errors import DoesNotFitError
 
 PROMPT = 4000
-CHILD = Path(__file__).parent / "budget_child.py"
+CHILD = SUPPORT / "budget_child.py"
 MEBI = 1 << 20
 
 

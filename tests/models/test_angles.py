@@ -56,7 +56,7 @@ def test_a_looked_up_token_has_the_angles_of_its_position(family: str, kind: Any
             torch.testing.assert_close(part[0, 0], table[0, position], rtol=0, atol=1e-6)
 
 
-def test_several_tokens_and_sequences_go_the_family_s_way() -> None:
+def test_several_tokens_and_sequences_use_the_family_s_module() -> None:
     module = module_of(*KINDS[0])
     ours = recognise_angles(module)
     assert ours is not None
@@ -66,7 +66,7 @@ def test_several_tokens_and_sequences_go_the_family_s_way() -> None:
         assert all(map(torch.equal, ours(x, at), module(x, at)))
 
 
-def test_angles_that_depend_on_more_than_a_position_are_left_alone() -> None:
+def test_angles_that_depend_on_more_than_the_position_are_not_replaced() -> None:
     class Louder(Qwen3MoeRotaryEmbedding):
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
             cos, sin = super().forward(x, position_ids)
@@ -90,4 +90,4 @@ def test_angles_that_depend_on_more_than_a_position_are_left_alone() -> None:
 def test_a_loaded_model_looks_its_angles_up(tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe"))
     with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
-        assert engine._loaded.quickened.angles == ["model.rotary_emb"]
+        assert engine.loaded.native_modules.angles == ["model.rotary_emb"]

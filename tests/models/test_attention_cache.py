@@ -13,7 +13,8 @@ from tiny import CASES, UNLISTED, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moechat.models.attention_cache import PREFILL_CHUNK, ReservedLayer, WindowLayer, cache_shape
+from moechat.models.attention_cache import PREFILL_CHUNK, cache_shape
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.skeleton import build_skeleton
 from moechat.offload.experts import IMPLEMENTATION, attach, register
 
@@ -69,7 +70,7 @@ def random_model(config: Any) -> Any:
 
 
 @pytest.mark.parametrize(("family", "index"), ALL)
-def test_parts_mean_the_same_as_one_pass_and_the_size_is_known_beforehand(family: str, index: int) -> None:
+def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(family: str, index: int) -> None:
     config = tiny_config(family, index)
     shape = shape_of(config)
     assert shape.exact
@@ -148,7 +149,7 @@ def test_windows_stop_growing(window: int) -> None:
     assert shape.nbytes(100_001) - shape.nbytes(100_000) == each
 
 
-def test_a_reserved_layer_is_transformers_own_without_the_copies() -> None:
+def test_a_reserved_layer_behaves_like_transformers_own() -> None:
     generator = torch.Generator().manual_seed(1)
     ours, theirs = ReservedLayer(10), DynamicLayer()
     place = 0
@@ -203,7 +204,7 @@ def written(layer: Any, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 14), st.booleans()), min_size=1, max_size=25),
 )
-def test_a_window_shows_what_transformers_own_layer_shows(
+def test_a_window_layer_behaves_like_transformers_own(
     window: int, most: int, passes: list[tuple[int, bool]]
 ) -> None:
     theirs, ours = DynamicSlidingWindowLayer(window), WindowLayer(window, most)
@@ -234,7 +235,7 @@ def test_a_window_shows_what_transformers_own_layer_shows(
             assert mine.shape[2] >= min(done, window - 1 + count)
 
 
-def test_a_window_keeps_to_its_memory_however_long_the_text_is() -> None:
+def test_a_window_layer_stays_within_its_memory() -> None:
     layer = WindowLayer(5, 4)
     layer.update(*states(0, 3))
     memory = {layer.keys.untyped_storage().data_ptr()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from moechat.models.attention_cache import ReservedLayer, WindowLayer
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory
 
 
@@ -20,7 +20,7 @@ def new_cache(layers: int = 2) -> DynamicCache:
     return cache
 
 
-def test_one_cache_has_it_at_a_time_and_finds_zeros() -> None:
+def test_the_memory_is_zeroed_and_lent_to_one_cache_at_a_time() -> None:
     memory = CacheMemory()
     first, second = new_cache(), new_cache()
     assert memory.lend(first)
@@ -45,14 +45,14 @@ def test_one_cache_has_it_at_a_time_and_finds_zeros() -> None:
     assert not again.keys[..., 2:, :].any()
 
 
-def test_other_layers_get_none() -> None:
+def test_other_layers_get_no_memory() -> None:
     assert not CacheMemory().lend(DynamicCache())
     cache = new_cache()
     cache.layers.append(DynamicSlidingWindowLayer(4))
     assert not CacheMemory().lend(cache)
 
 
-def test_a_token_written_to_its_place_is_as_one_appended() -> None:
+def test_a_token_written_to_the_next_place_equals_an_appended_one() -> None:
     """Full and window layers; windows move along their memory and back, and are cut while they may."""
     memory, cache = CacheMemory(), DynamicCache()
     cache.layers = [WindowLayer(6, 3), ReservedLayer(64)]

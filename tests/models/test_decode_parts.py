@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import SUPPORT
 from tiny import tiny_config, write_tiny_checkpoint
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
@@ -23,8 +24,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import moechat
 from moechat import _native
 from moechat.models.decode import attention
-from moechat.models.decode.elements import ELEMENTS, close
 from moechat.models.decode.norms import Norm, native_norm, recognise_norm
+from moechat.models.decode.probe import ELEMENTS, close
 from moechat.models.decode.rotary import recognise_rotary
 from moechat.models.decode.routers import native_router, recognise_router
 
@@ -66,7 +67,7 @@ def test_norms_of_families_are_recognised_and_agree(
     assert close(native_norm(module, norm)(x), module(x))
 
 
-def test_other_norms_are_left_alone() -> None:
+def test_other_norms_are_not_replaced() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,12 +91,12 @@ def test_other_norms_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_wide_norm_that_takes_the_mean_away_is_left_alone_in_every_type(dtype: torch.dtype) -> None:
+def test_a_wide_norm_that_subtracts_the_mean_is_not_replaced(dtype: torch.dtype) -> None:
     assert recognise_norm(nn.LayerNorm(4096, bias=False).to(dtype)) is None
     assert recognise_norm(modeling_qwen3_moe.Qwen3MoeRMSNorm(4096).to(dtype)) is not None
 
 
-def test_a_norm_of_what_it_was_not_made_for_goes_the_module_s_own_way() -> None:
+def test_a_norm_uses_the_module_for_unsupported_inputs() -> None:
     module = modeling_qwen3_moe.Qwen3MoeRMSNorm(32)
     calls = []
     own = module.forward
@@ -169,7 +170,7 @@ def attend(
     return out
 
 
-def test_a_query_that_sees_nothing_gets_nothing_as_in_torch() -> None:
+def test_a_fully_masked_query_gives_zero_as_in_torch() -> None:
     query, key, value = draw(1, 2, 2, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
     visible = torch.ones((1, 1, 2, 20), dtype=torch.bool)
     visible[..., 1, :] = False
@@ -180,7 +181,7 @@ def test_a_query_that_sees_nothing_gets_nothing_as_in_torch() -> None:
 
 
 @pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers does not have the family")
-def test_a_family_that_attends_to_chosen_keys_keeps_its_attention(tmp_path: Path, moechat_home: Path) -> None:
+def test_a_family_with_sparse_attention_keeps_it(tmp_path: Path, moechat_home: Path) -> None:
     # Its mask is made for attention of transformers' own names alone.
     sizes = tiny_config("deepseek_v3").to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
@@ -190,7 +191,7 @@ def test_a_family_that_attends_to_chosen_keys_keeps_its_attention(tmp_path: Path
     tokens = [(7 * i) % 50 + 3 for i in range(40)]
     with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
         ours = engine.logits(tokens)
-        engine._loaded.quickened.undo()
+        engine.loaded.native_modules.undo()
         theirs = engine.logits(tokens)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
 
@@ -215,7 +216,7 @@ def test_attention_agrees_with_a_softmax_in_double(
         assert close(attend(query, key, value, 0.3, **more), wanted.to(dtype))
 
 
-def test_attention_does_not_depend_on_threads_and_passes_on_what_is_no_number(threads: None) -> None:
+def test_attention_does_not_depend_on_threads_and_propagates_nan(threads: None) -> None:
     query, key, value = draw(1, 32, 1, 128), draw(1, 4, 2000, 128, seed=2), draw(1, 4, 2000, 128, seed=3)
     results = []
     for count in (1, 2, 3, 7):
@@ -229,24 +230,31 @@ def test_attention_does_not_depend_on_threads_and_passes_on_what_is_no_number(th
     assert not attend(query, key, value, 0.1)[0, 0, :8].isnan().any()
 
 
-@pytest.mark.parametrize("isa", _native.available_isas())
-def test_every_instruction_set_computes_the_same_parts(isa: str) -> None:
-    child = (
-        "import sys, pytest\n"
-        "from moechat import _native\n"
-        f"assert _native.active_isa() == {isa!r}\n"
-        "names = ['agrees_with_a_softmax', 'routers_of_families', 'norms_of_families and 72', 'rotary']\n"
-        f"arguments = ['-q', '-x', '-p', 'no:cacheprovider', {__file__!r}]\n"
-        "sys.exit(pytest.main([*arguments, '-k', ' or '.join(names)]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", child],
-        env={**os.environ, "MOECHAT_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
+@pytest.fixture(scope="module")
+def other_process() -> Iterator[subprocess.Popen[str]]:
+    """Runs some of these tests under the instruction sets that it reads."""
+    names = ["agrees_with_a_softmax", "routers_of_families", "norms_of_families and 72", "rotary"]
+    child = subprocess.Popen(
+        [sys.executable, str(SUPPORT / "isa_child.py"), __file__, "-k", " or ".join(names)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with child:
+        yield child
+        child.communicate()
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_every_instruction_set_computes_the_same_parts(
+    isa: str, other_process: subprocess.Popen[str]
+) -> None:
+    assert other_process.stdin is not None
+    assert other_process.stdout is not None
+    other_process.stdin.write(f"{isa}\n")
+    other_process.stdin.flush()
+    status, output = json.loads(other_process.stdout.readline())
+    assert status == 0, output
 
 
 FAMILIES = [
@@ -313,7 +321,7 @@ def test_routers_of_families_are_recognised_and_choose_the_same(
     assert all(map(torch.equal, native_router(module, rule)(many), module(many)))
 
 
-def test_routers_that_choose_among_groups_are_left_alone() -> None:
+def test_routers_that_choose_groups_are_not_replaced() -> None:
     assert recognise_router(module_of("deepseek_v3", "mlp.gate", torch.float32)) is None
 
 
@@ -334,7 +342,7 @@ def test_rotary_embeddings_are_recognised_and_agree(module: Any, name: str, dtyp
         assert all(map(torch.equal, ours(q, k, cos, sin), wanted))
 
 
-def test_rotary_embeddings_of_neighbouring_pairs_are_left_alone() -> None:
+def test_rotary_embeddings_of_adjacent_pairs_are_not_replaced() -> None:
     from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
 
     config = tiny_config("ernie4_5_moe")
@@ -344,16 +352,18 @@ def test_rotary_embeddings_of_neighbouring_pairs_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_gives_what_the_family_s_own_modules_give(
+def test_native_decoding_equals_the_family_s_modules(
     family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config(family))
     engine = moechat.load(tmp_path / "model", bits=16, dtype=dtype)
-    for name in engine._loaded.quickened.layers:
-        del vars(engine._model.get_submodule(name))["forward"]  # so that every part is a call of its own
+    for name in engine.loaded.native_modules.layers:
+        del vars(engine.loaded.model.get_submodule(name))[
+            "forward"
+        ]  # so that every part is a call of its own
     native = []
     real = attention._attend
-    latents = attention._over_latents
+    latents = attention._attend_latents
 
     def attend_or_none(*arguments: Any) -> torch.Tensor | None:
         native.append(real(*arguments))
@@ -366,14 +376,14 @@ def test_decoding_gives_what_the_family_s_own_modules_give(
         return out
 
     monkeypatch.setattr(attention, "_attend", attend_or_none)
-    monkeypatch.setattr(attention, "_over_latents", over_latents)
+    monkeypatch.setattr(attention, "_attend_latents", over_latents)
     tokens = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 
     def decode() -> torch.Tensor:
-        cache = engine._new_cache()
+        cache = engine.decoder.new_cache()
         rows = []
         for part in ([tokens[:9]], [tokens[9:10]], [tokens[10:11]], [tokens[11:]]):
-            out = engine._forward(torch.tensor(part), past_key_values=cache, use_cache=True)
+            out = engine.passes.run(torch.tensor(part), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             rows.append(out.logits[0, -1].float())
         return torch.stack(rows)
@@ -386,7 +396,7 @@ def test_decoding_gives_what_the_family_s_own_modules_give(
     assert all(out is not None for out in native[layers:])
     again = decode()
     assert torch.equal(ours, again)
-    done = engine._loaded.quickened
+    done = engine.loaded.native_modules
     assert done.norms
     assert bool(done.routers) == (family in ROUTED)
     assert done.attention
@@ -399,7 +409,7 @@ def test_decoding_gives_what_the_family_s_own_modules_give(
     assert float(torch.linalg.norm(ours - plain) / torch.linalg.norm(plain)) < limit
 
 
-def test_attention_that_computes_something_else_is_left_alone() -> None:
+def test_attention_with_other_results_is_not_replaced() -> None:
     class Module(nn.Module):
         pass
 

@@ -54,7 +54,7 @@ def test_products_in_float32_are_exact_for_any_number_of_tokens(half: torch.dtyp
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_other_types_of_inputs_come_back_in_their_type(half: torch.dtype, dtype: torch.dtype) -> None:
+def test_outputs_have_the_type_of_the_inputs(half: torch.dtype, dtype: torch.dtype) -> None:
     layer = stored(half, dtype=dtype)
     for tokens in (1, 40):
         x = numbers(tokens, 96, seed=2).to(dtype)
@@ -83,7 +83,7 @@ def test_threads_change_no_bit_of_a_product(tokens: int) -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_the_rows_are_read_where_they_lie() -> None:
+def test_rows_are_read_in_place() -> None:
     words = numbers(64, 64).to(torch.bfloat16)
     layer = StoredLinear(words, None, torch.float32)
     assert layer.rows.data_ptr() == words.data_ptr() == layer._words.ctypes.data

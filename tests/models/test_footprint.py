@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
+from places import SUPPORT
 from tiny import tiny_config
 from transformers import AutoConfig
 
@@ -21,7 +21,7 @@ from moechat.models.footprint import (
     workspace_bytes,
 )
 
-CHILD = Path(__file__).parent / "footprint_child.py"
+CHILD = SUPPORT / "footprint_child.py"
 MEBI = 1 << 20
 GROUPED = {
     "hidden_size": 512,

@@ -16,9 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import moechat
 from moechat import _native
-from moechat.models.attention_cache import ReservedLayer, WindowLayer
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.decode.layer_check import agrees, layer_kind
 from moechat.models.decode.layers import recognise_layer
-from moechat.models.decode.trial import agrees, layer_kind
 
 TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
 # With norms of heads, without, over all heads; with sinks and windows; with biases and shared experts; with
@@ -44,20 +44,20 @@ def checkpoint(directory: Path, family: str, variant: int = 0, **more: Any) -> P
 
 
 def angle_count(engine: Engine) -> int:
-    return int(engine._model.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0].shape[-1])
+    return int(engine.loaded.model.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([[0]]))[0].shape[-1])
 
 
 def split(engine: Engine) -> None:
     """Let the layers go part by part; the parts stay native."""
-    for name in engine._loaded.quickened.layers:
-        del vars(engine._model.get_submodule(name))["forward"]
+    for name in engine.loaded.native_modules.layers:
+        del vars(engine.loaded.model.get_submodule(name))["forward"]
 
 
 def decode(engine: Engine) -> list[torch.Tensor]:
-    cache = engine._new_cache()
+    cache = engine.decoder.new_cache()
     rows = []
     for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
-        out = engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
         rows.append(out.logits[0, -1].clone())
     return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
 
@@ -66,7 +66,7 @@ def decode(engine: Engine) -> list[torch.Tensor]:
 def modules_called(engine: Engine) -> Iterator[list[Any]]:
     """Calls of the attention modules' own forward."""
     calls: list[Any] = []
-    attentions = [layer.self_attn for layer in engine._model.model.layers]
+    attentions = [layer.self_attn for layer in engine.loaded.model.model.layers]
     before = [vars(module)["forward"] for module in attentions]
 
     def heard(own: Any) -> Any:
@@ -85,16 +85,16 @@ def modules_called(engine: Engine) -> Iterator[list[Any]]:
     [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
     + [("qwen3_moe", "float16")],
 )
-def test_a_step_gives_the_bits_of_its_parts(
+def test_a_native_step_equals_its_parts_bitwise(
     family: str, dtype: str, dense_bits: int, tmp_path: Path, moechat_home: Path
 ) -> None:
     for variant in (0, 1):
         path = checkpoint(tmp_path / str(variant), family, variant)
         with moechat.load(path, bits=16, dtype=dtype, dense_bits=dense_bits) as engine:
-            layers = engine._model.config.get_text_config().num_hidden_layers
-            quickened = engine._loaded.quickened
-            assert len(quickened.layers) == layers
-            assert len(quickened.routers) == len(engine._loaded.parts)
+            layers = engine.loaded.model.config.get_text_config().num_hidden_layers
+            native_modules = engine.loaded.native_modules
+            assert len(native_modules.layers) == layers
+            assert len(native_modules.routers) == len(engine.loaded.parts)
             with modules_called(engine) as calls:
                 joined = decode(engine)
             assert len(calls) == layers  # all in the first pass, which has many tokens
@@ -107,7 +107,7 @@ def test_a_step_does_not_depend_on_threads(tmp_path: Path, moechat_home: Path, t
         tmp_path, "qwen3_moe", hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=64
     )
     with moechat.load(path, bits=4, dtype="float32", dense_bits=8) as engine:
-        assert engine._loaded.quickened.layers
+        assert engine.loaded.native_modules.layers
         results = []
         for count in (1, 2, 3, 7):
             _native.set_num_threads(count)
@@ -116,15 +116,15 @@ def test_a_step_does_not_depend_on_threads(tmp_path: Path, moechat_home: Path, t
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax", "flex_olmo"])
-def test_layers_of_another_kind_are_left_alone(family: str, tmp_path: Path, moechat_home: Path) -> None:
+def test_layers_of_another_kind_are_not_replaced(family: str, tmp_path: Path, moechat_home: Path) -> None:
     with moechat.load(checkpoint(tmp_path, family), bits=16, dtype="float32") as engine:
-        assert not engine._loaded.quickened.layers
+        assert not engine.loaded.native_modules.layers
 
 
-def test_what_is_clipped_is_left_alone_whatever_the_probes_are(tmp_path: Path, moechat_home: Path) -> None:
+def test_a_layer_that_clips_is_not_replaced(tmp_path: Path, moechat_home: Path) -> None:
     # No probe comes near this limit.
     with moechat.load(checkpoint(tmp_path, "olmoe", clip_qkv=1e6), bits=16, dtype="float32") as engine:
-        assert not engine._loaded.quickened.layers
+        assert not engine.loaded.native_modules.layers
 
 
 @pytest.fixture
@@ -133,14 +133,14 @@ def engine(tmp_path: Path, moechat_home: Path) -> Iterator[Engine]:
         yield loaded
 
 
-def test_an_attention_with_other_code_is_left_alone(engine: Engine) -> None:
+def test_an_attention_with_other_code_is_not_replaced(engine: Engine) -> None:
     class Louder(Qwen3MoeAttention):
         def forward(self, *arguments: Any, **named: Any) -> Any:
             out, weights = super().forward(*arguments, **named)
             return out * 1.5, weights
 
     split(engine)
-    layer = engine._model.model.layers[0]
+    layer = engine.loaded.model.model.layers[0]
     assert recognise_layer(layer, angle_count(engine)) is not None
     layer.self_attn.__class__ = Louder
     assert recognise_layer(layer, angle_count(engine)) is None
@@ -148,7 +148,7 @@ def test_an_attention_with_other_code_is_left_alone(engine: Engine) -> None:
 
 def test_a_layer_that_computes_something_else_with_known_names_does_not_agree(engine: Engine) -> None:
     split(engine)
-    first, second = engine._model.model.layers
+    first, second = engine.loaded.model.model.layers
     ours = recognise_layer(first, angle_count(engine))
     assert ours is not None
     assert agrees(first, ours)
@@ -169,8 +169,8 @@ def test_a_layer_that_computes_something_else_with_known_names_does_not_agree(en
     assert layer_kind(first) != layer_kind(second)
 
 
-def test_whoever_listens_to_a_part_of_a_layer_hears_it(engine: Engine) -> None:
-    layer = engine._model.model.layers[1]
+def test_hooks_on_parts_of_a_layer_are_called(engine: Engine) -> None:
+    layer = engine.loaded.model.model.layers[1]
     wanted = decode(engine)
     for module in (layer.self_attn, layer.self_attn.q_proj, layer.mlp.gate, layer.input_layernorm):
         heard: list[Any] = []
@@ -182,26 +182,26 @@ def test_whoever_listens_to_a_part_of_a_layer_hears_it(engine: Engine) -> None:
         assert len(heard) == 4
 
 
-def test_what_a_step_is_not_made_for_goes_through_the_modules(engine: Engine) -> None:
-    layer = engine._model.model.layers[0]
+def test_unsupported_passes_use_the_modules(engine: Engine) -> None:
+    layer = engine.loaded.model.model.layers[0]
     heard: list[Any] = []
     own = layer.self_attn.forward
     layer.self_attn.forward = lambda *given, **named: heard.append(named) or own(*given, **named)
-    cache = engine._new_cache()
+    cache = engine.decoder.new_cache()
     for count, calls in ((4, 1), (1, 1), (3, 2), (1, 2)):
-        engine._forward(torch.tensor([TOKENS[:count]]), past_key_values=cache, use_cache=True)
+        engine.passes.run(torch.tensor([TOKENS[:count]]), past_key_values=cache, use_cache=True)
         assert len(heard) == calls
-    engine._forward(torch.tensor([TOKENS[:1]]), use_cache=False)
+    engine.passes.run(torch.tensor([TOKENS[:1]]), use_cache=False)
     assert len(heard) == 3
 
 
-def test_a_full_reserve_grows_as_ever(engine: Engine) -> None:
+def test_a_full_reserve_grows(engine: Engine) -> None:
     wanted = decode(engine)
-    cache = engine._new_cache()
+    cache = engine.decoder.new_cache()
     cache.layers = [ReservedLayer(10) for _ in cache.layers]
     rows = []
     for part in [TOKENS[:9], *([token] for token in TOKENS[9:])]:
-        out = engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True)
+        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True)
         rows.append(out.logits[0, -1])
     assert all(map(torch.equal, wanted, rows))
     assert cache.layers[0].get_seq_length() == len(TOKENS)
@@ -233,23 +233,25 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
         )
 
 
-def test_layers_that_see_a_window_go_on_when_it_is_full(tmp_path: Path, moechat_home: Path) -> None:
+def test_window_layers_continue_when_the_window_is_full(tmp_path: Path, moechat_home: Path) -> None:
     with moechat.load(checkpoint(tmp_path, "gpt_oss"), bits=16, dtype="float32") as engine:
-        config = engine._model.config
+        config = engine.loaded.model.config
         assert config.layer_types[0] == "sliding_attention"
         window = config.sliding_window
         tokens = [(7 * i) % 90 + 3 for i in range(5 * window + 4)]
         results = []
         # Memory in which the window moves often, and transformers' own cache.
         for small in (True, False):
-            cache = engine._new_cache()
+            cache = engine.decoder.new_cache()
             cache.layers = [
                 layer if not layer.is_sliding else WindowLayer(window, 3) if small else plain
                 for layer, plain in zip(cache.layers, DynamicCache(config=config).layers, strict=True)
             ]
             with modules_called(engine) as calls:
                 rows = [
-                    engine._forward(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0, -1]
+                    engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[
+                        0, -1
+                    ]
                     for part in [tokens[:3], *([token] for token in tokens[3:])]
                 ]
             results.append(rows)
@@ -264,8 +266,8 @@ def test_a_part_of_a_head_is_rotated(tmp_path: Path, moechat_home: Path) -> None
     for family in ("glm4_moe", "minimax_m2"):
         path = checkpoint(tmp_path / family, family, **PARTIAL[family])
         with moechat.load(path, bits=16, dtype="float32") as engine:
-            layers = engine._model.config.num_hidden_layers
-            assert len(engine._loaded.quickened.layers) == layers
+            layers = engine.loaded.model.config.num_hidden_layers
+            assert len(engine.loaded.native_modules.layers) == layers
             with modules_called(engine) as calls:
                 joined = decode(engine)
             assert len(calls) == layers
@@ -274,9 +276,9 @@ def test_a_part_of_a_head_is_rotated(tmp_path: Path, moechat_home: Path) -> None
 
 
 def test_a_layer_can_be_called_with_its_arguments_in_order(engine: Engine) -> None:
-    layer = engine._model.model.layers[0]
+    layer = engine.loaded.model.model.layers[0]
     hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
-    angles = engine._model.model.rotary_emb(hidden, torch.arange(3)[None])
+    angles = engine.loaded.model.model.rotary_emb(hidden, torch.arange(3)[None])
     with torch.inference_mode():
         ours = layer(hidden, None, position_embeddings=angles)
         split(engine)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import Activation, WeightType
-from moechat.models.mapping import plan_checkpoint
+from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 
 
@@ -139,7 +139,7 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
         model_type="evil",
         auto_map={"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},
     )
-    with pytest.raises(UnsupportedModelError, match="code of its own"):
+    with pytest.raises(UnsupportedModelError, match="custom code"):
         plan(tmp_path)
     assert not witness.exists()
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_does_not_choose_how_attention_is_computed(tmp_path: Path, 
     write_tiny_checkpoint(source, tiny_config("mixtral"))
     edit_config(source, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
     engine = moechat.load(source)
-    assert "somebody" not in str(engine._model.config._attn_implementation)
+    assert "somebody" not in str(engine.loaded.model.config._attn_implementation)
     assert engine.logits([1, 2, 3]).isfinite().all()
 
 

@@ -8,7 +8,7 @@ from tiny import SHAPES, tiny_config
 from transformers import AutoModelForCausalLM
 
 from moechat.hub.known_shapes import shape_names
-from moechat.models.shape import known_config, outline_model
+from moechat.models.model_outline import known_config, outline_model
 
 CASES = [(family, len(shapes) - 1) for family, shapes in SHAPES.items()]
 

@@ -90,7 +90,7 @@ def test_a_file_of_another_kind_is_packed_again(
     assert packings
 
 
-def test_a_file_cut_short_is_packed_again(checkpoint: Path, moechat_home: Path, packings: list[int]) -> None:
+def test_a_truncated_file_is_packed_again(checkpoint: Path, moechat_home: Path, packings: list[int]) -> None:
     first = logits(checkpoint)
     (path,) = files(moechat_home)
     os.truncate(path, path.stat().st_size - 1)
@@ -110,7 +110,7 @@ def test_another_version_has_a_file_of_its_own(
     assert len(files(moechat_home)) == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_only_time(
+def test_without_a_writable_directory_layers_are_packed_at_every_start(
     checkpoint: Path, moechat_home: Path, packings: list[int]
 ) -> None:
     (moechat_home / "cache").mkdir(parents=True)

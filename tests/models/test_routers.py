@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moechat.models.dense import load_dense
-from moechat.models.routers import Router, Scoring, find_routers
+from moechat.models.router_search import Router, Scoring, find_routers
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton
 from moechat.store.checkpoint import Checkpoint
 
@@ -134,7 +134,7 @@ def test_a_transposed_router_is_turned() -> None:
     assert router.agreement == 1.0
 
 
-def test_a_router_that_chooses_otherwise_is_left_out() -> None:
+def test_a_router_with_other_choices_is_left_out() -> None:
     assert find_in(Block(honest=False)) is None
 
 

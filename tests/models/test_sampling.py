@@ -29,7 +29,7 @@ def draws(settings: SamplingSettings, count: int = 400, seed: int = 1) -> Counte
     return Counter(sampler.draw(HISTORY, LOGITS) for _ in range(count))
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_most_likely_token() -> None:
     assert draws(SamplingSettings()) == {3: 400}
 
 
@@ -70,7 +70,7 @@ def test_defaults_come_from_the_model_and_flags_win() -> None:
     assert SamplingSettings.from_generation_config(None) == SamplingSettings()
 
 
-def test_a_cut_alone_asks_for_sampling() -> None:
+def test_a_truncation_option_alone_enables_sampling() -> None:
     assert SamplingSettings().override(top_p=0.5).temperature == 1.0
 
 
@@ -90,7 +90,7 @@ def test_values_out_of_range_are_refused_with_the_value(bad: dict[str, float]) -
         SamplingSettings(**bad)  # type: ignore[arg-type]
 
 
-def test_numbers_of_other_types_are_taken_and_others_refused() -> None:
+def test_numbers_of_other_types_are_accepted_and_other_values_refused() -> None:
     settings = SamplingSettings(temperature=2, top_k=np.int64(3), repetition_penalty=np.float32(1.5))  # type: ignore[arg-type]
     assert Sampler(settings, 0).draw(HISTORY, LOGITS) in (1, 2, 3)
     for bad in ({"temperature": "a"}, {"top_k": 1.5}, {"top_k": True}, {"top_p": None}, {"min_p": 10**400}):
@@ -98,7 +98,7 @@ def test_numbers_of_other_types_are_taken_and_others_refused() -> None:
             SamplingSettings(**bad)  # type: ignore[arg-type]
 
 
-def test_shipped_values_that_are_no_numbers_are_as_if_not_there() -> None:
+def test_invalid_values_in_a_generation_config_are_ignored() -> None:
     shipped = SimpleNamespace(
         do_sample=True, top_k=float("nan"), top_p=float("inf"), repetition_penalty=10**400
     )

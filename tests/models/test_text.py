@@ -48,13 +48,13 @@ EMOJI = TOKENIZER("\N{GRINNING FACE}")["input_ids"]
     st.lists(st.sampled_from([*range(0, 256, 7), *EMOJI, *TOKENIZER("é x")["input_ids"], END]), max_size=40)
 )
 @settings(deadline=None, max_examples=300)
-def test_any_tokens_add_up_to_what_decoding_them_at_once_gives(tokens: list[int]) -> None:
+def test_pieces_of_any_tokens_add_up_to_their_decoded_text(tokens: list[int]) -> None:
     whole = TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert "".join(stream(tokens)) == whole
 
 
 @pytest.mark.parametrize("specials", [[END] * 3, [END] * 9])
-def test_special_tokens_do_not_make_a_character_give_up(specials: list[int]) -> None:
+def test_special_tokens_inside_a_character_do_not_break_it(specials: list[int]) -> None:
     tokens = [*specials, *EMOJI[:2], *specials, *EMOJI[2:], *TOKENIZER("é")["input_ids"]]
     assert "".join(stream(tokens)) == "\N{GRINNING FACE}é"
 
@@ -66,7 +66,7 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-def test_bytes_that_never_become_a_character_do_not_hold_the_text_back() -> None:
+def test_invalid_bytes_do_not_delay_the_text() -> None:
     broken = TOKENIZER("é")["input_ids"][:1]
     tokens = broken * 12 + TOKENIZER("after")["input_ids"]
     text = TextStream(TOKENIZER)

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_cuda import VARIABLE, FakeCuda
+from places import SUPPORT
 
 from moechat import _native
 
@@ -139,7 +139,7 @@ print(int(cuda.get("batches")), int(cuda.get("copies")))
 """
     environment = os.environ | {
         VARIABLE: str(driver.path),
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": str(SUPPORT),
     }
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False

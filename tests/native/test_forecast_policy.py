@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import TESTS
 
 from moechat import _native
 from moechat._native import EvictionPolicy
 from moechat.routing.trace import Trace
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = TESTS / "data"
 HALF_LIVES = (4.0, 64.0, 1000.0)
 NEVER = -1e300
 MASK = (1 << 64) - 1

@@ -152,10 +152,10 @@ def test_impossible_transfers_are_refused_and_nothing_is_queued() -> None:
     good = page(0, 0)
     for bad, why in [
         (page(0, 1), "has a transfer already"),
-        (page(4, 1), "a target with 4"),
+        (page(4, 1), "target has 4 pages"),
         (page(1, 1, region=1), "there are 1 regions"),
         (page(1, PAGES), "the region has"),
-        ((1, 0, 0, 2 * PAGE, DEMAND), "for a page of 4096"),
+        ((1, 0, 0, 2 * PAGE, DEMAND), "but a page has 4096"),
         (page(1, 1, priority=3), "priority is 3"),
     ]:
         with pytest.raises(ValueError, match=why):

@@ -574,7 +574,7 @@ class TestRefusals:
         link = self.model.link()
         policy = _native.EvictionPolicy("lru", 2, 3)
         self.model.runner(link, policy=policy)
-        with pytest.raises(ValueError, match="policy belongs"):
+        with pytest.raises(ValueError, match="policy already belongs"):
             self.model.runner(policy=policy)
-        with pytest.raises(ValueError, match="link belongs"):
+        with pytest.raises(ValueError, match="link already belongs"):
             self.model.runner(link)

@@ -13,15 +13,19 @@ from moechat import _native
 
 
 def test_the_best_instruction_set_is_chosen_and_known():
-    available = _native.available_isas()
-    assert available[0] == "portable"
+    available, built = _native.available_isas(), _native.built_isas()
+    assert available[0] == built[0] == "portable"
+    assert set(available) <= set(built)
     features = _native.cpu_features()
     wide = all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
     wider = wide and all(features.get(f"avx512{name}", False) for name in ("f", "bw", "dq", "vl"))
-    assert ("avx2" in available) == wide
-    assert ("avx2-vnni" in available) == (wide and features.get("avx_vnni", False))
-    assert ("avx512" in available) == wider
-    assert ("avx512-vnni" in available) == (wider and features.get("avx512_vnni", False))
+    runs = {
+        "avx2": wide,
+        "avx2-vnni": wide and features.get("avx_vnni", False),
+        "avx512": wider,
+        "avx512-vnni": wider and features.get("avx512_vnni", False),
+    }
+    assert [isa for isa in runs if isa in available] == [isa for isa in runs if runs[isa] and isa in built]
     done = run_isa("from moechat import _native; print(_native.active_isa())", "")
     assert done.stdout.strip() == available[-1]
 
@@ -30,6 +34,28 @@ def test_the_best_instruction_set_is_chosen_and_known():
 def test_the_environment_overrides_the_choice(isa):
     done = run_isa("from moechat import _native; print(_native.active_isa())", isa)
     assert done.stdout.strip() == isa
+
+
+def test_a_build_contains_the_best_instruction_set_of_its_processor():
+    features = _native.cpu_features()
+    if not all(features.get(name, False) for name in ("avx2", "fma", "f16c")):
+        pytest.skip("only the portable kernels run here")
+    assert _native.available_isas()[-1] != "portable"
+
+
+def test_an_instruction_set_that_is_not_compiled_in_is_named_with_the_way_to_build_it():
+    sets = ["avx2", "avx2-vnni", "avx512", "avx512-vnni"]
+    features = _native.cpu_features()
+    runs = {
+        "avx2": all(features.get(name, False) for name in ("avx2", "fma", "f16c")),
+        "avx512": all(features.get(f"avx512{name}", False) for name in ("f", "bw", "dq", "vl")),
+    }
+    missing = [isa for isa in sets if runs.get(isa) and isa not in _native.built_isas()]
+    if not missing:
+        pytest.skip("this build has all instruction sets")
+    done = run_isa("from moechat import _native; _native.active_isa()", missing[0])
+    assert f"MOECHAT_ISA={missing[0]} is not compiled into this build, which has portable, " in done.stderr
+    assert "MOECHAT_ISAS=all scripts/setup compiles all instruction sets" in done.stderr
 
 
 @pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx512", "avx2_vnni"])

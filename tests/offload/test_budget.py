@@ -32,7 +32,7 @@ def counted(plan: MemoryPlan) -> int:
     return sum(parts) + plan.pages * plan.page_bytes + (EVERYTHING if plan.mapped else 0)
 
 
-def test_what_the_other_parts_leave_is_pages() -> None:
+def test_pages_take_the_memory_that_other_parts_leave() -> None:
     plan = plan_memory(NEEDS, 2048 * MEBI, ctx=1024)
     assert (plan.base, plan.dense, plan.scratch) == (NEEDS.base, NEEDS.dense, NEEDS.scratch)
     assert plan.kv == 64 * MEBI
@@ -43,7 +43,7 @@ def test_what_the_other_parts_leave_is_pages() -> None:
     assert plan.margin >= 32 * MEBI
 
 
-def test_loading_must_fit_by_itself_and_takes_no_pages() -> None:
+def test_the_loading_peak_must_fit_but_takes_no_pages() -> None:
     usual = plan_memory(NEEDS, 2048 * MEBI, ctx=1024)
     heavy = replace(NEEDS, loading=1200 * MEBI)
     assert plan_memory(heavy, 2048 * MEBI, ctx=1024) == usual
@@ -60,7 +60,7 @@ def test_loading_must_fit_by_itself_and_takes_no_pages() -> None:
     assert "--ctx" not in str(caught.value.hint)
 
 
-def test_everything_is_mapped_as_soon_as_it_fits() -> None:
+def test_all_experts_are_mapped_if_they_fit() -> None:
     budget = least_budget(NEEDS, 1024) + EVERYTHING + EVERYTHING // 50
     plan = plan_memory(NEEDS, budget, ctx=1024)
     assert (plan.mapped, plan.pages, plan.expert_bytes) == (True, 0, EVERYTHING)
@@ -70,18 +70,18 @@ def test_everything_is_mapped_as_soon_as_it_fits() -> None:
     assert less.pages <= NEEDS.blocks
 
 
-def test_wanted_pages_are_taken_whatever_the_budget() -> None:
+def test_a_given_number_of_pages_overrides_the_budget() -> None:
     assert plan_memory(NEEDS, 1, ctx=1024, pages=7).pages == 7
     assert plan_memory(NEEDS, 1, ctx=1024, pages=0).mapped
 
 
-def test_a_wanted_context_is_never_changed() -> None:
+def test_a_given_context_is_never_changed() -> None:
     plan = plan_memory(NEEDS, 2048 * MEBI, ctx=9999)
     assert (plan.context, plan.context_limited) == (9999, False)
 
 
 @pytest.mark.parametrize("budget", [1600, 2048, 3000, 4000])
-def test_a_context_takes_a_quarter_of_what_is_left_at_most(budget: int) -> None:
+def test_the_default_context_takes_at_most_a_quarter_of_the_rest(budget: int) -> None:
     needs = replace(NEEDS, loading=0, workspace=lambda _: 50 * MEBI)
     plan = plan_memory(needs, budget * MEBI)
     left = budget * MEBI - (plan.base + plan.dense + plan.scratch + plan.workspace)
@@ -92,12 +92,12 @@ def test_a_context_takes_a_quarter_of_what_is_left_at_most(budget: int) -> None:
     assert plan_memory(needs, (budget + 500) * MEBI).context > plan.context
 
 
-def test_a_model_of_a_short_context_keeps_it() -> None:
+def test_a_short_context_of_the_model_is_kept() -> None:
     plan = plan_memory(replace(NEEDS, own_context=512), 2048 * MEBI)
     assert (plan.context, plan.context_limited) == (512, False)
 
 
-def test_beside_mapped_experts_the_context_may_take_all_that_is_left() -> None:
+def test_with_mapped_experts_the_context_can_take_the_whole_rest() -> None:
     plan = plan_memory(NEEDS, 10_000 * MEBI)
     assert (plan.mapped, plan.context) == (True, 32_768)
     tight = plan_memory(NEEDS, 5_500 * MEBI)
@@ -106,7 +106,7 @@ def test_beside_mapped_experts_the_context_may_take_all_that_is_left() -> None:
     assert tight.total <= tight.budget
 
 
-def test_a_budget_too_small_is_refused_with_every_part_and_one_that_works() -> None:
+def test_the_error_for_a_small_budget_lists_the_parts_and_the_least() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         plan_memory(NEEDS, 700 * MEBI, ctx=1024)
     error = caught.value
@@ -128,7 +128,7 @@ def test_a_budget_too_small_is_refused_with_every_part_and_one_that_works() -> N
     assert plan_memory(NEEDS, error.least_bytes, ctx=1024).pages >= NEEDS.min_pages
 
 
-def test_too_little_available_memory_is_refused_by_that_name() -> None:
+def test_the_error_for_little_free_memory_says_so() -> None:
     with pytest.raises(DoesNotFitError, match="the memory that is available is 700 MiB") as caught:
         plan_memory(NEEDS, 700 * MEBI, given=False)
     assert "end other programs" in str(caught.value.hint)
@@ -152,7 +152,7 @@ _SIZES = st.integers(0, 64 << 30)
     below=st.integers(0, 64 << 30),
     above=st.integers(0, 256 << 30),
 )
-def test_every_plan_keeps_its_budget_and_the_least_works(
+def test_every_plan_fits_its_budget_and_the_least_works(
     base: int,
     dense: int,
     loading: int,

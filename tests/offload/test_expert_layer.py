@@ -46,7 +46,7 @@ def inputs(tokens: int, k: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("tokens", [1, 2, 37])
-def test_layer_adds_up_the_weighted_experts(tokens: int, bits: int) -> None:
+def test_the_layer_sums_the_weighted_experts(tokens: int, bits: int) -> None:
     layer = make_layer(bits)
     x, index, weight = inputs(tokens)
     want = expected(layer, x, index, weight)
@@ -55,7 +55,7 @@ def test_layer_adds_up_the_weighted_experts(tokens: int, bits: int) -> None:
     torch.testing.assert_close(layer.forward(x, index, weight), want, **error)
 
 
-def test_a_token_alone_gives_the_bits_it_gives_among_others() -> None:
+def test_a_token_gives_the_same_bits_alone_and_among_others() -> None:
     layer = make_layer(4)
     x, index, weight = inputs(19)
     together = layer.forward(x, index, weight)
@@ -74,7 +74,7 @@ def test_an_index_outside_the_layer_selects_no_expert(tokens: int) -> None:
     assert not layer.forward(x, nobody, weight).any()
 
 
-def test_counters_tell_pairs_and_bytes() -> None:
+def test_counters_count_pairs_and_bytes() -> None:
     layer = make_layer()
     x, _, weight = inputs(2)
     layer.forward(x, torch.tensor([[0, 1, 2], [1, 2, 3]]), weight)
@@ -82,7 +82,7 @@ def test_counters_tell_pairs_and_bytes() -> None:
     assert layer.counters.bytes_read == 4 * layer.geometry.expert_bytes
 
 
-def test_result_has_the_type_of_the_hidden_states() -> None:
+def test_the_result_has_the_dtype_of_the_hidden_states() -> None:
     layer = make_layer()
     x, index, weight = inputs(3)
     half = layer.forward(x.bfloat16(), index, weight.bfloat16())
@@ -96,7 +96,7 @@ def test_records_of_another_shape_are_refused() -> None:
         ExpertLayer(layer.geometry, layer.records[:, :1], ExpertCounters())
 
 
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     layer = make_layer()
     x, index, weight = inputs(4)
     with pytest.raises(ValueError, match="do not belong together"):
@@ -112,7 +112,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_default_type_of_torch_does_not_matter(dtype: torch.dtype) -> None:
+def test_the_default_dtype_of_torch_does_not_matter(dtype: torch.dtype) -> None:
     layer = make_layer()
     x, index, weight = inputs(3)
     want = layer.forward(x, index, weight)
@@ -124,7 +124,7 @@ def test_the_default_type_of_torch_does_not_matter(dtype: torch.dtype) -> None:
     assert torch.equal(got, want)
 
 
-def test_inputs_may_be_views_in_any_order_and_type() -> None:
+def test_inputs_can_be_views_with_any_strides_and_dtype() -> None:
     layer = make_layer(4)
     x, index, weight = inputs(6)
     want = layer.forward(x, index, weight)
@@ -134,7 +134,7 @@ def test_inputs_may_be_views_in_any_order_and_type() -> None:
     assert torch.equal(layer.forward(x[::2], index[::2], weight[::2]), want[::2])
 
 
-def test_no_tokens_and_no_experts_give_nothing() -> None:
+def test_no_tokens_give_no_rows_and_no_experts_give_zeros() -> None:
     layer = make_layer()
     x, index, weight = inputs(2)
     assert layer.forward(x[:0], index[:0], weight[:0]).shape == (0, HIDDEN)

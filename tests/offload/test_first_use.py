@@ -34,7 +34,7 @@ def pages_in_memory(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> f
     return float((seen & 1).mean())
 
 
-def test_every_expert_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_expert_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = mapped(tmp_path / "experts", 5)
     asked: list[int] = []
     first = records.ctypes.data
@@ -50,12 +50,12 @@ def test_every_expert_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [1, 3, 4, 0, 2]
 
 
-def test_nothing_is_asked_for_in_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_memory_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "read_ahead", lambda part: pytest.fail("asked"))
     FirstUse(np.zeros((4, 1, 4096), np.uint8)).before(torch.arange(4))
 
 
-def test_what_was_asked_for_comes_into_memory(tmp_path: Path) -> None:
+def test_read_ahead_brings_the_expert_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "experts"
     records = mapped(path, 64)  # more than any system reads ahead
     with path.open("rb") as file:
@@ -71,7 +71,7 @@ def test_what_was_asked_for_comes_into_memory(tmp_path: Path) -> None:
     assert pages_in_memory(records) < 1
 
 
-def test_any_size_and_place_can_be_asked_for(tmp_path: Path) -> None:
+def test_any_offset_and_size_can_be_read_ahead(tmp_path: Path) -> None:
     flat = mapped(tmp_path / "experts", 1).reshape(-1)
     for part in (flat[:0], flat[:1], flat[5:9000], flat[-1:]):
         _native.read_ahead(part)
@@ -84,7 +84,7 @@ def test_any_size_and_place_can_be_asked_for(tmp_path: Path) -> None:
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
     reason="this kernel has no transparent huge pages",
 )
-def test_huge_pages_are_asked_for_where_experts_are_mapped(tmp_path: Path) -> None:
+def test_mapped_experts_request_huge_pages(tmp_path: Path) -> None:
     records = mapped(tmp_path / "experts", 4)
     FirstUse(records)
     first, asked = records.ctypes.data, False

@@ -68,7 +68,7 @@ def test_passes_become_sequences() -> None:
     assert trace.prompt_lengths.tolist() == [3, 1]
 
 
-def test_it_keeps_copies() -> None:
+def test_the_recorder_copies_the_routing() -> None:
     (module,) = modules(1)
     recorder = RoutingRecorder([module], 8)
     index, weights = torch.tensor([[1, 2]], dtype=torch.int32), torch.ones((1, 2), dtype=torch.float16)
@@ -81,7 +81,7 @@ def test_it_keeps_copies() -> None:
     np.testing.assert_array_equal(recorder.trace().weights, np.ones((1, 1, 2)))
 
 
-def test_rows_computed_again_are_forgotten() -> None:
+def test_forgotten_rows_are_not_in_the_trace() -> None:
     (module,) = modules(1)
     recorder = RoutingRecorder([module], 8)
     with recorder.attached():
@@ -94,7 +94,7 @@ def test_rows_computed_again_are_forgotten() -> None:
     assert recorder.trace().experts.ravel().tolist() == [0, 1, 4, 5]
 
 
-def test_modules_are_as_before_after_an_error() -> None:
+def test_modules_are_restored_after_an_error() -> None:
     made = modules()
     recorder = RoutingRecorder(made, 8)
     with pytest.raises(KeyboardInterrupt), recorder.attached():
@@ -108,7 +108,7 @@ def test_modules_are_as_before_after_an_error() -> None:
     ("index", "reason"),
     [([[8, 0]], "expert 8 of 8"), ([[-1, 0]], "expert -1 of 8"), ([[0]], "1 to 2 experts by turns")],
 )
-def test_routing_that_no_trace_can_hold_is_refused(index: list[list[int]], reason: str) -> None:
+def test_routing_outside_the_range_of_a_trace_is_refused(index: list[list[int]], reason: str) -> None:
     (module,) = modules(1)
     recorder = RoutingRecorder([module], 8)
     with recorder.attached():

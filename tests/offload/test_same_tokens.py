@@ -17,9 +17,10 @@ from moechat import _native
 from moechat.bench.decode import Bench
 from moechat.configurator.systems import CacheSettings
 from moechat.engine import Engine
-from moechat.models.routers import find_routers
-from moechat.offload.cached import NearTier
+from moechat.models.router_search import find_routers
+from moechat.offload.host import HostPlacement
 from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.predict import NextRouterPredictor
 
 COMBINATIONS = 66
@@ -75,8 +76,8 @@ def logits_of(engine: Engine, tokens: list[int]) -> tuple[torch.Tensor, torch.Te
         steps.append(output.logits[0, -1].clone())
 
     forced = engine.logits(tokens)
-    hook = engine._model.register_forward_hook(note)
-    engine._prompt_cache.drop()
+    hook = engine.loaded.model.register_forward_hook(note)
+    engine.drop_prompt_cache()
     list(engine.generate(tokens, max_new_tokens=ANSWER, temperature=0.0))
     hook.remove()
     return forced, torch.stack(steps)
@@ -104,11 +105,11 @@ def _own_threads() -> Iterator[None]:
 
 
 @pytest.mark.timeout(600)
-def test_logits_do_not_depend_on_how_the_near_tier_is_run(model: Path | str, moechat_home: Path) -> None:
+def test_logits_do_not_depend_on_how_the_tier_is_run(model: Path | str, moechat_home: Path) -> None:
     tokens = [(7 * i * i + 3) % 97 + 3 for i in range(PROMPT)]
     with moechat.load(model, offload=OffloadOptions(pages=0), threads=2) as engine:
         bench = Bench(engine)
-        geometry = engine._store.geometry
+        geometry = engine.loaded.store.geometry
         blocks = bench.layers * geometry.num_experts * geometry.blocks_per_expert
         predictor = NextRouterPredictor(find_routers(bench.model, bench.parts))
         forced, steps = logits_of(engine, tokens)
@@ -116,18 +117,13 @@ def test_logits_do_not_depend_on_how_the_near_tier_is_run(model: Path | str, moe
         for number, combination in enumerate(combinations(seed=11)):
             torch.set_num_threads(combination.threads)
             _native.set_num_threads(combination.threads)
-            near = NearTier(
-                engine._store,
-                pages=max(2, int(blocks * combination.share)),
-                top_k=bench.top_k,
-                settings=combination.settings,
-                link=combination.link,
-                predictor=predictor,
-            )
-            with bench.experts([near.layer(ordinal) for ordinal in range(bench.layers)]):
+            config = TierConfig(engine.loaded.store, bench.top_k, link=combination.link, predictor=predictor)
+            pages = max(2, int(blocks * combination.share))
+            tier = ExpertTier(config, HostPlacement(), pages=pages, settings=combination.settings)
+            with bench.experts([tier.layer(ordinal) for ordinal in range(bench.layers)]):
                 got = logits_of(engine, tokens)
-            assert near.runner.check() == ""
-            near.close()
+            assert tier.runner.check() == ""
+            tier.close()
             assert torch.equal(got[0], forced), f"prefill differs in combination {number}: {combination}"
             assert torch.equal(got[1], steps), f"decode differs in combination {number}: {combination}"
 

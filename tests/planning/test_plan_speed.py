@@ -63,7 +63,7 @@ def allocation(*targets: tuple[int, int], loaded: float, exposed: float = 0.0) -
     )
 
 
-def test_with_all_experts_near_a_token_is_the_sum_of_its_parts() -> None:
+def test_with_all_experts_near_a_token_takes_the_sum_of_its_parts() -> None:
     decode = decode_speed(COSTS, SHAPE, statistics([50, 25, 15, 10]))
     assert decode.seconds == pytest.approx(4e-3 + 2 * (1e-3 + 2e-3))
     assert (decode.waiting, decode.hit_rate, decode.far_bytes) == (0.0, 1.0, 0.0)
@@ -83,7 +83,7 @@ def test_hits_are_weighted_by_the_split() -> None:
 
 @pytest.mark.parametrize("miss", ["fetch", "both"])
 @pytest.mark.parametrize("kept", [(2, 10), (3, 6), (1, 10)])
-def test_expected_waiting_is_the_mean_of_drawn_tokens(miss: str, kept: tuple[int, int]) -> None:
+def test_the_expected_wait_is_the_mean_over_drawn_tokens(miss: str, kept: tuple[int, int]) -> None:
     settings = CacheSettings(policy="lru", prefetch="none", miss=miss)  # type: ignore[arg-type]
     costs = replace(COSTS, load=0.9e-3, compute_far=1.5e-3)
     counts = statistics([50, 25, 15, 10])
@@ -100,7 +100,7 @@ def test_expected_waiting_is_the_mean_of_drawn_tokens(miss: str, kept: tuple[int
     assert expected[0] >= of_the_mean[0] - 1e-12
 
 
-def test_what_is_fetched_ahead_does_not_wait() -> None:
+def test_prefetched_blocks_cost_no_wait() -> None:
     settings = CacheSettings(policy="lru", prefetch="none")
     counts = statistics([50, 25, 15, 10])
     late = expected_exposed(settings, COSTS, SHAPE, counts, allocation((2, 10), (2, 10), loaded=1.5))
@@ -111,7 +111,7 @@ def test_what_is_fetched_ahead_does_not_wait() -> None:
     assert ready == pytest.approx([0.0, 0.0])
 
 
-def test_what_ram_does_not_hold_is_read_first() -> None:
+def test_experts_not_in_ram_are_read_first() -> None:
     counts = statistics([50, 25, 15, 10])
     costs = replace(COSTS, load=1e-3, compute_far=3e-3, load_together=2e-3, compute_together=4e-3)
     arguments = {"near_share": 0.25, "disk_rate": 10_000 / 2.5e-3}
@@ -124,7 +124,7 @@ def test_what_ram_does_not_hold_is_read_first() -> None:
     assert behind_disk(costs, SHAPE, counts, ram_share=0.75, **arguments).load == pytest.approx(1e-3)
 
 
-def test_a_prompt_computes_or_streams_whichever_takes_longer() -> None:
+def test_a_prompt_takes_the_longer_of_computing_and_streaming() -> None:
     counts = statistics([25, 25, 25, 25])
     instant = PrefillRates(dense=1e30, experts=1e30, width=1e30, stream=1e6)
     none_kept = allocation((0, 1), (0, 1), loaded=0.0)

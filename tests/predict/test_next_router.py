@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from moechat.models.routers import Router, Scoring
+from moechat.models.router_search import Router, Scoring
 from moechat.predict import NextRouterPredictor
 
 
@@ -27,7 +27,7 @@ def routers() -> list[Router | None]:
     ]
 
 
-def test_scores_rank_as_the_router_of_the_layer_ahead() -> None:
+def test_scores_rank_experts_like_the_router_of_the_next_layer() -> None:
     found = routers()
     predictor = NextRouterPredictor(found)
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(1))
@@ -44,7 +44,7 @@ def test_scores_rank_as_the_router_of_the_layer_ahead() -> None:
             np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_works_inside_and_outside_of_inference_mode() -> None:
+def test_prediction_works_inside_and_outside_of_inference_mode() -> None:
     predictor = NextRouterPredictor(routers())
     hidden = torch.randn(1, 16)
     outside = predictor.scores(0, 1, hidden)
@@ -65,7 +65,7 @@ def test_without_any_router_nothing_is_predicted() -> None:
     assert predictor.scores(0, 1, torch.zeros(1, 4)) is None
 
 
-def test_a_call_costs_a_few_microseconds_of_python() -> None:
+def test_a_call_takes_a_few_microseconds_of_python() -> None:
     generator = torch.Generator().manual_seed(0)
     predictor = NextRouterPredictor([Router(torch.randn(8, 16, generator=generator)) for _ in range(4)])
     hidden = torch.randn(1, 16)

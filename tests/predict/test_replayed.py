@@ -22,7 +22,7 @@ def skewed(tokens: int = 300, layers: int = 4, experts: int = 20, k: int = 4) ->
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.7, 1.0])
-def test_accuracy_is_as_stated(accuracy: float) -> None:
+def test_the_accuracy_is_the_given_one(accuracy: float) -> None:
     replay = Replay(skewed())
     predictor = ReplayPredictor(replay, accuracy=accuracy)
     right = total = 0
@@ -38,7 +38,7 @@ def test_accuracy_is_as_stated(accuracy: float) -> None:
     assert predictor.measured() == pytest.approx(accuracy, abs=0.03)
 
 
-def test_scores_fall_strictly_and_right_ones_are_not_always_first() -> None:
+def test_scores_decrease_strictly_and_correct_experts_are_not_always_first() -> None:
     replay = Replay(skewed())
     predictor = ReplayPredictor(replay, accuracy=0.7)
     first_right = 0
@@ -53,7 +53,7 @@ def test_scores_fall_strictly_and_right_ones_are_not_always_first() -> None:
     assert 0.55 < first_right / 200 < 0.85
 
 
-def test_wrong_ones_are_popular_ones() -> None:
+def test_wrong_predictions_are_popular_experts() -> None:
     trace = skewed(tokens=800)
     replay = Replay(trace)
     predictor = ReplayPredictor(replay, accuracy=0.3)
@@ -67,7 +67,7 @@ def test_wrong_ones_are_popular_ones() -> None:
     assert wrong[:5].sum() > 3 * wrong[-5:].sum()
 
 
-def test_farther_ahead_is_less_accurate_and_beyond_the_lookahead_there_is_nothing() -> None:
+def test_accuracy_falls_with_the_distance_up_to_the_lookahead() -> None:
     replay = Replay(skewed())
     predictor = ReplayPredictor(replay, accuracy=0.8, lookahead=3)
     measured = [predictor.measured(ahead) for ahead in (1, 2, 3)]
@@ -93,13 +93,13 @@ def test_predictions_follow_the_replay_and_are_drawn_once() -> None:
     assert not np.array_equal(first, one.scores(1, 1, HIDDEN))
 
 
-def test_models_with_few_experts_can_be_wrong_only_so_often() -> None:
+def test_few_experts_limit_the_rate_of_wrong_predictions() -> None:
     replay = Replay(skewed(experts=5, k=4))
     predictor = ReplayPredictor(replay, accuracy=0.0)
     assert predictor.measured() == pytest.approx(0.75)
 
 
-def test_the_predictor_that_it_stands_for_is_asked_too() -> None:
+def test_the_replaced_predictor_is_called_too() -> None:
     asked = []
 
     class Other:

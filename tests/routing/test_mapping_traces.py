@@ -43,7 +43,7 @@ def test_mapped_traces_have_the_shape_and_the_locality(layers: int, experts: int
     assert f"{layers} layers of {experts} experts, {top_k} a token" in mapped.how
 
 
-def test_the_traces_own_shape_is_left_alone() -> None:
+def test_a_trace_of_the_same_shape_is_unchanged() -> None:
     mapped = map_trace(TRACE, 24, 32, 4)
     assert mapped.trace is TRACE
     assert mapped.locality_before == mapped.locality_after
@@ -89,7 +89,7 @@ def test_other_seeds_permute_otherwise() -> None:
     assert not np.array_equal(one.experts, other.experts)
 
 
-def test_unused_and_replaced_experts_are_told() -> None:
+def test_the_description_has_unused_and_replaced_experts() -> None:
     assert "96 of 128 experts of a layer are never chosen" in map_trace(TRACE, 3, 128, 1).how
     folded = map_trace(TRACE, 3, 5, 4)
     assert folded.filled > 0

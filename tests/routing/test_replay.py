@@ -26,7 +26,7 @@ def test_layers_of_a_pass_get_the_same_tokens_and_passes_follow_each_other() -> 
             assert np.array_equal(chosen, trace.experts[start : start + tokens, layer])
 
 
-def test_the_end_is_followed_by_the_beginning() -> None:
+def test_a_replay_starts_again_after_the_end() -> None:
     trace = counting()
     replay = Replay(trace, position=8)
     assert np.array_equal(replay.route(0, 4), trace.experts[[8, 9, 0, 1], 0])

@@ -110,7 +110,7 @@ def routings(draw: st.DrawFn) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[n
 
 @settings(max_examples=150, deadline=None)
 @given(routing=routings(), name=st.sampled_from(POLICIES))
-def test_counts_are_those_of_a_plain_model(
+def test_counts_equal_those_of_a_reference_in_python(
     routing: tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32] | None, list[int]], name: str
 ) -> None:
     experts, chosen, predictions, passes = routing
@@ -194,7 +194,7 @@ def hits_of_cache(policy: str, trace: Trace, cached: int, skip: int) -> float:
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("lru", 0.0), ("lcp", 0.003), ("lfu", 0.003), ("blend", 0.0), ("forecast", 0.0)]
 )
-def test_one_count_serves_every_cache_size(policy: str, tolerance: float, cached: int) -> None:
+def test_one_count_gives_the_hit_rate_of_every_cache_size(policy: str, tolerance: float, cached: int) -> None:
     # Exactly, but that of two used experts with equal keys a cache lets the one stay that came first.
     trace = local_trace(400, 2, 16, 4)
     counter = RoutingCounter(_native.EvictionPolicy(policy, 2, 16), 4)

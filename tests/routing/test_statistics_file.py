@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import SUPPORT
 
 from moechat.routing import RoutingStatistics, statistics_file
 from moechat.routing.statistics_file import add_statistics, load_statistics, model_key
@@ -48,7 +49,7 @@ class Warnings(list[str]):
         self.append(message)
 
 
-def test_what_was_added_is_there_again(tmp_path: Path) -> None:
+def test_added_statistics_are_loaded(tmp_path: Path) -> None:
     warn = Warnings()
     place = tmp_path / "not" / "there yet"
     assert load_statistics("model", "blend", directory=place, warn=warn) is None
@@ -65,7 +66,7 @@ def test_what_was_added_is_there_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["lock", FILE, "model-lru.npz"]
 
 
-def test_they_lie_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_statistics_are_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     assert add_statistics("model", some())
     assert (tmp_path / "state" / "routing" / FILE).is_file()
@@ -112,7 +113,7 @@ def test_what_does_not_fit_together_is_not_merged() -> None:
 
 
 def start_children(directory: Path, count: int, times: int) -> list[subprocess.Popen[str]]:
-    script = Path(__file__).with_name("statistics_child.py")
+    script = SUPPORT / "statistics_child.py"
     children = [
         subprocess.Popen(
             [sys.executable, str(script), str(directory), str(number), str(times)],
@@ -241,7 +242,7 @@ def test_a_damaged_file_is_left_out_and_set_aside(
     st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8),
     st.integers(0, 4000),
 )
-def test_no_bytes_bring_it_down(tmp_path: Path, changes: list[tuple[int, int]], cut: int) -> None:
+def test_arbitrary_bytes_raise_no_error(tmp_path: Path, changes: list[tuple[int, int]], cut: int) -> None:
     good = tmp_path / "good"
     if not good.exists():
         assert add_statistics("model", some(1), directory=good)
@@ -313,9 +314,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", FILE]
 
 
-def test_a_lock_held_by_somebody_else_is_waited_for_and_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_held_by_another_process_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics_file, "_LOCK_SECONDS", 0.1)
     warn = Warnings()
     with open(tmp_path / "lock", "wb") as held:
@@ -337,7 +336,7 @@ def test_the_directory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(path.name for path in tmp_path.glob("*.npz")) == [f"model{n}-blend.npz" for n in (3, 4, 5)]
 
 
-def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / f".{FILE}.12345.tmp"
     leftover.write_bytes(b"half")
     assert add_statistics("model", some(), directory=tmp_path)
@@ -346,9 +345,9 @@ def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["", "../up", "a/b", ".hidden", "x" * 101, "a\nb", "ü"])
 def test_names_stay_inside_the_directory(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ValueError, match="no part of a file name"):
+    with pytest.raises(ValueError, match="cannot be part of a file name"):
         load_statistics(key, "blend", directory=tmp_path)
-    with pytest.raises(ValueError, match="no part of a file name"):
+    with pytest.raises(ValueError, match="cannot be part of a file name"):
         add_statistics(key, some(), directory=tmp_path)
 
 

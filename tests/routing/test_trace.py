@@ -83,14 +83,14 @@ def test_malformed_traces_are_refused(tmp_path: Path, arrays: dict[str, Any], re
 
 def test_pickled_arrays_are_not_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", experts=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(UsageError, match="is no routing trace"):
+    with pytest.raises(UsageError, match="is not a routing trace"):
         Trace.read(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and then nothing", b"experts"])
 def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(UsageError, match="is no routing trace"):
+    with pytest.raises(UsageError, match="is not a routing trace"):
         Trace.read(tmp_path / "a.npz")
 
 
@@ -105,7 +105,7 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     example().write(tmp_path / "a.npz")
     data = (tmp_path / "a.npz").read_bytes()
     (tmp_path / "a.npz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UsageError, match="is no routing trace"):
+    with pytest.raises(UsageError, match="is not a routing trace"):
         Trace.read(tmp_path / "a.npz")
 
 

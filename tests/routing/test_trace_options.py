@@ -37,7 +37,7 @@ def assert_same(one: Trace, other: Trace) -> None:
             np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
-def test_everything_is_there_again(tmp_path: Path) -> None:
+def test_a_written_trace_is_read_back_completely(tmp_path: Path) -> None:
     full().write(tmp_path / "trace.npz")
     assert_same(Trace.read(tmp_path / "trace.npz"), full())
     plain = Trace(full().experts, full().offsets, 9)
@@ -75,7 +75,7 @@ def test_weights_may_be_bytes_or_wider_numbers(tmp_path: Path) -> None:
         ({"prompt_lengths": np.array([0, -1, 0])}, "negative"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_contradictory_arrays_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = tmp_path / "trace.npz"
     full().write(path)
     with np.load(path) as file:
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], r
         Trace.read(path)
 
 
-def test_the_head_keeps_what_belongs_to_it() -> None:
+def test_the_head_keeps_weights_tokens_and_prompts() -> None:
     trace = full()
     head = trace.head(4, first_sequence=1)
     assert head.offsets.tolist() == [0, 1, 4]

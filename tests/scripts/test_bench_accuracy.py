@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import runpy
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT, SCRIPTS
 
-ROOT = Path(__file__).parents[2]
 STORY = (
     "Once upon a time there was a little fox who lived near the river. Every day she went to the water to "
     "play with her friend, a small brown duck. One morning the duck was not there. The fox looked under the "
@@ -23,15 +22,13 @@ STORY = (
 
 
 def errors() -> Any:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        return importlib.import_module("logit_errors").LogitErrors()
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    from logit_errors import LogitErrors
+
+    return LogitErrors()
 
 
 def accuracy(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/bench_accuracy"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "bench" / "accuracy"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -102,7 +99,7 @@ def test_what_cannot_be_compared_is_refused(
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setattr(sys, "argv", ["bench_accuracy", *arguments])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "scripts/bench_accuracy"), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / "bench" / "accuracy"), run_name="__main__")
     status = ended.value.code
     error = status if isinstance(status, str) else capsys.readouterr().err
     assert status == 1 or isinstance(status, str)  # a text is said, and the status is 1

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT, SCRIPTS
 from safetensors import safe_open
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
 COMMON = {
     "hidden_act": "silu",
     "hidden_size": 256,
@@ -50,15 +49,11 @@ CONFIGS = {
 
 
 def module(name: str) -> Any:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPTS))
+    return importlib.import_module(name)
 
 
 def bench(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench_cpu"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "bench" / "cpu"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=580, check=check)
 
 
@@ -125,7 +120,9 @@ def test_a_written_file_reads_back_as_planned(tmp_path: Path, family: str, kind:
     plan = module("gguf_shapes").plan_gguf(CONFIGS[family], kind)
     described, file, found = tmp_path / "plan.json", tmp_path / "tiny.gguf", tmp_path / "found.json"
     described.write_text(json.dumps(plan.to_json()))
-    subprocess.run([python, SCRIPTS / "gguf_files.py", described, file], check=True, capture_output=True)
+    subprocess.run(
+        [python, SCRIPTS / "bench" / "gguf_files.py", described, file], check=True, capture_output=True
+    )
     assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny.gguf"]
     subprocess.run([python, "-c", READ_BACK, file, found], check=True, capture_output=True)
     read = json.loads(found.read_text())
@@ -335,12 +332,12 @@ def test_a_worker_starts_with_its_variables_and_without_those_left_out(
 ) -> None:
     script = tmp_path / "variables.py"
     script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nfrom worker import serve\n"
+        "import os\nfrom worker import serve\n"
         "serve({'look': lambda names: {name: os.environ.get(name) for name in names}})\n"
     )
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("KEPT", "yes")
-    variables = {"OMP_WAIT_POLICY": None, "ADDED": "1"}
+    variables = {"OMP_WAIT_POLICY": None, "ADDED": "1", "PYTHONPATH": str(SCRIPTS / "bench")}
     with module("worker").Worker("variables", [sys.executable, str(script)], variables) as worker:
         said = worker.ask("look", names=["OMP_WAIT_POLICY", "KEPT", "ADDED"])
     assert said == {"OMP_WAIT_POLICY": None, "KEPT": "yes", "ADDED": "1"}

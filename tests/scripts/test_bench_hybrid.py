@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from places import SCRIPTS
+
 from moechat import _native
 
-SCRIPT = Path(__file__).parents[2] / "scripts/bench_hybrid"
+SCRIPT = SCRIPTS / "bench" / "hybrid"
 SMALL = ["--hidden", "128", "--intermediate", "640", "--experts", "6", "--tokens", "4", "--rounds", "2"]
 
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from places import SCRIPTS
+
 from moechat import _native
 
-SCRIPT = Path(__file__).parents[2] / "scripts/bench_kernels"
+SCRIPT = SCRIPTS / "bench" / "kernels"
 SMALL = ["--hidden", "128", "--intermediate", "64", "--mib", "1", "--rounds", "2"]
 
 

@@ -2,23 +2,20 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from places import ROOT
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "tests/native", "tests/device", "tests/models")]
+from tiny import tiny_config, write_tiny_checkpoint
 
-from tiny import tiny_config, write_tiny_checkpoint  # noqa: E402
-
-import moechat  # noqa: E402
-from moechat import _native  # noqa: E402
-from moechat.offload.settings import OffloadOptions  # noqa: E402
-from moechat.routing import Trace  # noqa: E402
+import moechat
+from moechat import _native
+from moechat.offload.settings import OffloadOptions
+from moechat.routing import Trace
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT, SCRIPTS
 
-ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "tests/data/gpt_oss_20b_part.npz"
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/policy_table"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "policy_table"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

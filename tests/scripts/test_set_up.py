@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = ["scripts/setup", "scripts/moechat", "scripts/test", "scripts/check", ".ci/run"]
 TOOLS = "bash sh env awk cat chmod cp cut date df du find grep head ln ls mkdir mv readlink rm sed seq"
 TOOLS += " sha256sum sleep sort tail touch tr wc xargs"
@@ -31,6 +31,8 @@ case "$1 $2" in
 "-m pip")
   [[ $3 == --version ]] && exit 0
   echo "pip ${*:5}" >>"$FAKE_LOG"
+  [[ " $* " == *" -e "* ]] && echo "$SKBUILD_CMAKE_DEFINE" >>"$FAKE_LOG.defines"
+  [[ " $* " == *" -r "* ]] && cp "${!#}" "$FAKE_LOG.requirements"
   eval "${FAKE_PIP:-}"
   if [[ " $* " == *" -e "* ]]; then
     printf '#!/bin/sh\necho "ran in $PWD with" "$@"\n' >"${0%/*}/moechat" && chmod +x "${0%/*}/moechat"
@@ -118,11 +120,25 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
+STEPS = {
+    " venv ": "venv",
+    " try ": "try",
+    " -e ": "build",
+    " cmake ": "tools",
+    " -r ": "packages",
+    " torch==": "torch",
+}
+
+
 def kinds(calls: list[str]) -> list[str]:
-    return [" ".join(call.split()[:2]) if "-e" not in call.split() else "pip -e" for call in calls]
+    """The steps of a set-up; the build, which runs beside the installation of packages, after these."""
+    steps = [next(step for mark, step in STEPS.items() if mark in f" {call} ") for call in calls]
+    return (
+        sorted(steps, key=lambda step: step == "try" or (step == "build") / 2) if "build" in steps else steps
+    )
 
 
-FULL = ["venv", "pip --no-deps", "pip -c", "pip --no-build-isolation", "pip -e", "try"]
+FULL = ["venv", "tools", "torch", "packages", "build", "try"]
 AGAIN = FULL[1:]
 
 
@@ -145,8 +161,8 @@ def test_first_use_sets_up_and_the_second_does_nothing(clone: Clone) -> None:
     assert "set up in" in err
     calls = clone.calls()
     assert kinds(calls) == FULL
-    assert calls[1] == f"pip --no-deps {clone.torch_pin}"
-    assert all("-c" in call.split() for call in calls[2:4])
+    assert f"pip --no-compile --no-deps {clone.torch_pin}" in calls
+    assert all("-c" in call.split() for call in calls if " cmake " in call or " -r " in call)
     assert clone.run() == (0, "", "")
     assert clone.calls() == []
 
@@ -209,7 +225,7 @@ def test_a_clone_that_was_moved_is_set_up_again(clone: Clone) -> None:
     clone.root.rename(moved)
     clone.root = moved
     assert clone.run()[0] == 0
-    assert kinds(clone.calls())[-2:] == ["pip -e", "try"]
+    assert kinds(clone.calls())[-2:] == ["build", "try"]
 
 
 def test_another_python_gets_another_environment(clone: Clone) -> None:
@@ -220,7 +236,7 @@ def test_another_python_gets_another_environment(clone: Clone) -> None:
         "import sys, sysconfig\n"
         "sys.version_info = (3, 12, 1, 'final', 0)\n"
         "code = sys.stdin.read() if sys.argv[1] == '-' else sys.argv[2]\n"
-        "sys.argv = [sys.argv[1], *sys.argv[3:]]\n"
+        "sys.argv = [sys.argv[1], *sys.argv[2 if sys.argv[1] == '-' else 3 :]]\n"
         "exec(code)\n"
     )
     clone.put("python-other", FAKE_PYTHON.replace("REAL_PYTHON", f"{sys.executable} {program}"))
@@ -234,8 +250,98 @@ def test_another_python_gets_another_environment(clone: Clone) -> None:
 def test_a_torch_index_is_used_for_torch_alone(clone: Clone) -> None:
     clone.run(MOECHAT_TORCH_INDEX="some-index")
     calls = clone.calls()
-    assert calls[1] == f"pip --no-deps --index-url some-index {clone.torch_pin}"
-    assert not any("some-index" in call for call in calls[2:])
+    assert f"pip --no-compile --no-deps --index-url some-index {clone.torch_pin}" in calls
+    assert sum("some-index" in call for call in calls) == 1
+
+
+def test_the_build_runs_beside_the_installation_of_packages(clone: Clone) -> None:
+    # Each waits until the other has begun.
+    mine, other = f"{clone.log}.build", f"{clone.log}.torch"
+    wait = "for i in $(seq 100); do [[ -e {} ]] && break; sleep 0.1; done; [[ -e {} ]]"
+    pip = (
+        f"if [[ $* == *' -e '* ]]; then touch {mine}; {wait.format(other, other)} || exit 1; "
+        f"elif [[ $* == *torch==* ]]; then touch {other}; {wait.format(mine, mine)} || exit 1; fi"
+    )
+    status, _, err = clone.run(FAKE_PIP=pip)
+    assert status == 0, err
+
+
+def test_a_failed_installation_ends_the_build(clone: Clone) -> None:
+    pid = f"{clone.log}.pid"
+    pip = (
+        f"if [[ $* == *' -e '* ]]; then echo $$ >{pid}; sleep 60; "
+        f"elif [[ $* == *torch==* ]]; then while [[ ! -s {pid} ]]; do sleep 0.05; done; exit 1; fi"
+    )
+    status, _, err = clone.run(FAKE_PIP=pip)
+    assert status == 1
+    assert f"set-up failed (step: {clone.torch_pin})" in err
+    assert ends(int(Path(pid).read_text()))
+
+
+def test_an_interrupt_ends_the_build(clone: Clone) -> None:
+    pid = Path(f"{clone.log}.pid")
+    pip = f"if [[ $* == *' -e '* ]]; then echo $$ >{pid}; fi; if [[ $* != *cmake* ]]; then sleep 60; fi"
+    process = clone.start(FAKE_PIP=pip)
+    clone.wait_for_call("torch==")
+    clone.wait_for_call(" -e ")
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert ends(int(pid.read_text()))
+
+
+def ends(pid: int) -> bool:
+    """Whether the process ends, or is a zombie, within seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def defines(clone: Clone) -> str:
+    return Path(f"{clone.log}.defines").read_text().splitlines()[-1]
+
+
+def test_instruction_sets_are_those_of_this_processor_unless_named_and_are_kept(clone: Clone) -> None:
+    assert clone.run(SKBUILD_CMAKE_DEFINE="OTHER=1")[0] == 0
+    assert defines(clone) == "MOECHAT_ISAS=native;OTHER=1"
+    clone.calls()
+    assert clone.run(MOECHAT_ISAS="all")[0] == 0
+    assert kinds(clone.calls()) == AGAIN
+    assert defines(clone) == "MOECHAT_ISAS=all"
+    assert clone.run() == (0, "", "")  # kept without the variable
+    (clone.root / "native" / "b.cc").touch()
+    assert clone.run()[0] == 0
+    assert defines(clone) == "MOECHAT_ISAS=all"
+    assert clone.run(MOECHAT_ISAS="portable,avx2")[0] == 0
+    assert defines(clone) == "MOECHAT_ISAS=portable,avx2"
+
+
+def test_developer_tools_are_installed_on_demand_and_kept(clone: Clone) -> None:
+    requirements = Path(f"{clone.log}.requirements")
+    assert clone.run()[0] == 0
+    assert "transformers" in requirements.read_text()
+    assert "pytest" not in requirements.read_text()
+    clone.calls()
+    assert clone.run("scripts/setup", "--dev")[0] == 0
+    assert kinds(clone.calls()) == AGAIN
+    assert "pytest" in requirements.read_text()
+    assert clone.run() == (0, "", "")
+    (clone.root / "native" / "b.cc").touch()
+    assert clone.run()[0] == 0
+    assert "pytest" in requirements.read_text()
+
+
+def test_an_unknown_argument_is_refused(clone: Clone) -> None:
+    status, out, err = clone.run("scripts/setup", "--devel")
+    assert (status, out) == (2, "")
+    assert "unknown argument --devel" in err
+    assert clone.calls() == []
 
 
 def test_two_at_once_do_the_work_once(clone: Clone) -> None:
@@ -270,7 +376,7 @@ def test_half_an_environment_is_replaced(clone: Clone) -> None:
 def test_packages_that_do_not_import_are_installed_anew_once(clone: Clone, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     assert clone.run(FAKE_TRY=f"[[ -e {flag} ]] || {{ touch {flag}; false; }}")[0] == 0
-    assert kinds(clone.calls()) == [*FULL, *FULL]
+    assert sorted(kinds(clone.calls())) == sorted([*FULL, *FULL])
     clone.root.joinpath("pyproject.toml").touch()
     (clone.root / "native" / "b.cc").touch()
     status, _, err = clone.run(FAKE_TRY="false")
@@ -283,9 +389,9 @@ def test_a_failing_step_shows_the_end_of_its_log(clone: Clone) -> None:
     status, out, err = clone.run(FAKE_PIP=fail)
     assert (status, out) == (1, "")
     assert "a.cc:3: it is wrong" in err
-    assert "set-up failed (step: native core (c++))" in err
+    assert "set-up failed (step: native core (c++, native))" in err
     assert "it resumes" in err
-    assert str(clone.root / ".venv" / "setup.log") in err
+    assert str(clone.root / ".venv" / "setup-native.log") in err
     clone.calls()
     assert clone.run()[0] == 0
 
@@ -322,7 +428,7 @@ def test_an_old_compiler_does_not_count(clone: Clone) -> None:
     clone.put("clang++", "#!/bin/sh\nexit 0\n")
     status, _, err = clone.run()
     assert status == 0
-    assert "native core (clang++)" in err
+    assert "native core (clang++, native)" in err
     status, _, err = clone.run(CXX="c++ -flag", MOECHAT_PYTHON="python3")
     assert status == 0  # set up already: the compiler is not asked for
 

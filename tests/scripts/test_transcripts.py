@@ -8,15 +8,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
-
-from transcript_stage import Stage, Transcript, parts_named  # noqa: E402
+from places import ROOT, SCRIPTS
+from stage import Stage, Transcript, parts_named
 
 
 def transcripts(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/transcripts"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "transcripts" / "record"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
 
 

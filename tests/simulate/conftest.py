@@ -1,15 +1,16 @@
-"""A home of its own, and the program as the tests of the command line run it."""
+"""A home of its own, the program as the tests of the command line run it, and a stand-in CUDA driver."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
-
 from cli_support import Cli
+from fake_cuda import VARIABLE, FakeCuda
+
+from moechat import _native
 
 
 @pytest.fixture
@@ -17,3 +18,14 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     home = tmp_path / "home"
     monkeypatch.setenv("MOECHAT_HOME", str(home))
     return Cli(tmp_path, home)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[Any]:
+    """The stand-in CUDA driver, opened by this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        driver = FakeCuda()
+        patch.setenv(VARIABLE, str(driver.path))
+        _native.cuda_driver_version()
+        yield driver
+        driver.reset()

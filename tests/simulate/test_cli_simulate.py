@@ -57,6 +57,7 @@ def test_json_has_one_object_for_each_system_and_fraction(cli: Cli, tiny: tuple[
         "--fractions",
         "0.25,1/2",
         "--json",
+        forked=True,
     )
     assert done.status == 0, done.err
     cases = json.loads(done.out)
@@ -93,7 +94,7 @@ def test_the_table_says_what_was_simulated_and_what_it_assumes(cli: Cli, tiny: t
     assert "0.5 of the experts in" in text
     assert "was mapped to 2 layers" in text
     assert "200 tokens of trace.npz are timed. The 100 before them fill the cache" in text
-    assert "Predictions are drawn" in text
+    assert "Predictions are simulated" in text
     assert "\x1b" not in text
 
 
@@ -181,6 +182,7 @@ def test_ctrl_c_ends_it_quietly(cli: Cli, tiny: tuple[str, ...]) -> None:
         *tiny[1:],
         *("--systems", "on-demand,deepspeed", "--tokens", "140000", "--warmup", "10"),
         *("--fractions", "0.25,0.5"),
+        forked=True,
     )
     assert process.stderr is not None
     assert b"on-demand:" in process.stderr.readline()

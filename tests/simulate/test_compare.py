@@ -10,8 +10,8 @@ import pytest
 
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape
-from moechat.configurator.pages import in_transit
 from moechat.configurator.systems import SYSTEMS
+from moechat.configurator.transit_reserve import in_transit
 from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
@@ -25,7 +25,7 @@ from moechat.simulate.predictions import (
     measured_accuracy,
     perfect_rankings,
 )
-from moechat.simulate.shape import SimulatedModel, shape_of_trace
+from moechat.simulate.simulated_model import SimulatedModel, shape_of_trace
 from moechat.simulate.systems import LATER, settings_for
 
 LAYERS, EXPERTS, K = 6, 16, 2

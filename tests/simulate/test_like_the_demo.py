@@ -13,8 +13,9 @@ import moechat
 from moechat.bench.decode import Bench
 from moechat.bench.predicted import Recorder, predict, tier_of
 from moechat.configurator.systems import parse_settings
-from moechat.offload.cached import NearTier
+from moechat.offload.host import HostPlacement
 from moechat.offload.settings import LinkSettings, OffloadOptions
+from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.predict import ReplayPredictor
 from moechat.routing import Replay, Trace
 from moechat.simulate import Timing
@@ -76,15 +77,14 @@ def test_blocks_and_hits_of_a_replay_are_those_of_the_engine(
     geometry = bench.store.geometry
     everything = bench.layers * geometry.num_experts * geometry.blocks_per_expert
     replay.rewind()
-    near = NearTier(
+    config = TierConfig(
         bench.store,
-        pages=everything * 3 // 4,
-        top_k=bench.top_k,
-        settings=settings,
+        bench.top_k,
         link=LinkSettings(kind="sim"),
         predictor=ReplayPredictor(replay, lookahead=3),
         replay=replay,
     )
+    near = ExpertTier(config, HostPlacement(), pages=everything * 3 // 4, settings=settings)
     recorder = Settled(near.runner, bench.layers)
     near.runner = recorder  # type: ignore[assignment]
     tokens = np.random.default_rng(1).integers(0, bench.vocabulary, PROMPT + TIMED).tolist()

@@ -1,12 +1,20 @@
-"""The timeline against the real expert runner: the same trace, the same decisions."""
+"""The timeline against the real expert runner: the same trace, the same decisions.
+
+Every combination of ``miss`` and launch pattern: on the host over a simulated link, and as on a card over the
+stand-in CUDA driver. Here all transfers end before the next layer begins. How link and CPU share a layer
+depends on time: native/tests/schedule_test.cc runs that on a clock of its own.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +25,7 @@ HIDDEN = 64
 COUNTED = (
     *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),
     *("blocks_wanted", "blocks_resident", "blocks_prefetched", "fetched_demand", "fetched_prefetch"),
-    *("prefetch_wasted", "evicted", "blocks_staged"),
+    *("prefetch_wasted", "evicted", "blocks_staged", "blocks_far", "bytes_computed"),
     *("link_bytes_demand", "link_bytes_near", "link_bytes_far"),
 )
 
@@ -39,6 +47,8 @@ class Case:
     width: int = 0
     starts: Any = None
     rankings: Any = None
+    miss: str = "fetch"
+    launch: str = "host"
 
     def __post_init__(self) -> None:
         self.tokens, self.layers, self.k = self.experts.shape
@@ -62,7 +72,8 @@ class Case:
             reserve=self.reserve,
             policy=self._policy(),
             whole_experts=self.whole,
-            miss="fetch",
+            miss=self.miss,
+            launch=self.launch,
             ahead=self.ahead,
             lookahead=self.lookahead,
             ahead_experts=self.width,
@@ -82,40 +93,73 @@ class Case:
         assert timeline.check() == ""
         return {**timeline.stats(), "residency": timeline.residency().tolist()}
 
-    def run(self, *, settled: bool, **link: Any) -> dict[str, Any]:
+    def run(self, *, settled: bool, cuda: Any = None, **link: Any) -> dict[str, Any]:
         """The same with the engine; ``settled`` waits for all transfers whenever a layer is done."""
         records = [
             np.zeros((self.count, self.blocks, self.layout.record_bytes), np.uint8)
             for _ in range(self.layers)
         ]
-        runner = _native.ExpertRunner(
-            self.layout,
-            "silu",
-            0.0,
-            0.0,
-            layers=self.layers,
-            experts=self.count,
-            pages=self.pages,
-            targets=self.targets,
-            reserve=self.reserve,
-            policy=self._policy(),
-            link=_native.sim_link(records, **link),
-            whole_experts=self.whole,
-        )
-        for first, end in zip(self.starts[:-1], self.starts[1:], strict=True):
-            tokens = int(end - first)
-            x = np.zeros((tokens, HIDDEN), np.float32)
-            for layer in range(self.layers):
-                index = np.ascontiguousarray(self.experts[first:end, layer], dtype=np.int64)
-                runner.begin(layer, index, np.ones(index.shape, np.float32))
-                self._prefetch(runner, layer, int(end) - 1, tokens)
-                runner.finish(x, np.empty_like(x))
-                if settled:
-                    runner.drain()
-        runner.drain()
-        found = {**runner.stats(), "residency": runner.residency().tolist()}
-        runner.close()
-        return found
+        with self._memory(records, cuda, link) as (stream, options):
+            runner = _native.ExpertRunner(
+                self.layout,
+                "silu",
+                0.0,
+                0.0,
+                layers=self.layers,
+                experts=self.count,
+                pages=self.pages,
+                targets=self.targets,
+                reserve=self.reserve,
+                policy=self._policy(),
+                whole_experts=self.whole,
+                far_records=[] if self.miss == "fetch" else [layer.reshape(-1) for layer in records],
+                **options,
+            )
+            try:
+                for first, end in zip(self.starts[:-1], self.starts[1:], strict=True):
+                    for layer in range(self.layers):
+                        self._run_layer(runner, layer, int(first), int(end), stream)
+                        if settled:
+                            runner.drain()
+                runner.drain()
+                assert runner.check() == ""
+                return {**runner.stats(), "residency": runner.residency().tolist()}
+            finally:
+                if stream is not None:
+                    stream.synchronize()
+                runner.close()
+
+    @contextmanager
+    def _memory(self, records: list[Any], cuda: Any, link: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Link and pages: the host's, or those of the stand-in card with a stream of its own."""
+        if self.launch == "host":
+            yield None, {"link": _native.sim_link(records, **link)}
+            return
+        cuda.reset()
+        pages, stream = cuda.pages(self.pages, self.layout.record_bytes), cuda.stream()
+        for layer in records:
+            _native.cuda_pin(layer.reshape(-1))
+        made = _native.cuda_link([(layer, layer.nbytes, True, "", 0) for layer in records], **link)
+        try:
+            yield stream, {"link": made, "near_memory": pages.ctypes.data}
+        finally:
+            stream.close()
+            for layer in records:
+                _native.cuda_unpin(layer.reshape(-1))
+            cuda.disown(pages.ctypes.data)
+
+    def _run_layer(self, runner: _native.ExpertRunner, layer: int, first: int, end: int, stream: Any) -> None:
+        tokens = end - first
+        x = np.zeros((tokens, HIDDEN), np.float32)
+        index = np.ascontiguousarray(self.experts[first:end, layer], dtype=np.int64)
+        runner.begin(layer, index, np.ones(index.shape, np.float32), self.miss)
+        self._prefetch(runner, layer, end - 1, tokens)
+        if self.launch == "host" and self.miss == "fetch":
+            runner.finish(x, np.empty_like(x))
+            return
+        lists = np.zeros(1 << 16, np.int32)
+        handle = 0 if stream is None else stream.handle
+        runner.finish_on_device(handle, tokens, 1 << 20, lists, 0, lambda *_: 0, x=x, out=np.empty_like(x))
 
     def _prefetch(self, runner: _native.ExpertRunner, layer: int, token: int, tokens: int) -> None:
         if self.ahead == "none" or self.layers == 1:
@@ -173,11 +217,16 @@ def random_case(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.parametrize("launch", ["host", "card"])
+@pytest.mark.parametrize("miss", ["fetch", "compute"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_blocks_and_hits_are_those_of_the_engine_where_time_decides_nothing(data: st.DataObject) -> None:
+def test_blocks_and_hits_are_those_of_the_engine_where_time_decides_nothing(
+    cuda: Any, miss: str, launch: str, data: st.DataObject
+) -> None:
     case = random_case(data.draw)
-    expected = case.run(settled=True)
+    case.miss, case.launch = miss, launch
+    expected = case.run(settled=True, cuda=cuda)
     found = case.simulate()
     assert {key: found[key] for key in COUNTED} == {key: expected[key] for key in COUNTED}
     assert found["residency"] == expected["residency"]

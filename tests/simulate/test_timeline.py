@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from moechat import _native
 
 BLOCK = 1000  # bytes
+# At a second a block the link has the rate that is assumed before it is measured, 10 GB/s; that of the CPU is
+# 20 GB/s.
+LARGE = 10_000_000_000
 
 
 def timeline(layers: int = 1, experts: int = 2, blocks: int = 2, **changes: Any) -> _native.Timeline:
     """A second for a block over the link, a quarter for computing one; half a second before each layer."""
+    block_bytes = changes.get("block_bytes", BLOCK)
     pages = changes.pop("pages", 2 * layers * experts * blocks)
     policy = changes.pop("policy", "lru")
     ranks = changes.pop("ranks", None)
@@ -24,7 +28,7 @@ def timeline(layers: int = 1, experts: int = 2, blocks: int = 2, **changes: Any)
         "layers": layers,
         "experts": experts,
         "blocks": blocks,
-        "block_bytes": BLOCK,
+        "block_bytes": block_bytes,
         "pages": pages,
         "targets": np.tile(np.array(keep, np.int32), (layers, 1)),
         "reserve": 1,
@@ -46,7 +50,7 @@ def timeline(layers: int = 1, experts: int = 2, blocks: int = 2, **changes: Any)
         "latency": 0.0,
         "link": [1.0],
         "link_shared": [],
-        "in_flight_bytes": 100 * BLOCK,
+        "in_flight_bytes": 100 * block_bytes,
     }
     return _native.Timeline(**{**options, **changes})  # type: ignore[arg-type]
 
@@ -134,41 +138,80 @@ def test_a_demand_overtakes_prefetches_that_wait() -> None:
     assert found["seconds"] == [3.5 + 2 + 0.25 + 0.125]
 
 
-def test_the_far_tier_computes_what_is_missing() -> None:
-    line = timeline(miss="compute", far_block=0.375, far_block_shared=0.5)
+def test_the_far_tier_computes_missing_blocks() -> None:
+    line = timeline(miss="compute", far_block=0.375, far_block_shared=0.5, keep=(0, 1))
     found = play(line, [[[0]], [[0]]])
     # The link is idle, so alone: two blocks. Nothing comes near, so the second token is the same.
     assert found["seconds"] == [0.5 + 0.75 + 0.125] * 2
     assert found["stall"] == [0.75] * 2
     assert found["demand_bytes"] == [0, 0]
-    assert line.stats()["far_blocks"] == 4
+    assert line.stats()["blocks_far"] == 4
 
 
-def test_link_and_far_tier_share_what_is_missing() -> None:
-    # Four blocks; a second each over the link, two seconds each far while it is busy: three take 3 seconds
-    # and one takes 2. The last one that arrives is then computed near.
-    line = timeline(blocks=4, miss="both", far_block=1.0, far_block_shared=2.0)
+def test_the_link_brings_once_what_targets_keep_while_the_far_tier_computes_the_rest() -> None:
+    line = timeline(miss="compute", far_block=0.5, far_block_shared=1.0, keep=(2, 1))
+    found = play(line, [[[0]], [[0]]])
+    # The first block comes over the link in a second, while the second is computed far in as much.
+    assert found["seconds"] == [0.5 + 1 + 0.25 + 0.125, 0.5 + 0.25 + 0.5 + 0.125]
+    assert found["demand_bytes"] == [BLOCK, 0]
+    assert line.stats()["blocks_far"] == 2
+
+
+@pytest.mark.parametrize("launch", ["host", "card"])
+def test_link_and_far_tier_share_missing_blocks_by_their_rates(launch: str) -> None:
+    line = timeline(
+        blocks=4, block_bytes=LARGE, miss="both", far_block=1.0, far_block_shared=2.0, launch=launch
+    )
     found = play(line, [[[0]]])
-    assert line.stats()["far_blocks"] == 1
-    assert line.stats()["far_seconds"] == 2
-    assert found["demand_bytes"] == [3 * BLOCK]
-    assert found["seconds"] == [0.5 + 3 + 0.25 + 0.125]
+    # Of four blocks the link, which has a third of the assumed rates, gets one: it arrives at 1.5. The far
+    # tier computes the last one, a second beside the link and half a second alone, to 2.0. Now its rate is
+    # 16.7 GB/s: of two blocks the link gets one, to 3.0, and the far tier the other, to 3.5. Then the near
+    # tier computes both.
+    assert line.stats()["blocks_far"] == 2
+    assert line.stats()["far_seconds"] == 3
+    assert found["demand_bytes"] == [2 * LARGE]
+    assert found["seconds"] == [3.5 + 0.5 + 0.125]
 
 
-def test_the_far_tier_goes_on_faster_alone() -> None:
-    # Ten blocks: the link takes a minute for one. Far, together, each takes 2 seconds; so all are left there,
-    # and as the link has nothing to do, each takes 1.
-    line = timeline(blocks=10, miss="both", far_block=1.0, far_block_shared=2.0, link=[60.0])
-    assert play(line, [[[0]]])["seconds"] == [0.5 + 10 + 0.125]
-    assert line.stats()["far_blocks"] == 10
+def test_a_slow_link_gets_nothing_once_its_rate_is_known() -> None:
+    line = timeline(
+        blocks=10, block_bytes=LARGE, miss="both", far_block=1.0, far_block_shared=2.0, link=[60.0]
+    )
+    # At first a third of the blocks, and the layer waits for them; the next expert is computed far, alone.
+    assert play(line, [[[0]], [[1]]])["seconds"] == [0.5 + 180 + 0.25 + 0.125, 0.5 + 10 + 0.125]
+    assert line.stats()["blocks_far"] == 7 + 10
 
 
-def test_what_is_shared_slows_the_link() -> None:
-    # Two seconds a block for both: two each.
-    line = timeline(blocks=4, miss="both", far_block=1.0, far_block_shared=2.0, link_shared=[2.0])
-    play(line, [[[0]]])
-    assert line.stats()["far_blocks"] == 2
-    assert line.stats()["link_busy_seconds"] == 4.0
+def test_far_computing_slows_the_link_as_long_as_it_lasts() -> None:
+    line = timeline(
+        blocks=4, block_bytes=LARGE, miss="both", far_block=1.0, far_block_shared=2.0, link_shared=[2.0]
+    )
+    # One block over the link and one far take 2 seconds side by side; at that rate the link gets no other.
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 2 + 1 + 1 + 0.25 + 0.125]
+    assert line.stats()["blocks_far"] == 3
+    assert line.stats()["link_busy_seconds"] == 2.0
+
+
+def test_a_card_computes_resident_blocks_then_all_others_behind_their_copies() -> None:
+    line = timeline(launch="card", call=0.0625)
+    # The second token finds expert 0 and fetches expert 1: one launch at once, one behind both copies.
+    found = play(line, [[[0]], [[0]]])
+    assert found["seconds"] == [0.5 + 2 + 0.0625 + 0.5 + 0.125, 0.5 + 0.0625 + 0.5 + 0.125]
+    line = timeline(launch="card", call=0.0625)
+    found = play(line, [[[0, 0]], [[0, 1]]])
+    assert line.stats()["kernel_calls"] == 3
+    assert found["seconds"][1] == 0.5 + 2 + 0.0625 + 0.5 + 0.125
+    assert found["stall"][1] == 2 - 0.0625 - 0.5
+
+
+def test_demands_of_a_card_are_copied_at_once_and_behind_the_kernels_that_read_their_pages() -> None:
+    # Both wait for latency together although only one block is in flight at a time on a host.
+    line = timeline(launch="card", latency=0.75, in_flight_bytes=BLOCK)
+    assert play(line, [[[0]]])["seconds"] == [0.5 + 0.75 + 2 + 0.5 + 0.125]
+    # Two pages: the copies of expert 1 move into those of expert 0, after its kernels, which end at 3.5.
+    line = timeline(launch="card", pages=2, keep=(0, 1))
+    found = play(line, [[[0, 1]]])
+    assert found["seconds"] == [3.0 + 2 + 0.5 + 0.125]
 
 
 def test_a_chosen_set_is_there_from_the_beginning() -> None:
@@ -221,6 +264,7 @@ def test_nothing_is_lost_and_no_time_runs_backwards(data: st.DataObject) -> None
         pages=pages,
         reserve=reserve,
         keep=(kept, split),
+        launch=draw(st.sampled_from(["host", "card"])),
         policy=draw(st.sampled_from(["lru", "lcp", "blend"])),
         miss=draw(st.sampled_from(["fetch", "compute", "both"])),
         ahead=draw(st.sampled_from(["none", "ranked", "whole-layer"])),
@@ -252,7 +296,8 @@ def test_nothing_is_lost_and_no_time_runs_backwards(data: st.DataObject) -> None
     assert stats["link_busy_seconds"] <= stats["now"] + 1e-9
     assert stats["compute_seconds"] + stats["stall_seconds"] <= now + 1e-9
     # Every block of every choice is computed once, near or far.
-    assert stats["blocks_computed"] + stats["far_blocks"] == tokens * layers * k * blocks
+    near = stats["bytes_computed"] // BLOCK
+    assert near + stats["blocks_far"] == tokens * layers * k * blocks
     assert sum(stats[f"hits_{kind}"] for kind in ("full", "prefetch", "top", "miss")) == tokens * layers * k
 
 
@@ -284,6 +329,8 @@ def test_a_faster_link_is_never_slower_without_speculation() -> None:
         ({"pages": 0, "keep": (0, 1)}, "pages is 0"),
         ({"pages": 3}, "the targets take 4 pages"),
         ({"lookahead": 0}, "lookahead must be"),
+        ({"launch": "guess"}, "launch is"),
+        ({"far_threads": 0}, "far_threads is 0"),
     ],
 )
 def test_impossible_options_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from store_support import write_mixtral, write_safetensors
 
 from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from moechat.store.checkpoint import INDEX_FILE, Checkpoint
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.checkpoint_files import INDEX_FILE
+from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
 from moechat.store.mxfp4 import decode_mxfp4
-from moechat.store.source import ExpertRef, MatrixRef, VectorRef
 
 
 def checkpoint_of(directory: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> Checkpoint:
@@ -92,12 +93,12 @@ def test_an_index_that_promises_a_tensor_of_another_shard_is_refused(mixtral: Pa
         Checkpoint.open(mixtral)
 
 
-def test_a_tensor_that_the_index_forgot_is_read_all_the_same(mixtral: Path) -> None:
+def test_a_tensor_missing_from_the_index_is_read(mixtral: Path) -> None:
     edit_index(mixtral, lambda content: content["weight_map"].pop("lm_head.weight"))
     assert "lm_head.weight" in Checkpoint.open(mixtral).keys()  # noqa: SIM118 - the public way
 
 
-def test_a_tensor_in_two_shards_without_a_word_of_the_index_is_refused(mixtral: Path) -> None:
+def test_a_tensor_in_two_shards_that_the_index_does_not_resolve_is_refused(mixtral: Path) -> None:
     edit_index(mixtral, lambda content: content["weight_map"].pop("lm_head.weight"))
     shutil.copy(mixtral / "model-00001-of-00003.safetensors", mixtral / "extra.safetensors")
     edit_index(mixtral, lambda content: content["weight_map"].update({"lm_head.weight": "extra.safetensors"}))
@@ -109,9 +110,7 @@ def test_a_tensor_in_two_shards_without_a_word_of_the_index_is_refused(mixtral: 
 @given(
     junk=st.binary(max_size=60) | st.text(alphabet='{}[]":,.0123weight_map/\\ ', max_size=60).map(str.encode)
 )
-def test_an_arbitrary_index_or_config_never_ends_in_anything_but_a_checkpoint_error(
-    tmp_path: Path, junk: bytes
-) -> None:
+def test_an_arbitrary_index_or_config_raises_only_checkpoint_errors(tmp_path: Path, junk: bytes) -> None:
     (tmp_path / "config.json").write_bytes(b"{}")
     (tmp_path / INDEX_FILE).write_bytes(junk)
     with pytest.raises(CheckpointError):
@@ -136,7 +135,7 @@ def test_a_bad_or_missing_config_is_refused(mixtral: Path, content: str | None) 
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "weights.CKPT"])
-def test_pickled_weights_are_refused_unread(tmp_path: Path, name: str) -> None:
+def test_pickled_weights_are_refused_without_reading_them(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(UnsupportedModelError, match=f"pickle \\({name}\\)"):
@@ -150,7 +149,7 @@ def test_an_index_over_pickles_is_refused(mixtral: Path) -> None:
         Checkpoint.open(mixtral)
 
 
-def test_a_directory_without_weights_and_a_missing_directory_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_directory_and_one_without_weights_have_different_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="neither"):
         Checkpoint.open(tmp_path)
@@ -318,7 +317,7 @@ def test_mxfp4_scales_cover_the_whole_exponent_range() -> None:
     assert np.isnan(values[255])
 
 
-def test_weights_that_are_not_aligned_in_the_file_come_as_an_aligned_copy(tmp_path: Path) -> None:
+def test_unaligned_weights_are_copied_to_aligned_memory(tmp_path: Path) -> None:
     values = np.arange(24, dtype="f4").reshape(2, 3, 4)
     header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
     header += b'"w":{"dtype":"F32","shape":[2,3,4],"data_offsets":[1,97]}}'
@@ -354,7 +353,7 @@ def test_releasing_an_expert_drops_its_pages_from_the_process(tmp_path: Path) ->
     assert checkpoint.matrix(experts[3].gate).sum() == 1 << 20
 
 
-def test_the_fingerprint_follows_content_and_not_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_and_not_on_the_path(tmp_path: Path) -> None:
     shape = {"layers": 1, "experts": 2, "hidden": 64, "intermediate": 64}
     source = write_mixtral(tmp_path / "a", **shape)  # type: ignore[arg-type]
     shutil.copytree(source, tmp_path / "b")  # keeps the times
@@ -371,7 +370,7 @@ def test_the_fingerprint_follows_content_and_not_the_place(tmp_path: Path) -> No
         assert Checkpoint.open(copy).fingerprint() != first
 
 
-def test_documents_are_no_part_of_the_identity(mixtral: Path) -> None:
+def test_documents_do_not_change_the_fingerprint(mixtral: Path) -> None:
     first = Checkpoint.open(mixtral)
     for name in ("README.md", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"):
         (mixtral / name).write_text("new")
@@ -394,7 +393,7 @@ def test_side_files_whose_names_cannot_be_printed_are_left_out(mixtral: Path, od
     assert not [name for name in found if odd in name]
 
 
-def test_a_source_that_changes_after_opening_is_noticed(mixtral: Path) -> None:
+def test_a_source_that_changes_after_opening_is_detected(mixtral: Path) -> None:
     checkpoint = Checkpoint.open(mixtral)
     checkpoint.require_unchanged()
     shard = mixtral / "model-00001-of-00003.safetensors"

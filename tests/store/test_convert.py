@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import SUPPORT
 from safetensors import safe_open
 from store_support import beside, mixtral_plan, write_mixtral, write_safetensors
 
@@ -18,7 +20,7 @@ from moechat.geometry import Activation, ExpertGeometry, WeightType
 from moechat.store import outline, quantizer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
-from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
+from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
 from moechat.store.store import Store
 
 
@@ -115,9 +117,7 @@ def test_every_file_is_plain_safetensors_and_dense_tensors_are_unchanged(
         assert store.expert_extent(layer).offset % 4096 == 0
 
 
-def test_config_tokenizer_and_licence_travel_with_the_weights_and_code_does_not(
-    real_mixtral: Path, tmp_path: Path
-) -> None:
+def test_config_tokenizer_and_licence_are_copied_and_code_is_not(real_mixtral: Path, tmp_path: Path) -> None:
     (real_mixtral / "modeling_evil.py").write_text("print('run')")
     try:
         converted(real_mixtral, tmp_path / "m", 4)
@@ -152,7 +152,7 @@ def test_dense_tensors_are_spread_over_shards_of_limited_size(
         assert store.dense.array(key).tobytes() == checkpoint.array(key).tobytes()
 
 
-def test_dense_tensors_of_every_width_lie_aligned_in_the_store(tmp_path: Path) -> None:
+def test_dense_tensors_of_every_width_are_aligned_in_the_store(tmp_path: Path) -> None:
     source = write_mixtral(tmp_path / "source", layers=1, experts=2, hidden=64, intermediate=64)
     checkpoint = Checkpoint.open(source)
     plan = mixtral_plan(checkpoint)
@@ -329,7 +329,7 @@ def test_weights_that_are_not_finite_are_refused_by_expert_and_place(tmp_path: P
     assert list((tmp_path / "library").iterdir()) == []
 
 
-def test_hqq_itself_may_quantise_and_the_store_holds_its_result(real_mixtral: Path, tmp_path: Path) -> None:
+def test_a_store_quantised_by_hqq_has_its_result(real_mixtral: Path, tmp_path: Path) -> None:
     import torch
     from hqq.core.quantize import Quantizer
 
@@ -385,7 +385,7 @@ def test_auto_takes_hqq_exactly_where_torch_has_a_gpu(monkeypatch: pytest.Monkey
 
 def test_a_conversion_with_the_native_solver_never_imports_torch(mixtral: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[3])\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from store_support import mixtral_plan\n"
         "from moechat.store.checkpoint import Checkpoint\n"
@@ -394,8 +394,9 @@ def test_a_conversion_with_the_native_solver_never_imports_torch(mixtral: Path, 
         "convert(c, mixtral_plan(c), Path(sys.argv[2]), bits=4, source_name='x', quantizer='native')\n"
         "assert not {'torch', 'transformers', 'hqq'} & set(sys.modules)\n"
     )
-    here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-c", code, str(mixtral), str(tmp_path / "m"), here], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    command = [sys.executable, "-c", code, str(mixtral), str(tmp_path / "m")]
+    subprocess.run(command, env=environment, check=True)
 
 
 def with_first_expert(plan: CheckpointPlan, change: Callable[[ExpertRef], ExpertRef]) -> CheckpointPlan:

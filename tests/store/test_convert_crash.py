@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import SUPPORT
 from store_support import beside, mixtral_plan, tree, write_mixtral
 
 from moechat.errors import CheckpointError, DoesNotFitError, MoechatError, StoreDamagedError, UsageError
@@ -27,7 +28,7 @@ from moechat.store.convert import ConvertProgress, convert
 from moechat.store.store import Store, removal_path
 from moechat.store.workspace import lock_path, workspace_path
 
-CHILD = [sys.executable, str(Path(__file__).with_name("convert_child.py"))]
+CHILD = [sys.executable, str(SUPPORT / "convert_child.py")]
 BITS = 4
 
 
@@ -67,7 +68,7 @@ def reference(mixtral: Path, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_kill_before_any_change_of_the_file_system_is_recovered_to_the_same_bytes(
+def test_a_kill_at_any_file_system_change_is_recovered_to_the_same_bytes(
     real_mixtral: Path, tmp_path: Path
 ) -> None:
     counted = child(real_mixtral, tmp_path / "counted" / "m", "--count")
@@ -93,7 +94,7 @@ def test_a_kill_before_any_change_of_the_file_system_is_recovered_to_the_same_by
 
 
 @pytest.mark.slow
-def test_kills_in_a_row_at_random_moments_still_end_in_the_same_store(
+def test_repeated_kills_at_random_times_end_in_the_same_store(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
     destination = library / "m"
@@ -139,7 +140,7 @@ def test_a_resumed_run_does_not_repeat_finished_layers(mixtral: Path, library: P
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(
+def test_a_finished_file_that_was_damaged_is_written_again(
     mixtral: Path, library: Path, reference: dict[str, str], damage: str
 ) -> None:
     destination = library / "m"
@@ -164,7 +165,7 @@ def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(
 
 
 @pytest.mark.parametrize("journal", [b"", b"{", b"[]", b'{"key": 1, "files": {}}', b"\xff" * 9, None])
-def test_an_unreadable_journal_starts_the_work_anew(
+def test_an_unreadable_journal_restarts_the_conversion(
     mixtral: Path, library: Path, reference: dict[str, str], journal: bytes | None
 ) -> None:
     destination = library / "m"
@@ -184,7 +185,7 @@ def test_an_unreadable_journal_starts_the_work_anew(
     assert tree(destination) == reference
 
 
-def test_stray_files_in_the_work_directory_do_not_get_into_the_store(
+def test_unlisted_files_in_the_work_directory_are_not_published(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
     destination = library / "m"
@@ -217,7 +218,7 @@ def test_another_quantizer_does_not_continue_the_work_of_the_first(mixtral: Path
     assert tree(library / "m") == tree(library / "fresh")
 
 
-def test_a_source_that_changed_between_two_runs_starts_the_work_anew(mixtral: Path, library: Path) -> None:
+def test_a_source_that_changed_between_two_runs_restarts_the_conversion(mixtral: Path, library: Path) -> None:
     destination = library / "m"
 
     def interrupt(event: ConvertProgress) -> None:
@@ -282,7 +283,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_file(
     assert list(library.iterdir()) == []
 
 
-def test_what_an_interrupted_run_already_wrote_is_not_asked_for_again(
+def test_finished_files_of_an_interrupted_run_need_no_more_space(
     mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = run(mixtral, library / "whole")
@@ -302,7 +303,7 @@ def test_what_an_interrupted_run_already_wrote_is_not_asked_for_again(
     run(mixtral, library / "m")
 
 
-def test_a_disk_that_fills_up_on_the_way_stops_the_work_and_a_later_run_finishes_it(
+def test_a_conversion_stopped_by_a_full_disk_can_be_resumed(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
     destination = library / "m"
@@ -321,7 +322,7 @@ def test_a_disk_that_fills_up_on_the_way_stops_the_work_and_a_later_run_finishes
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["write", "fsync", "replace", "rename", "mkdir"])
-def test_a_full_disk_is_reported_as_such_by_whichever_call_meets_it(
+def test_every_system_call_reports_a_full_disk(
     mixtral: Path,
     library: Path,
     reference: dict[str, str],
@@ -343,7 +344,7 @@ def test_a_full_disk_is_reported_as_such_by_whichever_call_meets_it(
     assert tree(destination) == reference
 
 
-def test_a_library_that_cannot_be_written_is_a_plain_error(
+def test_a_library_that_cannot_be_written_is_an_error_with_a_hint(
     mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(*_: object, **__: object) -> Any:
@@ -362,7 +363,7 @@ def test_a_home_that_cannot_be_written_is_explained(mixtral: Path, tmp_path: Pat
     assert "set MOECHAT_HOME to a directory that can be written to" in (caught.value.hint or "")
 
 
-def test_a_source_that_cannot_be_read_is_not_blamed_on_the_library(
+def test_the_error_about_an_unreadable_source_does_not_mention_the_library(
     mixtral: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(*_: object, **__: object) -> Any:
@@ -374,7 +375,7 @@ def test_a_source_that_cannot_be_read_is_not_blamed_on_the_library(
     assert caught.value.hint is None
 
 
-def test_a_store_with_a_file_too_many_is_replaced(
+def test_a_store_with_an_unlisted_file_is_replaced(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
     run(mixtral, library / "m")
@@ -391,7 +392,7 @@ def test_an_edited_readme_makes_no_new_store(mixtral: Path, library: Path) -> No
     assert (library / "m").stat().st_ino == before
 
 
-def test_a_closed_progress_output_is_not_taken_for_a_disk_error(mixtral: Path, library: Path) -> None:
+def test_a_closed_progress_output_is_not_reported_as_a_disk_error(mixtral: Path, library: Path) -> None:
     def closed(event: ConvertProgress) -> None:
         raise BrokenPipeError
 
@@ -443,7 +444,7 @@ def test_nothing_is_renamed_before_its_content_is_synced(
     assert log[-2:] == [("rename", str(library / "m")), ("fsync", str(library))]
 
 
-def test_two_processes_at_once_do_the_work_once(
+def test_of_two_simultaneous_processes_only_one_converts(
     mixtral: Path, library: Path, reference: dict[str, str]
 ) -> None:
     destination = library / "m"
@@ -501,7 +502,7 @@ def test_a_damaged_store_is_replaced(mixtral: Path, library: Path, reference: di
     assert beside(library / "m") == []
 
 
-def test_an_old_store_stays_until_the_new_one_is_whole(mixtral: Path, library: Path) -> None:
+def test_an_old_store_stays_until_the_new_one_is_complete(mixtral: Path, library: Path) -> None:
     run(mixtral, library / "m")
     old = tree(library / "m")
     write_mixtral(mixtral, shards=3, layers=3, experts=3, hidden=64, intermediate=128, dtype="F32", seed=2)
@@ -521,9 +522,7 @@ def test_an_old_store_stays_until_the_new_one_is_whole(mixtral: Path, library: P
 
 
 @pytest.mark.slow
-def test_a_kill_while_an_old_store_is_replaced_leaves_a_whole_one_or_none(
-    mixtral: Path, tmp_path: Path
-) -> None:
+def test_a_kill_during_a_replacement_leaves_a_complete_store_or_none(mixtral: Path, tmp_path: Path) -> None:
     run(mixtral, tmp_path / "old" / "m")
     old = tree(tmp_path / "old" / "m")
     write_mixtral(mixtral, shards=3, layers=3, experts=3, hidden=64, intermediate=128, dtype="F32", seed=2)
@@ -546,7 +545,7 @@ def test_a_kill_while_an_old_store_is_replaced_leaves_a_whole_one_or_none(
     assert outcomes == {"old", "none", "new"}
 
 
-def test_a_directory_that_is_no_store_is_never_touched(mixtral: Path, library: Path) -> None:
+def test_a_directory_that_is_not_a_store_is_not_changed(mixtral: Path, library: Path) -> None:
     (library / "m").mkdir()
     (library / "m" / "thesis.txt").write_text("years of work")
     with pytest.raises(UsageError, match="is not a store"):

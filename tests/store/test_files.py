@@ -53,7 +53,7 @@ def test_files_are_written_in_whole_huge_pages_whatever_the_pieces_are(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3 * HUGE_PAGE), max_size=6))
-def test_every_cut_of_the_data_gives_the_same_file(
+def test_every_division_into_writes_gives_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("cuts") / "file"
@@ -68,7 +68,7 @@ def test_every_cut_of_the_data_gives_the_same_file(
     assert hash_file(path) == hashlib.sha256(data[:done]).hexdigest()
 
 
-def test_writes_that_the_system_cuts_short_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[: 1 + len(data) // 3]))
     data = os.urandom(HUGE_PAGE + 999)
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_at_the_last_piece_leaves_nothing(
 
 
 @pytest.mark.parametrize("problem", [OSError(errno.ENODEV, "no"), OSError(errno.ENOMEM, "no"), ValueError()])
-def test_a_file_that_cannot_be_mapped_is_hashed_all_the_same(
+def test_a_file_that_cannot_be_mapped_is_still_hashed(
     problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

@@ -52,7 +52,7 @@ def parse(data: bytes, file_bytes: int | None = None) -> GgufHeader | None:
 
 
 @pytest.mark.parametrize("alignment", [None, 256])
-def test_it_finds_what_the_reader_of_gguf_finds(tmp_path: Path, alignment: int | None) -> None:
+def test_the_parser_agrees_with_the_reader_of_the_gguf_package(tmp_path: Path, alignment: int | None) -> None:
     path = write(tmp_path / "m.gguf", alignment)
     file, theirs = GgufFile.open(path), gguf.GGUFReader(path)
     assert file.header.nbytes == theirs.data_offset
@@ -82,7 +82,7 @@ def test_an_expert_is_a_part_of_its_tensor(tmp_path: Path) -> None:
     assert np.array_equal(decode(file.rows(tensor, 1), tensor.kind), whole[1])
 
 
-def test_a_beginning_is_too_short_until_it_has_the_header(content: bytes) -> None:
+def test_a_prefix_without_the_whole_header_returns_none(content: bytes) -> None:
     header = parse(content)
     assert header is not None
     ends = [0, 3, 4, 20, 24, 100, 2000, header.nbytes - 40]
@@ -92,9 +92,7 @@ def test_a_beginning_is_too_short_until_it_has_the_header(content: bytes) -> Non
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_damage_is_an_error_or_another_header_and_never_anything_else(
-    content: bytes, data: st.DataObject
-) -> None:
+def test_damaged_headers_raise_only_checkpoint_errors(content: bytes, data: st.DataObject) -> None:
     header = parse(content)
     assert header is not None
     changed = bytearray(content)
@@ -147,8 +145,8 @@ ONE = b"GGUF" + numbered("IQQ", 3, 1, 0)
         ),
         (b"GGUF" + numbered("IQQ", 3, 0, 1) + numbered("Q", 1) + b"\xff", "can't decode byte 0xff"),
         (ONE + text("t") + numbered("IQIQ", 1, 8, 999, 0) + bytes(64), "'t' has the unknown type 999"),
-        (ONE + text("t") + numbered("IQIQ", 1, 8, 0, 0), "'t' lies at 64..96, the file has"),
-        (ONE + text("t") + numbered("IQIQ", 1, 8, 0, 1 << 63) + bytes(64), "'t' lies at"),
+        (ONE + text("t") + numbered("IQIQ", 1, 8, 0, 0), "'t' is at 64..96, the file has"),
+        (ONE + text("t") + numbered("IQIQ", 1, 8, 0, 1 << 63) + bytes(64), "'t' is at"),
         (
             ONE + text("t") + numbered("IQIQ", 1, 33, 8, 0) + bytes(64),
             r"'t' has shape \[33\] in blocks of 32",
@@ -167,7 +165,7 @@ def test_each_fault_is_named(data: bytes, message: str) -> None:
         parse(data)
 
 
-def test_types_that_nobody_decodes_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_types_that_cannot_be_decoded_are_refused_before_reading(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "olmoe")
     writer.add_tensor("t", np.zeros((2, 292), np.uint8), raw_dtype=Kind.Q8_K)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
@@ -177,7 +175,7 @@ def test_types_that_nobody_decodes_are_refused_before_anything_is_read(tmp_path:
         require_decodable(GgufFile.open(tmp_path / "m.gguf").header, "m.gguf")
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_special_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").touch()
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(CheckpointError, match=r"empty\.gguf is empty"):

@@ -22,7 +22,7 @@ with exclusive_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_lock_is_gone_with_the_process_that_held_it(tmp_path: Path) -> None:
+def test_a_lock_is_released_when_its_process_dies(tmp_path: Path) -> None:
     path = tmp_path / ".m.lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -45,7 +45,7 @@ def test_a_lock_is_gone_with_the_process_that_held_it(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_only_one_thread_at_a_time_is_inside_though_the_file_is_removed_each_time(tmp_path: Path) -> None:
+def test_removing_the_file_each_time_keeps_the_lock_exclusive(tmp_path: Path) -> None:
     path = tmp_path / ".m.lock"
     inside = 0
     most = 0
@@ -70,7 +70,7 @@ def test_only_one_thread_at_a_time_is_inside_though_the_file_is_removed_each_tim
     assert not path.exists()
 
 
-def test_waiting_can_be_interrupted_and_leaves_nothing_open(tmp_path: Path) -> None:
+def test_waiting_can_be_interrupted_and_closes_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / ".m.lock"
 
     def interrupt() -> None:

@@ -77,7 +77,7 @@ def test_the_same_manifest_gives_the_same_bytes_whatever_the_order_of_its_files(
 
 @settings(max_examples=300, deadline=None)
 @given(place=st.integers(0, len(MANIFEST.to_bytes()) - 1), bit=st.integers(0, 7))
-def test_no_flipped_bit_of_a_manifest_goes_unseen(place: int, bit: int) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(place: int, bit: int) -> None:
     data = bytearray(MANIFEST.to_bytes())
     data[place] ^= 1 << bit
     with suppress(StoreDamagedError, UnsupportedModelError):
@@ -142,7 +142,7 @@ def test_a_manifest_with_a_wrong_field_is_refused_by_name(case: str) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"null", b"[]", b"{", b"\xff", b'{"format_version":1,"format_version":1}', b"[" * 100_000]
 )
-def test_what_is_no_json_object_is_refused(data: bytes) -> None:
+def test_content_that_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(StoreDamagedError):
         Manifest.parse(data, Path("m"))
 
@@ -155,7 +155,7 @@ json_values |= st.lists(json_values, max_size=2) | st.dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_field_of_any_other_type_never_ends_in_anything_but_a_refusal(data: st.DataObject) -> None:
+def test_a_field_of_a_wrong_type_raises_only_damage_errors(data: st.DataObject) -> None:
     def change(content: dict[str, Any]) -> None:
         node: Any = content
         while True:

@@ -195,7 +195,7 @@ def test_a_tensor_that_claims_terabytes_is_refused_without_allocating_them(tmp_p
         tracemalloc.stop()
 
 
-def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_special_files_are_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
         with pytest.raises(CheckpointError, match="regular file"):
@@ -212,7 +212,7 @@ def test_files_too_short_for_a_header_are_refused(tmp_path: Path, size: int) -> 
         SafetensorsFile.open(path)
 
 
-def test_a_file_cut_short_after_opening_ends_a_copy_with_an_error(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening_is_an_error_in_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": ("U8", np.zeros(10_000, np.uint8))})
     file = SafetensorsFile.open(path)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-
 from store_support import mixtral_plan, mixtral_tensors, tree, write_safetensors
 
 from moechat.errors import CheckpointError
-from moechat.store.announced import AnnouncedCheckpoint, Shard
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert, finished_files
-from moechat.store.disk_room import most_bytes_at_once
 from moechat.store.outline import DenseFile, ExpertsFile, outline_store
-from moechat.store.supply import ShardSupply
+from moechat.store.peak_disk import peak_disk_bytes
+from moechat.store.shard_supply import ShardSupply
+from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
 LAYERS = 12
 
@@ -82,7 +78,7 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
-def announced(source: Path, here: Path) -> AnnouncedCheckpoint:
+def checkpoint_of(source: Path, here: Path) -> StreamedCheckpoint:
     here.mkdir(exist_ok=True)
     shards, index = {}, {}
     (here / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -91,17 +87,17 @@ def announced(source: Path, here: Path) -> AnnouncedCheckpoint:
         header = data[: 8 + int.from_bytes(data[:8], "little")]
         shards[file.name] = Shard.of_header(here / file.name, header, len(data))
         index |= dict.fromkeys(shards[file.name].tensors, file.name)
-    return AnnouncedCheckpoint(here, shards, index, ["a model", 1], title="a model")
+    return StreamedCheckpoint(here, shards, index, ["a model", 1], title="a model")
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_layers_are_converted_as_shards_complete_them_and_the_disk_holds_what_was_computed(
+def test_layers_are_converted_when_their_shards_are_complete_and_peak_disk_use_is_as_predicted(
     source: Path, tmp_path: Path, ahead: bool
 ) -> None:
     whole = Checkpoint.open(source)
     expected = convert(whole, mixtral_plan(whole), tmp_path / "expected", bits=4, source_name="x")
     here = tmp_path / "here"
-    checkpoint = announced(source, here)
+    checkpoint = checkpoint_of(source, here)
     plan = mixtral_plan(checkpoint)
     shelf = Shelf(source, here, ahead=ahead)
     supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside")
@@ -111,7 +107,7 @@ def test_layers_are_converted_as_shards_complete_them_and_the_disk_holds_what_wa
     assert layers == sorted(range(LAYERS), key=lambda layer: str(layer) + ".")
     assert isinstance(order[-1], DenseFile)
     sizes = {name: shard.file_bytes for name, shard in checkpoint.shards.items()}
-    bound = most_bytes_at_once(order, supply, ahead=ahead)
+    bound = peak_disk_bytes(order, supply, ahead=ahead)
     made = convert(
         checkpoint, plan, tmp_path / "store", bits=4, source_name="x", progress=shelf.look, supply=supply
     )
@@ -119,21 +115,19 @@ def test_layers_are_converted_as_shards_complete_them_and_the_disk_holds_what_wa
     assert shelf.fetched == sorted(sizes)
     assert sorted(path.name for path in here.rglob("*") if path.is_file()) == ["config.json"]
     assert shelf.most == bound
-    without = most_bytes_at_once(order, supply, ahead=False)
+    without = peak_disk_bytes(order, supply, ahead=False)
     assert without <= bound <= without + max(sizes.values())
 
 
-def test_an_interrupted_conversion_fetches_no_shard_twice_that_it_is_done_with(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_conversion_does_not_fetch_finished_shards_again(source: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
-    checkpoint = announced(source, here)
+    checkpoint = checkpoint_of(source, here)
     plan = mixtral_plan(checkpoint)
     shelf = Shelf(source, here)
     shelf.fail_at = "model-00005-of-00007.safetensors"
 
     def attempt() -> object:
-        fresh = announced(source, here)
+        fresh = checkpoint_of(source, here)
         supply = ShardSupply(fresh, plan.dense_keys, shelf, here / "aside")
         return convert(fresh, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)
 
@@ -155,18 +149,18 @@ def test_an_interrupted_conversion_fetches_no_shard_twice_that_it_is_done_with(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_an_interrupted_run_left_counts_once_on_the_disk(
+def test_leftovers_of_an_interrupted_run_count_once_in_the_peak(
     source: Path, tmp_path: Path, ahead: bool
 ) -> None:
     here = tmp_path / "here"
     shelf = Shelf(source, here, ahead=True)
 
-    def attempt() -> tuple[ShardSupply, AnnouncedCheckpoint]:
-        checkpoint = announced(source, here)
+    def attempt() -> tuple[ShardSupply, StreamedCheckpoint]:
+        checkpoint = checkpoint_of(source, here)
         supply = ShardSupply(checkpoint, mixtral_plan(checkpoint).dense_keys, shelf, here / "aside")
         return supply, checkpoint
 
-    def run(supply: ShardSupply, checkpoint: AnnouncedCheckpoint) -> None:
+    def run(supply: ShardSupply, checkpoint: StreamedCheckpoint) -> None:
         convert(
             checkpoint,
             mixtral_plan(checkpoint),
@@ -187,21 +181,21 @@ def test_what_an_interrupted_run_left_counts_once_on_the_disk(
     # Another shard lies there than the layer needs that comes next.
     lost = "model-00006-of-00007.safetensors"
     (here / lost).write_bytes((source / lost).read_bytes())
-    bound = most_bytes_at_once(
+    bound = peak_disk_bytes(
         supply.order([file for file in files if file.name not in done]),
         supply,
         ahead=ahead,
         written=sum(file.nbytes for file in files if file.name in done),
-        lying={path.name: path.stat().st_size for path in here.glob("*.safetensors")},
+        present={path.name: path.stat().st_size for path in here.glob("*.safetensors")},
     )
     shelf.fail_at, shelf.most, shelf.ahead = "", 0, ahead
     run(supply, checkpoint)
     assert shelf.most == bound
 
 
-def test_dense_tensors_put_aside_that_were_damaged_are_fetched_again(source: Path, tmp_path: Path) -> None:
+def test_damaged_saved_dense_tensors_are_fetched_again(source: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
-    checkpoint = announced(source, here)
+    checkpoint = checkpoint_of(source, here)
     plan = mixtral_plan(checkpoint)
     (here / "aside").mkdir(parents=True)
     (here / "aside" / "model-00001-of-00007.safetensors.dense").write_bytes(b"\0" * 100)
@@ -212,12 +206,12 @@ def test_dense_tensors_put_aside_that_were_damaged_are_fetched_again(source: Pat
     assert np.array_equal(store.dense.array(key), Checkpoint.open(source).array(key))
 
 
-def test_a_shard_that_is_not_what_its_header_announced_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_shard_that_differs_from_its_announced_header_is_refused(source: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
-    checkpoint = announced(source, here)
+    checkpoint = checkpoint_of(source, here)
     first, second, *_ = sorted(checkpoint.shards)
     (source / first).write_bytes((source / second).read_bytes())
     plan = mixtral_plan(checkpoint)
     supply = ShardSupply(checkpoint, plan.dense_keys, Shelf(source, here), here / "aside")
-    with pytest.raises(CheckpointError, match="does not hold the tensors that its header announced"):
+    with pytest.raises(CheckpointError, match="does not hold the tensors that its header lists"):
         convert(checkpoint, plan, tmp_path / "store", bits=4, source_name="x", supply=supply)

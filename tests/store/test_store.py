@@ -182,7 +182,7 @@ def test_a_listed_subdirectory_holds_listed_files_only(tmp_path: Path) -> None:
         Store.open(tmp_path / "made")
 
 
-def test_the_hint_about_damage_is_one_that_works_where_the_store_lies(
+def test_the_hint_about_damage_depends_on_the_location_of_the_store(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "a home"))
@@ -207,7 +207,7 @@ def test_the_hint_about_damage_is_one_that_works_where_the_store_lies(
     assert hint(path) == "install moechat again: this model is a part of it"
 
 
-def test_the_packaged_demo_holds_nothing_that_its_manifest_does_not_list() -> None:
+def test_the_packaged_demo_has_no_unlisted_file() -> None:
     Store.open(Path(moechat.__file__).parent / "hub" / "demo")
 
 
@@ -228,9 +228,7 @@ def test_files_are_hashed_once_and_again_after_any_change(path: Path, tmp_path: 
     assert Store.open(path).ensure_verified(state) is True
 
 
-def test_damage_behind_restored_times_is_found_because_ctime_cannot_be_set(
-    path: Path, tmp_path: Path
-) -> None:
+def test_damage_with_restored_mtime_is_found_by_ctime(path: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     Store.open(path).ensure_verified(state)
     file = path / "experts-00000.safetensors"
@@ -243,7 +241,7 @@ def test_damage_behind_restored_times_is_found_because_ctime_cannot_be_set(
             Store.open(path).ensure_verified(state)
 
 
-def test_a_stamp_of_one_store_does_not_serve_another(path: Path, tmp_path: Path) -> None:
+def test_the_stamp_of_one_store_is_not_valid_for_another(path: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     Store.open(path).ensure_verified(state)
     shutil.copytree(path, tmp_path / "other")
@@ -254,7 +252,7 @@ def test_a_stamp_of_one_store_does_not_serve_another(path: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["file in the way", "garbage stamp"])
-def test_an_unusable_state_directory_only_costs_a_verification(path: Path, tmp_path: Path, kind: str) -> None:
+def test_with_an_unusable_state_directory_every_start_verifies(path: Path, tmp_path: Path, kind: str) -> None:
     state = tmp_path / "state"
     store = Store.open(path)
     if kind == "file in the way":
@@ -293,7 +291,7 @@ def exchange(path: Path, other: Path) -> None:
     os.rename(other, path)
 
 
-def test_a_store_that_was_replaced_between_opening_and_verifying_is_taken(path: Path, tmp_path: Path) -> None:
+def test_a_store_replaced_between_opening_and_verifying_is_used(path: Path, tmp_path: Path) -> None:
     store = Store.open(path)
     old = store.manifest
     exchange(path, other_store(tmp_path / "other"))
@@ -302,7 +300,7 @@ def test_a_store_that_was_replaced_between_opening_and_verifying_is_taken(path: 
     store.verify()
 
 
-def test_the_stamp_of_a_replacement_does_not_vouch_for_what_was_opened_before(
+def test_the_stamp_of_a_replacement_is_not_valid_for_the_store_opened_before(
     path: Path, tmp_path: Path
 ) -> None:
     store = Store.open(path)
@@ -312,7 +310,7 @@ def test_the_stamp_of_a_replacement_does_not_vouch_for_what_was_opened_before(
     assert store.manifest.source.name == "other"
 
 
-def test_a_store_that_is_replaced_while_it_is_verified_is_taken(path: Path, tmp_path: Path) -> None:
+def test_a_store_replaced_during_verification_is_used(path: Path, tmp_path: Path) -> None:
     store = Store.open(path)
     other = other_store(tmp_path / "other")
 
@@ -324,7 +322,7 @@ def test_a_store_that_is_replaced_while_it_is_verified_is_taken(path: Path, tmp_
     assert store.manifest.source.name == "other"
 
 
-def test_a_store_that_is_replaced_while_it_is_opened_is_taken(
+def test_a_store_replaced_during_opening_is_used(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = other_store(tmp_path / "other", layers=3)
@@ -341,7 +339,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_taken(
 
 
 @pytest.mark.parametrize("why", ["other shape", "experts in use", "dense tensors in use"])
-def test_a_replacement_is_not_mixed_with_what_was_taken_from_the_old_store(
+def test_a_replacement_is_not_mixed_with_data_read_from_the_old_store(
     path: Path, tmp_path: Path, why: str
 ) -> None:
     store = Store.open(path)
@@ -363,9 +361,7 @@ def test_verification_reports_every_byte(path: Path) -> None:
     assert {report[2] for report in reports} == set(store.manifest.files)
 
 
-def test_a_removed_store_is_gone_even_if_the_removal_is_interrupted(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_removal_still_frees_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise KeyboardInterrupt

@@ -43,9 +43,7 @@ def model(geometry: ExpertGeometry = GEOMETRY, **changes: object) -> SyntheticMo
     ],
     ids=["even", "odd", "biases"],
 )
-def test_weights_have_the_variance_that_keeps_activations_in_size(
-    bits: int, shape: dict[str, object], tmp_path: Path
-) -> None:
+def test_weights_have_variance_one_over_inputs(bits: int, shape: dict[str, object], tmp_path: Path) -> None:
     geometry = replace(GEOMETRY, bits=bits, **shape)  # type: ignore[arg-type]
     store = write_synthetic_store(model(geometry), tmp_path / "store")
     store.verify()
@@ -74,7 +72,7 @@ def test_dense_weights_are_bf16_norms_are_one_and_biases_zero(tmp_path: Path) ->
     assert json.loads((store.path / "config.json").read_bytes()) == {"model_type": "none", "hidden_size": 128}
 
 
-def test_a_finished_store_is_kept_and_another_one_replaced(tmp_path: Path) -> None:
+def test_a_store_of_the_same_model_is_kept_and_another_one_replaced(tmp_path: Path) -> None:
     path = tmp_path / "store"
     first = write_synthetic_store(model(), path)
     before = (path / "manifest.json").stat().st_mtime_ns
@@ -97,7 +95,7 @@ def test_experts_differ(tmp_path: Path) -> None:
     assert len(set(records)) > 10
 
 
-def test_an_interrupted_one_leaves_nothing_under_its_name_and_is_made_anew(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_no_store_and_starts_again(tmp_path: Path) -> None:
     def interrupt(event: ConvertProgress) -> None:
         if event.detail.startswith("layer 2"):
             raise KeyboardInterrupt
@@ -127,7 +125,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_peoples_files_are_not_replaced(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "letter.txt").write_text("keep me")
     with pytest.raises(UsageError, match="is not a store"):

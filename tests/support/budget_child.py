@@ -24,7 +24,7 @@ def main() -> None:
     prompt = [(7 * i * i + 3 * i) % 500 + 3 for i in range(tokens)]
     answer = list(engine.generate(prompt, max_new_tokens=6, temperature=0.0))
     stats = engine.stats.to_json()
-    geometry = engine._store.geometry
+    geometry = engine.loaded.store.geometry
     print(
         json.dumps(
             {
@@ -32,7 +32,7 @@ def main() -> None:
                 "pages": stats["pages"],
                 "pages_peak": stats["pages_peak"],
                 "peak_rss": stats["peak_rss_bytes"],
-                "blocks": len(engine._store.layers) * geometry.num_experts * geometry.blocks_per_expert,
+                "blocks": len(engine.loaded.store.layers) * geometry.num_experts * geometry.blocks_per_expert,
             }
         )
     )

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moechat.chat.chat_options import ChatOptions, Generation
 from moechat.chat.repl import Chat
-from moechat.chat.settings import ChatOptions, Generation
 from moechat.errors import PromptTooLongError
 
 Messages = list[dict[str, str]]
@@ -109,8 +110,16 @@ class ScriptedEngine:
     def notices(self) -> list[str]:
         return []
 
-    def describe(self) -> dict[str, Any]:
-        return {"model_type": "scripted", "bits": 4, "device": "cpu", "memory_budget_bytes": 1 << 30}
+    def describe(self) -> Any:
+        """The facts of an engine that a chat shows."""
+        return SimpleNamespace(
+            model_type="scripted",
+            bits=4,
+            device="cpu",
+            experts="in a script",
+            memory_budget_bytes=1 << 30,
+            memory_experts_bytes=1 << 20,
+        )
 
     def close(self) -> None:
         pass

@@ -10,20 +10,26 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
+from fork_server import fork_server
 from terminal_support import hanging_up_ends_it
 
 PROGRAM = [sys.executable, "-m", "moechat"]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Enough for a cold start under load; no test waits for it to pass.
 PATIENCE_S = 120
+TERMINAL: dict[str, Any] = {"encoding": "utf-8", "timeout": PATIENCE_S, "dimensions": (40, 200)}
 
 
 @dataclass
 class Cli:
     """Runs the program with a library of its own, away from the source tree.
+
+    With ``forked`` the program comes from a process that has imported torch already: for tests that are not
+    about start-up, and of commands that load a model.
 
     Attributes:
         directory: Working directory.
@@ -50,16 +56,20 @@ class Cli:
             **self.extra,
         }
 
-    def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, forked: bool = False, **options: object) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        if forked:
+            return fork_server(self.environment).popen(
+                arguments, cwd=self.directory, env=self.environment, **{**pipes, **options}
+            )
         with hanging_up_ends_it():
             return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
                 [*PROGRAM, *arguments], cwd=self.directory, env=self.environment, **{**pipes, **options}
             )
 
-    def run(self, *arguments: str, stdin: bytes | None = None) -> Result:
+    def run(self, *arguments: str, stdin: bytes | None = None, forked: bool = False) -> Result:
         source = {} if stdin is None else {"stdin": subprocess.PIPE}
-        process = self.start(*arguments, **source)
+        process = self.start(*arguments, forked=forked, **source)
         out, err = process.communicate(stdin, timeout=PATIENCE_S)
         return Result(process.returncode, out, err.decode())
 
@@ -83,15 +93,12 @@ class Cli:
             _, out, err = (stream.buffer.getvalue() for stream in streams if not stream.flush())  # type: ignore[attr-defined]
         return Result(status, out, err.decode())
 
-    def shell(self, script: str) -> Result:
+    def shell(self, script: str, *, forked: bool = False) -> Result:
         """Run a bash script in which ``$M`` is the program; its exit status is that of the first failing
         part."""
+        program = fork_server(self.environment).command if forked else PROGRAM
         done = subprocess.run(
-            [
-                "bash",
-                "-c",
-                "set -o pipefail; " + script.replace("$M", shlex.join(PROGRAM)),
-            ],
+            ["bash", "-c", "set -o pipefail; " + script.replace("$M", shlex.join(program))],
             cwd=self.directory,
             env=self.environment,
             capture_output=True,
@@ -99,8 +106,12 @@ class Cli:
         )
         return Result(done.returncode, done.stdout, done.stderr.decode())
 
-    def terminal(self, *arguments: str) -> pexpect.spawn[str]:
+    def terminal(self, *arguments: str, forked: bool = False) -> pexpect.spawn[str]:
         """Start the program on a pseudo-terminal."""
+        if forked:
+            return fork_server(self.environment).terminal(
+                arguments, cwd=str(self.directory), env=self.environment, **TERMINAL
+            )
         return self._spawn([*PROGRAM, *arguments])
 
     def terminal_shell(self, script: str) -> pexpect.spawn[str]:
@@ -113,9 +124,7 @@ class Cli:
             command[1:],
             cwd=str(self.directory),
             env=self.environment,  # type: ignore[arg-type]
-            encoding="utf-8",
-            timeout=PATIENCE_S,
-            dimensions=(40, 200),
+            **TERMINAL,
         )
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "native")]
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
@@ -21,13 +19,13 @@ def main() -> int:
 
     from interpreted_card import InterpretedCard
 
-    import moechat.engine
+    import moechat.loading.load
     from moechat.cli.main import main as moechat_main
     from moechat.offload.kernels import launch, packed_linear
 
     # The interpreter takes a millisecond a program, whatever its size.
     launch.FEW_ROWS = packed_linear.ROWS = 64
-    moechat.engine.Accelerator = lambda _ordinal: InterpretedCard(cuda)  # type: ignore[attr-defined]
+    moechat.loading.load.Accelerator = lambda _ordinal: InterpretedCard(cuda)  # type: ignore[attr-defined]
     cuda.set(fail_after=float(sys.argv[1]))
     return moechat_main(sys.argv[2:])
 

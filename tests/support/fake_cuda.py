@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from places import ROOT
 
-SOURCE = Path(__file__).parents[2] / "native" / "tests" / "fake_cuda.cc"
+SOURCE = ROOT / "native" / "tests" / "fake_cuda.cc"
 VARIABLE = "MOECHAT_CUDA_DRIVER"
 
 

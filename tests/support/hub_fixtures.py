@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-for room in ("models", "cli"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / room))
-
-from cli_support import Cli  # noqa: E402
-from hub_checkpoint import write_hub_checkpoint  # noqa: E402
-from hub_server import REPOSITORY, Hub  # noqa: E402
+from cli_support import Cli
+from hub_checkpoint import write_hub_checkpoint
+from hub_server import REPOSITORY, Hub
 
 
 @pytest.fixture(scope="session")
@@ -25,18 +20,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _served(checkpoint: Path) -> Iterator[Hub]:
+def served(checkpoint: Path) -> Iterator[Hub]:
     with Hub().running() as hub:
         hub.add(REPOSITORY, checkpoint)
         yield hub
 
 
 @pytest.fixture
-def hub(_served: Hub) -> Iterator[Hub]:
+def hub(served: Hub) -> Iterator[Hub]:
     """The hub, without faults and with no request yet."""
-    _served.reset()
-    yield _served
-    _served.reset()
+    served.reset()
+    yield served
+    served.reset()
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +39,7 @@ def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The files of the store that converting the directory gives."""
     from library_support import hashes
 
-    from moechat.models.mapping import plan_checkpoint
+    from moechat.models.checkpoint_mapping import plan_checkpoint
     from moechat.store.checkpoint import Checkpoint
     from moechat.store.convert import convert
 
@@ -78,7 +73,7 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The same for :meth:`Cli.call`: huggingface_hub has read the variables of this process long ago."""
     from huggingface_hub import close_session, constants
 
-    from moechat.hub import patience
+    from moechat.fetch import retry
 
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
@@ -87,7 +82,7 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", program.extra["HF_HOME"] + "/hub")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", program.extra["HF_HOME"] + "/token")
-    monkeypatch.setattr(patience, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(patience, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 2.0)
     close_session()
     return program

@@ -111,6 +111,9 @@ class Hub:
         self._storage = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._storage.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.reset_storage()
+
+    def reset_storage(self) -> None:
         self.storage = f"http://127.0.0.1:{self._storage.server_port}"
 
     def add(self, repository: str, directory: Path) -> None:
@@ -122,6 +125,7 @@ class Hub:
 
     def reset(self) -> None:
         self.faults = Faults()
+        self.reset_storage()
         self.say, self.say_raw, self.commit = {}, None, COMMIT
         self.requests.clear()
         self.events.clear()

@@ -1,4 +1,4 @@
-"""The integer kernels in numpy, bit by bit what native/src/kernels/kernel_api.h says."""
+"""The integer kernels in numpy, bit by bit what native/src/kernels/isa/kernel_api.h says."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Expert:
 
 
 def linear_codes(layout: _native.LinearLayout, data: np.ndarray) -> Matrix:
-    """What a packed linear matrix holds, read from its bytes as native/src/kernels/block_layout.h says."""
+    """Reads the codes of a packed linear matrix from its bytes (native/src/kernels/layout/block_layout.h)."""
     tiles, groups, bits = -(-layout.rows // 16), -(-layout.cols // 64), layout.bits
     words = data[: layout.sz].view(np.uint32).reshape(tiles, groups, -1, 16).astype(np.int64)
     column = np.arange(64)

@@ -1,13 +1,7 @@
 """Random experts and tokens for the GPU kernels, on a card if there is one, else in Triton's interpreter."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
-
 from native_support import ALPHA, ENCODINGS, LIMIT, Call
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType

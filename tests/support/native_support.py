@@ -8,9 +8,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
+from places import SUPPORT, TESTS
 
 from moechat import _native
 
@@ -24,7 +24,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 def run_isa(code: str, isa: str | None = None) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a child, with MOECHAT_ISA set to ``isa`` or removed."""
     env = {k: v for k, v in os.environ.items() if k != "MOECHAT_ISA"} | {
-        "PYTHONPATH": str(Path(__file__).parent)
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(TESTS / "native")])
     }
     if isa is not None:
         env["MOECHAT_ISA"] = isa

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from chat_support import OneModel, ScriptedEngine
 
-from moechat.chat.recorder import resumed
+from moechat.chat.chat_options import ChatOptions
+from moechat.chat.history.session_database import sessions_path
+from moechat.chat.history.session_recorder import resume_conversation
 from moechat.chat.repl import Chat
-from moechat.chat.sessions import sessions_path
-from moechat.chat.settings import ChatOptions
+from moechat.cli.commands.chat_backend import StderrStatus
 from moechat.cli.main import Terminated, end_on_signals
-from moechat.cli.voice import ConsoleVoice
 
 
 def main() -> int:
@@ -33,9 +30,11 @@ def main() -> int:
     )
     options = ChatOptions(**told.get("options", {}))
     path = sessions_path() if told.get("save") else None
-    voice = ConsoleVoice()
+    voice = StderrStatus()
     going_on = (
-        None if path is None else resumed(path, options, engine.name, lambda text, _: voice.notice(text))
+        None
+        if path is None
+        else resume_conversation(path, options, engine.name, lambda text, _: voice.notice(text))
     )
     try:
         status = Chat(OneModel(engine), options, voice, conversation=going_on, sessions=path).run()

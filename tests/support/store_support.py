@@ -11,8 +11,8 @@ import numpy as np
 
 from moechat.geometry import Activation, WeightType
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef
 from moechat.store.safetensors_file import PlannedTensor, build_header
-from moechat.store.source import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef
 
 _EXPERT_KEY = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
 _WEIGHT_TYPES = {"BF16": WeightType.BF16, "F16": WeightType.FP16, "F32": WeightType.FP32}

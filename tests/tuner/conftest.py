@@ -1,4 +1,4 @@
-"""Every test has a home of its own: choices and statistics are kept there."""
+"""Fixtures of the tuner tests: each test has its own home directory for choices and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that keeps choices: budgets, damage, versions, directories that cannot be written."""
+"""Tests of the file of saved choices: budgets, damage, versions, unwritable directories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recalled(
     return recall(directory, key, pages=pages, may_map=may_map)
 
 
-def test_what_was_kept_comes_back(tmp_path: Path) -> None:
+def test_a_saved_choice_is_found_again(tmp_path: Path) -> None:
     assert recalled(tmp_path / "tuning") is None
     remember(tmp_path / "tuning", KEY, ENTRY)
     assert recalled(tmp_path / "tuning") == ENTRY
@@ -41,13 +41,13 @@ def test_what_was_kept_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pages", "found"), [(1000, True), (960, True), (1050, True), (900, False), (1100, False)]
 )
-def test_a_budget_that_differs_a_little_is_the_same(tmp_path: Path, pages: int, found: bool) -> None:
+def test_a_choice_holds_for_slightly_different_budgets(tmp_path: Path, pages: int, found: bool) -> None:
     remember(tmp_path, KEY, ENTRY)
     assert (recalled(tmp_path, pages=pages) is not None) == found
     assert recalled(tmp_path, pages=pages, may_map=True) is None
 
 
-def test_each_budget_has_its_own_and_the_newest_replaces(tmp_path: Path) -> None:
+def test_each_budget_has_its_own_choice_and_the_newest_replaces_it(tmp_path: Path) -> None:
     for pages in (1000, 2000, 4000):
         remember(tmp_path, KEY, replace(ENTRY, pages=pages, why=str(pages)))
     remember(tmp_path, KEY, replace(ENTRY, pages=2010, why="newer"))
@@ -74,12 +74,12 @@ def test_each_budget_has_its_own_and_the_newest_replaces(tmp_path: Path) -> None
         {"version": "0.2.0"},
     ],
 )
-def test_it_holds_for_nothing_else(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_choice_does_not_hold_for_other_keys(tmp_path: Path, change: dict[str, object]) -> None:
     remember(tmp_path, KEY, ENTRY)
     assert recalled(tmp_path, key=replace(KEY, **change)) is None  # type: ignore[arg-type]
 
 
-def test_files_of_earlier_versions_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_earlier_versions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "MAX_FILES", 3)
     for version in range(6):
         remember(tmp_path, replace(KEY, version=str(version)), ENTRY)
@@ -130,7 +130,7 @@ def damaged(text: str) -> list[bytes]:
     ]
 
 
-def test_a_damaged_file_says_nothing_and_is_replaced(tmp_path: Path) -> None:
+def test_a_damaged_file_is_ignored_and_replaced(tmp_path: Path) -> None:
     remember(tmp_path, KEY, ENTRY)
     (path,) = tmp_path.iterdir()
     for data in damaged(path.read_text()):
@@ -142,7 +142,7 @@ def test_a_damaged_file_says_nothing_and_is_replaced(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(st.data())
-def test_no_change_of_a_byte_brings_it_down(tmp_path: Path, data: st.DataObject) -> None:
+def test_changing_any_byte_raises_no_error(tmp_path: Path, data: st.DataObject) -> None:
     remember(tmp_path, KEY, ENTRY)
     (path,) = tmp_path.iterdir()
     content = bytearray(path.read_bytes())
@@ -153,14 +153,14 @@ def test_no_change_of_a_byte_brings_it_down(tmp_path: Path, data: st.DataObject)
     assert found is None or found.winner in {timing.name for timing in found.timings}
 
 
-def test_a_file_instead_of_the_directory_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_raises_oserror(tmp_path: Path) -> None:
     (tmp_path / "tuning").write_text("a file")
     assert recalled(tmp_path / "tuning") is None
     with pytest.raises(OSError, match="tuning"):
         remember(tmp_path / "tuning", KEY, ENTRY)
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember(tmp_path, KEY, ENTRY)
 
     def fail(*_: object) -> None:

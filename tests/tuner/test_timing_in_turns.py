@@ -1,4 +1,4 @@
-"""Candidates timed in turns: on a clock of the test's own."""
+"""Tests of timing candidates in turns, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def named(*names: str) -> list[Candidate]:
 
 @dataclass
 class Machine:
-    """Takes the seconds a token that each candidate costs here, with noise, after a while to settle."""
+    """A simulated machine with a cost in seconds a token for each candidate, noise, and settling time."""
 
     costs: dict[str, float]
     noise: float = 0.0
@@ -56,7 +56,7 @@ class Machine:
         return self._pass(3 * self.costs[self.active])
 
 
-def test_every_candidate_has_as_many_turns_and_each_begins_some_round() -> None:
+def test_every_candidate_has_equally_many_turns_and_begins_some_round() -> None:
     machine = Machine({"computed": 0.004, "plain": 0.005, "dp": 0.003}, prompt_tokens=10_000)
     timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
     assert [timing.rounds for timing in timed.timings] == [MOST_ROUNDS] * 3
@@ -69,7 +69,7 @@ def test_every_candidate_has_as_many_turns_and_each_begins_some_round() -> None:
     assert not timed.left_out
 
 
-def test_tokens_in_which_a_plan_settles_are_not_counted() -> None:
+def test_warm_up_tokens_of_a_plan_are_not_counted() -> None:
     machine = Machine({"computed": 0.004, "plain": 0.005}, settling=2)
     timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
     assert timed.timings[0].decode == pytest.approx([0.004] * MOST_ROUNDS)
@@ -82,7 +82,7 @@ def test_a_short_prompt_is_timed_too() -> None:
 
 
 @pytest.mark.parametrize("pace", [1e-4, 0.004, 0.03, 0.2, 0.9, 3.0])
-def test_the_limit_is_kept_but_for_one_token(pace: float) -> None:
+def test_the_time_limit_is_exceeded_by_at_most_one_token(pace: float) -> None:
     costs = {name: pace * factor for name, factor in zip("abcdefgh", (1, 2, 1, 3, 1, 1, 2, 1), strict=True)}
     machine = Machine(costs)
     timed = time_candidates(named(*costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
@@ -92,7 +92,7 @@ def test_the_limit_is_kept_but_for_one_token(pace: float) -> None:
     assert len(timed.timings) >= 2, "the first two stay, however slow they are"
 
 
-def test_slow_models_are_timed_with_fewer_candidates_and_at_last_not_at_all() -> None:
+def test_slow_models_get_fewer_candidates_and_very_slow_ones_none() -> None:
     def rounds(pace: float) -> tuple[int, int]:
         machine = Machine(dict.fromkeys("abcdefgh", pace))
         timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
@@ -107,7 +107,7 @@ def test_slow_models_are_timed_with_fewer_candidates_and_at_last_not_at_all() ->
 
 
 @pytest.mark.parametrize(("pace", "tokens"), [(0.5, 2), (1.0, 2), (3.0, 1), (60.0, 1)])
-def test_nobody_waits_for_rounds_that_would_not_end(pace: float, tokens: int) -> None:
+def test_timing_stops_early_if_rounds_cannot_finish_in_time(pace: float, tokens: int) -> None:
     machine = Machine(dict.fromkeys("abc", pace))
     timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=5.0, clock=machine.clock)
     assert machine.decoded == tokens
@@ -116,7 +116,7 @@ def test_nobody_waits_for_rounds_that_would_not_end(pace: float, tokens: int) ->
     assert (timed.left_out, timed.pace) == (("c",), pace)
 
 
-def test_a_slow_first_token_does_not_make_the_model_a_slow_one() -> None:
+def test_a_slow_first_token_does_not_count_as_the_pace() -> None:
     machine = Machine({"computed": 0.02, "plain": 0.02}, settling=1)
     machine.costs = dict.fromkeys(machine.costs, 0.2)
     decode = machine.decode
@@ -131,7 +131,7 @@ def test_a_slow_first_token_does_not_make_the_model_a_slow_one() -> None:
     assert timed.timings[0].rounds >= 3
 
 
-def test_progress_goes_from_nothing_to_all_and_an_interrupt_comes_through() -> None:
+def test_progress_runs_from_zero_to_one_and_an_interrupt_is_raised() -> None:
     machine = Machine({"computed": 0.004, "plain": 0.005})
     shares: list[float] = []
 
@@ -149,7 +149,7 @@ def test_progress_goes_from_nothing_to_all_and_an_interrupt_comes_through() -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_truly_fastest_wins_on_a_noisy_machine(seed: int) -> None:
+def test_the_fastest_candidate_wins_on_a_noisy_machine(seed: int) -> None:
     machine = Machine({"computed": 0.01, "plain": 0.013, "dp": 0.0075}, noise=0.1, draw=random.Random(seed))
     timed = time_candidates(named(*machine.costs), machine, machine.use, limit_s=6.0, clock=machine.clock)
     assert choose(timed.timings, default="computed", plain="plain").winner == "dp"
@@ -157,7 +157,7 @@ def test_the_truly_fastest_wins_on_a_noisy_machine(seed: int) -> None:
 
 @dataclass
 class Text(Machine):
-    """Every token costs more the more experts it needs that no plan keeps; text goes from easy to hard."""
+    """A machine on which a token's cost rises with the hardness of the text (experts that no plan keeps)."""
 
     asked: float = 0.0
     hard: float = 5.0
@@ -187,12 +187,12 @@ def spreads(knows: bool) -> list[float]:
     return [timing.token_spread for timing in timed.timings]
 
 
-def test_hard_text_is_allowed_for() -> None:
+def test_differences_in_text_hardness_are_corrected() -> None:
     known, unknown = spreads(knows=True), spreads(knows=False)
     assert max(known) < 0.2 * min(unknown)
 
 
-def test_text_is_evened_out_but_never_made_up() -> None:
+def test_correction_for_hardness_needs_enough_turns_and_a_positive_slope() -> None:
     turns = [Turn("a", 1.0 + 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
     turns += [Turn("b", 2.0 + 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
     even = even_out(turns)
@@ -202,12 +202,12 @@ def test_text_is_evened_out_but_never_made_up() -> None:
     assert even_out(hiccup)[0].seconds == pytest.approx(1.25, abs=0.05)
     without = [Turn(turn.name, turn.seconds, None) for turn in turns]
     assert even_out(without) == without
-    # Faster the harder the text is: that is chance, or another cause.
+    # Times that fall with hardness are due to chance or another cause, and are not corrected.
     turned = [Turn("a", 2.0 - 0.1 * hard, hard) for hard in (1.0, 2.0, 3.0, 4.0)]
     assert even_out(turned) == turned
 
 
-def test_candidates_need_no_other_runner() -> None:
+def test_candidates_work_with_the_current_runner() -> None:
     found = candidates(AUTO, 8, may_map=False)
     assert [candidate.name for candidate in found][:2] == ["computed", "plain"]
     assert len({candidate.name for candidate in found}) == len(found)
@@ -222,7 +222,7 @@ def test_candidates_need_no_other_runner() -> None:
     )
 
 
-def test_the_mapped_store_is_the_plain_way_where_it_is_allowed() -> None:
+def test_the_mapped_store_is_a_candidate_only_if_allowed() -> None:
     found = candidates(AUTO, 8, may_map=True)
     assert [(candidate.name, candidate.settings is None) for candidate in found[:3]] == [
         ("computed", False),

@@ -1,4 +1,4 @@
-"""When `moechat run` times plans, for how long, and what it says."""
+"""Tests of tuning in `moechat run`: when, for how long, and its messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 import moechat
 from moechat import Progress
-from moechat.cli import progress
+from moechat.cli.commands.run import _tune
+from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.main import main
-from moechat.cli.options import RunOptions
-from moechat.cli.run import _tune
-from moechat.cli.stats import print_replanned, print_stats, print_tuning
+from moechat.cli.terminal import load_progress as progress
+from moechat.cli.terminal.answer_stats import print_replanned, print_stats, print_tuning
 from moechat.engine import Stats
 from moechat.errors import MoechatError, StoreDamagedError
 from moechat.offload.settings import LinkSettings, OffloadOptions
@@ -42,7 +42,7 @@ MEASURED = Tuning(
 
 @dataclass
 class Engine:
-    """Notes how it was tuned."""
+    """Records the arguments of tune()."""
 
     error: BaseException | None = None
     pages: int = 100
@@ -69,7 +69,7 @@ class Terminal(io.StringIO):
 
 
 def tuned(engine: Engine, *, chat: bool = True, terminal: bool = True, **options: Any) -> str:
-    """Tune as the command does; returns what was said."""
+    """Tune as the command does; returns its messages."""
     stream = Terminal() if terminal else io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
@@ -93,55 +93,53 @@ def tuned(engine: Engine, *, chat: bool = True, terminal: bool = True, **options
         ({"system": "moepic", "tune": True}, [(20.0, True)]),
     ],
 )
-def test_plans_are_timed_where_somebody_sees_it(
-    options: dict[str, Any], asked: list[tuple[float, bool]]
-) -> None:
+def test_plans_are_timed_only_on_a_terminal(options: dict[str, Any], asked: list[tuple[float, bool]]) -> None:
     engine = Engine()
     tuned(engine, **options)
     assert engine.asked == asked
 
 
-def test_an_interrupt_in_a_chat_costs_only_the_timing() -> None:
+def test_an_interrupt_in_a_chat_skips_only_the_timing() -> None:
     assert "plans were not timed; the computed one is used" in tuned(Engine(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         tuned(Engine(KeyboardInterrupt()), chat=False)
 
 
-def test_ctrl_c_is_said_to_skip_the_timing_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_hint_is_shown_only_if_it_skips_the_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_FIRST_LINE_AFTER_S", 0.0)
     assert "timing plans for this machine, Ctrl-C skips it\n" in tuned(Engine())
     assert "timing plans for this machine\n" in tuned(Engine(), chat=False)
 
 
-def test_a_disk_that_fails_now_may_work_later_but_a_damaged_store_does_not() -> None:
+def test_tuning_tolerates_a_disk_failure_but_not_a_damaged_store() -> None:
     said = tuned(Engine(MoechatError("experts cannot be read", hint="try again")))
     assert "plans were not timed: experts cannot be read" in said
     with pytest.raises(StoreDamagedError):
         tuned(Engine(StoreDamagedError("gone")))
 
 
-def test_the_reasons_are_told_with_the_statistics() -> None:
+def test_the_reason_is_shown_with_the_statistics() -> None:
     assert "dp" not in tuned(Engine())
     said = tuned(Engine(), stats=True)
     assert "plan: whole experts, most hits (dynamic programming) (timed in 4.5 s: 7.5 % faster than" in said
     rows = [line.split() for line in said.splitlines()]
     assert ["computed", "11.0", "1.5", "500.0", "3"] in rows
     assert ["*", "dp", "10.0", "1.5", "250.0", "3"] in rows
-    assert "no time was left for halves" in said
+    assert "not timed within the limit: halves" in said
     assert "uniform is the same as plain" in said
     assert "plan:" not in tuned(Engine(pages=0), stats=True), "all experts are in memory: nothing to say"
 
 
-def test_what_was_remembered_or_skipped_is_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
-    told = MEASURED.to_json()
-    print_tuning({**told, "state": "remembered"})
-    print_tuning({**told, "state": "skipped", "why": "it was interrupted", "candidates": []})
+def test_remembered_and_skipped_tuning_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = MEASURED.to_json()
+    print_tuning({**measured, "state": "remembered"})
+    print_tuning({**measured, "state": "skipped", "why": "it was interrupted", "candidates": []})
     said = capsys.readouterr().err.replace("\n", " ")
     assert "(remembered from 2026-11-21T20:00:00+00:00: 7.5 %" in said
     assert "(not timed: it was interrupted)" in said
 
 
-def test_a_new_plan_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_plan_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     replanned = {
         "tokens": 5123,
         "method": "auto",
@@ -163,11 +161,11 @@ def test_a_new_plan_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_table_names_the_plan_in_pages_only(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stats(Stats(pages=10, plan="auto", tuned="dp", replans=2, tuning=MEASURED.to_json()).to_json())
+    print_stats(Stats(pages=10, plan="auto", tuned="dp", replans=2, tuning=MEASURED).to_json())
     said = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
-    assert "experts divided by auto" in said
-    assert "plan that was timed dp" in said
-    assert "plans made anew 2" in said
+    assert "allocation method auto" in said
+    assert "timed plan dp" in said
+    assert "replans 2" in said
     print_stats(Stats().to_json())
     assert "plan" not in capsys.readouterr().err
 
@@ -203,10 +201,10 @@ def test_the_real_command_within_pages(
     answers: dict[str, str] = {}
     said = run("--no-tune")
     assert "plan:" not in said
-    assert "experts divided by" in said
+    assert "allocation method" in said
     said = run("--tune")
     assert "(timed in" in said
     assert "* computed" in said
-    assert "plan that was timed" in said
+    assert "timed plan" in said
     assert "nothing is remembered" in " ".join(run().split()), "one round decides nothing"
-    assert list(tmp_path.glob("state/routing/*.npz")), "what was routed is kept at the end"
+    assert list(tmp_path.glob("state/routing/*.npz")), "routing statistics are saved at the end"

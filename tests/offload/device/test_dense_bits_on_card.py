@@ -49,25 +49,25 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def names_of(engine: moechat.Engine, kind: type) -> list[str]:
-    return [name for name, module in engine._model.named_modules() if isinstance(module, kind)]
+    return [name for name, module in engine.loaded.model.named_modules() if isinstance(module, kind)]
 
 
 @pytest.mark.parametrize("dense_bits", [8, 4])
-def test_logits_are_those_of_the_cpu_with_the_same_bits(model: Path, card: Any, dense_bits: int) -> None:
+def test_logits_equal_those_of_the_cpu_with_the_same_bits(model: Path, card: Any, dense_bits: int) -> None:
     with on_cpu(model, dense_bits) as engine:
         wanted = [engine.logits(tokens) for tokens in (FEW, PROMPT)]
         layers = names_of(engine, PackedLinear)
     with load(model, card, dense_bits=dense_bits) as engine:
-        assert engine.describe()["dense_bits"] == dense_bits
+        assert engine.describe().dense_bits == dense_bits
         assert names_of(engine, DevicePackedLinear) == layers
         assert "lm_head" in layers
-        assert type(engine._model.get_input_embeddings()) is torch.nn.Embedding
+        assert type(engine.loaded.model.get_input_embeddings()) is torch.nn.Embedding
         for tokens, expected in zip((FEW, PROMPT), wanted, strict=True):
             assert error_of(engine.logits(tokens), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "shape"), [("mixtral", 0), ("gpt_oss", 0), ("deepseek_v2", 1)])
-def test_other_families_give_what_the_cpu_gives(
+def test_other_families_match_the_cpu(
     family: str, shape: int, card: Any, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, shape))
@@ -78,9 +78,7 @@ def test_other_families_give_what_the_cpu_gives(
         assert error_of(engine.logits(FEW), wanted) < TOLERANCE
 
 
-def test_a_head_that_is_the_embedding_is_packed_beside_it(
-    card: Any, tmp_path: Path, moechat_home: Path
-) -> None:
+def test_a_tied_head_is_packed_beside_the_embedding(card: Any, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tied", tiny_config("qwen3_moe", 0, tie_word_embeddings=True))
     with on_cpu(tmp_path / "tied", 4) as engine:
         wanted = engine.logits(FEW)
@@ -122,15 +120,17 @@ def test_packed_layers_are_replayed_from_graphs(
     assert sum(graphs.replayed for graphs in card.graphs_made) > 0
 
 
-def test_the_plan_counts_what_lies_on_the_card(model: Path, card: Any) -> None:
+def test_the_plan_counts_the_memory_taken_on_the_card(model: Path, card: Any) -> None:
     taken = {}
     for bits in (16, 8, 4):
         with load(model, card, dense_bits=bits) as engine:
-            facts = engine.describe()
-            dense = engine._loaded.form.nbytes
-            own = [*engine._model.parameters(), *engine._model.buffers()]
+            facts = engine.describe().to_json()
+            dense = engine.loaded.form.nbytes
+            own = [*engine.loaded.model.parameters(), *engine.loaded.model.buffers()]
             assert dense == sum(tensor.nbytes for tensor in own)
-            strips = {layer._strips for layer in engine._model.modules() if type(layer) is DevicePackedLinear}
+            strips = {
+                layer._strips for layer in engine.loaded.model.modules() if type(layer) is DevicePackedLinear
+            }
             unpacked = sum(strip._memory.nbytes for strip in strips)
             taken[bits] = (facts["memory_dense_bytes"], facts["memory_scratch_bytes"] - unpacked)
             assert card.limited_to == (1 << 30) - card.context_bytes - (96 << 20)
@@ -138,7 +138,7 @@ def test_the_plan_counts_what_lies_on_the_card(model: Path, card: Any) -> None:
     assert taken[4][1] == taken[8][1] == taken[16][1]
 
 
-def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(
+def test_a_budget_too_small_is_refused_and_the_least_is_named(
     card: Any, tmp_path: Path, moechat_home: Path
 ) -> None:
     # An attention of 50 MiB in float32, so that bits show in what is the least.
@@ -178,7 +178,7 @@ def test_cpu_and_card_share_the_file_of_packed_layers(
     assert path.read_bytes() == whole
 
 
-def test_memory_that_runs_out_while_packing_is_told_as_before(
+def test_running_out_of_memory_while_packing_is_reported(
     model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:
@@ -190,7 +190,7 @@ def test_memory_that_runs_out_while_packing_is_told_as_before(
     assert "end other programs" in str(caught.value.hint)
 
 
-def test_weights_that_cannot_be_packed_are_refused_by_name(
+def test_the_error_for_unpackable_weights_names_them(
     model: Path, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -217,7 +217,7 @@ def test_kernels_of_packed_layers_are_built_before_the_first_answer(
     with load(model, card, dense_bits=4) as engine:
         kinds = {
             (layer.out_features, layer.in_features)
-            for layer in engine._model.modules()
+            for layer in engine.loaded.model.modules()
             if isinstance(layer, DevicePackedLinear)
         }
         assert sorted(tokens) == [1] * len(kinds) + [9] * len(kinds)

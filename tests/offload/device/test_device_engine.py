@@ -57,12 +57,12 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_logits_are_those_of_the_cpu(model: Path, card, bits: int) -> None:
+def test_logits_equal_those_of_the_cpu(model: Path, card, bits: int) -> None:
     with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)
     with load(model, card, bits=bits) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
-        assert engine.describe()["device"] == "cpu"  # torch's part of the fake card
+        assert engine.describe().device == "cpu"  # torch's part of the fake card
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
             results.append((logits, answer))
             if pages is not None:
                 assert engine.stats.pages == pages
-            assert engine._near.runner.check() == ""
-            assert engine._near.stats()["blocks_far"] == 0
+            assert engine.loaded.near.runner.check() == ""
+            assert engine.loaded.near.stats()["blocks_far"] == 0
     assert error_of(results[0][0], expected) < TOLERANCE
     for logits, answer in results[1:]:
         # Bit by bit: what is added up does not depend on what is resident.
@@ -99,7 +99,7 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
 
 
 @pytest.mark.parametrize("system", ["auto", "fiddler", "static"])
-def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(
+def test_blocks_computed_by_the_cpu_are_part_of_the_answer(
     model: Path, card, expected: torch.Tensor, system: str
 ) -> None:
     card.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
@@ -109,26 +109,26 @@ def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(
             list(engine.generate(PROMPT, max_new_tokens=4, temperature=0.0))
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
             assert engine.stats.shared_bytes > 0
-            assert engine._near.runner.check() == ""
+            assert engine.loaded.near.runner.check() == ""
 
 
 def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, card, expected: torch.Tensor) -> None:
     with load(model, card, ram="64K", pages=6) as engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        assert engine._near.stats()["blocks_far"] == 0
+        assert engine.loaded.near.stats()["blocks_far"] == 0
 
 
-def test_what_builds_the_kernels_before_the_first_token_runs(model: Path, card) -> None:
+def test_the_kernel_warm_up_runs(model: Path, card) -> None:
     """A card builds them by it; the interpreter only runs it."""
     from moechat.offload.kernels.packed_linear import launch_all
 
     with load(model, card, dense_bits=4, pages=4) as engine:
-        engine._near._launch_all(torch.float32)
-        launch_all(engine._model.modules(), torch.float32)
-        assert engine._near.runner.check() == ""
+        engine.loaded.near.placement.pages.launch_all(engine.loaded.top_k, torch.float32)
+        launch_all(engine.loaded.model.modules(), torch.float32)
+        assert engine.loaded.near.runner.check() == ""
 
 
-def test_the_oracle_prefetches_what_a_trace_will_choose(model: Path, card) -> None:
+def test_the_oracle_prefetches_the_choices_of_a_trace(model: Path, card) -> None:
     from moechat.configurator.systems import settings_of
     from moechat.routing import Replay, Trace
 
@@ -142,22 +142,20 @@ def test_the_oracle_prefetches_what_a_trace_will_choose(model: Path, card) -> No
         assert engine.stats.prefetch_bytes > 0
 
 
-def test_a_decoded_token_takes_one_copy_to_the_host_a_layer(model: Path, card) -> None:
+def test_decoding_copies_to_the_host_once_a_layer(model: Path, card) -> None:
     with load(model, card) as engine:
         steps = iter(engine.generate(PROMPT, max_new_tokens=6, temperature=0.0))
         next(steps)
         before = card.copies_to_host
         for _ in range(4):
             next(steps)
-        layers = engine.describe()["expert_layers"]
+        layers = engine.describe().expert_layers
         assert card.copies_to_host - before == 4 * layers
         assert engine.stats.expert_activations > 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
-def test_other_families_give_what_the_cpu_gives(
-    family: str, card, tmp_path: Path, moechat_home: Path
-) -> None:
+def test_other_families_match_the_cpu(family: str, card, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
     with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)
@@ -165,7 +163,7 @@ def test_other_families_give_what_the_cpu_gives(
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
 
 
-def test_experts_that_cannot_be_pinned_go_through_buffers_with_a_warning(
+def test_unpinnable_experts_use_pinned_buffers_with_a_warning(
     model: Path, card, expected: torch.Tensor
 ) -> None:
     # One layer of two; it is given back again, since the buffers have to be pinned too.
@@ -174,23 +172,23 @@ def test_experts_that_cannot_be_pinned_go_through_buffers_with_a_warning(
         engine = load(model, card)
     with engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        assert engine._near.far.pinned_bytes == 0
+        assert engine.loaded.near.placement.far.pinned_bytes == 0
     assert card.cuda.get("pinned") == 0
 
 
-def test_experts_that_do_not_fit_into_memory_are_read_from_their_files(
+def test_experts_larger_than_memory_are_read_from_their_files(
     model: Path, card, expected: torch.Tensor
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with load(model, card, ram="64K") as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-            assert engine._near.far.pinned_bytes == 0
+            assert engine.loaded.near.placement.far.pinned_bytes == 0
 
 
 # The second layer of a prompt's pass, whose first has appended to the cache; the first of a replay.
 @pytest.mark.parametrize("moment", [2, 7])
-def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
+def test_running_out_of_memory_evicts_experts_and_the_answer_continues(
     model: Path, card, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     from moechat.offload.kernels.launch import BlockKernels
@@ -213,10 +211,10 @@ def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
     monkeypatch.setattr(BlockKernels, "partials", partials)
     with load(model, card, pages=20) as engine:
         assert tokens(engine) == expected
-        assert engine._near.pages == 18
+        assert engine.loaded.near.pages == 18
         assert engine.stats.pages == 18
         assert [note for note in engine.notices() if "graphics memory ran out" in note]
-        assert engine._near.runner.check() == ""
+        assert engine.loaded.near.runner.check() == ""
 
     def never(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -226,7 +224,7 @@ def test_when_memory_runs_out_experts_make_room_and_the_answer_goes_on(
         engine.logits(PROMPT)
 
 
-def test_a_card_that_fails_ends_the_answer_with_its_own_error(model: Path, card) -> None:
+def test_a_card_failure_ends_the_answer_with_the_cards_error(model: Path, card) -> None:
     with load(model, card, pages=4) as engine:
         engine.logits(PROMPT)
         card.cuda.set(fail_after=card.cuda.get("copies") + 3)
@@ -241,22 +239,20 @@ def test_a_card_that_fails_ends_the_answer_with_its_own_error(model: Path, card)
     assert card.cuda.get("pinned") == 0
 
 
-def test_two_engines_after_each_other_leave_nothing(model: Path, card, expected: torch.Tensor) -> None:
+def test_two_engines_in_sequence_leak_nothing(model: Path, card, expected: torch.Tensor) -> None:
     for _ in range(2):
         with load(model, card) as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
         assert (card.cuda.get("pinned"), card.cuda.get("events")) == (0, 0)
 
 
-def test_a_loading_that_fails_unpins_what_it_pinned(
-    model: Path, card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moechat.offload.on_device import DeviceTier
+def test_a_failed_load_unpins_its_memory(model: Path, card, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.offload.card import CardPlacement
 
     def warm(*_):
         raise DeviceUnavailableError("the kernels cannot be built")
 
-    monkeypatch.setattr(DeviceTier, "warm", warm)
+    monkeypatch.setattr(CardPlacement, "warm", warm)
     with pytest.raises(DeviceUnavailableError, match="cannot be built"):
         load(model, card)
     gc.collect()
@@ -275,13 +271,13 @@ def test_an_engine_closed_by_another_thread_ends_its_answer(model: Path, card) -
     assert card.cuda.get("pinned") == 0
 
 
-def test_a_prefetched_block_that_cannot_be_read_is_never_computed_from(
+def test_a_prefetched_block_that_fails_to_read_is_never_used(
     model: Path, card, expected: torch.Tensor
 ) -> None:
     """Its page holds what it held before; the block is demanded again, and that is told."""
     with load(model, card, ram="64K", pages=12) as engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        store = engine._store
+        store = engine.loaded.store
         path = store.expert_extent(store.layers[1].layer).path
         whole = path.read_bytes()
         try:
@@ -290,11 +286,11 @@ def test_a_prefetched_block_that_cannot_be_read_is_never_computed_from(
                 list(engine.generate(PROMPT, max_new_tokens=20))
         finally:
             path.write_bytes(whole)
-        engine._near.runner.drain()
+        engine.loaded.near.runner.drain()
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
 
 
-def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(model: Path, card) -> None:
+def test_a_budget_too_small_is_refused_and_the_least_is_named(model: Path, card) -> None:
     with pytest.raises(DoesNotFitError, match=r"budget of graphics memory is 100 MiB; the least") as caught:
         load(model, card, vram="100M")
     assert "--vram" in caught.value.hint
@@ -304,22 +300,24 @@ def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does(model: Pa
         engine.logits(PROMPT)
 
 
-def test_without_a_budget_free_memory_is_taken_and_not_all_of_it(model: Path, card) -> None:
+def test_budgets_stay_below_the_free_memory_of_the_card(model: Path, card) -> None:
     card.cuda.set(vram=3e9)
     with (
-        pytest.warns(MoechatWarning, match=r"4 GiB of graphics memory are asked for, 2\.\d+ GiB can be had"),
+        pytest.warns(
+            MoechatWarning, match=r"4 GiB of graphics memory were given, but only 2\.\d+ GiB are available"
+        ),
         load(model, card, vram="4G") as engine,
     ):
-        assert engine.describe()["memory_budget_bytes"] < 3e9
+        assert engine.describe().memory_budget_bytes < 3e9
     with load(model, card, vram=None) as engine:
-        budget = engine.describe()["memory_budget_bytes"]
+        budget = engine.describe().memory_budget_bytes
         assert 0.9 * 3e9 < budget < 3e9 + card.context_bytes
         # Torch gets what is neither the context's nor the libraries'.
         assert budget - card.context_bytes - (128 << 20) < card.limited_to < budget - card.context_bytes
 
 
-def test_what_a_card_cannot_do_is_refused(model: Path, card) -> None:
-    with pytest.raises(UsageError, match="device 'gpu' is unknown"):
+def test_options_unsupported_on_a_card_are_refused(model: Path, card) -> None:
+    with pytest.raises(UsageError, match="device is 'gpu'"):
         moechat.load(model, device="gpu")
     with pytest.raises(UsageError, match="dense_bits is 3"):
         load(model, card, dense_bits=3)
@@ -331,7 +329,7 @@ def test_what_a_card_cannot_do_is_refused(model: Path, card) -> None:
         moechat.load(model, device="cpu", vram="2G")
 
 
-def test_a_machine_without_a_card_says_so(model: Path) -> None:
+def test_a_missing_card_is_reported(model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     with pytest.raises(DeviceUnavailableError, match="no CUDA card can be used") as caught:

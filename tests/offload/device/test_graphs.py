@@ -15,8 +15,8 @@ from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
 
 import moechat
 from moechat.offload import graph_decoder
+from moechat.offload.card_layer import CardExpertLayer
 from moechat.offload.kernels.launch import BlockKernels
-from moechat.offload.on_device import DeviceExpertLayer
 from moechat.offload.settings import OffloadOptions
 
 PROMPT = [5, 17, 9, 33, 21]
@@ -57,13 +57,13 @@ def load(model: Path, card, **arguments):
 def feed(engine, passes, cache=None):
     """Last logits of passes of given tokens, and the cache after them; a negative number is cut off it."""
     found = []
-    cache = engine._new_cache() if cache is None else cache
+    cache = engine.decoder.new_cache() if cache is None else cache
     for tokens in passes:
         if isinstance(tokens, int):
             for layer in cache.layers:
                 layer.crop(tokens)
             continue
-        output = engine._forward(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = engine.passes.run(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         found.append(output.logits[0, -1])
     return torch.stack(found), cache
@@ -86,7 +86,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2"])
-def test_replayed_logits_are_those_of_passes_over_a_bucket_boundary(
+def test_replayed_logits_equal_those_of_passes_across_a_bucket_boundary(
     family: str, card, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     # gpt_oss has windows of 8 tokens, so that one moves on, and sinks.
@@ -96,7 +96,7 @@ def test_replayed_logits_are_those_of_passes_over_a_bucket_boundary(
     assert not card.graphs_made
     with load(tmp_path / family, card) as engine:
         found, _ = feed(engine, [PROMPT, *each(TOKENS)])
-        graphs = engine.describe()["expert_layers"] + 1
+        graphs = engine.describe().expert_layers + 1
         assert engine.notices() == []
     assert error_of(found, expected) < TOLERANCE
     assert len(card.graphs_made) == 1
@@ -104,7 +104,7 @@ def test_replayed_logits_are_those_of_passes_over_a_bucket_boundary(
     assert replayed(card) == len(TOKENS) * graphs
 
 
-def test_a_family_without_reserved_memory_is_decoded_by_passes(
+def test_a_family_without_reserved_memory_is_decoded_without_graphs(
     card, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / "lfm2_moe", tiny_config("lfm2_moe", 0))
@@ -117,7 +117,7 @@ def test_a_family_without_reserved_memory_is_decoded_by_passes(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_replays_passes_and_cuts_alternate(
+def test_replays_passes_and_truncations_can_alternate(
     family: str, card, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0, sliding_window=12))
@@ -135,7 +135,7 @@ def test_replays_passes_and_cuts_alternate(
     assert replayed(card) == 3 * len(TOKENS)
 
 
-def test_a_window_that_reaches_the_end_of_its_memory_moves_before_a_replay(
+def test_a_full_sliding_window_is_moved_before_a_replay(
     card, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     # Memory of 7 tokens before and 16 of a pass.
@@ -144,7 +144,7 @@ def test_a_window_that_reaches_the_end_of_its_memory_moves_before_a_replay(
     with without(tmp_path / "gpt_oss", card, ctx=26) as engine:
         expected, _ = feed(engine, passes)
     with load(tmp_path / "gpt_oss", card, ctx=26) as engine:
-        cache = engine._new_cache()
+        cache = engine.decoder.new_cache()
         cache.layers[0]._capacity = 7 + 12
         found, _ = feed(engine, passes, cache)
         assert cache.layers[0]._reserved[0].shape[-2] == 19
@@ -177,7 +177,7 @@ def test_a_chat_and_later_answers_use_the_same_graphs(
     assert len(card.graphs_made[0].made) == recorded
 
 
-def test_two_answers_at_a_time_do_not_share_memory(model: Path, card, without) -> None:
+def test_simultaneous_answers_do_not_share_memory(model: Path, card, without) -> None:
     with without(model, card) as engine:
         expected, other = answer(engine, PROMPT, 6), answer(engine, TOKENS, 4)
     with load(model, card) as engine:
@@ -191,12 +191,14 @@ def test_two_answers_at_a_time_do_not_share_memory(model: Path, card, without) -
     assert len(card.graphs_made) == 1
 
 
-def test_a_pass_that_cannot_be_recorded_is_told_once_and_changes_no_token(model: Path, card, without) -> None:
+def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, card, without) -> None:
     with without(model, card) as engine:
         expected = answer(engine, PROMPT)
     with load(model, card) as engine:
         # Waits for the card, as a family may.
-        engine._model.model.norm.register_forward_hook(lambda _, __, out: out if out.sum() > 0 else +out)
+        engine.loaded.model.model.norm.register_forward_hook(
+            lambda _, __, out: out if out.sum() > 0 else +out
+        )
         assert answer(engine, PROMPT) == expected
         (note,) = engine.notices()
         assert note.startswith("tokens are decoded without CUDA graphs, which would be faster")
@@ -208,7 +210,7 @@ def test_a_pass_that_cannot_be_recorded_is_told_once_and_changes_no_token(model:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_replay_that_is_wrong_is_told_and_not_used(
+def test_a_wrong_replay_is_reported_and_not_used(
     family: str, card, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
@@ -221,7 +223,7 @@ def test_a_replay_that_is_wrong_is_told_and_not_used(
             recording = bool(card.graphs_made) and card.graphs_made[-1].recording is not None
             return out + (0.5 if recording else 0.0)
 
-        engine._model.model.layers[0].self_attn.o_proj.register_forward_hook(frozen)
+        engine.loaded.model.model.layers[0].self_attn.o_proj.register_forward_hook(frozen)
         found, _ = feed(engine, passes)
         assert error_of(found, expected) < TOLERANCE
         (note,) = engine.notices()
@@ -229,7 +231,7 @@ def test_a_replay_that_is_wrong_is_told_and_not_used(
     assert replayed(card) == 3  # one token
 
 
-def test_what_python_counts_is_found_to_stand_still(model: Path, card, without) -> None:
+def test_a_python_counter_frozen_by_recording_is_detected(model: Path, card, without) -> None:
     def run(engine):
         passes = 0
 
@@ -241,9 +243,9 @@ def test_what_python_counts_is_found_to_stand_still(model: Path, card, without) 
         def shifted(_, __, out):
             return out + 0.1 * passes
 
-        engine._model.model.embed_tokens.register_forward_hook(counted)
-        engine._model.model.layers[1].self_attn.o_proj.register_forward_hook(shifted)
-        cache = engine._new_cache()
+        engine.loaded.model.model.embed_tokens.register_forward_hook(counted)
+        engine.loaded.model.model.layers[1].self_attn.o_proj.register_forward_hook(shifted)
+        cache = engine.decoder.new_cache()
         layers = cache.layers
         return feed(engine, [PROMPT, *each(TOKENS[:4])], cache)[0]
 
@@ -255,7 +257,7 @@ def test_what_python_counts_is_found_to_stand_still(model: Path, card, without) 
     assert replayed(card) == 2 * 3
 
 
-def test_ctrl_c_in_a_replayed_token_leaves_the_cache_as_it_was(
+def test_ctrl_c_during_a_replay_leaves_the_cache_unchanged(
     model: Path, card, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without(model, card) as engine:
@@ -281,7 +283,7 @@ def test_ctrl_c_in_a_replayed_token_leaves_the_cache_as_it_was(
     assert error_of(found, expected[3:]) < TOLERANCE
 
 
-def test_ctrl_c_while_recording_records_later(
+def test_ctrl_c_while_recording_postpones_the_recording(
     model: Path, card, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from interpreted_graph import InterpretedGraph
@@ -329,7 +331,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_memory_that_runs_out_while_recording_is_found_and_the_graphs_are_made_later(
+def test_running_out_of_memory_while_recording_frees_some_and_records_later(
     model: Path, card, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, failures = InterpretedGraph.begin, [1]
@@ -344,23 +346,23 @@ def test_memory_that_runs_out_while_recording_is_found_and_the_graphs_are_made_l
         expected = answer(engine, PROMPT)
     monkeypatch.setattr(InterpretedGraph, "begin", run_out)
     with load(model, card) as engine:
-        pages = engine._near.pages
+        pages = engine.loaded.near.pages
         assert answer(engine, PROMPT) == expected
-        assert engine._near.pages < pages, "experts have made room"
-        assert not engine._loaded.decoder.off
+        assert engine.loaded.near.pages < pages, "experts have made room"
+        assert not engine.loaded.decoder.off
     assert replayed(card) > 0
 
 
-def test_what_is_off_by_rounding_in_many_layers_is_no_mistake(model: Path, card) -> None:
+def test_rounding_differences_of_many_layers_are_tolerated(model: Path, card) -> None:
     with load(model, card) as engine:
-        decoder = engine._loaded.decoder
+        decoder = engine.loaded.decoder
         after = [decoder._allowed(place) for place in (0, 1, 47)]
     assert after == pytest.approx([1e-4, 1e-4, 4.9e-4], rel=0.01)
 
 
 def test_a_deterministic_engine_replays_nothing(model: Path, card) -> None:
     with load(model, card, deterministic=True) as engine:
-        assert engine._loaded.decoder is None
+        assert engine.loaded.decoder is None
 
 
 def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, card) -> None:
@@ -371,14 +373,14 @@ def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, c
         assert torch.equal(first, second)
 
 
-def test_a_replayed_token_is_a_fraction_of_the_calls_of_torch(
+def test_a_replay_makes_a_fraction_of_the_torch_calls(
     model: Path, card, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What the experts take is the same with graphs and without.
     def nothing(_, asked, into=None):
         return (torch.empty_like(asked.x) if into is None else into).zero_()
 
-    monkeypatch.setattr(DeviceExpertLayer, "answer", nothing)
+    monkeypatch.setattr(CardExpertLayer, "answer", nothing)
 
     def calls(engine) -> int:
         # Two replays of a bucket are compared; the third token is in the same one.

@@ -70,7 +70,7 @@ def error(found: torch.Tensor, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_outputs_are_those_of_the_cpu(bits: int, rows: int, cols: int, bias: bool, tokens: int) -> None:
+def test_outputs_match_the_cpu(bits: int, rows: int, cols: int, bias: bool, tokens: int) -> None:
     made, data, added = layer(rows, cols, bits, bias=bias)
     x = inputs(tokens, cols)
     assert error(made(x), by_cpu(made, data, added, x)) < 1e-5
@@ -79,7 +79,7 @@ def test_outputs_are_those_of_the_cpu(bits: int, rows: int, cols: int, bias: boo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_sixteen_bit_inputs_give_outputs_of_their_type(bits: int, tokens: int, dtype: torch.dtype) -> None:
+def test_sixteen_bit_inputs_give_sixteen_bit_outputs(bits: int, tokens: int, dtype: torch.dtype) -> None:
     made, data, added = layer(48, 200, bits, bias=True, dtype=dtype)
     x = inputs(tokens, 200, dtype)
     out = made(x)
@@ -88,7 +88,7 @@ def test_sixteen_bit_inputs_give_outputs_of_their_type(bits: int, tokens: int, d
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_weight_is_what_the_cpu_unpacks(bits: int) -> None:
+def test_the_unpacked_weight_equals_the_cpus(bits: int) -> None:
     made, data, _ = layer(70, 150, bits)
     expected = torch.from_numpy(_native.unpack_linear(made.layout, data))
     # A fused product and sum on a card may round its last bit in another way.
@@ -96,7 +96,7 @@ def test_the_weight_is_what_the_cpu_unpacks(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_strips_of_any_size_put_rows_where_they_belong(bias: bool) -> None:
+def test_strips_of_any_size_keep_the_order_of_rows(bias: bool) -> None:
     cols = 100
     results = []
     for rows_at_a_time in (16, 48, 128):
@@ -108,7 +108,7 @@ def test_strips_of_any_size_put_rows_where_they_belong(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_token_of_a_few_is_computed_as_if_it_were_alone(bits: int) -> None:
+def test_a_token_gives_the_same_bits_alone_and_among_a_few(bits: int) -> None:
     made, _, _ = layer(40, 300, bits, bias=True)
     x = inputs(8, 300)
     together = made(x)
@@ -116,7 +116,7 @@ def test_a_token_of_a_few_is_computed_as_if_it_were_alone(bits: int) -> None:
         assert torch.equal(made(x[token : token + 1])[0], together[token])
 
 
-def test_leading_dimensions_are_kept_and_no_tokens_give_none() -> None:
+def test_leading_dimensions_are_kept_and_zero_tokens_are_allowed() -> None:
     made, _, _ = layer(32, 64, 4)
     x = inputs(6, 64)
     assert torch.equal(made(x.view(2, 3, 64)), made(x).view(2, 3, 32))
@@ -125,7 +125,7 @@ def test_leading_dimensions_are_kept_and_no_tokens_give_none() -> None:
     assert made(x[:0]).shape == (0, 32)
 
 
-def test_infinite_and_missing_numbers_stay_with_their_token() -> None:
+def test_infinity_and_nan_affect_only_their_token() -> None:
     made, _, _ = layer(50, 130, 4)
     x = inputs(3, 130)
     x[1, 129] = float("nan")
@@ -134,7 +134,7 @@ def test_infinite_and_missing_numbers_stay_with_their_token() -> None:
     assert out[[0, 2]].isfinite().all()
 
 
-def test_unpacking_takes_bounded_memory_that_holds_rows_of_every_matrix() -> None:
+def test_the_strip_memory_is_bounded_and_fits_every_matrix() -> None:
     def taken(*shapes: tuple[int, int], itemsize: int = 2, bits: int = 4) -> int:
         form = DenseForm(bits, 16, linears={str(shape): shape for shape in shapes})
         return unpacked_bytes(form, itemsize)

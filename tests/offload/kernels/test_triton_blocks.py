@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize(("bits", "fp16"), ENCODINGS)
-def test_every_encoding_gives_what_the_cpu_gives(bits, fp16, tokens):
+def test_every_encoding_matches_the_cpu(bits, fp16, tokens):
     call = GpuCall.random(1, 100, 130, bits, fp16=fp16, bias=bits != 8, tokens=tokens)
     assert call.error(torch.float32) < TOLERANCE[torch.float32]
 
@@ -31,14 +31,14 @@ def test_every_encoding_gives_what_the_cpu_gives(bits, fp16, tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize(("bits", "fp16"), ENCODINGS)
-def test_sixteen_bit_inputs_meet_every_encoding(bits, fp16, tokens, dtype):
+def test_every_encoding_takes_sixteen_bit_inputs(bits, fp16, tokens, dtype):
     call = GpuCall.random(2, 64, 70, bits, fp16=fp16, tokens=tokens)
     assert call.error(dtype) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_gives_what_the_cpu_gives(activation, tokens):
+def test_every_activation_matches_the_cpu(activation, tokens):
     call = GpuCall.random(3, 64, 64, 4, bias=True, tokens=tokens, activation=activation)
     assert call.error(torch.float32) < TOLERANCE[torch.float32]
 
@@ -53,7 +53,7 @@ def test_every_activation_gives_what_the_cpu_gives(activation, tokens):
     tokens=st.sampled_from([1, 2, 5, 8, 9, 17]),
     data=st.data(),
 )
-def test_bits_do_not_depend_on_how_blocks_are_divided_among_launches(
+def test_bits_do_not_depend_on_the_division_into_launches(
     seed, encoding, hidden, neurons, bias, tokens, data
 ):
     bits, fp16 = encoding
@@ -64,13 +64,13 @@ def test_bits_do_not_depend_on_how_blocks_are_divided_among_launches(
     assert call.error(torch.float32) < TOLERANCE[torch.float32]
 
 
-def test_what_was_computed_elsewhere_is_added():
+def test_results_of_the_cpu_are_added():
     call = GpuCall.random(4, 64, 64, 4, tokens=2)
     others = torch.randn(2, 64)
     assert torch.allclose(call.run(torch.float32, others=others), call.run(torch.float32) + others, atol=1e-6)
 
 
-def test_a_token_that_no_expert_takes_gets_zeros():
+def test_a_token_without_experts_gets_zeros():
     call = GpuCall.random(5, 64, 64, 4, tokens=3)
     call.tokens_of = [np.array([0], np.int32), np.array([], np.int32), np.array([0], np.int32)]
     call.weights_of = [np.ones(1, np.float32), np.ones(0, np.float32), np.ones(1, np.float32)]
@@ -79,12 +79,12 @@ def test_a_token_that_no_expert_takes_gets_zeros():
     assert out[1:].eq(0).all()
 
 
-def test_items_of_a_token_are_in_the_order_of_experts():
+def test_the_items_of_a_token_are_ordered_by_expert():
     table = items_of_tokens(np.array([2, 0, 2, 1, 2], np.int32), 4)
     assert table.tolist() == [[1, -1, -1], [3, -1, -1], [0, 2, 4], [-1, -1, -1]]
 
 
-def test_lists_begin_at_aligned_addresses():
+def test_launch_lists_start_at_aligned_addresses():
     ends, cpu = np.array([0, 1, 3], np.int32), torch.device("cpu")
     items = Items.build(ends, np.zeros(3, np.int32), np.ones(3, np.float32), 1, cpu)
     blocks = BlockList.build(

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import SUPPORT
 
 pytest.importorskip("triton")
 
-CHILD = Path(__file__).with_name("compile_child.py")
+CHILD = SUPPORT / "compile_child.py"
 # Shared memory that every generation since Turing gives a program.
 MOST_SHARED = 64 * 1024
 
