@@ -388,10 +388,12 @@ def test_a_store_can_be_planned_with_its_own_bits_and_with_others() -> None:
         moechat.plan("demo", profile=desktop(), bits=5)
 
 
-def test_recorded_routing_is_used() -> None:
+def test_recorded_routing_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moechat.configurator.warm_start import default_statistics
     from moechat.routing.statistics_file import add_statistics, model_key
 
+    # A home of its own: other tests of this process record the demo model's routing as well.
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     before = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
     assert (before.statistics_tokens, before.weights) == (0, "store")
     store = Store.open(DEMO)
