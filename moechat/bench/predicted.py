@@ -169,7 +169,7 @@ def predict(
     if settings.policy == "static":
         return None
     expected = recorded.rankings
-    if expected is None and settings.prefetch in ("next-router", "perfect"):
+    if expected is None and settings.ranks:
         settings = replace(settings, prefetch="none")  # the run had no predictions
     passes = len(recorded.starts) - 1
     return simulate(

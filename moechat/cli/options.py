@@ -118,8 +118,7 @@ class MemoryOptions(ModelOptions):
         Raises:
             UsageError: It does.
         """
-        settings = self.load_options.settings
-        if settings.policy == "belady" or settings.prefetch == "perfect":
+        if self.load_options.settings.needs_future:
             raise UsageError(
                 f"--system is {self.system}, which needs the routing of later tokens",
                 hint="`moechat simulate` and `moechat bench --routing` replay a recorded trace",

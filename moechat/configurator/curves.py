@@ -71,8 +71,8 @@ class RoutingCurves:
         counted = statistics.ranks.sum(axis=1) > 0
         hit = np.where(counted[:, None], statistics.hit_rate, evenly)
         hit[:, -1] = 1.0
-        most = min(k if settings.prefetch_experts is None else settings.prefetch_experts, experts)
-        if settings.prefetch == "next-router":
+        most = min(settings.ranked_experts(k), experts)
+        if settings.predicts:
             depth = min(most, statistics.depth)
             accuracy = statistics.prediction_accuracy[:, :depth]
             cached = statistics.prediction_hit_rate[:, :depth]

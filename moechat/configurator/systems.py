@@ -108,8 +108,27 @@ class CacheSettings:
 
     @property
     def ahead(self) -> str:
-        """Name of the prefetches in native code: ``none``, ``ranked`` by a predictor, or ``whole-layer``."""
+        """Name of the prefetches in native code: ``none``, ``ranked`` by scores, or ``whole-layer``."""
         return {"none": "none", "whole-layer": "whole-layer"}.get(self.prefetch, "ranked")
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the prefetches follow a ranking of experts, which may be wrong or perfect."""
+        return self.ahead == "ranked"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a predictor ranks the experts, from the hidden states of the model."""
+        return self.ranks and self.prefetch != "perfect"
+
+    @property
+    def needs_future(self) -> bool:
+        """Whether the settings need the routing of later tokens, which only a replayed trace has."""
+        return self.policy == "belady" or self.prefetch == "perfect"
+
+    def ranked_experts(self, top_k: int) -> int:
+        """Most experts that are prefetched for one layer by a ranking."""
+        return top_k if self.prefetch_experts is None else self.prefetch_experts
 
     @property
     def first_split(self) -> float:

@@ -19,9 +19,8 @@ def in_transit(geometry: ExpertGeometry, top_k: int, settings: CacheSettings) ->
     ahead = 0
     if settings.prefetch == "whole-layer":
         ahead = geometry.num_experts
-    elif settings.prefetch in ("next-router", "perfect"):
-        per_layer = top_k if settings.prefetch_experts is None else settings.prefetch_experts
-        ahead = min(per_layer, geometry.num_experts) * settings.lookahead
+    elif settings.ranks:
+        ahead = min(settings.ranked_experts(top_k), geometry.num_experts) * settings.lookahead
     return (min(top_k, geometry.num_experts) + ahead) * geometry.blocks_per_expert
 
 

@@ -95,8 +95,10 @@ def _load(
     mapped = plan.mapped and placement.maps_experts
 
     load_weights(store, skeleton, outline.form, dtype, placement, report)
-    predict = settings.prefetch == "next-router" and offload.predictor is None and not mapped
-    native_modules, predictor = placement.adopt(skeleton, outline.form, predict=predict)
+    predict = settings.predicts and offload.predictor is None and not mapped
+    native_modules, predictor = placement.adopt(
+        skeleton, outline.form, prefetch=settings.prefetch if predict else "none"
+    )
     if offload.link.kind == "file":
         placement.read_far(
             store, options, lambda done, total: report(Progress("load", done, total, "experts into memory"))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
+from moechat.configurator.systems import Prefetch
 from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
@@ -90,11 +91,11 @@ class CardPlacement:
             return PackedCardMemory(nbytes, form, dtype, self.device)
 
     def adopt(
-        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+        self, skeleton: Skeleton, form: DenseForm, *, prefetch: Prefetch
     ) -> tuple[NativeModules, Predictor | None]:
         """See :meth:`ModelPlacement.adopt`; scores of routers come to the host with the router's choice."""
         with _dense_weights_fit(form):
-            if predict:
+            if prefetch == "next-router":
                 routers = find_routers(skeleton.model, skeleton.experts)
                 self.pages.routers = routers_on(routers, self.device)
             # Buffers too: the model makes rotary frequencies and masks on its own device.

@@ -103,7 +103,7 @@ class CardExpertLayer:
     def _ranked(self, hidden: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
         """Distance, ordinal and scores ``[experts]`` of the next layers, by their routers."""
         routers = self.pages.routers
-        if self.tier.settings.prefetch != "next-router" or not routers:
+        if not self.tier.settings.predicts or not routers:
             return []
         found = []
         for ahead, layer in self.tier.speculation(self.ordinal, len(hidden))[1]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from moechat import _native
 from moechat.configurator.estimate import Near
+from moechat.configurator.systems import Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules, install_native_modules
 from moechat.models.dense_form import DenseForm
@@ -62,16 +63,16 @@ class HostPlacement:
         """Packed weights are mapped from their file."""
 
     def adopt(
-        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+        self, skeleton: Skeleton, form: DenseForm, *, prefetch: Prefetch
     ) -> tuple[NativeModules, Predictor | None]:
         """See :meth:`ModelPlacement.adopt`."""
         # The heap left by conversions would stay beside the pages.
         give_back_unused()
         make_thread_invariant(skeleton.model)
         native_modules = install_native_modules(skeleton.model)
-        if not predict:
-            return native_modules, None
-        return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
+        if prefetch == "next-router":
+            return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
+        return native_modules, None
 
     def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
         """Does nothing: the link reads the store's files."""

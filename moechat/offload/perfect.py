@@ -36,7 +36,7 @@ def refuse_without_replay(settings: CacheSettings, replay: object) -> None:
     Raises:
         UsageError: They need a replayed trace.
     """
-    if replay is None and (settings.policy == "belady" or settings.prefetch == "perfect"):
+    if replay is None and settings.needs_future:
         raise UsageError(
             "the policy belady and perfect prefetches need a replayed trace, to know the future",
             hint="`moechat simulate` and `moechat bench --routing` replay one",

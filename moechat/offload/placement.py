@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat.configurator.estimate import Near
+from moechat.configurator.systems import Prefetch
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
 from moechat.models.packed import PackedMemory
@@ -70,14 +71,14 @@ class ModelPlacement(Placement, Protocol):
         ...
 
     def adopt(
-        self, skeleton: Skeleton, form: DenseForm, *, predict: bool
+        self, skeleton: Skeleton, form: DenseForm, *, prefetch: Prefetch
     ) -> tuple[NativeModules, Predictor | None]:
         """Bring the dense part, which is loaded, to the device.
 
         Args:
             skeleton: With its weights.
             form: Form of the dense weights.
-            predict: The next layers' routers will predict.
+            prefetch: Prefetches that a predictor is made for; ``none`` makes none.
 
         Returns:
             The parts computed natively, and the predictor, where it runs in Python.

@@ -292,11 +292,10 @@ class ExpertTier:
     def _run_by(self, settings: CacheSettings) -> None:
         """Choose predictor, number and depth of prefetches."""
         self.settings = settings
-        perfect = None if self.replay is None else PerfectPredictor(self.replay, self.geometry.num_experts)
-        by_prefetch = {"next-router": self.config.predictor, "perfect": perfect}
-        self.predictor: Predictor | None = by_prefetch.get(settings.prefetch)
-        experts = self.top_k if settings.prefetch_experts is None else settings.prefetch_experts
-        self.prefetch_experts = min(experts, self.geometry.num_experts)
+        self.predictor: Predictor | None = self.config.predictor if settings.predicts else None
+        if settings.prefetch == "perfect" and self.replay is not None:
+            self.predictor = PerfectPredictor(self.replay, self.geometry.num_experts)
+        self.prefetch_experts = min(settings.ranked_experts(self.top_k), self.geometry.num_experts)
 
     def speculation(self, ordinal: int, tokens: int) -> tuple[int | None, list[tuple[int, int]]]:
         """The layer to prefetch whole, or ``None``; and distance and ordinal of the layers to predict.

@@ -187,11 +187,9 @@ class Comparison:
         """Predictions for a system; the same for all systems."""
         if settings.prefetch == "perfect":
             return perfect_rankings(self.trace, settings.lookahead)
-        if settings.prefetch != "next-router":
+        if not settings.predicts:
             return None
-        k = self.model.shape.top_k
-        width = k if settings.prefetch_experts is None else max(1, settings.prefetch_experts)
-        return self._drawn(settings.lookahead, width)
+        return self._drawn(settings.lookahead, max(1, settings.ranked_experts(self.model.shape.top_k)))
 
     def _drawn(self, lookahead: int, width: int = 0) -> Ints:
         """Draw predictions once, for the largest width and lookahead, so that all systems share them."""

@@ -108,8 +108,7 @@ def simulate(
         tier: Its sizes.
         timing: Times of the parts.
         rankings: int32 ``[lookahead, tokens, layers, width]``: predicted experts of each token and layer, by
-            distance ahead, best first, -1 for none; used if the settings prefetch by ``next-router`` or
-            ``perfect``.
+            distance ahead, best first, -1 for none; used if the settings prefetch by a ranking.
         starts: int64 ``[passes + 1]``: first tokens of the passes; ``None``: one token per pass. A pass of
             many tokens changes the cache like a prompt, but takes the dense times of one token.
         warmup: Passes before the timed ones.
@@ -131,7 +130,7 @@ def simulate(
             f"the trace has {passes} tokens, {warmup} of which come before timing: none is left",
             hint="use a longer trace, or a smaller --warmup",
         )
-    if settings.prefetch in ("next-router", "perfect") and rankings is None:
+    if settings.ranks and rankings is None:
         raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
     timeline = _timeline(trace, settings, tier, timing, group_items)
     if tier.ranks is not None:
@@ -157,7 +156,6 @@ def _timeline(
 ) -> _native.Timeline:
     far = timing.far_block if settings.miss != "fetch" else None
     shared = far if timing.far_block_shared is None else timing.far_block_shared
-    most = settings.prefetch_experts
     return _native.Timeline(
         layers=tier.layers,
         experts=tier.experts,
@@ -172,7 +170,7 @@ def _timeline(
         miss="fetch" if far is None else settings.miss,
         ahead=settings.ahead,
         lookahead=settings.lookahead,
-        ahead_experts=min(tier.top_k if most is None else most, tier.experts),
+        ahead_experts=min(settings.ranked_experts(tier.top_k), tier.experts),
         ahead_bytes=settings.prefetch_bytes,
         stream_tokens=stream_tokens(tier.top_k, tier.experts),
         group_items=group_items,

@@ -49,7 +49,6 @@ def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Ca
     if may_map:
         found.append(Candidate(MAPPED, "the store mapped, kept by the page cache", None))
     found.append(plain)
-    ahead = settings.prefetch == "next-router"
     found.append(
         Candidate(
             "uniform",
@@ -57,7 +56,7 @@ def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Ca
             replace(nothing_ahead, prefetch=settings.prefetch),
         )
     )
-    if ahead:
+    if settings.predicts:
         found.append(
             Candidate(
                 "nothing-ahead",
@@ -65,7 +64,7 @@ def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Ca
                 replace(settings, prefetch="none"),
             )
         )
-        usual = top_k if settings.prefetch_experts is None else settings.prefetch_experts
+        usual = settings.ranked_experts(top_k)
         if usual > 1:
             half = replace(settings, prefetch_experts=-(-usual // 2))
             found.append(Candidate("half-ahead", "the computed plan, half as much fetched ahead", half))
