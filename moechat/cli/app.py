@@ -14,12 +14,13 @@ from moechat.cli.commands.library_arguments import register_library
 from moechat.cli.commands.plan_arguments import PlanCommand, ProfileCommand
 from moechat.cli.commands.replay_arguments import SimulateCommand, TraceCommand
 from moechat.cli.commands.run_arguments import RunOptions
-from moechat.cli.commands.sessions_arguments import Action, sessions_app
+from moechat.cli.commands.sessions_arguments import sessions_app
 from moechat.cli.completion.shell import VARIABLE as COMPLETE_VARIABLE
 from moechat.cli.completion.shell import answer_shell, install_completion, show_completion
 from moechat.cli.config.setting_origins import ExplainingCommand, wrong_value
 from moechat.cli.config.settings_file import Settings, apply_settings, read_settings
 from moechat.cli.lazy_group import LazyGroup
+from moechat.cli.parameters import Action, flag, option
 from moechat.errors import MoechatError
 
 _EPILOG = """\
@@ -140,25 +141,22 @@ def _show_version(wanted: bool) -> None:
 @_root_app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", metavar="", callback=_show_version, is_eager=True, help="Show the version and exit."
-        ),
+        bool, flag("Show the version and exit.", "--version", callback=_show_version, is_eager=True)
     ] = False,
     # Both are dealt with before: see _FOR_SHELLS. They stand here for the help. No parameter here may have
     # the name of a command: settings are given by command.
     completion_installed: Annotated[
         bool,
-        typer.Option(
-            "--install-completion",
-            metavar="[SHELL]",
-            help="Let the shell complete commands, models and options: bash, zsh, fish or powershell; the "
+        option(
+            "[SHELL]",
+            "Let the shell complete commands, models and options: bash, zsh, fish or powershell; the "
             "current one if not given.",
+            None,
+            "--install-completion",
         ),
     ] = False,
     completion_shown: Annotated[
-        bool,
-        typer.Option("--show-completion", metavar="[SHELL]", help="Show what that would install."),
+        bool, option("[SHELL]", "Show what that would install.", None, "--show-completion")
     ] = False,
 ) -> None:
     pass
@@ -210,9 +208,7 @@ register(_commands, "trace", TraceCommand, _trace)
 
 
 @_commands.command("doctor", help=_DOCTOR_HELP, epilog=_DOCTOR_EXAMPLES)
-def _doctor(
-    json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
-) -> Action:
+def _doctor(json: Annotated[bool, flag("Print JSON.", "--json")] = False) -> Action:
     def action() -> int:
         from moechat.cli.doctor.command import doctor
 

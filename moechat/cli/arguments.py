@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 import typer
 
-from moechat.cli.commands.sessions_arguments import Action
 from moechat.cli.config.setting_origins import origins_of
+from moechat.cli.parameters import Action
 
 
 class Arguments(Protocol):

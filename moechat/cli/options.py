@@ -6,10 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any
 
-import typer
-
 from moechat.cli.completion.completers import (
-    answering,
     complete_activation_bits,
     complete_bits,
     complete_dense_bits,
@@ -17,12 +14,10 @@ from moechat.cli.completion.completers import (
     complete_dtypes,
     complete_systems,
 )
+from moechat.cli.parameters import flag, option
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
 from moechat.options import LoadOptions, as_flag
-
-Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the result as one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only the result, and errors.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,37 +30,31 @@ class ModelOptions:
 
     bits: Annotated[
         int | None,
-        typer.Option(
-            metavar="BITS",
-            autocompletion=answering(complete_bits),
-            help="Bits of an expert weight: 2, 3, 4, 8 or 16 (4 if it has to be converted).",
+        option(
+            "BITS", "Bits of an expert weight: 2, 3, 4, 8 or 16 (4 if it has to be converted).", complete_bits
         ),
     ] = None
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads; the physical cores if not given.")
-    ] = None
+    threads: Annotated[int | None, option("N", "CPU threads; the physical cores if not given.")] = None
     dtype: Annotated[
         str,
-        typer.Option(
-            metavar="TYPE",
-            autocompletion=answering(complete_dtypes),
-            help="Type the dense part computes in: auto, float32, bfloat16 or float16.",
+        option(
+            "TYPE", "Type the dense part computes in: auto, float32, bfloat16 or float16.", complete_dtypes
         ),
     ] = LoadOptions.dtype
     dense_bits: Annotated[
         int,
-        typer.Option(
-            metavar="BITS",
-            autocompletion=answering(complete_dense_bits),
-            help="Bits of a dense weight: 16 as in the checkpoint; 8 or 4 are smaller, faster, less exact.",
+        option(
+            "BITS",
+            "Bits of a dense weight: 16 as in the checkpoint; 8 or 4 are smaller, faster, less exact.",
+            complete_dense_bits,
         ),
     ] = LoadOptions.dense_bits
     activation_bits: Annotated[
         int,
-        typer.Option(
-            metavar="BITS",
-            autocompletion=answering(complete_activation_bits),
-            help="Inputs of quantised weights: integers of 16 or 8 bits, or 32: float32.",
+        option(
+            "BITS",
+            "Inputs of quantised weights: integers of 16 or 8 bits, or 32: float32.",
+            complete_activation_bits,
         ),
     ] = LoadOptions.activation_bits
 
@@ -90,26 +79,24 @@ class MemoryOptions(ModelOptions):
 
     ram: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory budget of the whole process, such as 2G or 800M; the available memory if not given. "
+        option(
+            "SIZE",
+            "Memory budget of the whole process, such as 2G or 800M; the available memory if not given. "
             "Experts that do not fit are read from disk when they are needed.",
         ),
     ] = None
     system: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=answering(complete_systems),
-            help="How experts are kept and fetched ahead; the answer is the same for all. "
+        option(
+            "NAME",
+            "How experts are kept and fetched ahead; the answer is the same for all. "
             f"One of: {', '.join(name for name in SYSTEMS if name != 'oracle')}.",
+            complete_systems,
         ),
     ] = LoadOptions.system
     ctx: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS", help="Context length; the model's own if not given, or less if memory is short."
-        ),
+        option("TOKENS", "Context length; the model's own if not given, or less if memory is short."),
     ] = None
 
     def require_causal_system(self) -> None:
@@ -131,26 +118,25 @@ class PlaceOptions(MemoryOptions):
 
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="DEVICE",
-            autocompletion=answering(complete_devices),
-            help="Where to compute: cpu, or cuda (cuda:1) for a graphics card; the card if a budget for it "
+        option(
+            "DEVICE",
+            "Where to compute: cpu, or cuda (cuda:1) for a graphics card; the card if a budget for it "
             "is given.",
+            complete_devices,
         ),
     ] = None
     vram: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Budget of graphics memory for everything, such as 12G; with --device cuda the free memory "
+        option(
+            "SIZE",
+            "Budget of graphics memory for everything, such as 12G; with --device cuda the free memory "
             "if not given. Experts that do not fit are copied there when they are needed.",
         ),
     ] = None
     deterministic: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "On a graphics card: the same bits at every run; the CPU then computes no experts.",
             "--deterministic",
-            metavar="",
-            help="On a graphics card: the same bits at every run; the CPU then computes no experts.",
         ),
     ] = LoadOptions.deterministic

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
-from moechat.cli.completion.completers import (
-    answering,
-    complete_models,
-    complete_shapes,
-    complete_system_list,
-)
-from moechat.cli.options import Json, ModelOptions, Quiet
+from moechat.cli.completion.completers import complete_models, complete_shapes
+from moechat.cli.options import ModelOptions
+from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, option
 from moechat.errors import UsageError
 
 _HELP = """\
@@ -54,78 +48,45 @@ class BenchCommand(ModelOptions):
     EXAMPLES: ClassVar[str] = _EXAMPLES
 
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=answering(complete_models),
-            help="A model, as for run, unless --synthetic is given.",
-            show_default=False,
-        ),
+        str | None, argument("MODEL", "A model, as for run, unless --synthetic is given.", complete_models)
     ] = None
     synthetic: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHAPE",
-            autocompletion=answering(complete_shapes),
-            help="Use random weights in the shape of a known model: qwen3-30b-a3b, ...",
+        option(
+            "SHAPE", "Use random weights in the shape of a known model: qwen3-30b-a3b, ...", complete_shapes
         ),
     ] = None
-    layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of decoder layers of the shape; all if not given."),
-    ] = None
+    layers: Annotated[int | None, option("N", "Number of decoder layers of the shape; all if not given.")] = (
+        None
+    )
     vocabulary: Annotated[
-        int | None, typer.Option(metavar="N", help="Use a smaller vocabulary; the whole one if not given.")
+        int | None, option("N", "Use a smaller vocabulary; the whole one if not given.")
     ] = None
     directory: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory for synthetic stores; moechat's cache if not given."),
+        Path | None, option("DIR", "Directory for synthetic stores; moechat's cache if not given.")
     ] = None
-    ram: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory for experts, such as 2G, instead of --fractions."),
-    ] = None
+    ram: Annotated[str | None, option("SIZE", "Memory for experts, such as 2G, instead of --fractions.")] = (
+        None
+    )
     fractions: Annotated[
-        str | None,
-        typer.Option(metavar="F,F", help="Shares of all experts that fit; 1/4,1/2 if not given."),
+        str | None, option("F,F", "Shares of all experts that fit; 1/4,1/2 if not given.")
     ] = None
-    systems: Annotated[
-        str,
-        typer.Option(
-            metavar="S,S",
-            autocompletion=answering(complete_system_list),
-            help="NAME or NAME:KEY=VALUE,KEY=VALUE; the others are compared with the first.",
-        ),
-    ] = "mixtral-offloading,auto"
-    routing: Annotated[
-        Path | None, typer.Option(metavar="TRACE", help="An .npz file with recorded routing to replay.")
-    ] = None
-    accuracy: Annotated[
-        float, typer.Option(metavar="P", help="Share of correct predictions when a trace is replayed.")
-    ] = 0.7
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the prompt.")] = 128
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that are timed.")] = 64
-    warmup_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Untimed tokens between prompt and timed tokens.")
-    ] = 32
+    systems: Systems = "mixtral-offloading,auto"
+    routing: Annotated[Path | None, option("TRACE", "An .npz file with recorded routing to replay.")] = None
+    accuracy: Annotated[float, option("P", "Share of correct predictions when a trace is replayed.")] = 0.7
+    prompt_tokens: Annotated[int, option("N", "Tokens of the prompt.")] = 128
+    tokens: Annotated[int, option("N", "Tokens that are timed.")] = 64
+    warmup_tokens: Annotated[int, option("N", "Untimed tokens between prompt and timed tokens.")] = 32
     fill_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Tokens of the trace that run before the prompt, through the experts only."
-        ),
+        int, option("N", "Tokens of the trace that run before the prompt, through the experts only.")
     ] = 0
-    runs: Annotated[int, typer.Option(metavar="N", help="Runs of each system.")] = 3
+    runs: Annotated[int, option("N", "Runs of each system.")] = 3
     link: Annotated[
-        str,
-        typer.Option(
-            metavar="LINK", help="file; sim:2G is 2 GiB/s; sim:16x is 16 times slower than computing."
-        ),
+        str, option("LINK", "file; sim:2G is 2 GiB/s; sim:16x is 16 times slower than computing.")
     ] = "file"
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0
+    seed: Seed = 0
     json: Json = False
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the JSON object to a file.")
-    ] = None
+    out: Annotated[Path | None, option("FILE", "Also write the JSON object to a file.")] = None
     quiet: Quiet = False
 
     def __post_init__(self) -> None:

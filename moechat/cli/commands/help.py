@@ -7,18 +7,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from moechat.chat.terminal.output import can_redraw, write_output
-from moechat.cli.completion.completers import answering, complete_topics
+from moechat.cli.completion.completers import complete_topics
+from moechat.cli.parameters import Action, argument, option
 from moechat.cli.terminal.consoles import print_notice
 from moechat.errors import UsageError
 from moechat.manual import page, search, topics
-
-Action = Callable[[], int]
 
 _HELP = """\
 Show a page of the manual, or list its topics.
@@ -42,20 +40,15 @@ def register_help(app: typer.Typer) -> None:
 
 def _help(
     topic: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TOPIC",
-            autocompletion=answering(complete_topics),
-            help="A page; without it, the list of pages.",
-            show_default=False,
-        ),
+        str | None, argument("TOPIC", "A page; without it, the list of pages.", complete_topics)
     ] = None,
     word: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "WORD",
+            "Show the lines that contain a text, in all pages or in TOPIC.",
+            None,
             "--search",
-            metavar="WORD",
-            help="Show the lines that contain a text, in all pages or in TOPIC.",
             show_default=False,
         ),
     ] = None,

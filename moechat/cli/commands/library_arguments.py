@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from moechat.cli.completion.completers import (
-    answering,
     complete_aliases,
     complete_bits,
     complete_library,
     complete_models,
 )
-
-Action = Callable[[], int]
+from moechat.cli.parameters import Action, argument, flag, option
 
 _DOWNLOAD_HELP = """\
 Fetch a model from the hub and convert it for the library.
@@ -79,15 +76,9 @@ moechat rm --leftovers --yes
 """
 
 _Bits = Annotated[
-    int | None,
-    typer.Option(
-        metavar="BITS",
-        autocompletion=answering(complete_bits),
-        help="Only the store with this number of bits.",
-        show_default=False,
-    ),
+    int | None, option("BITS", "Only the store with this number of bits.", complete_bits, show_default=False)
 ]
-_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
+_Json = Annotated[bool, flag("Print JSON.", "--json")]
 
 
 def register_library(app: typer.Typer) -> None:
@@ -102,35 +93,15 @@ def register_library(app: typer.Typer) -> None:
 
 def _download(
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=answering(complete_aliases),
-            help="An alias ('mixtral') or org/name\\[@revision].",
-            show_default=False,
-        ),
+        str, argument("MODEL", "An alias ('mixtral') or org/name\\[@revision].", complete_aliases)
     ],
-    bits: Annotated[
-        int,
-        typer.Option(
-            metavar="BITS",
-            autocompletion=answering(complete_bits),
-            help="Bits of an expert weight: 2, 3, 4, 8 or 16.",
-        ),
-    ] = 4,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Only print sizes and times, on stdout.")
-    ] = False,
+    bits: Annotated[int, option("BITS", "Bits of an expert weight: 2, 3, 4, 8 or 16.", complete_bits)] = 4,
+    dry_run: Annotated[bool, flag("Only print sizes and times, on stdout.", "--dry-run")] = False,
     keep_source: Annotated[
-        bool,
-        typer.Option(
-            "--keep-source", metavar="", help="Keep the downloaded checkpoint beside the converted model."
-        ),
+        bool, flag("Keep the downloaded checkpoint beside the converted model.", "--keep-source")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only errors.")] = False,
-    json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print sizes, times and the result as JSON.")
-    ] = False,
+    quiet: Annotated[bool, flag("Only errors.", "--quiet", "-q")] = False,
+    json: Annotated[bool, flag("Print sizes, times and the result as JSON.", "--json")] = False,
 ) -> Action:
     from moechat.cli.commands.download import DownloadCommand, download
 
@@ -145,15 +116,7 @@ def _list(json: _Json = False) -> Action:
 
 
 def _show(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=answering(complete_models),
-            help="A name from the list, or as for run.",
-            show_default=False,
-        ),
-    ],
+    model: Annotated[str, argument("MODEL", "A name from the list, or as for run.", complete_models)],
     bits: _Bits = None,
     json: _Json = False,
 ) -> Action:
@@ -164,23 +127,12 @@ def _show(
 
 def _rm(
     models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL...",
-            autocompletion=answering(complete_library),
-            help="Names from the list.",
-            show_default=False,
-        ),
+        list[str] | None, argument("MODEL...", "Names from the list.", complete_library)
     ] = None,
     bits: _Bits = None,
-    leftovers: Annotated[
-        bool,
-        typer.Option("--leftovers", metavar="", help="Also files of interrupted work, of all models."),
-    ] = False,
-    sources: Annotated[
-        bool, typer.Option("--sources", metavar="", help="Also the kept checkpoints of the models.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.")] = False,
+    leftovers: Annotated[bool, flag("Also files of interrupted work, of all models.", "--leftovers")] = False,
+    sources: Annotated[bool, flag("Also the kept checkpoints of the models.", "--sources")] = False,
+    yes: Annotated[bool, flag("Do not ask.", "--yes", "-y")] = False,
 ) -> Action:
     from moechat.cli.commands.library_remove import RemoveCommand, remove_models
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import typer
-
-from moechat.cli.completion.completers import (
-    answering,
-    complete_machines,
-    complete_models,
-    complete_plannable,
-)
-from moechat.cli.options import Json, ModelOptions, PlaceOptions, Quiet
+from moechat.cli.completion.completers import complete_machines, complete_models, complete_plannable
+from moechat.cli.options import ModelOptions, PlaceOptions
+from moechat.cli.parameters import Json, Quiet, argument, flag, option
 from moechat.errors import UsageError
 from moechat.options import as_flag
 
@@ -74,35 +68,29 @@ class PlanCommand(PlaceOptions):
 
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=answering(complete_plannable),
-            help="A model, as for run; or a known shape, a config.json, or a directory with one.",
-            show_default=False,
+        argument(
+            "MODEL",
+            "A model, as for run; or a known shape, a config.json, or a directory with one.",
+            complete_plannable,
         ),
     ] = None
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=answering(complete_machines),
-            help="Plan for a reference machine, or for a machine in a .toml file of the same format, "
+        option(
+            "NAME",
+            "Plan for a reference machine, or for a machine in a .toml file of the same format, "
             "instead of this one.",
+            complete_machines,
         ),
     ] = None
-    json: Annotated[bool, typer.Option("--json", metavar="", help="Print the plan as one JSON object.")] = (
-        False
-    )
-    list_gpus: Annotated[
-        bool, typer.Option("--list-gpus", metavar="", help="Show the reference machines and exit.")
-    ] = False
+    json: Annotated[bool, flag("Print the plan as one JSON object.", "--json")] = False
+    list_gpus: Annotated[bool, flag("Show the reference machines and exit.", "--list-gpus")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model is None and not self.list_gpus:
             raise UsageError(
-                "MODEL is missing",
-                hint="moechat plan mixtral; moechat plan --help lists the options",
+                "MODEL is missing", hint="moechat plan mixtral; moechat plan --help lists the options"
             )
 
 
@@ -118,20 +106,10 @@ class ProfileCommand(ModelOptions):
     EXAMPLES: ClassVar[str] = _PROFILE_EXAMPLES
 
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            autocompletion=answering(complete_models),
-            help="Also time the layers of a model, named as for run.",
-        ),
+        str | None, option("MODEL", "Also time the layers of a model, named as for run.", complete_models)
     ] = None
-    refresh: Annotated[
-        bool, typer.Option("--refresh", metavar="", help="Measure again, even if there are saved figures.")
-    ] = False
-    list: Annotated[
-        bool,
-        typer.Option("--list", metavar="", help="List saved profiles and reference machines."),
-    ] = False
+    refresh: Annotated[bool, flag("Measure again, even if there are saved figures.", "--refresh")] = False
+    list: Annotated[bool, flag("List saved profiles and reference machines.", "--list")] = False
     json: Json = False
     quiet: Quiet = False
 

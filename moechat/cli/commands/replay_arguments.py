@@ -6,23 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
 from moechat.chat.chat_options import require_setting
 from moechat.cli.completion.completers import (
-    answering,
     complete_bits,
     complete_machines,
     complete_models,
     complete_plannable,
-    complete_system_list,
     complete_tiers,
 )
-from moechat.cli.options import Json, MemoryOptions, Quiet
+from moechat.cli.options import MemoryOptions
+from moechat.cli.parameters import Json, Quiet, Seed, Systems, argument, flag, option
 from moechat.configurator.systems import SYSTEMS
 from moechat.options import as_flag
 from moechat.validation import require_whole
 
+_ALL_SYSTEMS = ",".join(SYSTEMS)
 _SIMULATE_HELP = """\
 Replay recorded routing under every system, for this or another machine.
 
@@ -60,81 +58,56 @@ class SimulateCommand:
     HELP: ClassVar[str] = _SIMULATE_HELP
     EXAMPLES: ClassVar[str] = _SIMULATE_EXAMPLES
 
-    trace: Annotated[
-        Path,
-        typer.Argument(metavar="TRACE", help="An .npz file with recorded routing.", show_default=False),
-    ]
-    systems: Annotated[
-        str,
-        typer.Option(
-            metavar="S,S",
-            autocompletion=answering(complete_system_list),
-            help="NAME or NAME:KEY=VALUE,KEY=VALUE; the others are compared with the first.",
-        ),
-    ] = ",".join(SYSTEMS)
-    fractions: Annotated[
-        str, typer.Option(metavar="F,F", help="Shares of all experts that fit, such as 0.25 or 1/4.")
-    ] = "0.125,0.25,0.5"
+    trace: Annotated[Path, argument("TRACE", "An .npz file with recorded routing.")]
+    systems: Systems = _ALL_SYSTEMS
+    fractions: Annotated[str, option("F,F", "Shares of all experts that fit, such as 0.25 or 1/4.")] = (
+        "0.125,0.25,0.5"
+    )
     profile: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=answering(complete_machines),
-            help="A reference machine (moechat profile --list) or a .toml file of the same format; this "
+        option(
+            "NAME",
+            "A reference machine (moechat profile --list) or a .toml file of the same format; this "
             "machine's measured profile if not given.",
+            complete_machines,
         ),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            autocompletion=answering(complete_plannable),
-            help="Model that the sizes come from: a known shape, or a config.json; if not given, the known "
+        option(
+            "MODEL",
+            "Model that the sizes come from: a known shape, or a config.json; if not given, the known "
             "model with the layers and experts of the trace. A trace of another shape is mapped to it.",
+            complete_plannable,
         ),
     ] = None
-    bits: Annotated[
-        int,
-        typer.Option(
-            metavar="BITS", autocompletion=answering(complete_bits), help="Bits of an expert weight."
-        ),
-    ] = 4
+    bits: Annotated[int, option("BITS", "Bits of an expert weight.", complete_bits)] = 4
     near: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIER",
-            autocompletion=answering(complete_tiers),
-            help="Tier that computes: gpu (experts come from RAM) or ram (from the disk); gpu if there "
-            "is one.",
+        option(
+            "TIER",
+            "Tier that computes: gpu (experts come from RAM) or ram (from the disk); gpu if there is one.",
+            complete_tiers,
         ),
     ] = None
     link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes a second of the link, such as 12G, instead of the profile's."
-        ),
+        str | None, option("SIZE", "Bytes a second of the link, such as 12G, instead of the profile's.")
     ] = None
-    accuracy: Annotated[
-        float,
-        typer.Option(metavar="P", help="Share of correct predictions; lower in the first layers."),
-    ] = 0.7
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that are timed.")] = 2000
+    accuracy: Annotated[float, option("P", "Share of correct predictions; lower in the first layers.")] = 0.7
+    tokens: Annotated[int, option("N", "Tokens that are timed.")] = 2000
     warmup: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Untimed tokens before them, which fill the cache and give the statistics for plans; 1000, "
+        option(
+            "N",
+            "Untimed tokens before them, which fill the cache and give the statistics for plans; 1000, "
             "or a third of a short trace, if not given.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0
-    json: Annotated[bool, typer.Option("--json", metavar="", help="Print the results as a JSON list.")] = (
-        False
+    seed: Seed = 0
+    json: Annotated[bool, flag("Print the results as a JSON list.", "--json")] = False
+    plot: Annotated[Path | None, option("FILE", "Draw time per token over memory: .png, .svg or .pdf.")] = (
+        None
     )
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw time per token over memory: .png, .svg or .pdf."),
-    ] = None
     quiet: Quiet = False
 
 
@@ -149,41 +122,31 @@ class TraceCommand(MemoryOptions):
     HELP: ClassVar[str] = _TRACE_HELP
     EXAMPLES: ClassVar[str] = _TRACE_EXAMPLES
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", autocompletion=answering(complete_models), help="As for run.", show_default=False
-        ),
-    ]
+    model: Annotated[str, argument("MODEL", "As for run.", complete_models)]
     prompts: Annotated[
         str,
-        typer.Option(
-            metavar="FILE",
-            help="One prompt a line, or JSON lines with messages, turns, prompt, question or text; "
-            "'-' is stdin.",
+        option(
+            "FILE",
+            "One prompt a line, or JSON lines with messages, turns, prompt, question or text; '-' is stdin.",
             show_default=False,
         ),
     ]
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE", help="The .npz file to write; MODEL.trace.npz here if not given."),
+        Path | None, option("TRACE", "The .npz file to write; MODEL.trace.npz here if not given.")
     ] = None
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 128
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Use only the first prompts; all if not given.")
-    ] = None
+    max_tokens: Annotated[int, option("N", "Most tokens of an answer.")] = 128
+    limit: Annotated[int | None, option("N", "Use only the first prompts; all if not given.")] = None
     chat: Annotated[
         bool | None,
-        typer.Option(
-            "--chat/--completion",
-            metavar="",
-            help="Use the model's chat template, or continue the texts as they are; the default is --chat if "
+        flag(
+            "Use the model's chat template, or continue the texts as they are; the default is --chat if "
             "the model has a template.",
+            "--chat/--completion",
             show_default=False,
         ),
     ] = None
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="As for run.")] = None
-    seed: Annotated[int | None, typer.Option(metavar="N", help="As for run.")] = None
+    temperature: Annotated[float | None, option("T", "As for run.")] = None
+    seed: Annotated[int | None, option("N", "As for run.")] = None
     json: Json = False
     quiet: Quiet = False
 

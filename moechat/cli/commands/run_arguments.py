@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-import typer
-
 from moechat.chat.chat_options import NAMES, ChatOptions, Generation, require_setting
-from moechat.cli.completion.completers import answering, complete_models
+from moechat.cli.completion.completers import complete_models
 from moechat.cli.options import PlaceOptions
+from moechat.cli.parameters import argument, flag, option
 from moechat.errors import UsageError
 from moechat.options import as_flag
 from moechat.validation import require_whole
@@ -48,121 +47,73 @@ class RunOptions(PlaceOptions):
 
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=answering(complete_models),
-            help="'demo', an alias ('mixtral'), org/name\\[@revision], or a directory with a transformers "
+        argument(
+            "MODEL",
+            "'demo', an alias ('mixtral'), org/name\\[@revision], or a directory with a transformers "
             "checkpoint or a block store, or a GGUF file.",
-            show_default=False,
+            complete_models,
         ),
     ]
     prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT",
-            help="One prompt; '-' reads it from stdin. Starts a chat if not given.",
-            show_default=False,
-        ),
+        str | None, argument("PROMPT", "One prompt; '-' reads it from stdin. Starts a chat if not given.")
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens of an answer.")] = None
+    max_tokens: Annotated[int | None, option("N", "Most tokens of an answer.")] = None
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="T", help="0 is greedy. This and the next four default to the model's own values."
-        ),
+        float | None, option("T", "0 is greedy. This and the next four default to the model's own values.")
     ] = None
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Nucleus probability, above 0 to 1.")] = (
-        None
-    )
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Candidates kept; 0 keeps all.")] = None
+    top_p: Annotated[float | None, option("P", "Nucleus probability, above 0 to 1.")] = None
+    top_k: Annotated[int | None, option("K", "Candidates kept; 0 keeps all.")] = None
     min_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Least probability relative to the likeliest token, 0 to 1."),
+        float | None, option("P", "Least probability relative to the likeliest token, 0 to 1.")
     ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="R", help="Above 1 discourages repeated tokens.")
-    ] = None
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling reproducible.")] = None
-    system_prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System prompt, before the conversation.")
-    ] = None
+    repetition_penalty: Annotated[float | None, option("R", "Above 1 discourages repeated tokens.")] = None
+    seed: Annotated[int | None, option("N", "Makes sampling reproducible.")] = None
+    system_prompt: Annotated[str | None, option("TEXT", "System prompt, before the conversation.")] = None
     completion: Annotated[
-        bool,
-        typer.Option(
-            "--completion", metavar="", help="Continue the prompt as it is, without the chat template."
-        ),
+        bool, flag("Continue the prompt as it is, without the chat template.", "--completion")
     ] = False
     tune: Annotated[
         bool | None,
-        typer.Option(
-            "--tune/--no-tune",
-            metavar="",
-            help="Time a few plans for experts that do not fit (some seconds), or use the computed plan. If "
+        flag(
+            "Time a few plans for experts that do not fit (some seconds), or use the computed plan. If "
             "neither is given, plans are timed once for each model and budget, on a terminal.",
+            "--tune/--no-tune",
             show_default=False,
         ),
     ] = None
     resume: Annotated[
         bool,
-        typer.Option(
-            "--continue",
-            "-c",
-            metavar="",
-            help="Continue the last conversation with this model, else the last of any.",
-        ),
+        flag("Continue the last conversation with this model, else the last of any.", "--continue", "-c"),
     ] = False
-    session: Annotated[
-        int | None,
-        typer.Option(metavar="ID", help="Continue a conversation listed by `moechat sessions`."),
-    ] = None
+    session: Annotated[int | None, option("ID", "Continue a conversation listed by `moechat sessions`.")] = (
+        None
+    )
     no_save: Annotated[
         bool,
-        typer.Option(
-            "--no-save",
-            metavar="",
-            help="Save neither the conversation nor the input history, as with MOECHAT_NO_SAVE=1.",
-        ),
+        flag("Save neither the conversation nor the input history, as with MOECHAT_NO_SAVE=1.", "--no-save"),
     ] = False
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", metavar="", help="Do not render markdown on a terminal."),
-    ] = False
-    hide_thinking: Annotated[
-        bool, typer.Option("--hide-thinking", metavar="", help="Hide the model's thinking.")
-    ] = False
+    raw: Annotated[bool, flag("Do not render markdown on a terminal.", "--raw")] = False
+    hide_thinking: Annotated[bool, flag("Hide the model's thinking.", "--hide-thinking")] = False
     json: Annotated[
-        bool,
-        typer.Option(
-            "--json", metavar="", help="Print one JSON object: text, tokens, finish reason, statistics."
-        ),
+        bool, flag("Print one JSON object: text, tokens, finish reason, statistics.", "--json")
     ] = False
     jsonl: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Answer every prompt of a file with one JSON object a line. The file has one prompt a line, "
+        option(
+            "FILE",
+            "Answer every prompt of a file with one JSON object a line. The file has one prompt a line, "
             "or JSON lines, which may have an id and settings; '-' is stdin.",
         ),
     ] = None
-    stats: Annotated[
-        bool, typer.Option("--stats", metavar="", help="Show statistics of each answer on stderr.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Only the answer, and errors.")] = (
-        False
-    )
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", metavar="", help="Describe the loaded model and its memory.")
-    ] = False
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", "-y", metavar="", help="Download the model without asking if it is not here."),
-    ] = False
+    stats: Annotated[bool, flag("Show statistics of each answer on stderr.", "--stats")] = False
+    quiet: Annotated[bool, flag("Only the answer, and errors.", "--quiet", "-q")] = False
+    verbose: Annotated[bool, flag("Describe the loaded model and its memory.", "--verbose", "-v")] = False
+    yes: Annotated[bool, flag("Download the model without asking if it is not here.", "--yes", "-y")] = False
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Only show the use of memory, as `moechat plan` does, or the download that is needed.",
             "--dry-run",
-            metavar="",
-            help="Only show the use of memory, as `moechat plan` does, or the download that is needed.",
         ),
     ] = False
     origins: Mapping[str, str] = field(default_factory=dict)

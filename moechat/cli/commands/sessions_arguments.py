@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from moechat.cli.completion.completers import answering, complete_formats
-
-Action = Callable[[], int]
+from moechat.cli.completion.completers import complete_formats
+from moechat.cli.parameters import Action, argument, flag, option
 
 _HELP = """\
 List, search, show, export and delete saved conversations.
@@ -26,13 +24,10 @@ moechat sessions export 12 -o fox.md
 
 sessions_app = typer.Typer(help=_HELP, epilog=_EXAMPLES, invoke_without_command=True, add_completion=False)
 
-_Id = Annotated[int, typer.Argument(metavar="ID", help="Number of the conversation.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON list.")]
+_Id = Annotated[int, argument("ID", "Number of the conversation.")]
+_Json = Annotated[bool, flag("Print one JSON list.", "--json")]
 _Limit = Annotated[
-    int,
-    typer.Option(
-        "--limit", metavar="N", min=0, help="Most conversations to show, newest first; 0 shows all."
-    ),
+    int, option("N", "Most conversations to show, newest first; 0 shows all.", None, "--limit", min=0)
 ]
 
 
@@ -47,9 +42,7 @@ def _list(context: typer.Context, json: _Json = False, limit: _Limit = 20) -> Ac
 
 @sessions_app.command("search", help="Find conversations with all words in one question and its answer.")
 def _search(
-    text: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Words.", show_default=False)],
-    json: _Json = False,
-    limit: _Limit = 20,
+    text: Annotated[list[str], argument("TEXT...", "Words.")], json: _Json = False, limit: _Limit = 20
 ) -> Action:
     from moechat.cli.commands.sessions import search_sessions
 
@@ -59,10 +52,8 @@ def _search(
 @sessions_app.command("show", help="Show a conversation.")
 def _show(
     key: _Id,
-    everything: Annotated[
-        bool, typer.Option("--all", metavar="", help="Also show undone and regenerated answers.")
-    ] = False,
-    raw: Annotated[bool, typer.Option("--raw", metavar="", help="Do not render markdown.")] = False,
+    everything: Annotated[bool, flag("Also show undone and regenerated answers.", "--all")] = False,
+    raw: Annotated[bool, flag("Do not render markdown.", "--raw")] = False,
 ) -> Action:
     from moechat.cli.commands.sessions import show_session
 
@@ -74,17 +65,16 @@ def _export(
     key: _Id,
     form: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "md|json",
+            "If not given, by the suffix of the file, else md.",
+            complete_formats,
             "--format",
-            metavar="md|json",
-            autocompletion=answering(complete_formats),
-            help="If not given, by the suffix of the file, else md.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="A new file; stdout if not given."),
+        str | None, option("FILE", "A new file; stdout if not given.", None, "--output", "-o")
     ] = None,
 ) -> Action:
     from moechat.cli.commands.sessions import export_session
@@ -93,11 +83,7 @@ def _export(
 
 
 @sessions_app.command("rm", help="Delete conversations permanently.")
-def _remove(
-    keys: Annotated[
-        list[int], typer.Argument(metavar="ID...", help="Numbers of the conversations.", show_default=False)
-    ],
-) -> Action:
+def _remove(keys: Annotated[list[int], argument("ID...", "Numbers of the conversations.")]) -> Action:
     from moechat.cli.commands.sessions import remove_sessions
 
     return lambda: remove_sessions(keys)

@@ -20,15 +20,6 @@ _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./@:+=,%][A-Za-z0-9_./@:+=,%-]*", re.ASCII
 _PATH = (".", "/", "~")
 
 
-def answering(complete: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
-    """Wrap a function of this module without its type hints.
-
-    Typer inspects the type hints of every completion function at each start. For all of them together that
-    takes a tenth of the time of a short command; a lambda has no type hints.
-    """
-    return lambda incomplete: complete(incomplete)
-
-
 def complete_models(incomplete: str) -> list[str]:
     """Names for ``run``: models in the library, and aliases; none if the word begins like a path."""
     if incomplete.startswith(_PATH):
