@@ -32,7 +32,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
     frozenset({"geometry"}),
-    frozenset({"config", "validation"}),
+    frozenset({"atomic_file", "config", "validation"}),
     frozenset({"errors"}),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

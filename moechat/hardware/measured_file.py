@@ -6,17 +6,16 @@ reason.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moechat.atomic_file import replacing
 from moechat.config import HOME_VARIABLE, user_paths
 from moechat.errors import MoechatError
 from moechat.hardware.gpu import find_gpus
@@ -141,27 +140,16 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     Raises:
         MoechatError: The file cannot be written.
     """
-    temporary = None
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A unique temporary name, as two processes may write at the same time.
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
+        with replacing(path, mode=0o600) as file:
+            file.write(text.encode())
     except OSError as problem:
         raise MoechatError(
             f"{path} cannot be written: {problem.strerror}",
             hint=f"set {HOME_VARIABLE} to a directory that can be written to, with some room",
         ) from problem
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 def read_json(path: Path, notice: Notice) -> dict[str, Any] | None:

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
+from moechat.atomic_file import TEMPORARY, replacing
 from moechat.models.dense_form import DenseForm
-from moechat.routing.atomic import TEMPORARY, replacing
 
 _MAGIC = b"MOEDENSE"
 _FORMAT = 1  # of this file; packed groups have the version of the block format

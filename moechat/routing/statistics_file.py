@@ -27,8 +27,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from moechat.atomic_file import TEMPORARY, replacing
 from moechat.config import user_paths
-from moechat.routing.atomic import TEMPORARY, replacing
 from moechat.routing.statistics import RoutingStatistics
 
 FORMAT = 1

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moechat.atomic_file import replacing
 from moechat.errors import UsageError
-from moechat.routing.atomic import replacing
 
 # 1 GiB of int32: 10 million tokens with 27 choices each. A larger file is an error or an attack.
 MAX_CHOICES = 1 << 28

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from moechat import _native
+from moechat.atomic_file import TEMPORARY, sync_directory
 from moechat.config import HOME_VARIABLE
 from moechat.errors import DoesNotFitError, MoechatError
 
-TEMPORARY_SUFFIX = ".tmp"
 _HASH_CHUNK = 4 << 20
 _HUGE_PAGE = 2 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -68,15 +68,6 @@ def _cannot_be_written(problem: OSError, path: Path) -> bool:
     if problem.errno in _NO_DIRECTORY:
         return target in path.parents  # mkdir in /proc, for example, fails with "no such file"
     return problem.errno in _FORBIDDEN and (path.is_relative_to(target) or target.is_relative_to(path.parent))
-
-
-def sync_directory(path: Path) -> None:
-    """Make created and renamed files of a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
@@ -153,7 +144,7 @@ class DurableFile:
     def __init__(self, path: Path) -> None:
         """Create ``<path>.tmp``, replacing a leftover of an interrupted run."""
         self._path = path
-        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._temporary = path.with_name(path.name + TEMPORARY)
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._piece = memoryview(bytearray(_HUGE_PAGE))

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from moechat.store.files import explained, sync_directory, write_durably
+from moechat.atomic_file import sync_directory
+from moechat.store.files import explained, write_durably
 from moechat.store.lock import exclusive_lock, unless_in_use
 from moechat.store.manifest import MANIFEST_NAME
 from moechat.store.store import Store

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moechat.atomic_file import sync_directory
 from moechat.errors import DoesNotFitError
-from moechat.store.files import DurableFile, format_bytes, hash_file, sync_directory, write_durably
+from moechat.store.files import DurableFile, format_bytes, hash_file, write_durably
 from moechat.store.manifest import FileRecord
 from moechat.store.outline import StoreOutline
 from moechat.store.safetensors_file import strict_json

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moechat.atomic_file import TEMPORARY, replacing
 from moechat.tuner.choice import Timing
 
 FORMAT = 1
@@ -111,15 +110,8 @@ def remember(directory: Path, key: TuningKey, entry: Remembered) -> None:
     entries = [asdict(kept) for kept in (entry, *others)][:_MOST_ENTRIES]
     text = json.dumps({"format": FORMAT, "key": asdict(key), "entries": entries}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path, mode=0o600) as file:
+        file.write(text.encode())
     _remove_oldest(path.parent)
 
 
@@ -131,7 +123,7 @@ def _remove_oldest(directory: Path) -> None:
             written = path.stat().st_mtime
             if path.suffix == ".json":
                 dated.append((written, path))
-            elif path.suffix == ".tmp" and written < time.time() - _ABANDONED_S:
+            elif path.suffix == TEMPORARY and written < time.time() - _ABANDONED_S:
                 path.unlink()
     for _, path in sorted(dated)[:-MAX_FILES]:
         with suppress(OSError):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
+from moechat.atomic_file import replacing
 from moechat.chat.terminal.safe_text import encodable, neutralise, one_line
 from moechat.config import user_paths
 
@@ -57,15 +56,8 @@ def _limit_size(path: Path) -> None:
         newest = file.read()
     # Start with a whole entry; a file of another format has none.
     start = newest.find(_ENTRY_START)
-    descriptor, temporary = tempfile.mkstemp(prefix=".history-", dir=path.parent)  # mode 0600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(newest[start:] if start >= 0 else b"")
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path, mode=0o600) as written:
+        written.write(newest[start:] if start >= 0 else b"")
 
 
 class _PrivateHistory(FileHistory):
