@@ -11,26 +11,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from moechat.errors import UsageError
+from moechat.validation import require_choice, require_number, require_whole
 
 Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
 Prefetch = Literal["none", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
 Miss = Literal["fetch", "compute", "both"]
-
-
-def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ``UsageError`` for a value that is not one of ``choices``."""
-    if value not in choices:
-        raise UsageError(f"{name} is {value!r}", hint=f"choose one of: {', '.join(map(str, choices))}")
-
-
-def within(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Raise ``UsageError`` for a value outside ``low`` to ``high``; ``above`` excludes ``low`` itself."""
-    # NaN fails this comparison too.
-    if not (low <= value <= high) or (above and value == low):
-        raise UsageError(
-            f"{name} is {value}; it must be {'above' if above else 'at least'} {low} and at most {high}"
-        )
 
 
 @dataclass(frozen=True)
@@ -83,28 +69,23 @@ class CacheSettings:
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
-        one_of("policy", self.policy, get_args(Policy))
-        one_of("prefetch", self.prefetch, get_args(Prefetch))
-        one_of("allocation", self.allocation, get_args(Allocation))
-        one_of("miss", self.miss, get_args(Miss))
+        require_choice("policy", self.policy, get_args(Policy))
+        require_choice("prefetch", self.prefetch, get_args(Prefetch))
+        require_choice("allocation", self.allocation, get_args(Allocation))
+        require_choice("miss", self.miss, get_args(Miss))
         if self.split is not None:
-            within("split", self.split, 0.0, 1.0, above=True)
+            require_number("split", self.split, 0, 1, above=True)
         elif self.allocation not in ("auto", "moepic"):
             raise UsageError(f"the allocation {self.allocation} chooses no split", hint="give split=1")
-        within("keep", self.keep, 0.0, 1.0)
-        within("lookahead", self.lookahead, 1, 8)
-        within("omega", self.omega, 0.0, 1e9, above=True)
-        within("rho", self.rho, 0.0, 1.0, above=True)
-        within("gamma", self.gamma, 0.0, 1.0, above=True)
+        require_number("keep", self.keep, 0, 1)
+        require_whole("lookahead", self.lookahead, 1, 8)
+        require_number("omega", self.omega, 0, 1e9, above=True)
+        require_number("rho", self.rho, 0, 1, above=True)
+        require_number("gamma", self.gamma, 0, 1, above=True)
         # Larger values have no effect and would overflow the native runner's 64-bit counters.
         for name, most in (("prefetch_experts", 1 << 20), ("prefetch_bytes", 1 << 62)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-                raise UsageError(
-                    f"{name} is {value!r}; it must be a whole number of at least 0 and at most {most}"
-                )
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 0, most)
 
     @property
     def ahead(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from moechat.configurator.systems import CacheSettings, one_of, within
+from moechat.configurator.systems import CacheSettings
+from moechat.validation import require_choice, require_number
 
 LinkIo = Literal["auto", "uring", "threads"]
 
@@ -41,12 +42,12 @@ class LinkSettings:
     copy: bool = True
 
     def __post_init__(self) -> None:
-        one_of("link", self.kind, ("file", "sim"))
-        one_of("io", self.io, get_args(LinkIo))
-        within("stall_seconds", self.stall_seconds, 0.0, 1e6, above=True)
+        require_choice("link", self.kind, ("file", "sim"))
+        require_choice("io", self.io, get_args(LinkIo))
+        require_number("stall_seconds", self.stall_seconds, 0, 1e6, above=True)
         for name in ("in_flight_bytes", "bandwidth", "latency", "jitter", "seed"):
-            within(name, getattr(self, name), 0, float(1 << 62))
-        within("reorder", self.reorder, 1, 1024)
+            require_number(name, getattr(self, name), 0, float(1 << 62))
+        require_number("reorder", self.reorder, 1, 1024)
 
 
 @dataclass(frozen=True)

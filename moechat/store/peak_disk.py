@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile
+from moechat.store.outline import DenseFile, PlannedFile
 from moechat.store.shard_supply import ShardSupply
 
 
@@ -90,13 +90,11 @@ class _DiskUsage:
         self._update_peak()
 
     def _release(self, name: str) -> None:
-        needing = [file for file in self.unwritten if name in self._supply.shards_of(file)]
-        if any(isinstance(file, ExpertsFile) for file in needing):
-            return
-        if not needing:
+        release = self._supply.release_of(name, self.unwritten)
+        if release == "discard":
             self._open.pop(name, None)
             self._saved.pop(name, None)
-        elif name in self._open and not self._supply.is_all_dense(name):
+        elif release == "save dense" and name in self._open:
             self._saved[name] = self._supply.saved_dense_bytes(name)
             self._update_peak()
             del self._open[name]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from moechat.errors import CheckpointError
 from moechat.store.files import DurableFile
@@ -141,9 +141,19 @@ class ShardSupply:
         """Bytes of a whole shard."""
         return self._checkpoint.shards[name].file_bytes
 
-    def is_all_dense(self, name: str) -> bool:
-        """Whether all tensors of a shard are dense, so that saving them separately frees no space."""
-        return len(self._dense.get(name, ())) == len(self._checkpoint.shards[name].tensors)
+    def release_of(
+        self, name: str, unwritten: Sequence[PlannedFile]
+    ) -> Literal["keep", "save dense", "discard"]:
+        """What can be done with an open shard, while these files are not written.
+
+        A shard of which only dense tensors are needed is replaced by them, unless it has no others: then
+        that frees no space.
+        """
+        needing = [file for file in unwritten if name in self.shards_of(file)]
+        if not needing:
+            return "discard"
+        all_dense = len(self._dense.get(name, ())) == len(self._checkpoint.shards[name].tensors)
+        return "keep" if all_dense or any(isinstance(file, ExpertsFile) for file in needing) else "save dense"
 
     def provide(self, file: PlannedFile) -> None:
         """See :class:`Supply`."""
@@ -172,17 +182,17 @@ class ShardSupply:
 
     def _release(self, name: str) -> None:
         """Discard a shard that no unwritten file needs; keep its dense tensors if only they are needed."""
-        needing = [file for file in self._unwritten if name in self.shards_of(file)]
         shard = self._checkpoint.shards[name]
-        if any(isinstance(file, ExpertsFile) for file in needing) or self._keep:
+        release = self.release_of(name, self._unwritten)
+        if release == "keep" or self._keep:
             return
-        if not needing:
+        if release == "discard":
             reduced = shard.is_reduced
             shard.close()
             if not reduced:
                 self._source.discard(name)
             self._saved_path(name).unlink(missing_ok=True)
-        elif not (self.is_all_dense(name) or shard.is_reduced):
+        elif not shard.is_reduced:
             self._save_dense(name)  # replaces an earlier copy, which unlike the open shard is unchecked
             shard.close()
             self._open_saved(name)

@@ -78,7 +78,7 @@ def test_limits_of_prefetching_stay_within_what_the_runner_counts(name: str, mos
     (system,) = parse_systems(f"auto:{name}={most}")
     assert getattr(system.settings, name) == most
     for wrong in (most + 1, 10**24, -1):
-        with pytest.raises(UsageError, match=f"{name} is {wrong}; it must be a whole number"):
+        with pytest.raises(UsageError, match=f"{name} is {wrong}; it must be at least 0 and at most {most}"):
             parse_systems(f"auto:{name}={wrong}")
 
 
