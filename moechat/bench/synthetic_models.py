@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from moechat.errors import UsageError
-from moechat.geometry import ExpertGeometry, WeightType
 from moechat.hub.known_shapes import shape_names, shape_values
 from moechat.models.skeleton import build_skeleton
 from moechat.store.progress import ProgressCallback
@@ -114,18 +113,6 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
         UsageError: ``bits`` is out of range.
     """
     skeleton = build_skeleton(shape.config, torch.bfloat16)
-    first = skeleton.experts[0]
-    geometry = ExpertGeometry(
-        hidden_size=first.hidden_size,
-        intermediate_size=first.intermediate_size,
-        num_experts=first.num_experts,
-        bits=bits,
-        weight_type=WeightType.BF16,
-        activation=first.gate.activation,
-        alpha=first.gate.alpha,
-        limit=first.gate.limit,
-        has_bias=first.has_bias,
-    )
     experts = skeleton.expert_names
     tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
     dense = {
@@ -136,7 +123,7 @@ def describe_shape(shape: Shape, *, bits: int = 4, seed: int = 0) -> SyntheticMo
     return SyntheticModel(
         name=f"synthetic {shape.name}",
         config=shape.config.to_dict(),
-        geometry=geometry,
+        geometry=skeleton.experts[0].geometry(bits),
         layers=[(entry.layer, entry.name) for entry in skeleton.experts],
         dense=dense,
         seed=seed,

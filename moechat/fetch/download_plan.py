@@ -226,11 +226,12 @@ def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
     """Estimate by timing a small sample; ``None`` where values are copied, or a GPU quantises."""
     if choose_solver("auto", bits) != "native":
         return None
+    whole = plan.geometry(bits)
     geometry = replace(
-        plan.geometry(bits),
+        whole,
         num_experts=1,
-        intermediate_size=min(plan.intermediate_size, _SAMPLE_NEURONS),
-        hidden_size=min(plan.hidden_size, _SAMPLE_WEIGHTS // _SAMPLE_NEURONS),
+        intermediate_size=min(whole.intermediate_size, _SAMPLE_NEURONS),
+        hidden_size=min(whole.hidden_size, _SAMPLE_WEIGHTS // _SAMPLE_NEURONS),
         has_bias=False,
     )
     neurons, columns = geometry.intermediate_size, geometry.hidden_size
@@ -242,5 +243,5 @@ def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
         start = time.perf_counter()
         pack((values, values, np.ascontiguousarray(values.T)), None, out)
         times.append(time.perf_counter() - start)
-    all_weights = 3 * plan.intermediate_size * plan.hidden_size * plan.num_experts * len(plan.layers)
+    all_weights = 3 * whole.intermediate_size * whole.hidden_size * whole.num_experts * len(plan.layers)
     return min(times) * all_weights / (3 * neurons * columns)

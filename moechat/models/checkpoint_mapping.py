@@ -141,17 +141,11 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
 
     layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
-    first = skeleton.experts[0]
+    weight_type = _weight_type(checkpoint, layers)
     plan = CheckpointPlan(
         model_type=config.model_type,
-        hidden_size=first.hidden_size,
-        intermediate_size=first.intermediate_size,
-        num_experts=first.num_experts,
-        activation=first.gate.activation,
-        alpha=first.gate.alpha,
-        limit=first.gate.limit,
-        has_bias=first.has_bias,
-        weight_type=_weight_type(checkpoint, layers),
+        experts=skeleton.experts[0].geometry(16, weight_type),
+        weight_type=weight_type,
         layers=layers,
         dense_keys=tuple(dense_keys),
     )

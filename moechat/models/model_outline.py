@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from moechat import _native
-from moechat.geometry import ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
@@ -77,18 +77,7 @@ class ModelOutline:
         Raises:
             UsageError: ``bits`` is not supported.
         """
-        entry = self.experts
-        return ExpertGeometry(
-            hidden_size=entry.hidden_size,
-            intermediate_size=entry.intermediate_size,
-            num_experts=entry.num_experts,
-            bits=bits,
-            weight_type=WeightType.BF16,
-            activation=entry.gate.activation,
-            alpha=entry.gate.alpha,
-            limit=entry.gate.limit,
-            has_bias=entry.has_bias,
-        )
+        return self.experts.geometry(bits)
 
     @property
     def expert_weights(self) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.models.gates import Gate, recognise_gate
 
 # Attribute of an experts module that holds the object that computes it.
@@ -57,6 +58,28 @@ class ExpertsModule:
         names = ("gate_up_proj", "down_proj")
         biases = ("gate_up_proj_bias", "down_proj_bias") if self.has_bias else ()
         return tuple(f"{self.name}.{suffix}" for suffix in names + biases)
+
+    def geometry(self, bits: int, weight_type: WeightType = WeightType.BF16) -> ExpertGeometry:
+        """Shape and encoding of the experts with ``bits`` bits per weight.
+
+        Args:
+            bits: Bits of a weight.
+            weight_type: Of the checkpoint; at 16 bits fp32 weights become bf16.
+
+        Raises:
+            UsageError: A size or ``bits`` is out of range.
+        """
+        return ExpertGeometry(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            bits=bits,
+            weight_type=WeightType.FP16 if weight_type is WeightType.FP16 else WeightType.BF16,
+            activation=self.gate.activation,
+            alpha=self.gate.alpha,
+            limit=self.gate.limit,
+            has_bias=self.has_bias,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ Nothing here opens a file. A :class:`MatrixRef` names the tensor of a matrix and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from moechat.errors import CheckpointError
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 
 Packing = Literal["plain", "mxfp4"]
 
@@ -143,11 +143,8 @@ class CheckpointPlan:
 
     Attributes:
         model_type: ``config.model_type`` of transformers.
-        hidden_size: Columns of gate and up.
-        intermediate_size: Neurons of one routed expert.
-        num_experts: Routed experts in every expert layer.
-        activation: Gate activation, with its ``alpha`` and ``limit`` (0 if it has none).
-        has_bias: Every expert has all three biases; else none has any.
+        experts: Shape of the routed experts of every expert layer, at 16 bits. Every expert has all three
+            biases, or none has any.
         weight_type: Element type of the expert tensors in the checkpoint; ``BF16`` for mxfp4, whose values
             it represents exactly.
         layers: Layers with routed experts, ascending; need not be all layers.
@@ -155,13 +152,7 @@ class CheckpointPlan:
     """
 
     model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    activation: Activation
-    alpha: float
-    limit: float
-    has_bias: bool
+    experts: ExpertGeometry
     weight_type: WeightType
     layers: tuple[ExpertLayerSource, ...]
     dense_keys: tuple[str, ...]
@@ -170,19 +161,9 @@ class CheckpointPlan:
         """Geometry of the store with ``bits`` bits; at 16 bits fp32 weights become bf16.
 
         Raises:
-            UsageError: A size or ``bits`` is out of range.
+            UsageError: ``bits`` is not supported.
         """
-        return ExpertGeometry(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            bits=bits,
-            weight_type=WeightType.FP16 if self.weight_type is WeightType.FP16 else WeightType.BF16,
-            activation=self.activation,
-            alpha=self.alpha,
-            limit=self.limit,
-            has_bias=self.has_bias,
-        )
+        return replace(self.experts, bits=bits)
 
     def expert_tensors(self) -> frozenset[str]:
         """Names of all tensors that hold routed experts."""

@@ -124,9 +124,9 @@ def _check_plan(checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
     if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] > _MAX_LAYER:
         raise CheckpointError(f"the expert layers {indices[:8]} are not ascending")
     for layer in plan.layers:
-        if len(layer.experts) != plan.num_experts:
+        if len(layer.experts) != plan.experts.num_experts:
             raise CheckpointError(
-                f"layer {layer.layer} has {len(layer.experts)} experts, the model {plan.num_experts}"
+                f"layer {layer.layer} has {len(layer.experts)} experts, the model {plan.experts.num_experts}"
             )
     if len(set(plan.dense_keys)) != len(plan.dense_keys):
         raise CheckpointError("a dense tensor is listed twice")
@@ -138,7 +138,7 @@ def _check_plan(checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
 
 
 def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRef, bits: int) -> None:
-    hidden, intermediate = plan.hidden_size, plan.intermediate_size
+    hidden, intermediate = plan.experts.hidden_size, plan.experts.intermediate_size
     expected = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
     for name, ref in expert.matrices:
         shape = checkpoint.matrix_shape(ref)
@@ -154,10 +154,9 @@ def _check_expert(checkpoint: Checkpoint, plan: CheckpointPlan, expert: ExpertRe
                 hint="convert it with 8 bits or fewer",
             )
     for name, vector in expert.biases:
-        if (vector is not None) != plan.has_bias:
-            raise CheckpointError(
-                f"an expert with {expert.gate.key!r} {'lacks' if plan.has_bias else 'has'} the {name} bias"
-            )
+        if (vector is not None) != plan.experts.has_bias:
+            found = "has" if vector is not None else "lacks"
+            raise CheckpointError(f"an expert with {expert.gate.key!r} {found} the {name} bias")
         if vector is not None and checkpoint.vector_size(vector) != expected[name][0]:
             raise CheckpointError(
                 f"the {name} bias in {vector.key!r} has {vector.size} elements, not {expected[name][0]}"

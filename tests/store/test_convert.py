@@ -235,13 +235,16 @@ def fused_checkpoint(
     write_safetensors(directory / "model.safetensors", tensors)
     plan = CheckpointPlan(
         model_type="gpt_oss",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_experts=experts,
-        activation=Activation.CLAMPED_SWIGLU,
-        alpha=1.702,
-        limit=7.0,
-        has_bias=True,
+        experts=ExpertGeometry(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_experts=experts,
+            bits=16,
+            activation=Activation.CLAMPED_SWIGLU,
+            alpha=1.702,
+            limit=7.0,
+            has_bias=True,
+        ),
         weight_type=WeightType.BF16,
         layers=tuple(layers),
         dense_keys=("norm",),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moechat.geometry import Activation, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef
 from moechat.store.safetensors_file import PlannedTensor, build_header
@@ -37,13 +37,13 @@ def mixtral_plan(checkpoint: Checkpoint) -> CheckpointPlan:
 
     return CheckpointPlan(
         model_type="mixtral",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_experts=len(next(iter(layers.values()))),
-        activation=Activation.SILU,
-        alpha=0.0,
-        limit=0.0,
-        has_bias=False,
+        experts=ExpertGeometry(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_experts=len(next(iter(layers.values()))),
+            bits=16,
+            weight_type=WeightType.FP16 if dtype == "F16" else WeightType.BF16,
+        ),
         weight_type=_WEIGHT_TYPES[dtype],
         layers=tuple(
             ExpertLayerSource(
