@@ -37,9 +37,9 @@ def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_config("qwen3_moe", 1))
     found = plan(tmp_path)
     assert [layer.layer for layer in found.layers] == [0, 2]
-    assert (found.num_experts, found.hidden_size, found.intermediate_size) == (7, 72, 44)
+    assert (found.experts.num_experts, found.experts.hidden_size, found.experts.intermediate_size) == (7, 72, 44)
     assert found.weight_type is WeightType.BF16
-    assert found.activation is Activation.SILU
+    assert found.experts.activation is Activation.SILU
     assert "model.layers.1.mlp.gate_proj.weight" in found.dense_keys
     assert not any(".experts." in key for key in found.dense_keys)
 
@@ -58,7 +58,7 @@ def test_refs_name_the_rows_of_each_matrix(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     found = plan_checkpoint(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    size = found.intermediate_size
+    size = found.experts.intermediate_size
     for layer in found.layers:
         module = model.get_submodule(layer.module)
         for index, expert in enumerate(layer.experts):
@@ -70,7 +70,7 @@ def test_refs_name_the_rows_of_each_matrix(family: str, tmp_path: Path) -> None:
             assert torch.equal(as_float(checkpoint.matrix(expert.gate)), gate)
             assert torch.equal(as_float(checkpoint.matrix(expert.up)), up)
             assert torch.equal(as_float(checkpoint.matrix(expert.down)), down)
-            if found.has_bias:
+            if found.experts.has_bias:
                 assert expert.up_bias is not None
                 assert expert.down_bias is not None
                 up_bias = torch.from_numpy(np.array(checkpoint.vector(expert.up_bias)))
