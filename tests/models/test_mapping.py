@@ -37,7 +37,11 @@ def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_config("qwen3_moe", 1))
     found = plan(tmp_path)
     assert [layer.layer for layer in found.layers] == [0, 2]
-    assert (found.experts.num_experts, found.experts.hidden_size, found.experts.intermediate_size) == (7, 72, 44)
+    assert (found.experts.num_experts, found.experts.hidden_size, found.experts.intermediate_size) == (
+        7,
+        72,
+        44,
+    )
     assert found.weight_type is WeightType.BF16
     assert found.experts.activation is Activation.SILU
     assert "model.layers.1.mlp.gate_proj.weight" in found.dense_keys

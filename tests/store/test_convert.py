@@ -412,10 +412,14 @@ def resized(ref: MatrixRef, rows: int) -> MatrixRef:
     return dataclasses.replace(ref, rows=rows)
 
 
+def _with_experts(plan: CheckpointPlan, **changes: Any) -> CheckpointPlan:
+    return dataclasses.replace(plan, experts=dataclasses.replace(plan.experts, **changes))
+
+
 BAD_PLANS: dict[str, tuple[Callable[[CheckpointPlan], CheckpointPlan], str]] = {
     "no layers": (lambda p: dataclasses.replace(p, layers=()), "not ascending"),
     "layers descending": (lambda p: dataclasses.replace(p, layers=p.layers[::-1]), "not ascending"),
-    "too few experts": (lambda p: dataclasses.replace(p, num_experts=4), "has 3 experts"),
+    "too few experts": (lambda p: _with_experts(p, num_experts=4), "has 3 experts"),
     "dense key twice": (lambda p: dataclasses.replace(p, dense_keys=p.dense_keys * 2), "twice"),
     "dense key missing": (lambda p: dataclasses.replace(p, dense_keys=("ghost",)), "no tensor 'ghost'"),
     "expert also dense": (
@@ -430,7 +434,7 @@ BAD_PLANS: dict[str, tuple[Callable[[CheckpointPlan], CheckpointPlan], str]] = {
         lambda p: with_first_expert(p, lambda e: dataclasses.replace(e, up=e.down)),
         r"up matrix .* \[64, 128\]; \[128, 64\]",
     ),
-    "bias missing": (lambda p: dataclasses.replace(p, has_bias=True), "lacks the gate bias"),
+    "bias missing": (lambda p: _with_experts(p, has_bias=True), "lacks the gate bias"),
     "bias unexpected": (
         lambda p: with_first_expert(
             dataclasses.replace(p, dense_keys=()),
