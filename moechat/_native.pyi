@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 BLOCK_FORMAT_VERSION: Final[int]
 DEMAND: Final[int]
-NEAR: Final[int]
-FAR: Final[int]
+NEXT: Final[int]
+LATER: Final[int]
 
 _F32: TypeAlias = npt.NDArray[np.float32]
 _F16: TypeAlias = npt.NDArray[np.float16]
@@ -423,7 +423,7 @@ class Link:
     An `ExpertRunner` takes ownership of the link; after that every call below raises ValueError. A transfer
     is identified by its slot, a number below the ``slots`` of `open`. Unfinished transfers have distinct
     slots; a transfer is unfinished until `poll` has returned its completion. Queued transfers start by
-    priority, DEMAND (0), NEAR (1), FAR (2), and within a priority in order of submission. All calls are safe
+    priority, DEMAND (0), NEXT (1), LATER (2), and within a priority in order of submission. All calls are safe
     from any thread; those that wait drop the GIL. Contract: ``native/src/link/link.h``.
     """
 
@@ -475,7 +475,7 @@ class Link:
     def stats(self) -> dict[str, float]:
         """Return counters since the start.
 
-        ``bytes_*`` and ``transfers_*`` (finished without an error) for ``demand``, ``near``, ``far``;
+        ``bytes_*`` and ``transfers_*`` (finished without an error) for ``demand``, ``next``, ``later``;
         ``operations`` (reads or copies issued), ``errors``, ``cancelled``, ``queued`` (now), ``in_flight``
         (bytes, now), ``busy_seconds`` (with at least one transfer in flight), ``bandwidth`` (bytes a second
         while busy, a moving estimate).
@@ -1079,7 +1079,7 @@ class ExpertRunner:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
         """
     def prefetch(
-        self, layer: int, scores: _F32 | None, experts: int, max_bytes: int | None, far: bool = False
+        self, layer: int, scores: _F32 | None, experts: int, max_bytes: int | None, later: bool = False
     ) -> int:
         """Queue missing blocks of ``layer`` into pages that are free or surplus.
 
@@ -1091,7 +1091,7 @@ class ExpertRunner:
                 ascending order.
             experts: Number of best experts to prefetch, including resident ones; ignored without scores.
             max_bytes: Most bytes; ``None`` sets no limit.
-            far: Queue at priority FAR instead of NEAR.
+            later: Queue at priority LATER instead of NEXT.
 
         Returns:
             Bytes queued now; 0 if the link has failed.
@@ -1195,7 +1195,7 @@ class ExpertRunner:
         ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
         ``blocks_staged``, ``blocks_far`` (computed by the CPU in the far tier, in ``far_seconds``);
         ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
-        ``link_transfers_*`` by ``demand``, ``near``, ``far``, and the other fields of :meth:`Link.stats` with
+        ``link_transfers_*`` by ``demand``, ``next``, ``later``, and the other fields of :meth:`Link.stats` with
         prefix ``link_``. ``compute_seconds``; ``stall_seconds`` waiting for the link with nothing to
         compute; ``begin_seconds`` of bookkeeping. ``layers_run``, ``kernel_calls``, ``activations``
         ((token, expert) pairs), ``bytes_computed``. ``pages``, ``pages_peak`` (most pages in use),

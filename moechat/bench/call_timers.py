@@ -33,10 +33,10 @@ class TimedCalls:
         self._runner.begin(*arguments)
         self.seconds["begin"] += time.perf_counter() - started
 
-    def prefetch(self, *arguments: Any, far: bool = False) -> int:
+    def prefetch(self, *arguments: Any, later: bool = False) -> int:
         """See the native runner."""
         started = time.perf_counter()
-        queued: int = self._runner.prefetch(*arguments, far=far)
+        queued: int = self._runner.prefetch(*arguments, later=later)
         self.seconds["prefetch"] += time.perf_counter() - started
         return queued
 

@@ -96,7 +96,7 @@ def case_figures(
         "blocks_prefetched": total("blocks_prefetched") / wanted,
         "bytes_per_token": {
             "demand": total("link_bytes_demand") / tokens,
-            "prefetch": (total("link_bytes_near") + total("link_bytes_far")) / tokens,
+            "prefetch": (total("link_bytes_next") + total("link_bytes_later")) / tokens,
             "wasted": total("prefetch_wasted") * page_bytes / tokens,
             "missing": missing,
         },

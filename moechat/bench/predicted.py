@@ -67,13 +67,13 @@ class Recorder:
         experts: int,
         most: int | None,
         *,
-        far: bool = False,
+        later: bool = False,
     ) -> int:
         """See the native runner."""
         if scores is not None:
             number, begun = len(self._passes) - 1, len(self._passes[-1]) - 1
             self._expected.append((number, begun, layer, experts, scores.copy()))
-        queued: int = self._runner.prefetch(layer, scores, experts, most, far=far)
+        queued: int = self._runner.prefetch(layer, scores, experts, most, later=later)
         return queued
 
     def __getattr__(self, name: str) -> Any:

@@ -119,7 +119,7 @@ class Meter:
         "hits_top": ("hits_top",),
         "misses": ("hits_miss",),
         "demand_bytes": ("link_bytes_demand",),
-        "prefetch_bytes": ("link_bytes_near", "link_bytes_far"),
+        "prefetch_bytes": ("link_bytes_next", "link_bytes_later"),
         "stall_s": ("stall_seconds",),
         "link_busy_s": ("link_busy_seconds",),
     }

@@ -318,7 +318,7 @@ class ExpertTier:
             scores: ``[experts]``.
         """
         self.runner.prefetch(
-            layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, far=ahead > 1
+            layer, scores, self.prefetch_experts, self.settings.prefetch_bytes, later=ahead > 1
         )
 
     def prefetch(self, ordinal: int, x: torch.Tensor) -> None:

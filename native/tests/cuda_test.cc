@@ -260,7 +260,7 @@ void layers_compute_from_fetched_blocks(Random& random) {
         std::vector<float> scores(static_cast<std::size_t>(experts));
         for (float& score : scores) score = static_cast<float>(between(random, 0, 100));
         runner.prefetch((layer + 1) % layers, scores.data(), experts, between(random, 0, 20),
-                        Priority::kNear);
+                        Priority::kNext);
       }
       const Grouped rows = runner.rows();
       std::vector<std::int32_t> next(rows.experts.size(), 0);

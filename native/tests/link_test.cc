@@ -461,7 +461,7 @@ void priorities_and_overtaking() {
   const Made link = sim(options);
   link->open(64);
   std::vector<Transfer> transfers;
-  const Priority order[] = {Priority::kFar, Priority::kNear, Priority::kDemand};
+  const Priority order[] = {Priority::kLater, Priority::kNext, Priority::kDemand};
   for (std::uint32_t i = 0; i < 9; ++i) transfers.push_back(pages.transfer(i, i, order[i / 3]));
   submit(link.get(), transfers);
   EXPECT((slots_of(collect(link.get(), 9)) == std::vector<std::uint32_t>{6, 7, 8, 3, 4, 5, 0, 1, 2}));
@@ -469,7 +469,7 @@ void priorities_and_overtaking() {
 
   // A demand overtakes queued transfers.
   transfers.clear();
-  for (std::uint32_t i = 0; i < 24; ++i) transfers.push_back(pages.transfer(i, i, Priority::kFar));
+  for (std::uint32_t i = 0; i < 24; ++i) transfers.push_back(pages.transfer(i, i, Priority::kLater));
   submit(link.get(), transfers);
   std::vector<Completion> done = collect(link.get(), 1);
   submit(link.get(), {pages.transfer(50, 7, Priority::kDemand)});
@@ -488,18 +488,18 @@ void cancel_and_promote() {
   const Made link = sim(options);
   link->open(8);
   std::vector<Transfer> transfers;
-  for (std::uint32_t i = 0; i < 6; ++i) transfers.push_back(pages.transfer(i, 10 + i, Priority::kFar));
+  for (std::uint32_t i = 0; i < 6; ++i) transfers.push_back(pages.transfer(i, 10 + i, Priority::kLater));
   submit(link.get(), transfers);
   EXPECT(!link->cancel(0));  // started
   EXPECT(link->cancel(1));
   EXPECT(!link->cancel(1));
   EXPECT(!link->cancel(7) && !link->cancel(1000));
-  link->promote(4, Priority::kNear);
+  link->promote(4, Priority::kNext);
   link->promote(5, Priority::kDemand);
-  link->promote(5, Priority::kNear);  // already has a higher priority
+  link->promote(5, Priority::kNext);  // already has a higher priority
   link->promote(0, Priority::kDemand);
   link->promote(1000, Priority::kDemand);
-  submit(link.get(), {pages.transfer(1, 30, Priority::kFar)});  // the slot is free again
+  submit(link.get(), {pages.transfer(1, 30, Priority::kLater)});  // the slot is free again
   EXPECT((slots_of(collect(link.get(), 6)) == std::vector<std::uint32_t>{0, 5, 4, 2, 3, 1}));
   EXPECT(pages.holds(1, 30) && pages.holds(5, 15));
   EXPECT(!link->cancel(0));
@@ -519,7 +519,7 @@ void impossible_transfers_are_rejected() {
   EXPECT(link->regions() == kRegions && link->region_bytes(1) == kRegionPages * kPage);
   const Transfer good = pages.transfer(1, 1, Priority::kDemand);
   const auto refused = [&](const std::function<void(Transfer*)>& spoil) {
-    Transfer bad = pages.transfer(2, 1, Priority::kNear);
+    Transfer bad = pages.transfer(2, 1, Priority::kNext);
     spoil(&bad);
     expect_throw<std::invalid_argument>([&] { submit(link.get(), {good, bad}); });
     const LinkStats stats = link->stats();
@@ -589,7 +589,7 @@ void a_failed_link_wakes_its_waiters() {
     link->open(32);
     std::atomic<bool> woken{false};
     std::vector<Transfer> transfers;
-    for (std::uint32_t i = 0; i < 32; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNear));
+    for (std::uint32_t i = 0; i < 32; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNext));
     submit(link.get(), transfers);
     EXPECT(collect(link.get(), 2).size() == 2);
     std::thread waiter([&] {
@@ -622,7 +622,7 @@ void prefetches_leave_capacity_for_demands() {
   const Made link = sim(options);
   link->open(32);
   std::vector<Transfer> transfers;
-  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNear));
+  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(i, i, Priority::kNext));
   submit(link.get(), transfers);
   EXPECT(link->stats().in_flight == 3 * kPage);
   for (Transfer& transfer : transfers) transfer = pages.transfer(transfer.slot + 16, 0, Priority::kDemand);
@@ -754,7 +754,7 @@ void nothing_is_allocated(Made link, bool merge) {
   link->open(64);
   std::vector<Transfer> transfers;
   for (std::uint32_t i = 0; i < 64; ++i) {
-    transfers.push_back(pages.transfer(i, merge ? i : 95 - i, Priority::kNear));
+    transfers.push_back(pages.transfer(i, merge ? i : 95 - i, Priority::kNext));
   }
   std::vector<Completion> done;
   done.reserve(64);
@@ -803,9 +803,9 @@ void merged_reads(const Way& way, Directory* directory) {
   };
   Pages pages(64);
   std::vector<Transfer> transfers;
-  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(63 - i, 5 + i, Priority::kNear));
+  for (std::uint32_t i = 0; i < 16; ++i) transfers.push_back(pages.transfer(63 - i, 5 + i, Priority::kNext));
   EXPECT(count(transfers, &pages) == 2);
-  transfers[3].priority = Priority::kFar;  // leaves a hole: 3 | 4..11 | 12..15 | the far one
+  transfers[3].priority = Priority::kLater;  // leaves a hole: 3 | 4..11 | 12..15 | the later one
   EXPECT(count(transfers, &pages) == 4);
   for (std::uint32_t i = 0; i < 8; ++i) {
     // The end of one region and the start of the next one are neighbours in the file.

@@ -224,7 +224,7 @@ void prefetch_something(Random& random, const Model& model, ExpertRunner& runner
   runner.prefetch(static_cast<std::int32_t>(between(random, 0, model.layers - 1)),
                   chance(random, 0.2) ? nullptr : scores.data(),
                   static_cast<std::int32_t>(between(random, 0, model.experts)), between(random, 0, 30),
-                  chance(random, 0.3) ? Priority::kFar : Priority::kNear);
+                  chance(random, 0.3) ? Priority::kLater : Priority::kNext);
 }
 
 // Some passes over a runner with random options.
@@ -473,7 +473,7 @@ void drained() {
   link.latency = 0.02;
   ExpertRunner runner(options_for(model, 40), lru(model), make_sim_link(model.regions(), link));
   const float scores[] = {1, 4, 2, 3};
-  EXPECT(runner.prefetch(1, scores, 2, 7, Priority::kNear) == 7);
+  EXPECT(runner.prefetch(1, scores, 2, 7, Priority::kNext) == 7);
   runner.drain({});
   EXPECT(runner.stats().link.queued == 0 && runner.stats().link.in_flight == 0);
   const std::vector<std::int16_t> resident = runner.residency();
@@ -683,7 +683,7 @@ void bench() {
   const std::int64_t all = model.layers * model.experts * model.blocks();
   ExpertRunner runner(options_for(model, all), lru(model), make_sim_link(model.regions(), SimLinkOptions{}));
   for (std::int32_t layer = 0; layer < model.layers; ++layer) {
-    while (runner.prefetch(layer, nullptr, 128, all, Priority::kNear) > 0) runner.drain({});
+    while (runner.prefetch(layer, nullptr, 128, all, Priority::kNext) > 0) runner.drain({});
   }
   ThreadPool::set_num_threads(1);
   constexpr std::int64_t kPicks = 8;
@@ -725,7 +725,7 @@ void bench() {
   std::vector<float> scores(128);
   for (float& score : scores) score = static_cast<float>(random() % 1000);
   const Clock::time_point start = Clock::now();
-  for (int i = 0; i < kRounds; ++i) runner.prefetch(i % 4, scores.data(), 8, all, Priority::kNear);
+  for (int i = 0; i < kRounds; ++i) runner.prefetch(i % 4, scores.data(), 8, all, Priority::kNext);
   std::printf("prefetch that finds everything resident: %.2f us\n", since(start) / kRounds * 1e6);
 
   const Model large(random, 1, 8, 2048, 12);

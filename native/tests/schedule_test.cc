@@ -241,7 +241,7 @@ void speculate(const Case& drawn, LayerSchedule& schedule, std::int64_t token, s
   if (plan.whole >= 0) {
     std::vector<std::int32_t> all;
     for (std::int32_t expert = 0; expert < options.experts; ++expert) all.push_back(expert);
-    schedule.prefetch(plan.whole, all.data(), options.experts, options.ahead_blocks, Priority::kNear);
+    schedule.prefetch(plan.whole, all.data(), options.experts, options.ahead_blocks, Priority::kNext);
   }
   for (const Prediction& one : plan.ranked) {
     const std::int64_t of = token + (schedule.layer() + one.ahead) / options.layers;
@@ -250,7 +250,7 @@ void speculate(const Case& drawn, LayerSchedule& schedule, std::int64_t token, s
     const std::int32_t* const ranked = drawn.rankings.data() + place * options.experts;
     schedule.policy().predict(one.layer, ranked, options.ahead_experts);
     schedule.prefetch(one.layer, ranked, options.ahead_experts, options.ahead_blocks,
-                      one.ahead > 1 ? Priority::kFar : Priority::kNear);
+                      one.ahead > 1 ? Priority::kLater : Priority::kNext);
   }
 }
 

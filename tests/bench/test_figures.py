@@ -19,8 +19,8 @@ NATIVE = {
     "compute_seconds": 0.2,
     "stall_seconds": 0.1,
     "link_bytes_demand": 8000,
-    "link_bytes_near": 3000,
-    "link_bytes_far": 1000,
+    "link_bytes_next": 3000,
+    "link_bytes_later": 1000,
     "prefetch_wasted": 2,
     "link_busy_seconds": 0.5,
 }

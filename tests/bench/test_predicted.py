@@ -27,7 +27,7 @@ class Silent:
     """A runner that does nothing."""
 
     def begin(self, *arguments: Any) -> None: ...
-    def prefetch(self, *arguments: Any, far: bool) -> int:
+    def prefetch(self, *arguments: Any, later: bool) -> int:
         return 7
 
 

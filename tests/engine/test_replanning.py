@@ -317,7 +317,7 @@ def test_switching_takes_effect_at_once_and_rejects_settings_that_need_another_r
         near.switch(far, near.plan_for(far))
         near.reset_stats()
         assert answer(engine, 10) == expected
-        assert near.stats()["link_transfers_far"] > 0
+        assert near.stats()["link_transfers_later"] > 0
         for other in (CacheSettings(policy="lru"), CacheSettings(policy=POLICY, whole_experts=True)):
             with pytest.raises(ValueError, match="another tier"):
                 near.switch(other, near.plan)

@@ -19,7 +19,7 @@ from places import SUPPORT
 from moechat import _native
 
 PAGE = 4096
-DEMAND, NEAR, FAR = 0, 1, 2
+DEMAND, NEXT, LATER = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_demands_start_at_once_and_prefetches_a_few_at_a_time(cuda):
         link = _native.cuda_link(regions, in_flight_bytes=3 * PAGE)
         link.open(64)
         cuda.set(latency=0.02)
-        link.submit([(slot, 0, slot * PAGE, PAGE, NEAR) for slot in range(32)], near)
+        link.submit([(slot, 0, slot * PAGE, PAGE, NEXT) for slot in range(32)], near)
         assert 32 - link.stats()["queued"] <= 2
         link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(32, 64)], near)
         assert link.stats()["queued"] >= 30  # the prefetches that were: no demand waits in the queue
@@ -282,7 +282,7 @@ def test_waiting_for_a_fill_ends_when_the_link_stops(cuda):
         link = _native.cuda_link(regions, in_flight_bytes=PAGE)
         link.open(32)
         cuda.set(latency=0.3)
-        link.submit([(slot, 0, slot * PAGE, PAGE, FAR) for slot in range(32)], near)
+        link.submit([(slot, 0, slot * PAGE, PAGE, LATER) for slot in range(32)], near)
         raised = []
 
         def wait():

@@ -15,7 +15,7 @@ from moechat import _native
 
 PAGE = 4096
 PAGES = 64
-DEMAND, NEAR, FAR = 0, 1, 2
+DEMAND, NEXT, LATER = 0, 1, 2
 
 U8 = npt.NDArray[np.uint8]
 
@@ -87,12 +87,12 @@ def test_files_arrive_exactly(folder: Path, io: str, direct: bool) -> None:
     link.open(2 * PAGES)
     order = np.random.default_rng(3).permutation(PAGES)
     link.submit([page(slot, int(far), slot % 3, 0) for slot, far in enumerate(order)], target)
-    link.submit([page(PAGES + far, far, NEAR, 1) for far in range(PAGES)], target)
+    link.submit([page(PAGES + far, far, NEXT, 1) for far in range(PAGES)], target)
     assert set(collect(link, 2 * PAGES).values()) == {0}
     assert np.array_equal(target[:PAGES], first[order])
     assert np.array_equal(target[PAGES:], second)
     stats = link.stats()
-    moved = stats["bytes_demand"] + stats["bytes_near"] + stats["bytes_far"]
+    moved = stats["bytes_demand"] + stats["bytes_next"] + stats["bytes_later"]
     assert moved == 2 * PAGES * PAGE
     assert stats["operations"] < 2 * PAGES  # neighbours were read together
     assert stats["bandwidth"] > 0
@@ -178,11 +178,11 @@ def test_priorities_cancel_and_promote() -> None:
     link = _native.sim_link([data], latency=0.02, in_flight_bytes=PAGE)
     target = target_pages(8)
     link.open(8)
-    link.submit([page(slot, slot, FAR) for slot in range(4)], target)
-    link.submit([page(4, 4, NEAR), page(5, 5, DEMAND)], target)
+    link.submit([page(slot, slot, LATER) for slot in range(4)], target)
+    link.submit([page(4, 4, NEXT), page(5, 5, DEMAND)], target)
     assert not link.cancel(0)  # on its way
     assert link.cancel(1)
-    link.promote(3, NEAR)
+    link.promote(3, NEXT)
     order: list[int] = []
     while len(order) < 5:
         assert link.wait(5.0)

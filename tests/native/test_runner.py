@@ -33,7 +33,11 @@ STAT_KEYS = {
         "far_seconds",
     ),
     *("pages", "pages_peak", "page_bytes", "link_bytes"),
-    *(f"link_{what}_{priority}" for what in ("bytes", "transfers") for priority in ("demand", "near", "far")),
+    *(
+        f"link_{what}_{priority}"
+        for what in ("bytes", "transfers")
+        for priority in ("demand", "next", "later")
+    ),
     *("link_operations", "link_errors", "link_cancelled", "link_queued", "link_in_flight"),
     *("link_busy_seconds", "link_bandwidth"),
 }
@@ -241,7 +245,7 @@ def test_prefetched_experts_are_there_when_their_layer_begins():
     stats = runner.stats()
     assert stats["hits_prefetch"] == 2
     assert stats["link_bytes_demand"] == 0
-    assert runner.prefetch(0, None, 0, 3 * runner.page_bytes, far=True) == 3 * runner.page_bytes
+    assert runner.prefetch(0, None, 0, 3 * runner.page_bytes, later=True) == 3 * runner.page_bytes
     runner.drain()
     assert runner.residency()[0].tolist() == [2, 1, 0, 0, 0, 0]
 
@@ -263,7 +267,7 @@ def test_of_two_prefetches_without_pages_the_nearer_one_goes_on_first():
     one = Pass(model, 0, 1)
     one.begin(runner)
     assert runner.prefetch(1, None, 4, 4 * runner.page_bytes) == 0
-    assert runner.prefetch(2, None, 4, 4 * runner.page_bytes, far=True) == 0
+    assert runner.prefetch(2, None, 4, 4 * runner.page_bytes, later=True) == 0
     one.finish(runner)
     runner.drain()
     assert runner.residency()[1].tolist() == [2, 2, 0, 0]

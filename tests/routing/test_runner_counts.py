@@ -75,7 +75,7 @@ def test_a_runner_counts_as_it_decodes(policy: str) -> None:
             if ahead < tokens * LAYERS:
                 runner.prefetch(ahead % LAYERS, scores[divmod(ahead, LAYERS)], TOP_K, None)
                 # Farther ones are not what P(y) is about.
-                runner.prefetch((ahead + 1) % LAYERS, -scores[0, 0], TOP_K, None, far=True)
+                runner.prefetch((ahead + 1) % LAYERS, -scores[0, 0], TOP_K, None, later=True)
             runner.finish(np.zeros((1, HIDDEN), np.float32), np.empty((1, HIDDEN), np.float32))
     counter = RoutingCounter(_native.EvictionPolicy(policy, LAYERS, EXPERTS), TOP_K)
     counter.feed(np.concatenate([prompt, chosen]), passes=np.array([7] + [1] * tokens))

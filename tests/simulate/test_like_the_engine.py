@@ -26,7 +26,7 @@ COUNTED = (
     *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),
     *("blocks_wanted", "blocks_resident", "blocks_prefetched", "fetched_demand", "fetched_prefetch"),
     *("prefetch_wasted", "evicted", "blocks_staged", "blocks_far", "bytes_computed"),
-    *("link_bytes_demand", "link_bytes_near", "link_bytes_far"),
+    *("link_bytes_demand", "link_bytes_next", "link_bytes_later"),
 )
 
 
@@ -176,7 +176,7 @@ class Case:
             scores = np.full(self.count, -math.inf, np.float32)
             ranking = self.rankings[ahead - 1, token + turns, target]
             scores[ranking] = np.arange(len(ranking), 0, -1)
-            runner.prefetch(target, scores, self.width, None, far=ahead > 1)
+            runner.prefetch(target, scores, self.width, None, later=ahead > 1)
 
 
 def random_case(draw: st.DrawFn) -> Case:

@@ -291,7 +291,7 @@ def test_nothing_is_lost_and_no_time_runs_backwards(data: st.DataObject) -> None
     line.drain()
     stats = line.stats()
     landed = stats["fetched_demand"] + stats["fetched_prefetch"]
-    moved = sum(stats[f"link_bytes_{kind}"] for kind in ("demand", "near", "far"))
+    moved = sum(stats[f"link_bytes_{kind}"] for kind in ("demand", "next", "later"))
     assert moved == landed * BLOCK
     assert stats["link_busy_seconds"] <= stats["now"] + 1e-9
     assert stats["compute_seconds"] + stats["stall_seconds"] <= now + 1e-9

@@ -144,7 +144,7 @@ py::dict stats(const LinkHolder& holder) {
     const ReleaseGil released;
     stats = holder.get().stats();
   }
-  static const char* const kNames[kPriorities] = {"demand", "near", "far"};
+  static const char* const kNames[kPriorities] = {"demand", "next", "later"};
   py::dict result;
   for (int i = 0; i < kPriorities; ++i) {
     result[(std::string("bytes_") + kNames[i]).c_str()] = stats.bytes[i];
@@ -164,8 +164,8 @@ py::dict stats(const LinkHolder& holder) {
 
 void bind_link(py::module_& m) {
   m.attr("DEMAND") = static_cast<int>(Priority::kDemand);
-  m.attr("NEAR") = static_cast<int>(Priority::kNear);
-  m.attr("FAR") = static_cast<int>(Priority::kFar);
+  m.attr("NEXT") = static_cast<int>(Priority::kNext);
+  m.attr("LATER") = static_cast<int>(Priority::kLater);
   py::class_<LinkHolder>(m, "Link")
       .def("name", [](const LinkHolder& self) { return self.get().name(); })
       .def(

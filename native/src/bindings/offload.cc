@@ -232,7 +232,7 @@ void begin_py(const RunnerObject& self, std::int32_t layer, const py::array& ind
 }
 
 std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std::optional<py::array>& scores,
-                         std::int64_t experts, std::optional<std::int64_t> max_bytes, bool far) {
+                         std::int64_t experts, std::optional<std::int64_t> max_bytes, bool later) {
   const RunnerOptions& options = self.parts()->runner->options();
   std::vector<float> copy;
   if (scores) {
@@ -248,7 +248,7 @@ std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std
   const auto limit = static_cast<std::int32_t>(experts < options.experts ? experts : options.experts);
   return page_bytes * self.call([&](ExpertRunner& runner) {
     return runner.prefetch(layer, scores ? copy.data() : nullptr, limit, most,
-                           far ? Priority::kFar : Priority::kNear);
+                           later ? Priority::kLater : Priority::kNext);
   });
 }
 
@@ -376,7 +376,7 @@ void bind_offload(py::module_& m) {
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
-           py::arg("max_bytes"), py::arg("far") = false)
+           py::arg("max_bytes"), py::arg("later") = false)
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
       .def("rows", &rows_py)
       .def("item_lists", &item_lists_py, py::arg("lists"))

@@ -50,7 +50,7 @@ py::dict schedule_stats(const ScheduleStats& stats) {
   flat["evicted"] = stats.cache.evicted;
   flat["admitted"] = stats.cache.admitted;
 
-  constexpr const char* kPriorityNames[kPriorities] = {"demand", "near", "far"};
+  constexpr const char* kPriorityNames[kPriorities] = {"demand", "next", "later"};
   std::int64_t bytes = 0;
   for (int priority = 0; priority < kPriorities; ++priority) {
     const std::string name = kPriorityNames[priority];

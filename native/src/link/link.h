@@ -9,7 +9,7 @@
 // - A transfer is *queued*, then *started*, then *finished*. Finished transfers stay in the completion list
 //   until poll() returns them, each exactly once. Between `submit` and the completion only the link may touch
 //   the target; after the completion it never does again.
-// - Queued transfers start in order of priority (demand, near, far), within one priority in order of
+// - Queued transfers start in order of priority (demand, next, later), within one priority in order of
 //   submission (promotion counts as submission). Little is in flight at a time, so that a demand waits for a
 //   few blocks, not for the queue.
 // - A completion carries 0 or an errno. A failing transfer fails alone. A link that fails as a whole
@@ -29,8 +29,8 @@
 
 namespace moechat {
 
-// kNear: prefetches for the next layer; kFar: for layers after it. These are not the near and far tier.
-enum class Priority : std::uint8_t { kDemand = 0, kNear = 1, kFar = 2 };
+// kNext: prefetches for the next layer; kLater: for layers after it.
+enum class Priority : std::uint8_t { kDemand = 0, kNext = 1, kLater = 2 };
 constexpr int kPriorities = 3;
 
 // Bytes [offset, offset + bytes) of a region (a file or a piece of host memory that the link was made with).

@@ -120,7 +120,7 @@ std::int64_t LayerSchedule::prefetch(std::int32_t layer, const std::int32_t* ran
   prefetch.layer = layer;
   prefetch.blocks = std::max<std::int64_t>(max_blocks, 0);
   prefetch.ranked.assign(ranked, ranked + count);
-  if (priority == Priority::kNear && cache_.in_flight() > 0) {
+  if (priority == Priority::kNext && cache_.in_flight() > 0) {
     for (const std::int32_t expert : prefetch.ranked) transfers_.promote(layer, expert, priority);
   }
   // Pages that have become free since the layer began are its own first.

@@ -148,7 +148,7 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
     std::iota(ranked_.begin(), ranked_.end(), 0);
   } else {
     best = std::clamp(experts, 0, options_.experts);
-    const std::int32_t counted = priority == Priority::kNear ? routing_.depth() : 0;
+    const std::int32_t counted = priority == Priority::kNext ? routing_.depth() : 0;
     rank_best(scores, options_.experts, std::max(best, counted), &sortable_, &ranked_);
     if (counted > 0) routing_.predict(layer, ranked_.data(), counted);
     schedule_.policy().predict(layer, ranked_.data(), best);

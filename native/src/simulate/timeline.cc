@@ -100,7 +100,7 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
       return static_cast<double>(after.bytes[which] - moved.bytes[which]);
     };
     out[pass - from] = {now_ - begun, stall_seconds_ - stalled, bytes(Priority::kDemand),
-                        bytes(Priority::kNear) + bytes(Priority::kFar)};
+                        bytes(Priority::kNext) + bytes(Priority::kLater)};
     if (interrupted && Clock::now() - called >= kSlice) {
       called = Clock::now();
       interrupted();
@@ -133,7 +133,7 @@ void Timeline::speculate(const Passes& passes, std::int64_t last_token, std::int
   if (plan.whole >= 0) {
     ranked_.resize(at(options_.experts));
     std::iota(ranked_.begin(), ranked_.end(), 0);
-    schedule_.prefetch(plan.whole, ranked_.data(), options_.experts, options_.ahead_blocks, Priority::kNear);
+    schedule_.prefetch(plan.whole, ranked_.data(), options_.experts, options_.ahead_blocks, Priority::kNext);
   }
   if (passes.rankings == nullptr || passes.width < 1) return;
   for (const Prediction& prediction : plan.ranked) prefetch_ranked(passes, last_token, prediction);
@@ -158,7 +158,7 @@ void Timeline::prefetch_ranked(const Passes& passes, std::int64_t last_token, co
   const auto count = static_cast<std::int64_t>(ranked_.size());
   schedule_.policy().predict(layer, ranked_.data(), count);
   schedule_.prefetch(layer, ranked_.data(), count, options_.ahead_blocks,
-                     ahead > 1 ? Priority::kFar : Priority::kNear);
+                     ahead > 1 ? Priority::kLater : Priority::kNext);
 }
 
 // ---- figures
