@@ -423,7 +423,7 @@ class Link:
     An `ExpertRunner` takes ownership of the link; after that every call below raises ValueError. A transfer
     is identified by its slot, a number below the ``slots`` of `open`. Unfinished transfers have distinct
     slots; a transfer is unfinished until `poll` has returned its completion. Queued transfers start by
-    priority, DEMAND (0), NEXT (1), LATER (2), and within a priority in order of submission. All calls are safe
+    priority (DEMAND 0, NEXT 1, LATER 2), and within a priority in order of submission. All calls are safe
     from any thread; those that wait drop the GIL. Contract: ``native/src/link/link.h``.
     """
 
@@ -1195,7 +1195,7 @@ class ExpertRunner:
         ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
         ``blocks_staged``, ``blocks_far`` (computed by the CPU in the far tier, in ``far_seconds``);
         ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
-        ``link_transfers_*`` by ``demand``, ``next``, ``later``, and the other fields of :meth:`Link.stats` with
+        ``link_transfers_*`` by ``demand``, ``next``, ``later``, and the others of :meth:`Link.stats` with
         prefix ``link_``. ``compute_seconds``; ``stall_seconds`` waiting for the link with nothing to
         compute; ``begin_seconds`` of bookkeeping. ``layers_run``, ``kernel_calls``, ``activations``
         ((token, expert) pairs), ``bytes_computed``. ``pages``, ``pages_peak`` (most pages in use),
