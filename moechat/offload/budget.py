@@ -215,7 +215,9 @@ def card_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool,
     if wanted is None or wanted <= most:
         return (most, False, "") if wanted is None else (wanted, True, "")
     short = (
-        f"{format_bytes(wanted)} of graphics memory were given, but only {format_bytes(most)} are available"
+        f"{format_bytes(wanted)} of graphics memory were given, but only {format_bytes(most)} are available: "
+        f"the CUDA context of {format_bytes(context)} and {100 * _FREE_SHARE:.0f} % of the "
+        f"{format_bytes(free)} free beside it; other programs may need the rest"
     )
     return most, False, short
 

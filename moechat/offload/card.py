@@ -78,7 +78,7 @@ class CardPlacement:
         free, _ = self.accelerator.memory()
         limit, given, short = card_budget(options.vram, free, base)
         if short:
-            warnings.warn(f"{short}: other programs have the rest", MoechatWarning, stacklevel=2)
+            warnings.warn(short, MoechatWarning, stacklevel=2)
         return limit, given
 
     def reserve(self, plan: MemoryPlan) -> None:
