@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -133,8 +134,9 @@ def _mend_help(command: Any) -> None:
 def _show_version(wanted: bool) -> None:
     if wanted:
         from moechat import __version__
+        from moechat.cli.terminal.consoles import write_output
 
-        typer.echo(f"moechat {__version__}")
+        write_output(sys.stdout, f"moechat {__version__}\n")
         raise typer.Exit
 
 

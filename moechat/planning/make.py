@@ -53,8 +53,8 @@ def plan(
     parsed = LoadOptions.parse(options)
     require_model(model)
     wants_card = None if parsed.device is None and parsed.vram is None else parsed.card is not None
+    found = find_model(model, parsed.bits)  # before the machine: a wrong name is the cheaper error
     machine = find_machine(profile, card=wants_card)
-    found = find_model(model, parsed.bits)
     return _made(Cases(found, machine, parsed), found, parsed)
 
 

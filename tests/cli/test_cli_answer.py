@@ -84,12 +84,36 @@ def test_a_closed_pipe_ends_the_command_quietly(cli: Cli, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["run '{model}' hello -q --temperature 0", "run '{model}' hello --json", "--help"]
+    "arguments",
+    [
+        "run '{model}' hello -q --temperature 0",
+        "run '{model}' hello --json",
+        "list --json",
+        "plan demo",
+        "help",
+        "run --help",
+        "--help",
+        "--version",
+    ],
 )
-def test_a_closed_stdout_ends_quietly(cli: Cli, model: str, arguments: str) -> None:
-    started = {"forked": arguments != "--help"}
+def test_output_that_nobody_can_read_is_an_error(cli: Cli, model: str, arguments: str) -> None:
+    started = {"forked": arguments.startswith(("run '", "plan"))}
     result = cli.shell(f"$M {arguments.format(model=model)} </dev/null >&-", **started)
-    assert (result.status, result.err) == (0, "")
+    assert result.status == 1
+    assert "error: the output cannot be written: standard output is closed\n" in result.err
+
+
+def test_a_command_without_output_needs_no_stdout(cli: Cli) -> None:
+    result = cli.shell("MOECHAT_HOME=$PWD/empty $M list </dev/null >&-")
+    assert result.status == 0
+    assert "the library is empty" in result.err
+
+
+@pytest.mark.parametrize("arguments", ["--version", "help", "list --json"])
+def test_a_full_disk_is_reported_for_short_output_too(cli: Cli, arguments: str) -> None:
+    result = cli.shell(f"$M {arguments} >/dev/full")
+    assert result.status == 1
+    assert "error: the output cannot be written: No space left on device\n" in result.err
 
 
 def test_a_closed_stderr_pipe_does_not_lose_the_answer(cli: Cli, model: str) -> None:

@@ -21,6 +21,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def test_a_missing_model_is_reported_before_the_machine_is_examined(cli: Cli) -> None:
+    result = cli.call("plan", "./missing.json", "--vram", "12G")
+    assert result.status == 3
+    assert "missing.json" in result.err
+    assert "graphics card" not in result.err
+
+
 def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
     result = cli.call("plan", "mixtral", "--vram", "12G", *CARD)
     assert (result.status, result.err) == (0, "")
@@ -28,7 +35,8 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
     assert text.startswith("mixtral-8x7b: 46.7 billion parameters, 12.7 billion for a token")
     for words in (
         "VRAM               11.4 GiB  available",
-        "12 GiB of graphics memory were given, but only 11.4 GiB are available",
+        "12 GiB of graphics memory were given, but only 11.4 GiB are available: the CUDA context of 448 MiB "
+        "and 95 % of the 11.6 GiB free beside it; other programs may need the rest",
         "dense weights     3.0 GiB  counted",
         "CUDA context      448 MiB  estimate",
         "experts, pinned  23.6 GiB  100 % of all",

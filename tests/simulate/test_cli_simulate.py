@@ -139,6 +139,13 @@ def test_a_damaged_trace_is_refused(cli: Cli, tiny: tuple[str, ...]) -> None:
         assert name in done.err
 
 
+def test_a_missing_trace_is_reported_before_the_machine_is_examined(cli: Cli) -> None:
+    done = cli.call("simulate", "missing.npz")
+    assert done.status == 2
+    assert "there is no trace missing.npz" in done.err
+    assert "measured" not in done.err
+
+
 def test_without_a_profile_this_machine_must_have_been_measured(cli: Cli, trace: str) -> None:
     done = cli.call("simulate", trace)
     assert done.status == 2

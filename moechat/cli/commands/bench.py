@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.bench_arguments import BenchCommand
 from moechat.cli.output_file import require_writable
-from moechat.cli.terminal.consoles import neutralise, print_notice, write_output
+from moechat.cli.terminal.consoles import neutralise, print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
 from moechat.config import user_paths
 from moechat.errors import MoechatError, UsageError
@@ -33,6 +33,7 @@ def bench(command: BenchCommand) -> int:
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
+    require_output()
     if command.model is not None:
         resolve(command.model, bits=command.bits)
     out = None if command.out is None else require_writable(command.out)

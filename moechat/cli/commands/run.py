@@ -18,7 +18,7 @@ from moechat.chat.terminal.output import can_redraw
 from moechat.cli.commands.prompt_input import read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
 from moechat.cli.terminal.answer_stats import print_stats, print_tuning
-from moechat.cli.terminal.consoles import ClosedStream, can_ask, is_animated, print_notice, write_json_line
+from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
 from moechat.errors import MoechatError, NotInLibraryError, StoreDamagedError, UsageError
 from moechat.fetch.hub_client import is_offline
@@ -61,8 +61,7 @@ def run(options: RunOptions) -> int:
         ):
             if prompt is None and wanted:
                 raise UsageError(f"{option} {why}", hint="give it as an argument or on stdin")
-    if isinstance(sys.stdout, ClosedStream):
-        raise BrokenPipeError  # before loading, because no answer could be written
+    require_output()
     if absent:
         from moechat.cli.commands.download import download_to_run
 

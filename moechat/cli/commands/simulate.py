@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.cli.commands.replay_arguments import SimulateCommand
-from moechat.cli.terminal.consoles import neutralise, print_notice, write_output
+from moechat.cli.terminal.consoles import neutralise, print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import format_bytes
 from moechat.errors import UsageError
 
@@ -32,11 +32,12 @@ def simulate(command: SimulateCommand) -> int:
     if command.plot is not None:
         _check_plot(command.plot)
 
+    require_output()
     from moechat.routing.trace import Trace
 
     options = _options(command)
+    trace = Trace.read(command.trace)  # before the machine: a wrong file is the cheaper error
     profile = _profile(command.profile)
-    trace = Trace.read(command.trace)
 
     from moechat.simulate.compare import Comparison
     from moechat.simulate.simulated_model import model_for

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moechat.cli.commands.prompts_file import FilePrompt, Messages, PromptsFile, read_prompts
 from moechat.cli.commands.replay_arguments import TraceCommand
-from moechat.cli.terminal.consoles import print_notice, write_output
+from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress
 from moechat.cli.terminal.prompt_progress import PromptProgress, prompts_text
 from moechat.errors import MoechatError, PromptTooLongError, UsageError
@@ -45,6 +45,7 @@ def trace(command: TraceCommand) -> int:
     wanted = file.prompts[: command.limit]
     if not command.quiet:
         print_notice(_understood(command.prompts, file, len(wanted)))
+    require_output()
     engine = _load(command)
     with engine:
         session = _Session(engine, command, wanted)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moechat.chat.terminal.output import write_output
 from moechat.chat.terminal.safe_text import neutralise
+from moechat.errors import MoechatError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +22,7 @@ __all__ = [
     "neutralise",
     "print_error",
     "print_notice",
+    "require_output",
     "write_output",
 ]
 
@@ -98,8 +98,28 @@ def _print_labelled(label: str, style: str, message: str) -> None:
     console().print(Text.assemble((label, style), " ", neutralise(message)))
 
 
+def require_output() -> None:
+    """Check, before minutes of work, that standard output is open.
+
+    Raises:
+        MoechatError: It was closed before the start.
+    """
+    if isinstance(sys.stdout, ClosedStream):
+        raise _output_closed()
+
+
+def _output_closed() -> MoechatError:
+    return MoechatError(
+        "the output cannot be written: standard output is closed",
+        hint="leave out >&-; >/dev/null discards the output",
+    )
+
+
 class ClosedStream(io.TextIOBase):
-    """A standard output that was closed before the start; behaves like a broken pipe."""
+    """A standard output that was closed before the start; every write fails.
+
+    Unlike a pipe whose reader has seen enough, this is an error.
+    """
 
     def writable(self) -> bool:
         return True
@@ -108,4 +128,4 @@ class ClosedStream(io.TextIOBase):
         return 1  # the null device, see _prepare_standard_streams
 
     def write(self, text: str) -> int:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        raise _output_closed()
