@@ -98,8 +98,6 @@ def parse(arguments: list[str]) -> Action:
             action: Action = command.invoke(context)
             return action
     except typer.BadParameter as error:
-        if settings is None:
-            raise
         raise wrong_value(error, settings) from None
     except typer.Exit as done:
         status = done.exit_code

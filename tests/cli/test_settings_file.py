@@ -63,7 +63,7 @@ def test_a_setting_for_all_commands_applies_where_the_option_exists(cli: Cli) ->
         ("ctx =", "cannot be parsed", "it is TOML"),
         (b"ctx = 5 # \xff", "cannot be parsed", "it is TOML"),
         ("ctx = " + "[" * 5000 + "]" * 5000, "cannot be parsed", "it is TOML"),
-        ("[run]\nctx = 'many'", "config.toml says ctx = 'many': ", "it sets --ctx"),
+        ("[run]\nctx = 'many'", "config.toml says ctx = 'many'; it must be a whole number", "it sets --ctx"),
         ("max-tokens = true", "says max-tokens = true, but it needs a value", "give it a value"),
         ("leftovers = true", "sets 'leftovers', which is no option", ""),
         ("[rm]\nbits = 4", "sets 'bits', which is no option of rm", ""),
@@ -93,15 +93,46 @@ def test_help_version_and_doctor_work_with_a_broken_file(cli: Cli) -> None:
 def test_an_invalid_variable_is_a_usage_error(cli: Cli) -> None:
     result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello")
     assert result.status == 2
-    assert "error: MOECHAT_CTX is 'many': " in result.err
+    assert "error: MOECHAT_CTX is 'many'; it must be a whole number" in result.err
     assert "hint: it sets --ctx" in result.err
     result = with_variables(cli, MOECHAT_CTX="many").call("run", "demo", "hello", "--ctx", "few")
     assert "MOECHAT_CTX" not in result.err
-    assert "Invalid value for '--ctx'" in result.err
+    assert "error: --ctx is 'few'; it must be a whole number" in result.err
+    assert "hint: moechat run --help describes it" in result.err
     result = with_variables(cli, MOECHAT_BITS="5").call("run", "demo", "hello")
     assert "--bits is 5 (--bits is from MOECHAT_BITS)" in result.err
     result = with_variables(cli, MOECHAT_SYSTEMS="magic").call("bench", "demo")
     assert "(--systems is from MOECHAT_SYSTEMS)" in result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("ctx", "3.5", "a whole number"),
+        ("seed", "9" * 5000, "a whole number"),
+        ("temperature", "hot", "a number"),
+        ("raw", "maybe", "true or false"),
+    ],
+)
+def test_a_wrong_value_has_one_form_of_message_wherever_it_comes_from(
+    cli: Cli, option: str, value: str, wanted: str
+) -> None:
+    typed = cli.call("run", "demo", "hello", f"--{option}", value)
+    if option != "raw":  # a flag takes no value
+        assert (typed.status, f"; it must be {wanted}\n" in typed.err) == (2, True)
+        assert f"error: --{option} is '" in typed.err
+    variable = with_variables(cli, **{f"MOECHAT_{option.upper()}": value}).call("run", "demo", "hello")
+    assert (variable.status, f"; it must be {wanted}\n" in variable.err) == (2, True)
+    settings(cli, f"[run]\n{option} = '{value}'\n")
+    line = cli.call("run", "demo", "hello")
+    assert (line.status, f"; it must be {wanted}\n" in line.err) == (2, True)
+
+
+def test_a_wrong_argument_is_named_as_in_the_help(cli: Cli) -> None:
+    result = cli.call("sessions", "show", "abc")
+    assert result.status == 2
+    assert "error: ID is 'abc'; it must be a whole number" in result.err
+    assert "hint: moechat sessions show --help describes it" in result.err
 
 
 def test_a_pipe_in_place_of_the_file_does_not_block(cli: Cli) -> None:

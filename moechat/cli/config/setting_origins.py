@@ -23,7 +23,15 @@ from moechat.cli.config.settings_file import (
 )
 from moechat.cli.lazy_group import LazyGroup
 from moechat.errors import MoechatError, UsageError
+from moechat.validation import shown
 
+# The parser's kinds of errors begin with the type that a value should have had.
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number",
+    "bool": "true or false",
+}
 _NAMED = re.compile(r"--([a-z][a-z-]*)")
 # Recognises options in error messages that do not name them.
 _MESSAGE_PATTERNS = {
@@ -91,15 +99,16 @@ def origins_of(context: Any) -> dict[str, str]:
     return found
 
 
-def wrong_value(error: Any, settings: Settings) -> Exception:
-    """Translate a parser error about a value of a variable or the settings file.
+def wrong_value(error: Any, settings: Settings | None) -> Exception:
+    """Translate a parser error about a value.
 
     Args:
         error: The parser's error.
-        settings: The user's settings.
+        settings: The user's settings, if they could be read.
 
     Returns:
-        A usage error that names the variable or the setting, or the unchanged error for other sources.
+        A usage error that names the option, the variable or the setting; the unchanged error where it is
+        about something else than a value, such as a missing argument.
     """
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
@@ -109,9 +118,35 @@ def wrong_value(error: Any, settings: Settings) -> Exception:
             source = _source(context, parameter)
             if source == "ENVIRONMENT":
                 return _wrong_variable(option, error)
-            if source == "DEFAULT_MAP":
+            if source == "DEFAULT_MAP" and settings is not None:
                 return _wrong_line(context.command.name, option, settings, error)
-    return error  # type: ignore[no-any-return]
+    wrong = _wrong(error)
+    if wrong is None:
+        return error  # type: ignore[no-any-return]
+    value, wanted = wrong
+    name = next(
+        (name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name
+    )
+    return UsageError(
+        f"{name} is {shown(value)}; it must be {wanted}",
+        hint=f"{context.command_path} --help describes it",
+    )
+
+
+def _wrong(error: Any) -> tuple[object, str] | None:
+    """The value that a parser error is about and what it should have been, if the value has a wrong type."""
+    details = getattr(error.__cause__, "errors", None)
+    if details is None:
+        return None
+    first = details()[0]
+    wanted = _WANTED.get(first["type"].partition("_")[0])
+    return None if wanted is None else (first["input"], wanted)
+
+
+def _problem(error: Any) -> str:
+    """The end of a sentence "NAME is VALUE"."""
+    wrong = _wrong(error)
+    return f": {error.message}" if wrong is None else f"; it must be {wrong[1]}"
 
 
 def check_settings(
@@ -178,7 +213,7 @@ def _source(context: Any, parameter: Any) -> str:
 def _wrong_variable(option: str, error: Any) -> UsageError:
     variable = variable_of(option)
     return UsageError(
-        f"{variable} is {os.environ.get(variable, '')!r}: {error.message}",
+        f"{variable} is {os.environ.get(variable, '')!r}{_problem(error)}",
         hint=f"it sets --{option}: correct or unset it",
     )
 
@@ -186,7 +221,7 @@ def _wrong_variable(option: str, error: Any) -> UsageError:
 def _wrong_line(command: str, option: str, settings: Settings, error: Any) -> UsageError:
     value = values_of(command, settings).get(option)
     return UsageError(
-        f"the settings file {settings.path} says {option} = {value!r}: {error.message}",
+        f"the settings file {settings.path} says {option} = {value!r}{_problem(error)}",
         hint=f"it sets --{option}: correct or remove that line",
     )
 
