@@ -117,7 +117,10 @@ def parse_size(text: str) -> int:
     numerator, denominator = Decimal(number).as_integer_ratio()
     size = (numerator << _EXPONENT[unit.upper()]) // denominator
     if size > _MOST_BYTES:
-        raise UsageError(f"{text.strip()} is larger than any memory (at most {_MOST_BYTES} bytes)")
+        raise UsageError(
+            f"{text.strip()} is larger than any memory",
+            hint="write a number and K, M, G or T, as in 12G or 1.5G",
+        )
     return size
 
 

@@ -8,7 +8,6 @@ commands, and its effect; ``moechat help architecture`` lists the files.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +17,14 @@ from moechat.config import parse_size
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.errors import UsageError
 from moechat.geometry import SUPPORTED_BITS as BITS
-from moechat.validation import require_bool, require_choice, require_whole, shown
+from moechat.validation import (
+    require_bool,
+    require_choice,
+    require_known,
+    require_whole,
+    require_whole_type,
+    shown,
+)
 
 __all__ = [
     "ACTIVATION_BITS",
@@ -70,13 +76,14 @@ def _size(label: str, value: Any) -> int:
             size = parse_size(value)
         except UsageError as error:
             raise UsageError(f"{label}: {error}", hint=error.hint) from None
-    try:
-        return require_whole(label, size, 1, _MOST_BYTES)
-    except UsageError as error:
-        error.hint = (
-            "give a size such as '12G', or a number of bytes; leave it out to use the available memory"
-        )
-        raise
+    hint = "give a size such as '12G', or a number of bytes; leave it out to use the available memory"
+    # The bound of file offsets means nothing to the user, so both ends have their own words.
+    number = require_whole_type(label, size, hint=hint)
+    if number < 1:
+        raise UsageError(f"{label} is {shown(value)}; it must be more than 0 bytes", hint=hint)
+    if number > _MOST_BYTES:
+        raise UsageError(f"{label} is {shown(value)}; that is larger than any memory", hint=hint)
+    return number
 
 
 def _device(label: str, value: Any) -> str:
@@ -187,14 +194,7 @@ class LoadOptions:
         """
         names = [entry.name for entry in fields(cls)]
         for name in values:
-            if name not in names:
-                close = difflib.get_close_matches(str(name), names, n=1)
-                raise UsageError(
-                    f"{label(str(name))} is no option for loading a model",
-                    hint=f"did you mean {label(close[0])}?"
-                    if close
-                    else f"the options are {', '.join(map(label, names))}",
-                )
+            require_known(name, names, purpose="loading a model", label=label)
         return cls(**_checked(values, label))
 
     @property

@@ -39,7 +39,7 @@ from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.tuner import Tuning
-from moechat.validation import require_model, require_whole
+from moechat.validation import known_keywords, require_callable, require_model, require_whole
 
 _DEFAULT_THREADS = _native.num_threads()
 _MOST_SEED = (1 << 63) - 1
@@ -74,6 +74,7 @@ def load(
     parsed = LoadOptions.parse(options)
     offload = offload or OffloadOptions()
     require_model(model)
+    require_callable("progress", progress)
     started = time.perf_counter()
     report = progress or (lambda _: None)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -260,6 +261,7 @@ class Engine:
         """Forget the keys and values of the last answer, so that the next prompt is computed as a whole."""
         self.decoder.prompt_cache.drop()
 
+    @known_keywords("tuning")
     def tune(
         self,
         *,
@@ -284,6 +286,7 @@ class Engine:
 
         Raises:
             MoechatError: Experts cannot be read, or the engine is closed.
+            UsageError: An option is unknown, or has a wrong value.
             KeyboardInterrupt: Ctrl-C; the computed plan is in effect again.
         """
         return self._plans.tune(limit_s, again=again, may_map=may_map, progress=progress)
@@ -304,6 +307,9 @@ class Engine:
         """One token as text, special ones too, which steps leave out; empty without a tokenizer.
 
         A token may be a part of a character; then it is a replacement character.
+
+        Raises:
+            UsageError: It is no token of the vocabulary.
         """
         return self.prompts.token_text(token)
 
@@ -323,6 +329,7 @@ class Engine:
         self.passes.usable_model()
         return self.decoder.logits(self.prompts.check_ids(tokens, room=0))
 
+    @known_keywords("generating an answer")
     def generate(
         self,
         prompt: Prompt,
@@ -358,7 +365,7 @@ class Engine:
 
         Raises:
             PromptTooLongError: Before any work, when the prompt leaves less room than ``reserve``.
-            UsageError: A setting is out of range.
+            UsageError: A setting is unknown, has the wrong type, or is out of range.
         """
         started = time.perf_counter()
         self.passes.usable_model()
@@ -371,6 +378,7 @@ class Engine:
         )
         if max_new_tokens is not None:
             max_new_tokens = require_whole("max_new_tokens", max_new_tokens, 1, _MOST_TOKENS)
+        require_callable("progress", progress)
         reserve = require_whole("reserve", reserve, 1, _MOST_TOKENS)
         ids = self.prompts.to_ids(prompt, reserve)
         room = self.context_length - ids.shape[1]

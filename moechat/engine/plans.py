@@ -13,6 +13,9 @@ from moechat.loading import Progress
 from moechat.offload.settings import LinkSettings
 from moechat.offload.upkeep import Replanned, Upkeep
 from moechat.tuner import MAPPED, Sequences, Tuner, Tuning, skipped
+from moechat.validation import require_bool, require_callable, require_number
+
+_MOST_TUNE_SECONDS = 86400.0
 
 
 class PlanKeeper:
@@ -65,6 +68,11 @@ class PlanKeeper:
         progress: Callable[[Progress], None] | None,
     ) -> Tuning:
         """Recall a choice of plan or time the candidates; see :meth:`Engine.tune`."""
+        limit_s = require_number("limit_s", limit_s, 0.0, _MOST_TUNE_SECONDS)
+        require_bool("again", again)
+        if may_map is not None:
+            require_bool("may_map", may_map)
+        require_callable("progress", progress)
         self._passes.usable_model()
         self.tuning = self._tune(limit_s, again, may_map, progress)
         if self.mapped:

@@ -10,6 +10,7 @@ import torch
 
 from moechat.errors import PromptTooLongError, UsageError
 from moechat.offload.budget import MemoryPlan
+from moechat.validation import require_whole
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -54,6 +55,7 @@ class PromptEncoder:
             PromptTooLongError: A text alone is far longer than the context. Tokenising all of it would take
                 minutes and gigabytes, and could not be interrupted.
         """
+        _require_prompt(prompt)
         if self.tokenizer is None:
             raise UsageError(
                 f"{self._name} has no tokenizer", hint="put the model's tokenizer files beside its weights"
@@ -73,11 +75,7 @@ class PromptEncoder:
         Raises:
             UsageError: Also as :meth:`encode`.
         """
-        if not hasattr(prompt, "__len__"):
-            raise UsageError(
-                f"the prompt is of type {type(prompt).__name__}",
-                hint="give a text, messages or token ids",
-            )
+        _require_prompt(prompt)
         messages = not isinstance(prompt, str | torch.Tensor) and any(
             isinstance(item, dict) for item in prompt
         )
@@ -118,6 +116,7 @@ class PromptEncoder:
 
     def token_text(self, token: int) -> str:
         """One token as text; see :meth:`Engine.token_text`."""
+        token = require_whole("token", token, 0, self._vocabulary - 1)
         if self.tokenizer is None:
             return ""
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
@@ -162,4 +161,13 @@ class PromptEncoder:
             "memory made the context shorter than the model allows: give more with "
             f"{'--vram' if self._on_card else '--ram'}, or set the tokens with --ctx, which leaves less room "
             "for experts"
+        )
+
+
+def _require_prompt(prompt: object) -> None:
+    # Bytes would pass for token ids.
+    if isinstance(prompt, bytes | bytearray | Mapping) or not hasattr(prompt, "__len__"):
+        raise UsageError(
+            f"the prompt is of type {type(prompt).__name__}",
+            hint="give a text, a list of messages or token ids",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +37,65 @@ def test_load_and_plan_reject_the_same_values_with_the_same_message(
 def test_a_model_of_a_wrong_type_is_rejected(call: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="the model is of type int"):
         call(3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[moechat.Engine]:
+    with moechat.load("demo") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            {"temprature": 0.5},
+            "temprature is no option for generating an answer",
+            "did you mean temperature?",
+        ),
+        ({"zzz": 1}, "zzz is no option for generating an answer", "the options are max_new_tokens"),
+        ({"max_new_tokens": "many"}, "max_new_tokens is 'many'; it must be a whole number", None),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number", None),
+        ({"top_k": [1]}, r"top-k is \[1\]; it must be a number", None),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number", None),
+        ({"reserve": None}, "reserve is None; it must be a whole number", None),
+        ({"progress": 3}, "progress is 3; it must be a function", None),
+    ],
+)
+def test_generate_rejects_wrong_options_as_load_does(
+    engine: moechat.Engine, arguments: dict[str, Any], message: str, hint: str | None
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        engine.generate("Once", **arguments)
+    assert hint is None or hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"Once", {"role": "user", "content": "Hello"}])
+def test_a_prompt_of_a_wrong_type_is_rejected(engine: moechat.Engine, prompt: Any) -> None:
+    for call in (engine.generate, engine.encode):
+        with pytest.raises(UsageError, match=f"the prompt is of type {type(prompt).__name__}"):
+            call(prompt)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"limit": 1}, "limit is no option for tuning"),
+        ({"limit_s": "long"}, "limit_s is 'long'; it must be a number"),
+        ({"again": 1}, "again is 1; it must be True or False"),
+        ({"may_map": "no"}, "may_map is 'no'; it must be True or False"),
+        ({"progress": 3}, "progress is 3; it must be a function"),
+    ],
+)
+def test_tune_rejects_wrong_options(engine: moechat.Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.tune(**arguments)
+
+
+@pytest.mark.parametrize("token", ["a", 1.5, -1, 1 << 40])
+def test_the_text_of_no_token_is_rejected(engine: moechat.Engine, token: Any) -> None:
+    with pytest.raises(UsageError, match="token is "):
+        engine.token_text(token)
 
 
 def test_importing_the_package_and_its_options_imports_no_torch() -> None:
