@@ -1,7 +1,7 @@
-// Dropping the GIL around calls that compute or wait.
+// Dropping the GIL around calls that compute or wait, and taking it to look for signals.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #if defined(__GLIBCXX__)
@@ -33,5 +33,11 @@ class ReleaseGil {
  private:
   PyThreadState* state_;
 };
+
+// Called on a thread without the GIL during a long wait; raises a pending Ctrl-C as KeyboardInterrupt.
+inline void check_signals() {
+  const pybind11::gil_scoped_acquire held;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
 
 }  // namespace moechat

@@ -222,8 +222,7 @@ double stream_read_rate_py(const py::array& data, int threads, double seconds) {
   const std::int64_t bytes = data.nbytes();
   const ReleaseGil released;
   return stream_read_rate(from, bytes, threads, seconds, [] {
-    const py::gil_scoped_acquire acquired;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    check_signals();
     return true;
   });
 }

@@ -139,12 +139,6 @@ class ResidentExperts {
   Records held_{};
 };
 
-// Called by a waiting runner on a thread without the GIL; raises a pending Ctrl-C as KeyboardInterrupt.
-void check_signals() {
-  const py::gil_scoped_acquire held;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 // A runner and the objects that its link reads. Any thread that has the GIL may drop the last reference.
 struct RunnerParts {
   RunnerParts(RunnerOptions options, PolicyHolder& policy, LinkHolder& link)

@@ -154,10 +154,7 @@ void run(TraceCounter& self, const py::array& experts, const std::optional<py::a
   }
   const std::vector<std::int64_t> list = passes_of(passes, chosen.tokens);
   const ReleaseGil released;
-  self.run(chosen, ranked, list, [] {
-    const py::gil_scoped_acquire held;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  self.run(chosen, ranked, list, check_signals);
 }
 
 RoutingCounts copied_counts(const TraceCounter& self) {

@@ -28,11 +28,6 @@ LaunchPattern launch_of(const std::string& name) {
   refuse("launch is \"" + name + "\"; it must be host or card");
 }
 
-void check_signals() {
-  const py::gil_scoped_acquire held;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 // A timeline that refuses concurrent calls.
 class TimelineObject {
  public:

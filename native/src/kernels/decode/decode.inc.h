@@ -453,66 +453,44 @@ void exponentials(float* x, std::int64_t count, float shift) {
   }
 }
 
-void rms_norm(const NormTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.type) {
+template <ElementType kValue>
+struct TypeTag {
+  static constexpr ElementType kType = kValue;
+};
+
+// Calls body(tag), where decltype(tag)::kType is the type.
+template <class Body>
+MOECHAT_INLINE void for_type(ElementType type, const Body& body) {
+  switch (type) {
     case ElementType::kFloat32:
-      return rms_norm_of<ElementType::kFloat32>(task, begin, end);
+      return body(TypeTag<ElementType::kFloat32>{});
     case ElementType::kBfloat16:
-      return rms_norm_of<ElementType::kBfloat16>(task, begin, end);
+      return body(TypeTag<ElementType::kBfloat16>{});
     case ElementType::kFloat16:
-      return rms_norm_of<ElementType::kFloat16>(task, begin, end);
+      return body(TypeTag<ElementType::kFloat16>{});
   }
+}
+
+void rms_norm(const NormTask& task, std::int64_t begin, std::int64_t end) {
+  for_type(task.type, [&](auto tag) { rms_norm_of<decltype(tag)::kType>(task, begin, end); });
 }
 void rotate(const RotateTask& task) {
-  switch (task.type) {
-    case ElementType::kFloat32:
-      return rotate_of<ElementType::kFloat32>(task);
-    case ElementType::kBfloat16:
-      return rotate_of<ElementType::kBfloat16>(task);
-    case ElementType::kFloat16:
-      return rotate_of<ElementType::kFloat16>(task);
-  }
+  for_type(task.type, [&](auto tag) { rotate_of<decltype(tag)::kType>(task); });
 }
 void attend_queries(const AttendTask& task, const AttendShape& shape, float* rows) {
-  switch (task.type) {
-    case ElementType::kFloat32:
-      return attend_queries_of<ElementType::kFloat32>(task, shape, rows);
-    case ElementType::kBfloat16:
-      return attend_queries_of<ElementType::kBfloat16>(task, shape, rows);
-    case ElementType::kFloat16:
-      return attend_queries_of<ElementType::kFloat16>(task, shape, rows);
-  }
+  for_type(task.type, [&](auto tag) { attend_queries_of<decltype(tag)::kType>(task, shape, rows); });
 }
 void attend_unit(const AttendTask& task, const AttendShape& shape, const float* queries, std::int64_t head,
                  std::int64_t index, float* scratch, float* partials) {
-  switch (task.type) {
-    case ElementType::kFloat32:
-      return attend_unit_of<ElementType::kFloat32>(task, shape, queries, head, index, scratch, partials);
-    case ElementType::kBfloat16:
-      return attend_unit_of<ElementType::kBfloat16>(task, shape, queries, head, index, scratch, partials);
-    case ElementType::kFloat16:
-      return attend_unit_of<ElementType::kFloat16>(task, shape, queries, head, index, scratch, partials);
-  }
+  for_type(task.type, [&](auto tag) {
+    attend_unit_of<decltype(tag)::kType>(task, shape, queries, head, index, scratch, partials);
+  });
 }
 void attend_sum(const AttendTask& task, const AttendShape& shape, float* partials) {
-  switch (task.type) {
-    case ElementType::kFloat32:
-      return attend_sum_of<ElementType::kFloat32>(task, shape, partials);
-    case ElementType::kBfloat16:
-      return attend_sum_of<ElementType::kBfloat16>(task, shape, partials);
-    case ElementType::kFloat16:
-      return attend_sum_of<ElementType::kFloat16>(task, shape, partials);
-  }
+  for_type(task.type, [&](auto tag) { attend_sum_of<decltype(tag)::kType>(task, shape, partials); });
 }
 void route(const RouteTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.type) {
-    case ElementType::kFloat32:
-      return route_of<ElementType::kFloat32>(task, begin, end);
-    case ElementType::kBfloat16:
-      return route_of<ElementType::kBfloat16>(task, begin, end);
-    case ElementType::kFloat16:
-      return route_of<ElementType::kFloat16>(task, begin, end);
-  }
+  for_type(task.type, [&](auto tag) { route_of<decltype(tag)::kType>(task, begin, end); });
 }
 
 template <ElementType kType>
@@ -541,34 +519,13 @@ void add_of(const float* x, std::int64_t count, void* to) {
   }
 }
 void widen(ElementType type, const void* from, std::int64_t count, float* to) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return widen_of<ElementType::kFloat32>(from, count, to);
-    case ElementType::kBfloat16:
-      return widen_of<ElementType::kBfloat16>(from, count, to);
-    case ElementType::kFloat16:
-      return widen_of<ElementType::kFloat16>(from, count, to);
-  }
+  for_type(type, [&](auto tag) { widen_of<decltype(tag)::kType>(from, count, to); });
 }
 void narrow(ElementType type, const float* from, std::int64_t count, void* to) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return narrow_of<ElementType::kFloat32>(from, count, to);
-    case ElementType::kBfloat16:
-      return narrow_of<ElementType::kBfloat16>(from, count, to);
-    case ElementType::kFloat16:
-      return narrow_of<ElementType::kFloat16>(from, count, to);
-  }
+  for_type(type, [&](auto tag) { narrow_of<decltype(tag)::kType>(from, count, to); });
 }
 void add_elements(ElementType type, const float* x, std::int64_t count, void* out) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return add_of<ElementType::kFloat32>(x, count, out);
-    case ElementType::kBfloat16:
-      return add_of<ElementType::kBfloat16>(x, count, out);
-    case ElementType::kFloat16:
-      return add_of<ElementType::kFloat16>(x, count, out);
-  }
+  for_type(type, [&](auto tag) { add_of<decltype(tag)::kType>(x, count, out); });
 }
 
 const DecodeKernels kDecode = {rms_norm, rotate,       attend_queries, attend_unit, attend_sum,

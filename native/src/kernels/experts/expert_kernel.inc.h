@@ -315,38 +315,38 @@ void outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
-void neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.layout->encoding) {
+template <class E>
+struct EncodingTag {
+  using Type = E;
+};
+
+// Calls body(tag), where decltype(tag)::Type is the encoding's type.
+template <class Body>
+MOECHAT_INLINE void for_encoding(Encoding encoding, const Body& body) {
+  switch (encoding) {
     case Encoding::kBits2:
-      return neurons_of<PackedBits<2>>(task, begin, end);
+      return body(EncodingTag<PackedBits<2>>{});
     case Encoding::kBits3:
-      return neurons_of<Bits3>(task, begin, end);
+      return body(EncodingTag<Bits3>{});
     case Encoding::kBits4:
-      return neurons_of<PackedBits<4>>(task, begin, end);
+      return body(EncodingTag<PackedBits<4>>{});
     case Encoding::kBits8:
-      return neurons_of<PackedBits<8>>(task, begin, end);
+      return body(EncodingTag<PackedBits<8>>{});
     case Encoding::kBf16:
-      return neurons_of<Bf16>(task, begin, end);
+      return body(EncodingTag<Bf16>{});
     case Encoding::kFp16:
-      return neurons_of<Fp16>(task, begin, end);
+      return body(EncodingTag<Fp16>{});
   }
 }
 
+void neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  for_encoding(task.layout->encoding,
+               [&](auto tag) { neurons_of<typename decltype(tag)::Type>(task, begin, end); });
+}
+
 void outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
-  switch (task.layout->encoding) {
-    case Encoding::kBits2:
-      return outputs_of<PackedBits<2>>(task, begin, end);
-    case Encoding::kBits3:
-      return outputs_of<Bits3>(task, begin, end);
-    case Encoding::kBits4:
-      return outputs_of<PackedBits<4>>(task, begin, end);
-    case Encoding::kBits8:
-      return outputs_of<PackedBits<8>>(task, begin, end);
-    case Encoding::kBf16:
-      return outputs_of<Bf16>(task, begin, end);
-    case Encoding::kFp16:
-      return outputs_of<Fp16>(task, begin, end);
-  }
+  for_encoding(task.layout->encoding,
+               [&](auto tag) { outputs_of<typename decltype(tag)::Type>(task, begin, end); });
 }
 
 void activate(const ActivationSpec& spec, const float* gate, const float* up, float* out,

@@ -1,15 +1,6 @@
 // The many-token kernels, compiled for AMX with int8 tiles; all other kernels are those of avx512-vnni.
-//
-// Includes only C headers and <cstdint>, see avx2.cc.
-#include <immintrin.h>
-#include <math.h>
+#include "kernels/isa/unit.h"
 
-#include <cstdint>
-
-#include "kernels/isa/kernel_api.h"
-#include "kernels/layout/half.h"
-
-#define MOECHAT_INLINE inline __attribute__((always_inline))
 #define MOECHAT_AMX 1
 
 namespace moechat {

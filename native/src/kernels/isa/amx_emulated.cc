@@ -1,15 +1,5 @@
 // The many-token kernels with AMX tiles emulated in plain C++, for tests on processors without them.
-//
-// Includes only C headers and <cstdint>, see avx2.cc.
-#include <immintrin.h>
-#include <math.h>
-
-#include <cstdint>
-
-#include "kernels/isa/kernel_api.h"
-#include "kernels/layout/half.h"
-
-#define MOECHAT_INLINE inline __attribute__((always_inline))
+#include "kernels/isa/unit.h"
 
 namespace moechat {
 namespace {

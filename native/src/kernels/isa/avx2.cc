@@ -1,16 +1,5 @@
 // The kernels compiled for avx2, except the integer ones.
-//
-// Includes only C headers and <cstdint>: the linker could keep an inline function of the C++ library that is
-// compiled here, with instructions that other processors lack, for the whole module.
-#include <immintrin.h>
-#include <math.h>
-
-#include <cstdint>
-
-#include "kernels/isa/kernel_api.h"
-#include "kernels/layout/half.h"
-
-#define MOECHAT_INLINE inline __attribute__((always_inline))
+#include "kernels/isa/unit.h"
 
 namespace moechat {
 namespace {
@@ -23,7 +12,6 @@ namespace {
 }  // namespace
 
 extern const KernelTable kAvx2Kernels;
-const KernelTable kAvx2Kernels = {"avx2",   prepare_tokens, neurons, outputs, quantise_tile,
-                                  activate, linear,         rows16,  nullptr, &kDecode};
+const KernelTable kAvx2Kernels = kFloatKernels;
 
 }  // namespace moechat

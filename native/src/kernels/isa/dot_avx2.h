@@ -1,19 +1,9 @@
 // Products of unsigned codes and signed bytes in AVX2, with pairs summed in 16 bits. Names as in
 // dot_portable.h. Included inside the anonymous namespace of isa/avx2_integer.cc.
 
-#define MOECHAT_UNROLL _Pragma("GCC unroll 16")
-
 constexpr bool kWideDot = false;
-constexpr int kMostTokens = 2;
 constexpr bool kPairDots = false;
-constexpr int kMostChains = 4;
 
-MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
-  std::int32_t word;
-  __builtin_memcpy(&word, from, sizeof word);
-  const __m256i all = _mm256_set1_epi32(word);
-  return VecI{all, all};
-}
 MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   return VecI{_mm256_add_epi16(sums.a, _mm256_maddubs_epi16(codes.a, x.a)),
               _mm256_add_epi16(sums.b, _mm256_maddubs_epi16(codes.b, x.b))};

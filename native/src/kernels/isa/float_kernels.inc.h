@@ -1,5 +1,5 @@
-// The kernels for float inputs, for 16-bit weights and for the parts of a decoding step. Included inside the
-// anonymous namespace of one instruction set, after its simd_*.h.
+// The kernels for float inputs, for 16-bit weights and for the parts of a decoding step, and their table,
+// kFloatKernels. Included inside the anonymous namespace of one instruction set, after its simd_*.h.
 //
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"
@@ -10,3 +10,7 @@
 #include "kernels/dense/rows16.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on
+
+// dispatch.cc adds the name and the integer kernels.
+constexpr KernelTable kFloatKernels = {nullptr,  prepare_tokens, neurons, outputs, quantise_tile,
+                                       activate, linear,         rows16,  nullptr, &kDecode};

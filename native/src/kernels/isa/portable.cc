@@ -1,15 +1,5 @@
 // The kernels compiled for the baseline instructions, except the integer ones.
-//
-// Includes only C headers and <cstdint>: the linker could keep an inline function of the C++ library that is
-// compiled here, with instructions that other processors lack, for the whole module.
-#include <math.h>
-
-#include <cstdint>
-
-#include "kernels/isa/kernel_api.h"
-#include "kernels/layout/half.h"
-
-#define MOECHAT_INLINE inline __attribute__((always_inline))
+#include "kernels/isa/unit.h"
 
 namespace moechat {
 namespace {
@@ -22,7 +12,6 @@ namespace {
 }  // namespace
 
 extern const KernelTable kPortableKernels;
-const KernelTable kPortableKernels = {"portable", prepare_tokens, neurons, outputs, quantise_tile,
-                                      activate,   linear,         rows16,  nullptr, &kDecode};
+const KernelTable kPortableKernels = kFloatKernels;
 
 }  // namespace moechat

@@ -1,15 +1,5 @@
 // The integer kernels compiled for the baseline instructions.
-//
-// Includes only C headers and <cstdint>: the linker could keep an inline function of the C++ library that is
-// compiled here, with instructions that other processors lack, for the whole module.
-#include <math.h>
-
-#include <cstdint>
-
-#include "kernels/isa/kernel_api.h"
-#include "kernels/layout/half.h"
-
-#define MOECHAT_INLINE inline __attribute__((always_inline))
+#include "kernels/isa/unit.h"
 
 namespace moechat {
 namespace {

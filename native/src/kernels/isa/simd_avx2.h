@@ -1,7 +1,11 @@
 // 16 lanes of fp32 or uint32 in two AVX2 registers; names as in simd_portable.h.
 // Included inside the anonymous namespace of the files isa/avx2*.cc and of isa/amx_emulated.cc.
 
+#define MOECHAT_UNROLL _Pragma("GCC unroll 16")
+
 constexpr bool kPairStreams = true;
+constexpr int kMostTokens = 2;
+constexpr int kMostChains = 4;
 
 struct Vec {
   __m256 a, b;
@@ -155,4 +159,11 @@ MOECHAT_INLINE void transpose_tile(const float* rows, float* columns) {
     transpose_8x8(rows + c, 64, columns + c * 16, 16);
     transpose_8x8(rows + 8 * 64 + c, 64, columns + c * 16 + 8, 16);
   }
+}
+// Copies four bytes of a plane to every row; dot_portable.h has the same.
+MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
+  std::int32_t word;
+  __builtin_memcpy(&word, from, sizeof word);
+  const __m256i all = _mm256_set1_epi32(word);
+  return VecI{all, all};
 }

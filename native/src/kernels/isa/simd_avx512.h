@@ -1,7 +1,11 @@
 // 16 lanes of fp32 or uint32 in one AVX-512 register; names as in simd_portable.h.
 // Included inside the anonymous namespace of the files isa/avx512*.cc.
 
+#define MOECHAT_UNROLL _Pragma("GCC unroll 16")
+
 constexpr bool kPairStreams = true;
+constexpr int kMostTokens = 4;
+constexpr int kMostChains = 16;
 
 struct Vec {
   __m512 a;
@@ -80,4 +84,10 @@ MOECHAT_INLINE void transpose_tile(const float* rows, float* columns) {
   const __m512i lanes = _mm512_mullo_epi32(
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(64));
   for (int c = 0; c < 64; ++c) _mm512_storeu_ps(columns + c * 16, _mm512_i32gather_ps(lanes, rows + c, 4));
+}
+// Copies four bytes of a plane to every row; dot_portable.h has the same.
+MOECHAT_INLINE VecI broadcast4(const std::int8_t* from) {
+  std::int32_t word;
+  __builtin_memcpy(&word, from, sizeof word);
+  return VecI{_mm512_set1_epi32(word)};
 }
