@@ -20,6 +20,7 @@ import torch
 from moechat import _native
 from moechat.bench.figures import Run
 from moechat.configurator.systems import CacheSettings
+from moechat.offload.links import open_link
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
 from moechat.predict import Predictor
@@ -235,13 +236,7 @@ def link_times(store: Store, settings: LinkSettings, bandwidth: float) -> LinkTi
 def _one_read(store: Store, settings: LinkSettings) -> float:
     """Seconds of one block over the idle file link."""
     geometry = store.geometry
-    extents = [store.expert_extent(record.layer) for record in store.layers]
-    link = _native.file_link(
-        [(str(extent.path), extent.offset, extent.nbytes) for extent in extents],
-        io=settings.io,
-        direct=settings.direct,
-        in_flight_bytes=settings.in_flight_bytes,
-    )
+    link = open_link(store, settings)
     record = geometry.record_bytes
     room = np.empty(record + 4096, dtype=np.uint8)
     begin = -room.ctypes.data % 4096
@@ -251,7 +246,7 @@ def _one_read(store: Store, settings: LinkSettings) -> float:
     seconds = []
     try:
         for _ in range(_READS):
-            layer = int(generator.integers(len(extents)))
+            layer = int(generator.integers(len(store.layers)))
             block = int(generator.integers(geometry.num_experts * geometry.blocks_per_expert))
             started = time.perf_counter()
             link.submit([(0, layer, block * record, record, 0)], target)

@@ -13,6 +13,7 @@ from moechat.errors import MoechatError
 from moechat.hardware.measure_cpu import Experts
 from moechat.hardware.measure_cpu import compute_rate as rate_of
 from moechat.hardware.measure_link import stream
+from moechat.offload.links import open_link
 from moechat.offload.settings import LinkSettings
 from moechat.store.store import Store
 
@@ -52,16 +53,9 @@ def link_bandwidth(
         MoechatError: A read fails, or the link stalls.
     """
     geometry = store.geometry
-    extents = [store.expert_extent(record.layer) for record in store.layers]
-    link = _native.file_link(
-        [(str(extent.path), extent.offset, extent.nbytes) for extent in extents],
-        io=settings.io,
-        direct=settings.direct,
-        in_flight_bytes=settings.in_flight_bytes,
-    )
     try:
         return stream(
-            link,
+            open_link(store, settings),
             geometry.expert_bytes,
             geometry.record_bytes,
             seconds=seconds,

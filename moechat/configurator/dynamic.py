@@ -6,7 +6,7 @@ import numpy as np
 
 from moechat.configurator.curves import Floats, RoutingCurves
 from moechat.configurator.knapsack import choose
-from moechat.configurator.targets import Targets
+from moechat.configurator.targets import EXPERTS, Targets
 from moechat.configurator.uniform import kept_blocks
 
 
@@ -45,5 +45,5 @@ def fewest_loads(curves: RoutingCurves, blocks: int, pages: int, split: float) -
         counts[layer] += more
         left -= more
     targets = np.full((curves.layers, 2), (0, kept), dtype=np.int32)
-    targets[:, 0] = counts
+    targets[:, EXPERTS] = counts
     return targets

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moechat.configurator.curves import Floats
-from moechat.configurator.targets import Targets, pages_of
+from moechat.configurator.targets import BLOCKS, EXPERTS, Targets, pages_of
 
 # Changes of (C, b) to try.
 _STEPS = ((1, 0), (-1, 0), (0, 1), (0, -1), (3, 0), (-3, 0), (0, 3), (0, -3), (1, -1), (-1, 1))
@@ -48,10 +48,10 @@ def polished(
         changed = (targets[:, None] + steps).reshape(-1, 2)
         layers = np.repeat(np.arange(len(targets)), len(steps))
         possible = (
-            (changed[:, 0] >= 0)
-            & (changed[:, 0] <= experts)
-            & (changed[:, 1] >= 1)
-            & (changed[:, 1] <= blocks)
+            (changed[:, EXPERTS] >= 0)
+            & (changed[:, EXPERTS] <= experts)
+            & (changed[:, BLOCKS] >= 1)
+            & (changed[:, BLOCKS] <= blocks)
         )
         changed, layers = changed[possible], layers[possible]
         if not len(layers):

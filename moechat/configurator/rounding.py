@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat.configurator.curves import Floats, RoutingCurves
-from moechat.configurator.targets import Targets, pages_of
+from moechat.configurator.targets import BLOCKS, EXPERTS, Targets, pages_of
 from moechat.configurator.uniform import kept_blocks
 
 
@@ -36,7 +36,7 @@ def rounded_down(
     count = np.where(experts > 0, np.minimum(experts, held // kept), 0)
     targets = np.stack([count, kept], axis=1).astype(np.int32)
     while pages_of(targets) > pages:
-        targets[int((targets[:, 0].astype(np.int64) * targets[:, 1]).argmax()), 0] -= 1
+        targets[int((targets[:, EXPERTS].astype(np.int64) * targets[:, BLOCKS]).argmax()), EXPERTS] -= 1
     return targets
 
 

@@ -15,6 +15,7 @@ from moechat.configurator.exposure import LayerModel
 from moechat.configurator.native import native_plan
 
 Targets = npt.NDArray[np.int32]
+EXPERTS, BLOCKS = 0, 1  # columns of targets: experts kept, and blocks kept of each
 # Increment of a window, in loads, for the numerical derivative that gives its price.
 _MORE = 0.02
 
@@ -103,7 +104,7 @@ def outcomes(
     Returns:
         m, T and the window of the next layer, each float64 ``[targets]``.
     """
-    experts, kept = targets[:, 0].astype(np.int64), targets[:, 1]
+    experts, kept = targets[:, EXPERTS].astype(np.int64), targets[:, BLOCKS]
     theta = np.where(experts > 0, kept / blocks, 0.0)
     chances, loaded = curves.amounts(layer, experts, theta, windows / model.costs.load, model.averages)
     exposed, left = model.times(loaded)
@@ -113,4 +114,4 @@ def outcomes(
 
 def pages_of(targets: Targets) -> int:
     """Number of pages of targets."""
-    return int((targets[:, 0].astype(np.int64) * targets[:, 1]).sum())
+    return int((targets[:, EXPERTS].astype(np.int64) * targets[:, BLOCKS]).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moechat.configurator.targets import Targets
+from moechat.configurator.targets import EXPERTS, Targets
 
 
 def kept_blocks(split: float, blocks: int) -> int:
@@ -57,5 +57,5 @@ def most_popular(activations: npt.NDArray[np.int64], blocks: int, pages: int, sp
     order = np.lexsort((layer.ravel(), place.ravel(), -descending.ravel()))
     chosen = layer.ravel()[order[: pages // kept]]
     targets = np.full((layers, 2), (0, kept), dtype=np.int32)
-    targets[:, 0] = np.bincount(chosen, minlength=layers)
+    targets[:, EXPERTS] = np.bincount(chosen, minlength=layers)
     return targets

@@ -7,6 +7,7 @@ from typing import Any
 
 from moechat import _native
 from moechat.config import active_isa
+from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.loading import LoadedModel
 from moechat.offload.tier import ExpertTier
 
@@ -165,8 +166,8 @@ def _describe_pages(near: ExpertTier) -> dict[str, Any]:
         "split": settings.split,
         "prefetch": settings.prefetch,
         "plan": near.plan.method,
-        "plan_experts_by_layer": near.targets[:, 0].tolist(),
-        "plan_blocks_by_layer": near.targets[:, 1].tolist(),
+        "plan_experts_by_layer": near.targets[:, EXPERTS].tolist(),
+        "plan_blocks_by_layer": near.targets[:, BLOCKS].tolist(),
     }
     if near.knowledge is not None and near.plan.allocation is not None:
         facts |= {

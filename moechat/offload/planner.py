@@ -22,7 +22,7 @@ from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.systems import CacheSettings
-from moechat.configurator.targets import evaluate, pages_of
+from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.configurator.warm_start import blended_statistics, default_statistics
 from moechat.geometry import ExpertGeometry
@@ -132,13 +132,13 @@ def plan_tier(
 def _shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
     smaller = targets.copy()
     while pages_of(smaller) > pages:
-        most = int(smaller[:, 0].argmax())
+        most = int(smaller[:, EXPERTS].argmax())
         smaller[most, 0] -= 1
     return smaller
 
 
 def _check(targets: npt.NDArray[np.int32], geometry: ExpertGeometry, layers: int, pages: int) -> None:
-    experts, blocks = targets[:, 0], targets[:, 1]
+    experts, blocks = targets[:, EXPERTS], targets[:, BLOCKS]
     if targets.shape != (layers, 2) or experts.min() < 0 or experts.max() > geometry.num_experts:
         raise ValueError(f"targets of shape {targets.shape} are not for this model")
     if (blocks[experts > 0] < 1).any() or blocks.max() > geometry.blocks_per_expert:

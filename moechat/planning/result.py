@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from moechat.planning.memory import Far, Tier
@@ -196,17 +196,7 @@ class Plan:
                 "pages": self.pages,
                 "resident_share": self.resident_share,
             },
-            "layers": [
-                {
-                    "layer": entry.layer,
-                    "experts": entry.experts,
-                    "blocks": entry.blocks,
-                    "split": entry.split,
-                    "hit_rate": entry.hit_rate,
-                    "exposed_s": entry.exposed_s,
-                }
-                for entry in self.layers
-            ],
+            "layers": [asdict(entry) for entry in self.layers],
             "statistics": {"tokens": self.statistics_tokens, "source": self.statistics_source},
             "speed": None if self.speed is None else _speed(self.speed),
             "other_budgets": [
@@ -248,15 +238,6 @@ def _speed(speed: Speed) -> dict[str, Any]:
         if speed.ttft_s is None
         else {str(tokens): seconds for tokens, seconds in speed.ttft_s.items()},
         "bottleneck": speed.bottleneck,
-        "figures": [_figure(figure) for figure in speed.figures],
-        "costs_s": [_figure(figure) for figure in speed.costs],
-    }
-
-
-def _figure(figure: RatedFigure) -> dict[str, Any]:
-    return {
-        "name": figure.name,
-        "value": figure.value,
-        "origin": figure.origin,
-        "source": figure.source,
+        "figures": [asdict(figure) for figure in speed.figures],
+        "costs_s": [asdict(figure) for figure in speed.costs],
     }

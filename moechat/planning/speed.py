@@ -30,6 +30,7 @@ from moechat.configurator.estimate import (
 )
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.systems import CacheSettings
+from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.routing.statistics import RoutingStatistics
 
@@ -72,7 +73,7 @@ class Decode:
 
 def kept_share(allocation: Allocation, statistics: RoutingStatistics, blocks: int) -> Floats:
     """``H(C)·θ``: float64 ``[layers]``: share of activations, by bytes, that the kept experts serve."""
-    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    experts, kept = allocation.targets[:, EXPERTS], allocation.targets[:, BLOCKS]
     layers = np.arange(len(experts))
     share: Floats = statistics.hit_rate[layers, experts] * kept / blocks
     return share
@@ -91,7 +92,7 @@ def expected_exposed(
     the others ``1 - θ`` is missing. Experts prefetched in time reduce both by the same share.
     """
     top_k, blocks = shape.top_k, shape.blocks_per_expert
-    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    experts, kept = allocation.targets[:, EXPERTS], allocation.targets[:, BLOCKS]
     hit = statistics.hit_rate[np.arange(len(experts)), experts]
     lacking = 1 - np.where(experts > 0, kept / blocks, 0.0)
     missing = top_k * (1 - hit * (1 - lacking))
@@ -216,7 +217,7 @@ def _streamed(
     if allocation is None:
         return chosen, np.zeros(len(chosen))
     sums = np.concatenate([np.zeros((len(chosen), 1)), np.cumsum(touched, axis=1)], axis=1)
-    experts, kept = allocation.targets[:, 0], allocation.targets[:, 1]
+    experts, kept = allocation.targets[:, EXPERTS], allocation.targets[:, BLOCKS]
     there = sums[np.arange(len(chosen)), experts] * kept / shape.blocks_per_expert
     return chosen, np.maximum(chosen - there, 0.0)
 

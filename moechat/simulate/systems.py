@@ -7,6 +7,7 @@ import numpy as np
 from moechat.configurator.allocate import allocate
 from moechat.configurator.costs import Costs
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
+from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.configurator.transit_reserve import in_transit, uniform_targets
 from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
@@ -110,7 +111,7 @@ def tier_for(
 def kept_share(tier: Tier) -> tuple[float, float]:
     """Mean number of cached experts per layer, and mean cached share of each."""
     targets: Ints = tier.targets
-    experts, blocks = targets[:, 0].astype(np.int64), targets[:, 1]
+    experts, blocks = targets[:, EXPERTS].astype(np.int64), targets[:, BLOCKS]
     total = int(experts.sum())
     theta = float((experts * blocks).sum() / (total * tier.blocks)) if total else 0.0
     return total / tier.layers, theta

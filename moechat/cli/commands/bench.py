@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from moechat.chat.terminal.safe_text import one_line
 from moechat.cli.commands.bench_arguments import BenchCommand
 from moechat.cli.output_file import require_writable
-from moechat.cli.terminal.consoles import neutralise, print_notice, require_output, write_output
+from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes, format_seconds
+from moechat.cli.terminal.page import render_cases
 from moechat.config import user_paths
 from moechat.errors import MoechatError, UsageError
 from moechat.hub.names import resolve
@@ -151,42 +152,22 @@ def _prompt(engine: Engine) -> list[int] | None:
 
 def render(result: Mapping[str, Any]) -> str:
     """The result as text for people: a table for each fraction, and the assumptions."""
-    import io
 
-    from rich.console import Console
-    from rich.table import Table
+    def rows(group: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        fastest = min(case["tpot_s"]["median"] for case in group)
+        return [_row(case, group[0], fastest) for case in group]
 
-    terminal = sys.stdout.isatty()
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=None if terminal else 200,
-        force_terminal=terminal or None,
-        highlight=False,
-        soft_wrap=False,
-        legacy_windows=False,
+    return render_cases(
+        _headline(result),
+        result["cases"],
+        lambda case: case["pages_bytes"],
+        _COLUMNS,
+        rows,
+        result["assumptions"],
     )
-    console.print(_headline(result), soft_wrap=True, markup=False)
-    by_fraction: dict[float, list[Mapping[str, Any]]] = {}
-    for case in result["cases"]:
-        by_fraction.setdefault(case["fraction"], []).append(case)
-    for fraction, cases in by_fraction.items():
-        title = f"{fraction:.3g} of the experts in {format_bytes(cases[0]['pages_bytes'])}"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for name, justify in _COLUMNS:
-            table.add_column(name, justify=justify, no_wrap=True, overflow="fold")
-        fastest = min(case["tpot_s"]["median"] for case in cases)
-        for case in cases:
-            table.add_row(*_row(case, cases[0], fastest))
-        console.print()
-        console.print(table)
-    console.print()
-    for sentence in result["assumptions"]:
-        console.print(neutralise(sentence), style="dim", soft_wrap=True, markup=False)
-    return buffer.getvalue()
 
 
-_COLUMNS: Sequence[tuple[str, Any]] = (
+_COLUMNS: Sequence[tuple[str, str]] = (
     ("system", "left"),
     ("first token", "right"),
     ("ms/token", "right"),
@@ -240,7 +221,7 @@ def _floor(case: Mapping[str, Any], fastest: float) -> str:
     return f"{1000 * least:.1f}" if least > 0 else "-"
 
 
-def _headline(result: Mapping[str, Any]) -> str:
+def _headline(result: Mapping[str, Any]) -> list[str]:
     model, link, machine = result["model"], result["link"], result["machine"]
     resident = result["resident"]
     lines = [
@@ -256,4 +237,4 @@ def _headline(result: Mapping[str, Any]) -> str:
         right = result["prediction"]["right_of_top_k"]
         figures = " ".join("-" if value is None else f"{value:.2f}" for value in right)
         lines.append(f"correct predictions of {model['top_k']}, by layer: {figures}")
-    return "\n".join(lines)
+    return lines

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moechat.cli.commands.replay_arguments import SimulateCommand
-from moechat.cli.terminal.consoles import neutralise, print_notice, require_output, write_output
+from moechat.cli.terminal.consoles import print_notice, require_output, write_output
 from moechat.cli.terminal.load_progress import format_bytes
+from moechat.cli.terminal.page import render_cases
 from moechat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,43 +105,17 @@ def _profile(name: str | None) -> HardwareProfile:
 
 def render(cases: Sequence[Mapping[str, Any]], machine: str) -> str:
     """The results as text for people: a table for each fraction, and the assumptions."""
-    import io
-
-    from rich.console import Console
-    from rich.table import Table
-
-    terminal = sys.stdout.isatty()
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=None if terminal else 200,
-        force_terminal=terminal or None,
-        highlight=False,
-        soft_wrap=False,
-        legacy_windows=False,
+    return render_cases(
+        _headline(cases[0], machine),
+        cases,
+        lambda case: round(case["fraction"] * case["experts_total_bytes"]),
+        _COLUMNS,
+        lambda group: [_row(case, group[0]) for case in group],
+        assumptions(cases[0]),
     )
-    for line in _headline(cases[0], machine):
-        console.print(neutralise(line), soft_wrap=True, markup=False)
-    by_fraction: dict[float, list[Mapping[str, Any]]] = {}
-    for case in cases:
-        by_fraction.setdefault(case["fraction"], []).append(case)
-    for fraction, group in by_fraction.items():
-        size = format_bytes(round(fraction * group[0]["experts_total_bytes"]))
-        title = f"{fraction:.3g} of the experts in {size}"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for name, justify in _COLUMNS:
-            table.add_column(name, justify=justify, no_wrap=True, overflow="fold")
-        for case in group:
-            table.add_row(*_row(case, group[0]))
-        console.print()
-        console.print(table)
-    console.print()
-    for sentence in assumptions(cases[0]):
-        console.print(neutralise(sentence), style="dim", soft_wrap=True, markup=False)
-    return buffer.getvalue()
 
 
-_COLUMNS: Sequence[tuple[str, Any]] = (
+_COLUMNS: Sequence[tuple[str, str]] = (
     ("system", "left"),
     ("ms/token", "right"),
     ("speed", "right"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moechat.chat.terminal.safe_text import neutralise, one_line
+from moechat.cli.terminal.load_progress import format_bytes
+
+_Case = Mapping[str, Any]
 
 
 class Page:
@@ -36,13 +39,21 @@ class Page:
         """Add a line, never wrapped, with control characters made visible."""
         self.console.print(neutralise(text), style=style or None, soft_wrap=True, markup=False)
 
-    def table(self, title: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> None:
+    def table(
+        self,
+        title: str,
+        columns: Sequence[tuple[str, str]],
+        rows: Sequence[Sequence[str]],
+        *,
+        no_wrap: bool = False,
+    ) -> None:
         """Add a table.
 
         Args:
             title: Printed above it.
             columns: Name and alignment, ``left`` or ``right``.
             rows: Cells.
+            no_wrap: Cells are never wrapped.
         """
         from rich.table import Table
         from rich.text import Text
@@ -56,7 +67,7 @@ class Page:
         )
         for name, justify in columns:
             align: Any = justify
-            table.add_column(Text(name), justify=align, overflow="fold")
+            table.add_column(Text(name), justify=align, no_wrap=no_wrap, overflow="fold")
         for row in rows:
             table.add_row(*(Text(one_line(cell)) for cell in row))
         self.console.print(table)
@@ -72,3 +83,37 @@ class Page:
         for name, text in rows:
             table.add_row(Text(one_line(name)), Text(one_line(text)))
         self.console.print(table)
+
+
+def render_cases(
+    headline: Sequence[str],
+    cases: Sequence[_Case],
+    nbytes: Callable[[_Case], int],
+    columns: Sequence[tuple[str, str]],
+    rows: Callable[[Sequence[_Case]], Sequence[Sequence[str]]],
+    remarks: Sequence[str],
+) -> str:
+    """Systems side by side as text: a table for each share of the experts that fits into memory.
+
+    Args:
+        headline: Lines above the tables.
+        cases: The results, with their ``fraction``.
+        nbytes: Size of the experts that fit, in bytes, for a case.
+        columns: As for :meth:`Page.table`.
+        rows: Makes the cells of the cases of one fraction.
+        remarks: Sentences below the tables.
+    """
+    page = Page()
+    for line in headline:
+        page.line(line)
+    by_fraction: dict[float, list[_Case]] = {}
+    for case in cases:
+        by_fraction.setdefault(case["fraction"], []).append(case)
+    for fraction, group in by_fraction.items():
+        page.line()
+        title = f"{fraction:.3g} of the experts in {format_bytes(nbytes(group[0]))}"
+        page.table(title, columns, rows(group), no_wrap=True)
+    page.line()
+    for sentence in remarks:
+        page.line(sentence, style="dim")
+    return page.text
