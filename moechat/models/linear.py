@@ -16,7 +16,6 @@ Results do not depend on the number of threads, nor on other tokens of a pass of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -214,20 +213,3 @@ class StoredEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
-
-
-def weight_storages(model: nn.Module) -> dict[int, tuple[str, int]]:
-    """Distinct weight memories of a loaded model: address -> name of the first module, bytes."""
-    found: dict[int, tuple[str, int]] = {}
-    for name, module in model.named_modules():
-        tensors: list[Any] = list(module._parameters.values())
-        if isinstance(module, StoredLinear | StoredEmbedding):
-            tensors.append(module.rows)
-        if isinstance(module, _Dense):
-            tensors.append(module.bias)
-        if isinstance(module, PackedLinear):
-            found.setdefault(module.data.ctypes.data, (name, module.layout.nbytes))
-        for tensor in tensors:
-            if tensor is not None and tensor.numel():
-                found.setdefault(tensor.data_ptr(), (name, tensor.nbytes))
-    return found
