@@ -15,7 +15,6 @@ from moechat.errors import UsageError
 from moechat.options import as_flag
 from moechat.validation import require_number, require_whole
 
-DEFAULT_SYSTEMS = "mixtral-offloading,auto"
 DEFAULT_FRACTIONS = (0.25, 0.5)
 _RATIO = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x", re.ASCII)
 # Limits that keep transfer times practical and quotients within the range of floats.

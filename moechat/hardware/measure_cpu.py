@@ -23,7 +23,6 @@ TOP_K = 8
 _INTERVALS = 4
 _MANY_TOKENS = 128
 _MANY_EXPERTS = 4
-_CHOICES = 64
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
