@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from moechat.configurator.systems import Policy
 from moechat.routing.statistics import RoutingStatistics
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +106,7 @@ _ALIKE = {
 # DeepSeek-V2-Lite (lru 1.23 and 1.06, lfu 0.81 and 0.91, discount 1.33 and 1.13, static 0.81 and 0.92, blend
 # 1.29 and 1.23, forecast 1.53 and 1.70, belady 2.01 and 2.40), lru and lfu with Qwen1.5-MoE's (0.55 and 0.87;
 # MoEpic, table 1) as a third. Two-level LRU ranks as LRU does.
-_POLICY_FACTOR: Mapping[str, float] = {
+_POLICY_FACTOR: Mapping[Policy, float] = {
     "lcp": 1.0,
     "lru": 0.95,
     "lfu": 0.87,
@@ -138,7 +139,7 @@ def default_statistics(
     experts: int,
     top_k: int,
     depth: int | None = None,
-    policy: str = "blend",
+    policy: Policy = "blend",
 ) -> RoutingStatistics:
     """Expected statistics of a model without recorded routing.
 
@@ -167,7 +168,7 @@ def default_statistics(
     if min(layers, top_k) < 1 or not top_k <= experts or not 0 <= depth <= experts:
         raise ValueError(f"{layers} layers, {experts} experts, top {top_k}, depth {depth} do not fit")
     family = family_of(model_type)
-    skews = family.skew * _POLICY_FACTOR.get(policy, 1.0) * _layer_factors(layers, _EVEN_DROP, _EVEN_SPAN)
+    skews = family.skew * _POLICY_FACTOR[policy] * _layer_factors(layers, _EVEN_DROP, _EVEN_SPAN)
     sizes = np.arange(experts + 1) / experts
     hit = np.stack([_saturating(sizes, skew) for skew in skews])
     accuracy = family.accuracy * np.concatenate(

@@ -21,7 +21,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.exposure import EngineModel
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import CacheSettings, Policy
 from moechat.configurator.targets import BLOCKS, EXPERTS, evaluate, pages_of
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.configurator.warm_start import blended_statistics, default_statistics
@@ -151,7 +151,7 @@ def gather(
     shape: ModelShape,
     model_type: str,
     fingerprint: str,
-    policy: str,
+    policy: Policy,
     *,
     dtype: str,
     threads: int,
@@ -197,7 +197,7 @@ def gather(
     return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
 
 
-def defaults(shape: ModelShape, model_type: str, policy: str) -> Knowledge:
+def defaults(shape: ModelShape, model_type: str, policy: Policy) -> Knowledge:
     """The defaults of the package; reads none of the user's files."""
     notes: list[str] = []
     statistics, origin = _statistics(shape, model_type, None, policy, notes)
@@ -217,7 +217,7 @@ def assumed_costs(shape: ModelShape) -> Costs:
 
 
 def _statistics(
-    shape: ModelShape, model_type: str, fingerprint: str | None, policy: str, notes: list[str]
+    shape: ModelShape, model_type: str, fingerprint: str | None, policy: Policy, notes: list[str]
 ) -> tuple[RoutingStatistics | None, str]:
     default = family_statistics(shape, model_type, policy, notes)
     seen = None if fingerprint is None else saved_statistics(shape, fingerprint, policy, notes)
@@ -245,7 +245,7 @@ def key_of(shape: ModelShape, fingerprint: str) -> str:
 
 
 def family_statistics(
-    shape: ModelShape, model_type: str, policy: str, notes: list[str]
+    shape: ModelShape, model_type: str, policy: Policy, notes: list[str]
 ) -> RoutingStatistics | None:
     """The package's defaults for a family; ``None``, with a note, if they cannot be computed."""
 

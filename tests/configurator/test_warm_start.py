@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from configurator_support import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import (
     FAMILIES,
     blended_statistics,
@@ -41,7 +43,7 @@ def test_fitted_hit_rates_of_the_traces_are_met():
     st.integers(1, 12),
     st.integers(1, 40),
     st.integers(1, 40),
-    st.sampled_from(["blend", "lcp", "lru", "static", "belady"]),
+    st.sampled_from(get_args(Policy)),
     st.data(),
 )
 def test_defaults_are_probabilities(model_type, layers, experts, top_k, policy, data):

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from native_support import POLICIES
 
 from moechat._native import EvictionPolicy, SplitExpertCache
 
@@ -149,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         experts=st.integers(2, 4),
         blocks=st.integers(1, 3),
         pages=st.integers(2, 16),
-        policy=st.sampled_from(["lru", "lcp", "lfu", "discount", "two_level_lru"]),
+        policy=st.sampled_from(POLICIES),
         data=st.data(),
     )
     def start(

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_support import random_expert
+from native_support import POLICIES, random_expert
 
 from moechat import _native
 
 HIDDEN = 48
-POLICIES = ("lcp", "lru", "lfu", "discount", "two_level_lru")
 
 STAT_KEYS = {
     *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),

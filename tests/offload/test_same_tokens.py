@@ -26,7 +26,7 @@ from moechat.predict import NextRouterPredictor
 COMBINATIONS = 66
 PROMPT = 37
 ANSWER = 9
-_POLICIES = ("blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static")
+_POLICIES = [name for name in _native.policy_names() if name != "belady"]  # which needs the future
 _PREFETCHES = ("next-router", "none", "whole-layer")
 _SPLITS = (1.0, 0.75, 0.5, 0.25)
 

@@ -16,7 +16,7 @@ from moechat import _native
 from moechat.errors import UsageError
 from moechat.routing import RoutingCounter, RoutingStatistics, Trace, rankings, statistics_of_trace
 
-POLICIES = ["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static"]
+POLICIES = [name for name in _native.policy_names() if name != "belady"]  # which needs the future
 
 
 def policy_of(name: str, layers: int, experts: int) -> _native.EvictionPolicy:

@@ -13,8 +13,11 @@ import numpy as np
 from places import SUPPORT, TESTS
 
 from moechat import _native
+from moechat.geometry import Activation
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = tuple(kind.value for kind in Activation)
+# Of the others, static needs ranks and belady the future.
+POLICIES = tuple(name for name in _native.policy_names() if name not in ("static", "belady"))
 ENCODINGS = ((2, False), (3, False), (4, False), (8, False), (16, False), (16, True))
 ALPHA, LIMIT = 1.702, 7.0
 
@@ -55,6 +58,8 @@ def activate(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return 0.5 * g * (1 + _erf(g / math.sqrt(2))) * u
     if name == "gelu_tanh":
         return 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) * u
+    if name != "clamped_swiglu":
+        raise NotImplementedError(f"no reference for {name}")
     g = np.minimum(g, LIMIT)
     return (np.clip(u, -LIMIT, LIMIT) + 1) * g * sigmoid(ALPHA * g)
 
