@@ -36,14 +36,17 @@ class Gate:
 
 def apply_gate(gate: Gate, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
     """Reference implementation of the kernels' gates; both inputs ``[tokens, intermediate]``."""
-    if gate.activation is Activation.CLAMPED_SWIGLU:
-        g = gate_rows.clamp(max=gate.limit)
-        u = up_rows.clamp(min=-gate.limit, max=gate.limit)
-        return (u + 1) * g * torch.sigmoid(gate.alpha * g)
-    if gate.activation is Activation.SILU:
-        return F.silu(gate_rows) * up_rows
-    approximate = "tanh" if gate.activation is Activation.GELU_TANH else "none"
-    return F.gelu(gate_rows, approximate=approximate) * up_rows
+    match gate.activation:
+        case Activation.SILU:
+            return F.silu(gate_rows) * up_rows
+        case Activation.GELU:
+            return F.gelu(gate_rows) * up_rows
+        case Activation.GELU_TANH:
+            return F.gelu(gate_rows, approximate="tanh") * up_rows
+        case Activation.CLAMPED_SWIGLU:
+            g = gate_rows.clamp(max=gate.limit)
+            u = up_rows.clamp(min=-gate.limit, max=gate.limit)
+            return (u + 1) * g * torch.sigmoid(gate.alpha * g)
 
 
 def recognise_gate(experts: Any, name: str) -> Gate:

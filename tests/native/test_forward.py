@@ -166,7 +166,7 @@ class TestRefusals:
         self.refused("out is read-only", out=frozen)
 
     def test_activations(self):
-        self.refused('activation "relu" is unknown', activation="relu")
+        self.refused('activation "none" is unknown', activation="none")
         self.refused("clamped_swiglu needs a positive", activation="clamped_swiglu", limit=0.0)
         self.refused("clamped_swiglu needs a positive", activation="clamped_swiglu", limit=float("nan"))
 

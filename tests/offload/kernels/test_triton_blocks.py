@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from kernel_support import ENCODINGS, GpuCall
+from native_support import ACTIVATIONS
 
 from moechat.offload.kernels.block_list import BlockList, Items, items_of_tokens
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 # Of float32 inputs. What 16-bit ones cost in rounding is taken out by giving the CPU the rounded ones; the
 # output is rounded once, and activations of many tokens are kept in 16 bits.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
