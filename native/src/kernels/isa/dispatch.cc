@@ -50,37 +50,45 @@ struct InstructionSet {
 
 // Slowest first. MOECHAT_HAS_* is 1 for the sets of the CMake variable MOECHAT_ISAS.
 std::vector<InstructionSet> make_sets() {
-  static const Parts portable("portable", kPortableKernels, kPortableIntegers);
   std::vector<InstructionSet> sets = {
-      {"portable", &portable.table, [] { return true; }}, {"avx2", nullptr, cpu_runs_avx2},
-      {"avx2-vnni", nullptr, cpu_runs_avx2_vnni},         {"avx512", nullptr, cpu_runs_avx512},
-      {"avx512-vnni", nullptr, cpu_runs_avx512_vnni},     {"amx", nullptr, cpu_runs_amx},
-      {"amx-emulated", nullptr, cpu_runs_avx2, true}};
+      {"portable", nullptr, [] { return true; }},     {"avx2", nullptr, cpu_runs_avx2},
+      {"avx2-vnni", nullptr, cpu_runs_avx2_vnni},     {"avx512", nullptr, cpu_runs_avx512},
+      {"avx512-vnni", nullptr, cpu_runs_avx512_vnni}, {"amx", nullptr, cpu_runs_amx},
+      {"amx-emulated", nullptr, cpu_runs_avx2, true},
+  };
+  const auto add = [&sets](const Parts& parts) -> InstructionSet& {
+    for (InstructionSet& set : sets) {
+      if (std::string(set.name) != parts.table.name) continue;
+      set.table = &parts.table;
+      return set;
+    }
+    throw std::logic_error(std::string(parts.table.name) + " has no row");
+  };
+  static const Parts portable("portable", kPortableKernels, kPortableIntegers);
+  add(portable);
   if constexpr (MOECHAT_HAS_AVX2) {
     static const Parts parts("avx2", kAvx2Kernels, kAvx2Integers);
-    sets[1].table = &parts.table;
+    add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX2_VNNI) {
     static const Parts parts("avx2-vnni", kAvx2Kernels, kAvx2VnniIntegers);
-    sets[2].table = &parts.table;
+    add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX512) {
     static const Parts parts("avx512", kAvx512Kernels, kAvx512Integers);
-    sets[3].table = &parts.table;
+    add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX512_VNNI) {
     static const Parts parts("avx512-vnni", kAvx512Kernels, kAvx512VnniIntegers);
-    sets[4].table = &parts.table;
+    add(parts);
   }
   if constexpr (MOECHAT_HAS_AMX) {
     static const Parts parts("amx", kAvx512Kernels, kAvx512VnniIntegers, &kAmxTokens);
-    sets[5].table = &parts.table;
-    sets[5].runs = [] { return cpu_runs_amx() && amx_multiplies(); };
+    add(parts).runs = [] { return cpu_runs_amx() && amx_multiplies(); };
   }
   if constexpr (MOECHAT_HAS_AMX_EMULATED) {
     static const Parts parts("amx-emulated", kAvx2Kernels, kAvx2Integers, &kAmxEmulatedTokens);
-    sets[6].table = &parts.table;
-    sets[6].runs = [] { return cpu_runs_avx2() && amx_emulation_multiplies(); };
+    add(parts).runs = [] { return cpu_runs_avx2() && amx_emulation_multiplies(); };
   }
   return sets;
 }
