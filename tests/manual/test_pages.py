@@ -110,6 +110,12 @@ def test_every_exit_status_is_described() -> None:
     assert rows == statuses | {0, 129, 130, 143}
 
 
+def test_the_help_and_the_errors_module_list_every_exit_status() -> None:
+    rows = re.findall(r"^\| (\d+) \|", page("exit-codes"), re.MULTILINE)
+    for text in (grammar().epilog or "", errors.__doc__ or ""):
+        assert sorted(re.findall(r"\b(\d+) [A-Za-z]", text), key=int) == rows
+
+
 def test_an_unknown_topic_names_similar_ones() -> None:
     with pytest.raises(UsageError, match="no topic 'chta'") as raised:
         page("chta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -221,9 +222,16 @@ def test_the_plan_for_this_machine_is_the_plan_of_run(cli: Cli) -> None:
     assert any("moechat profile" in note for note in plan["notes"])
 
 
-def test_help_documents_the_keys(cli: Cli) -> None:
+def test_help_documents_the_keys(cli: Cli, config: str) -> None:
     result = cli.call("plan", "--help")
     assert result.status == 0
     text = " ".join(result.out.decode().split())
-    for key in ("tokens_per_s", "resident_share", "other_budgets", "far_bytes_per_token", "--list-gpus"):
-        assert key in text
+    assert "--list-gpus" in text
+    keys = text.partition("--json: ")[2].partition("Units:")[0]
+    plan = json.loads(cli.call("plan", config, "--vram", "900M", "--json", *CARD).out)
+    for name, value in plan.items():
+        listed = re.search(rf"\b{name}\b(?: \(([^)]*)\))?", keys)
+        assert listed, name
+        inner = value[0] if isinstance(value, list) else value
+        if isinstance(inner, dict):
+            assert (listed[1] or "").split(", ") == list(inner), name
