@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat import _native
 from moechat.bench.decode import Bench
-from moechat.configurator.systems import CacheSettings
+from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.engine import Engine
 from moechat.models.router_search import find_routers
 from moechat.offload.host import HostPlacement
@@ -27,7 +27,7 @@ COMBINATIONS = 66
 PROMPT = 37
 ANSWER = 9
 _POLICIES = [name for name in _native.policy_names() if name != "belady"]  # which needs the future
-_PREFETCHES = ("next-router", "none", "whole-layer")
+_PREFETCHES = [name for name in get_args(Prefetch) if name != "perfect"]
 _SPLITS = (1.0, 0.75, 0.5, 0.25)
 
 
