@@ -18,6 +18,7 @@ from places import SUPPORT
 from terminal_support import Terminal
 
 from moechat.chat.history.session_database import Sessions, sessions_path
+from moechat.chat.terminal.input_history import open_history
 
 PATIENCE_S = 20
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"
@@ -315,3 +316,12 @@ def test_a_terminated_chat_saves_its_turns_and_restores_the_terminal(
     if during == "an answer":
         with closing(Sessions(sessions_path())) as sessions:
             assert sessions.get(1).turns[0].answer.startswith("word word")
+
+
+def test_an_input_history_that_cannot_be_kept_gives_file_and_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOECHAT_HOME", "/proc/nope")
+    warnings: list[str] = []
+    open_history(keep=True, warn=warnings.append)
+    assert warnings == ["(what you type is not remembered: /proc/nope: No such file or directory)"]

@@ -38,7 +38,7 @@ def open_history(keep: bool, warn: Callable[[str], None]) -> History:
         elif not path.exists():
             return InMemoryHistory()
     except OSError as error:
-        warn(f"(what you type is not remembered: {one_line(str(error))})")
+        warn(f"(what you type is not remembered: {_reason(error)})")
         return InMemoryHistory()
     return _PrivateHistory(path, keep=keep, warn=warn)
 
@@ -86,4 +86,9 @@ class _PrivateHistory(FileHistory):
             _limit_size(self._path)
         except OSError as error:
             self._keep = False
-            self._warn(f"(what you type is not remembered: {one_line(str(error))})")
+            self._warn(f"(what you type is not remembered: {_reason(error)})")
+
+
+def _reason(error: OSError) -> str:
+    place = "" if error.filename is None else f"{error.filename}: "
+    return one_line(f"{place}{error.strerror or error}")
