@@ -94,7 +94,7 @@ def parse(arguments: list[str]) -> Action:
         defaults = {}
     # Not command.main(): it would turn interrupts and broken pipes into exit statuses of its own.
     try:
-        with command.make_context("moechat", arguments, default_map=defaults) as context:
+        with command.make_context("moechat", arguments, default_map=defaults, obj=settings) as context:
             action: Action = command.invoke(context)
             return action
     except typer.BadParameter as error:

@@ -128,6 +128,30 @@ def test_a_wrong_value_has_one_form_of_message_wherever_it_comes_from(
     assert (line.status, f"; it must be {wanted}\n" in line.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("bits = 5", "error: --bits is 5 (--bits is from [run] in "),
+        ("ctx = 'many'", "config.toml says ctx = 'many'; it must be a whole number"),
+        ("ram = 0", "error: --ram is 0; it must be more than 0 bytes (--ram is from [run] in "),
+    ],
+)
+def test_a_plan_refuses_the_same_values_for_run_as_run_does(cli: Cli, line: str, said: str) -> None:
+    settings(cli, f"[run]\n{line}\n")
+    planned = cli.call("plan", "demo")
+    assert planned.status == cli.call("run", "demo", "hello").status == 2
+    assert said in planned.err
+    assert planned.out == b""
+    assert cli.call("plan", "--help").status == 0
+
+
+def test_correct_values_for_another_command_change_nothing(cli: Cli) -> None:
+    settings(cli, "[run]\nbits = 4\nram = '2G'\nverbose = true\ntemperature = 0\n")
+    result = cli.call("plan", "demo", "--json")
+    assert result.status == 0
+    assert json.loads(result.out)["memory"]["tiers"][0]["given"] is False
+
+
 def test_a_wrong_argument_is_named_as_in_the_help(cli: Cli) -> None:
     result = cli.call("sessions", "show", "abc")
     assert result.status == 2

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import typer
@@ -23,6 +24,7 @@ from moechat.cli.config.settings_file import (
 )
 from moechat.cli.lazy_group import LazyGroup
 from moechat.errors import MoechatError, UsageError
+from moechat.options import LoadOptions, as_flag
 from moechat.validation import shown
 
 # The parser's kinds of errors begin with the type that a value should have had.
@@ -60,6 +62,7 @@ class ExplainingCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the arguments; returns an action to call."""
+        _require_shared_settings(ctx)
         _drop_overridden(ctx)
         with _named_sources(ctx):
             action = super().invoke(ctx)
@@ -71,6 +74,39 @@ class ExplainingCommand(TyperCommand):
                 return action()
 
         return with_named_sources
+
+
+def _require_shared_settings(context: Any) -> None:
+    """Check what other commands' tables of the settings file set of the options that this command has too.
+
+    So a plan does not succeed with a file that `run` refuses.
+
+    Raises:
+        UsageError: A value has a wrong type, or is out of range.
+    """
+    root, settings = context.find_root().command, context.obj
+    if not isinstance(settings, Settings) or not isinstance(root, LazyGroup):
+        return
+    shared = options_of(context.command).keys()
+    load_names = {as_flag(entry.name)[2:]: entry.name for entry in fields(LoadOptions)}
+    for name, values in settings.of.items():
+        if name == context.command.name:
+            continue  # those are parsed anyway, and the command line may override them
+        command = root.built()[name]
+        parameters = options_of(command)
+        for option in values.keys() & shared & parameters.keys():
+            try:
+                value = parameters[option].process_value(
+                    typer.Context(command, info_name=name), values[option]
+                )
+                if option in load_names:
+                    LoadOptions.parse({load_names[option]: value}, as_flag)
+            except typer.BadParameter as error:
+                raise _wrong_line(name, option, settings, error) from None
+            except UsageError as error:
+                raise UsageError(
+                    f"{error} (--{option} is from [{name}] in {settings.path})", hint=error.hint
+                ) from None
 
 
 def _drop_overridden(context: Any) -> None:
