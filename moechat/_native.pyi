@@ -1278,6 +1278,8 @@ class Timeline:
         link_shared: The same while the far tier computes; empty: as ``link``.
         in_flight_bytes: Most bytes in flight.
         far_threads: Threads of the far tier; they set the size of its shares of a layer.
+        far_call: Time of handing a layer's input to the far tier and its sums back.
+        near_slowdown: Factor of the near tier's times while the link is busy, at least 1.
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
             then the others behind their copies, and demands are copied at once.
 
@@ -1315,6 +1317,8 @@ class Timeline:
         link_shared: Sequence[float],
         in_flight_bytes: int,
         far_threads: int = 1,
+        far_call: float = 0.0,
+        near_slowdown: float = 1.0,
         launch: str = "host",
     ) -> None: ...
     def preload(self, layer: int, experts: _I32, blocks: int) -> int:

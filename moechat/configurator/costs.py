@@ -22,6 +22,8 @@ class Costs:
         compute_far: One expert computed by the far tier; infinite if it cannot compute.
         load_together: ``load`` while missing experts are computed.
         compute_together: ``compute_far`` while the link is busy.
+        near_slowdown: Factor of ``attention``, ``moe`` and ``head`` while the link is busy; above 1 where the
+            near tier and the link share the memory.
 
     Raises:
         ValueError: A time is negative or not a number, or ``load`` or ``moe`` is 0 or infinite.
@@ -35,6 +37,7 @@ class Costs:
     compute_far: float = math.inf
     load_together: float | None = None
     compute_together: float | None = None
+    near_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

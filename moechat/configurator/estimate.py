@@ -179,7 +179,20 @@ def cost_figures(
             if near == "gpu"
             else _times_in_ram(profile, shape, dense, far)
         )
-    return CostFigures(Costs(**{name: figure.value for name, figure in figures.items()}), figures)
+    costs = Costs(**{name: figure.value for name, figure in figures.items()})
+    if near == "ram":
+        costs = replace(costs, near_slowdown=_near_slowdown(profile, shape.bits, link_rate(link, each).value))
+    return CostFigures(costs, figures)
+
+
+def _near_slowdown(profile: HardwareProfile, bits: int, link_rate: float) -> float:
+    """Factor of the CPU's times while the disk is read: measured, or what the disk takes of the memory."""
+    alone = expert_rate(profile, bits).value
+    together = profile.expert_rate_together
+    if together and profile.gpu is None:
+        return max(1.0, alone / together[nearest_bits(bits, together)].value)
+    ram = profile.ram_bandwidth.value
+    return ram / max(ram - link_rate, ram / 2)
 
 
 def _times_on_gpu(profile: HardwareProfile, shape: ModelShape, dense: float) -> dict[str, Figure]:

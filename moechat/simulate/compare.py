@@ -229,6 +229,7 @@ class Comparison:
             link=profile.links["gpu" if self.near == "gpu" else "file"],
             bandwidth=self.options.bandwidth,
             call=0.0 if gpu is None else _EXPERT_KERNELS * gpu.launch.value,
+            far_call=0.0 if gpu is None else 2 * self.costs.latency + gpu.launch.value,
             far_threads=profile.cores,
             launch="host" if gpu is None else "card",
         )

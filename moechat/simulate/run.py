@@ -185,6 +185,8 @@ def _timeline(
         link_shared=list(timing.link_shared),
         in_flight_bytes=timing.in_flight_bytes,
         far_threads=timing.far_threads,
+        far_call=timing.far_call,
+        near_slowdown=timing.near_slowdown,
         launch=timing.launch,
     )
 

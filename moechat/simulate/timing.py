@@ -19,7 +19,7 @@ OPERATION_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Timing:
-    """Times in seconds; the last three attributes are not times.
+    """Times in seconds; the last four attributes are not times.
 
     Attributes:
         attention: A layer without its routed experts.
@@ -33,6 +33,8 @@ class Timing:
         link_shared: The same while the far tier computes.
         in_flight_bytes: Most bytes in flight; prefetches use at most a third. On a GPU the limit is for
             prefetches only.
+        far_call: Handing a layer's input to the far tier and its sums back.
+        near_slowdown: Factor of the near tier's times while the link is busy.
         far_threads: Threads of the far tier.
         launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
             first, then the others behind their copies.
@@ -51,6 +53,8 @@ class Timing:
     latency: float = 0.0
     link_shared: tuple[float, ...] = ()
     in_flight_bytes: int = IN_FLIGHT_BYTES
+    far_call: float = 0.0
+    near_slowdown: float = 1.0
     far_threads: int = 1
     launch: Literal["host", "card"] = "host"
 
@@ -59,10 +63,13 @@ class Timing:
             raise ValueError("compute and link need at least one value each")
         if self.link_shared and len(self.link_shared) != len(self.link):
             raise ValueError(f"link has {len(self.link)} values, link_shared {len(self.link_shared)}")
-        single = (self.attention, self.head, self.call, self.latency, self.far_block, self.far_block_shared)
-        for value in (*self.compute, *self.link, *self.link_shared, *single):
+        far = (self.far_block, self.far_block_shared, self.far_call)
+        single = (self.attention, self.head, self.call, self.latency)
+        for value in (*self.compute, *self.link, *self.link_shared, *single, *far):
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{value} is not a valid time")
+        if not 1 <= self.near_slowdown < math.inf:
+            raise ValueError(f"near_slowdown is {self.near_slowdown}; it must be at least 1")
         if self.in_flight_bytes < 1:
             raise ValueError(f"in_flight_bytes is {self.in_flight_bytes}; it must be at least 1")
 
@@ -76,6 +83,7 @@ def timing_of(
     link: LinkFigures | None = None,
     bandwidth: float | None = None,
     call: float = 0.0,
+    far_call: float = 0.0,
     far_threads: int = 1,
     launch: Literal["host", "card"] = "host",
 ) -> Timing:
@@ -90,6 +98,7 @@ def timing_of(
             ``costs.load``.
         bandwidth: Bytes per second, replacing both.
         call: Fixed part of ``costs.moe``, which computing a single block takes too.
+        far_call: As :class:`Timing`.
         far_threads: As :class:`Timing`.
         launch: As :class:`Timing`.
     """
@@ -117,6 +126,8 @@ def timing_of(
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),
         in_flight_bytes=CARD_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
+        far_call=far_call,
+        near_slowdown=costs.near_slowdown,
         far_threads=far_threads,
         launch=launch,
     )

@@ -552,6 +552,7 @@ class StuckLink final : public Link {
   bool wait(std::chrono::microseconds) override { return false; }
   std::string failure() const override { return ""; }
   LinkStats stats() const override { return {}; }
+  double now() const override { return 0; }
   bool stop(std::chrono::milliseconds) override { return false; }
 
  private:

@@ -69,6 +69,7 @@ class ClockedLink final : public Link, public StreamOrder {
   StreamOrder* stream_order() override { return card_ ? this : nullptr; }
   std::string failure() const override { return {}; }
   LinkStats stats() const override { return link_.stats(); }
+  double now() const override { return link_.now(); }
   bool stop(std::chrono::milliseconds limit) override { return link_.stop(limit); }
 
   bool fills_first(void*, const std::uint32_t* slots, std::int64_t count,

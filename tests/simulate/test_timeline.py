@@ -173,13 +173,59 @@ def test_link_and_far_tier_share_missing_blocks_by_their_rates(launch: str) -> N
     assert found["seconds"] == [3.5 + 0.5 + 0.125]
 
 
-def test_a_slow_link_gets_nothing_once_its_rate_is_known() -> None:
+def test_the_far_tier_takes_blocks_back_from_a_link_that_turns_out_to_be_slow() -> None:
     line = timeline(
         blocks=10, block_bytes=LARGE, miss="both", far_block=1.0, far_block_shared=2.0, link=[60.0]
     )
-    # At first a third of the blocks, and the layer waits for them; the next expert is computed far, alone.
-    assert play(line, [[[0]], [[1]]])["seconds"] == [0.5 + 180 + 0.25 + 0.125, 0.5 + 10 + 0.125]
-    assert line.stats()["blocks_far"] == 7 + 10
+    # At first the link gets a third of the blocks. It has brought none when the far tier has computed the
+    # others, so the far tier computes these as well. The link is busy with them, and gets nothing of the next
+    # expert.
+    assert play(line, [[[0]], [[1]]])["seconds"] == [0.5 + 20 + 0.125] * 2
+    assert line.stats()["blocks_far"] == 20
+    assert line.stats()["link_bytes_demand"] == 0  # the first is still on its way
+    line.drain()
+    assert line.stats()["fetched_demand"] == 3
+
+
+def test_the_far_tier_computes_a_prefetched_block_that_would_arrive_later() -> None:
+    # A layer takes 0.5 seconds to its router and 1 far. After layer 0 a block of layer 1 begins to
+    # move, which takes 60: the far tier computes that block in a second as well.
+    line = timeline(
+        layers=2,
+        blocks=1,
+        block_bytes=LARGE // 20,  # half a second at the assumed rate is ten blocks
+        miss="compute",
+        keep=(0, 1),
+        ahead="ranked",
+        far_block=1.0,
+        far_block_shared=1.0,
+        link=[60.0],
+    )
+    found = play(line, [[[0], [1]]] * 2, [[[[0], [1]]] * 2])
+    assert line.stats()["hits_prefetch"] == 1  # on its way
+    assert found["seconds"] == [2 * (0.5 + 1) + 0.125] * 2
+
+
+def test_nothing_is_prefetched_while_the_far_tier_computes() -> None:
+    # Expert 0 is computed far; a guess for layer 1 would slow that down. It moves once the sum is there, and
+    # only as much as the link has time for until the next router: two of four blocks.
+    line = timeline(
+        layers=2,
+        experts=8,
+        blocks=4,
+        keep=(0, 1),
+        miss="compute",
+        ahead="ranked",
+        attention=2.0,
+        far_block=1.0,
+        far_block_shared=10.0,
+        link=[1.0],
+    )
+    guesses = [[[expert], [expert]] for expert in (1, 2, 3, 4, 5, 6, 7)]
+    found = play(line, [[[0], [0]]] * 7, [guesses])
+    # In the second token the link's rate is not known yet, and too much is tried.
+    assert found["seconds"][2:] == pytest.approx([2 * (2 + 4) + 0.125] * 5)
+    assert max(found["prefetch_bytes"][2:]) == 2 * 2 * BLOCK
 
 
 def test_far_computing_slows_the_link_as_long_as_it_lasts() -> None:

@@ -60,9 +60,9 @@ std::unique_ptr<TimelineObject> make_timeline(
     bool whole_experts, const std::string& miss, const std::string& ahead, std::int32_t lookahead,
     std::int32_t ahead_experts, std::optional<std::int64_t> ahead_bytes, std::int64_t stream_tokens,
     std::int64_t group_items, double attention, double head, double call, std::vector<double> compute,
-    double far_block, double far_block_shared, std::int64_t far_threads, double latency,
-    std::vector<double> link, std::vector<double> link_shared, std::int64_t in_flight_bytes,
-    const std::string& launch) {
+    double far_block, double far_block_shared, std::int64_t far_threads, double far_call,
+    double near_slowdown, double latency, std::vector<double> link, std::vector<double> link_shared,
+    std::int64_t in_flight_bytes, const std::string& launch) {
   TimelineOptions options;
   options.layers = layers;
   options.experts = experts;
@@ -82,7 +82,8 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.group_items = group_items;
   options.attention = attention;
   options.head = head;
-  options.costs = {call, std::move(compute), far_block, far_block_shared, far_threads};
+  options.costs = {call,        std::move(compute), far_block,    far_block_shared,
+                   far_threads, far_call,           near_slowdown};
   options.link.block_bytes = block_bytes;
   options.link.latency = latency;
   options.link.seconds = std::move(link);
@@ -186,8 +187,9 @@ void bind_simulate(py::module_& m) {
            py::arg("policy"), py::arg("whole_experts"), py::arg("miss"), py::arg("ahead"),
            py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"),
            py::arg("group_items"), py::arg("attention"), py::arg("head"), py::arg("call"), py::arg("compute"),
-           py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1, py::arg("latency"),
-           py::arg("link"), py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host")
+           py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1,
+           py::arg("far_call") = 0.0, py::arg("near_slowdown") = 1.0, py::arg("latency"), py::arg("link"),
+           py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host")
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)

@@ -24,6 +24,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,8 @@ struct LinkStats {
   std::int64_t in_flight = 0;  // now, bytes
   double busy_seconds = 0;     // with at least one transfer in flight
   double bandwidth = 0;        // bytes a second while busy: a moving estimate; 0 before the first transfer
+  // More it cannot be lately: what is in flight has not arrived yet. Infinite while nothing is in flight.
+  double bandwidth_bound = std::numeric_limits<double>::infinity();
 };
 
 // Additional functions of a link into a GPU's memory. They order copies and kernels on the card, so that no
@@ -118,6 +121,8 @@ class Link {
   // Empty, or why the whole link has failed.
   virtual std::string failure() const = 0;
   virtual LinkStats stats() const = 0;
+  // Seconds of the clock that busy_seconds counts in; never falling.
+  virtual double now() const = 0;
 
   // Cancels queued transfers and waits until nothing is in flight, at most `limit`. True: nothing will write
   // to any target any more. False: something is stuck; the caller must keep the targets mapped for ever.

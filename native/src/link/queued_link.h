@@ -43,6 +43,9 @@ class LinkEngine {
   virtual StreamOrder* stream_order() { return nullptr; }
   std::string failure() const;
   LinkStats stats() const;
+  static double seconds_now() {
+    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  }
   bool stop(std::chrono::milliseconds limit);
 
   // Ends the threads. Only after stop() has returned true, so none of them is inside a read.
@@ -77,9 +80,6 @@ class LinkEngine {
   void pump();
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
-  static double seconds_now() {
-    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-  }
   bool startable() const { return !halted() && queue_.startable(); }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }
@@ -131,6 +131,7 @@ class QueuedLink final : public Link {
   StreamOrder* stream_order() override { return engine_->stream_order(); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
+  double now() const override { return LinkEngine::seconds_now(); }
   // In a child process: false, at once.
   bool stop(std::chrono::milliseconds limit) override;
 

@@ -159,6 +159,10 @@ LinkStats TransferQueue::stats(double now) const {
   if (stats.bandwidth == 0 && window_busy_ > 0) {
     stats.bandwidth = static_cast<double>(window_bytes_) / window_busy_;
   }
+  const double busy = window_busy_ + (now - counted_);
+  if (started_ > 0 && busy > 0) {
+    stats.bandwidth_bound = static_cast<double>(window_bytes_ + in_flight_) / busy;
+  }
   return stats;
 }
 

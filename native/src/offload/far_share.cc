@@ -36,9 +36,16 @@ void FarShare::begin(const Grouped* rows, const double* keys, std::int64_t token
   });
 }
 
-std::int64_t FarShare::of_link(std::int64_t left, double bandwidth) const {
-  const double link = bandwidth > 0 ? bandwidth : kAssumedLink;
-  return std::llround(static_cast<double>(left) * link / (link + rate()));
+double FarShare::link_rate(const LinkStats& link) {
+  return std::min(link.bandwidth > 0 ? link.bandwidth : kAssumedLink, link.bandwidth_bound);
+}
+
+std::int64_t FarShare::of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const {
+  const double bandwidth = link_rate(link);
+  // n blocks of the link take (ahead + n * record) / bandwidth, the others (left - n) * record / rate.
+  const double before = static_cast<double>(ahead) / static_cast<double>(record_bytes_);
+  const double blocks = (static_cast<double>(left) * bandwidth - before * rate()) / (bandwidth + rate());
+  return std::llround(std::max(0.0, blocks));
 }
 
 std::int64_t FarShare::piece(std::int64_t unassigned, std::int64_t threads) const {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "link/link.h"
 #include "offload/expert_sum.h"
 
 namespace moechat {
@@ -40,9 +41,11 @@ class FarShare {
     return rows_->tokens_of[static_cast<std::size_t>(row)] <= kMostItems;
   }
 
-  // Of `left` blocks that are unassigned or on the link, how many are the link's. bandwidth: of the link,
-  // bytes a second; 0: not known yet.
-  std::int64_t of_link(std::int64_t left, double bandwidth) const;
+  // Bytes a second that the link moves, as far as is known.
+  static double link_rate(const LinkStats& link);
+  // Of `left` blocks that are unassigned or on the link, how many the link brings by the time at which the
+  // CPU has computed the others. ahead: bytes that the link moves before them.
+  std::int64_t of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const;
   // How many of so many unassigned blocks the CPU takes next.
   std::int64_t piece(std::int64_t unassigned, std::int64_t threads) const;
   // The CPU has computed so many blocks in so many seconds.

@@ -57,7 +57,8 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       transfers_(&cache_, &slab_, link_.get()),
       far_(options_.record_bytes),
       routing_(routing),
-      layer_(options_.layers - 1) {}
+      layer_(options_.layers - 1),
+      windows_(at(std::int64_t{2} * options_.layers)) {}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
   if (layer >= 0 && layer < options_.layers) return;
@@ -75,6 +76,9 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   group_by_expert(index, weight, tokens, k, options_.experts, &grouped_);
   if (rows_.size() < grouped_.experts.size()) rows_.resize(grouped_.experts.size());
   settle();
+  close_window();
+  // What the CPU can compute is not worth waiting for in a queue. What is needed is divided anew below.
+  if (miss != Miss::kFetch && tokens <= FarShare::kMostItems) transfers_.cancel_stale(layer);
   const std::int32_t* const experts = grouped_.experts.data();
   const std::int32_t rows = grouped_.rows();
   if (tokens > 0) {
@@ -92,13 +96,15 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   unpinned_rows_ = 0;
   first_ = end_ = 0;
   far_blocks_ = 0;
-  bool complete = true;
+  bool complete = true;  // every block has a page
+  bool ready = true;     // every block is there
   for (std::int32_t i = 0; i < rows; ++i) {
     Row& row = row_at(i);
     row.next = 0;
     row.pinned = true;
     row.link_end = row.far_begin = options_.blocks;
     complete = complete && cache_.assigned(layer, expert_of(i)) == options_.blocks;
+    ready = ready && cache_.resident(layer, expert_of(i)) == options_.blocks;
   }
   try {
     if (transfers_.cancel_stale(layer) > 0) freed_ = true;
@@ -106,13 +112,14 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
       for (const std::int32_t expert : grouped_.experts) transfers_.promote(layer, expert, Priority::kDemand);
     }
     miss_ = miss;
-    sharing_ = !complete && miss != Miss::kFetch;
+    sharing_ = !ready && miss != Miss::kFetch;
     if (sharing_) divide();
     if (!complete) {
       acquire();
     } else {
       settle();  // promoted transfers may start
     }
+    if (!sharing_) open_window();
   } catch (...) {
     abort();
     throw;
@@ -334,16 +341,22 @@ void LayerSchedule::run_group() {
       acquire();
       freed_ = !starved_;  // there may be pages left over
     }
-    if (freed_ && !starved_ && unpinned_rows_ == 0) {
+    if (sharing_ && resident_launched_ && unassigned() == 0 && window_opened_ < 0) {
+      open_window();
+      freed_ = freed_ || window_opened_ >= 0;
+    }
+    if (freed_ && !starved_ && unpinned_rows_ == 0 && !(sharing_ && unassigned() > 0)) {
       freed_ = false;
       for (int priority = 0; priority < kPriorities; ++priority) {
         continue_prefetch(&prefetches_[priority], static_cast<Priority>(priority));
       }
     }
     if (!failure_.empty()) give_up();
-    if (sharing_) absorb_prefetched();
+    if (sharing_) absorb_landed();
     if (sharing_ && resident_launched_) {
       if (starved_) reopen_without_pages();
+      divide_again();
+      if (!failure_.empty()) continue;
       if (unassigned() > 0) {
         share();
         if (!starved_) continue;
@@ -351,9 +364,10 @@ void LayerSchedule::run_group() {
         settle();
       }
     }
+    const bool first = !resident_launched_;
     resident_launched_ = true;
     collect(false);
-    if (sharing_ && steps_.empty() && unassigned() > 0) continue;
+    if (sharing_ && steps_.empty() && (first || unassigned() > 0)) continue;
     if (steps_.empty() && executor_->orders_copies()) {
       collect(true);
       if (!steps_.empty() && !follow_copies()) continue;

@@ -17,8 +17,13 @@
 // once it has landed.
 //
 // Sharing with the far tier (far_share.h). The near tier first gets the blocks that are there; then the CPU
-// computes its part, piece by piece, while the link brings the rest. Without pages for the rest the CPU
-// computes it too.
+// computes its part, piece by piece, while the link brings the rest. A block is the CPU's if the CPU has it
+// sooner, also when it is on its way: it then still arrives, and fills its page. Without pages for the rest
+// the CPU computes it too.
+//
+// Prefetching, where the CPU computes what is missing, takes only time that nobody else needs: from the
+// moment at which a layer of a decoded token lacks nothing any more to the next router, and no more blocks
+// than the link moves in that window. At the router the rest is cancelled.
 //
 // Not thread-safe; the owner serialises.
 #pragma once
@@ -105,9 +110,9 @@ class LayerSchedule {
              std::int64_t k, Miss miss);
   // Queues missing blocks of these experts of `layer`, in this order, at most `max_blocks`. An expert that is
   // resident in part gets its missing blocks. Only pages that are free or surplus are used. Returns the
-  // number of blocks queued; 0 when the link has failed (the next demand reports it). If pages run out,
-  // `finish` queues the rest as the experts at work release their pages, until the next begin. It does so for
-  // the last prefetch of each priority.
+  // number of blocks queued; 0 when the link has failed (the next demand reports it). If pages run out, or
+  // the CPU still has to compute a part of the layer, `finish` queues the rest later, until the next begin.
+  // It does so for the last prefetch of each priority.
   std::int64_t prefetch(std::int32_t layer, const std::int32_t* ranked, std::int64_t count,
                         std::int64_t max_blocks, Priority priority);
   // Throws LinkError, DeviceLostError, and what the executor throws; the layer was aborted.
@@ -155,7 +160,7 @@ class LayerSchedule {
   // blocks may be evicted, and those that are gone when their turn comes pass through staging pages.
   //   blocks [0, next)                 were computed, or handed to the device
   //          [next, link_end)          are there, or the link brings them
-  //          [link_end, far_begin)     are unassigned: link or CPU
+  //          [link_end, far_begin)     are unassigned: link or CPU; the link may be moving some of them
   //          [far_begin, blocks)       are the CPU's
   struct Row {
     std::int32_t next = 0;
@@ -184,6 +189,8 @@ class LayerSchedule {
   std::int64_t stage(std::int32_t index);
   void note_refusal();
   std::int64_t continue_prefetch(Prefetch* prefetch, Priority priority);
+  void open_window();
+  void close_window();
   bool make_room();
   bool others_in_flight() const;
   bool unpin_one();
@@ -202,8 +209,11 @@ class LayerSchedule {
   void divide();
   std::int64_t unassigned() const;
   std::int64_t on_the_way() const;
+  std::int64_t part_of_link(std::int64_t unassigned, std::int64_t coming) const;
   void assign_to_link(std::int64_t count);
-  void absorb_prefetched();
+  void absorb_landed();
+  void take_from_link(std::int64_t count);
+  void divide_again();
   void reopen_without_pages();
   void share();
 
@@ -247,6 +257,13 @@ class LayerSchedule {
   std::int64_t far_blocks_ = 0;
   double waited_ = 0;                 // seconds in vain, since something arrived or was computed
   Prefetch prefetches_[kPriorities];  // by priority; the entry of demands stays empty
+
+  // A window is the time from the moment at which a layer of a decoded token lacks nothing any more to the
+  // router of the next layer: the link has nothing better to do than to prefetch.
+  std::vector<double> windows_;     // [layers, 2]: seconds, moving estimates, of layers that were complete at
+                                    // once and of others; 0: not known yet
+  double window_opened_ = -1;       // -1: it is closed
+  std::int64_t window_blocks_ = 0;  // that may still be queued in it
 
   // ---- scratch
   std::vector<Step> steps_;  // the rows that the blocks added to the executor belong to

@@ -27,7 +27,10 @@ void LayerSchedule::divide() {
     }
     row_at(i).link_end = std::max(brought, cache_.assigned(layer_, expert));
   }
-  if (miss_ == Miss::kBoth) assign_to_link(far_.of_link(unassigned(), link_->stats().bandwidth));
+  if (miss_ == Miss::kBoth) {
+    const std::int64_t coming = on_the_way();
+    assign_to_link(part_of_link(unassigned(), coming) - coming);
+  }
 }
 
 std::int64_t LayerSchedule::unassigned() const {
@@ -56,13 +59,28 @@ void LayerSchedule::assign_to_link(std::int64_t count) {
   }
 }
 
-// A prefetch of this very layer may have brought unassigned blocks.
-void LayerSchedule::absorb_prefetched() {
+// Unassigned blocks that have landed meanwhile, whoever asked for them.
+void LayerSchedule::absorb_landed() {
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
     Row& row = row_at(i);
     if (!row.pinned) continue;
-    const std::int32_t held = cache_.assigned(layer_, expert_of(i));
-    row.link_end = std::max(row.link_end, std::min(held, row.far_begin));
+    const std::int32_t landed = cache_.resident(layer_, expert_of(i));
+    row.link_end = std::max(row.link_end, std::min(landed, row.far_begin));
+  }
+}
+
+// Takes blocks back that the link would bring later than the CPU has them. They still arrive, and fill their
+// pages.
+void LayerSchedule::take_from_link(std::int64_t count) {
+  for (const std::int32_t index : far_.order()) {
+    if (count <= 0) return;
+    Row& row = row_at(index);
+    if (!far_.eligible(index) || !row.pinned) continue;
+    const std::int32_t landed = std::max(row.next, cache_.resident(layer_, expert_of(index)));
+    const std::int64_t taken = std::min<std::int64_t>(count, row.link_end - landed);
+    if (taken <= 0) continue;
+    row.link_end -= static_cast<std::int32_t>(taken);
+    count -= taken;
   }
 }
 
@@ -75,19 +93,30 @@ void LayerSchedule::reopen_without_pages() {
   }
 }
 
-// One round: the link gets its part of the rest, the CPU computes a piece of its own. There is an unassigned
-// block, and after finitely many rounds there is none: each takes at least one.
-void LayerSchedule::share() {
+// Of the blocks that are unassigned or on their way, how many the link brings before the CPU has the others.
+std::int64_t LayerSchedule::part_of_link(std::int64_t unassigned, std::int64_t coming) const {
+  const LinkStats link = link_->stats();
+  const std::int64_t ahead = std::max<std::int64_t>(0, link.in_flight - coming * options_.record_bytes);
+  return far_.of_link(unassigned + coming, link, ahead);
+}
+
+// Divides what has not landed by the rates of link and CPU. A block is the CPU's if the CPU has it sooner,
+// also when it is on its way.
+void LayerSchedule::divide_again() {
   const std::int64_t left = unassigned();
-  if (miss_ == Miss::kBoth && !starved_) {
-    const std::int64_t coming = on_the_way();
-    const std::int64_t part = far_.of_link(left + coming, link_->stats().bandwidth) - coming;
-    if (part > 0) {
-      assign_to_link(std::min(part, left - 1));
-      acquire();
-      if (!failure_.empty()) return;
-    }
+  const std::int64_t coming = on_the_way();
+  if (left + coming == 0) return;
+  const std::int64_t part = part_of_link(left, coming);
+  if (part < coming) {
+    take_from_link(coming - part);
+  } else if (miss_ == Miss::kBoth && !starved_ && part > coming && left > 0) {
+    assign_to_link(std::min(part - coming, left));
+    acquire();
   }
+}
+
+// The CPU computes a piece of its own. There is an unassigned block.
+void LayerSchedule::share() {
   const std::int64_t size = far_.piece(unassigned(), executor_->far_threads());
   std::int64_t piece = size;
   pieces_.clear();

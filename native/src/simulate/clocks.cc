@@ -16,11 +16,6 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-void HostClock::start(bool hurried) {
-  hurried_ = hurried;
-  first_ = end_ = 0;
-}
-
 bool HostClock::next_group() {
   const Grouped& rows = schedule_->rows();
   first_ = end_;
@@ -53,10 +48,16 @@ double HostClock::cost() const {
   return seconds;
 }
 
+double HostClock::spend(double seconds) {
+  if (hurried_) return 0;
+  const double begun = *now_;
+  *now_ = costs_.near_slowdown == 1 ? begun + seconds
+                                    : link_->compute_beside(seconds, seconds * costs_.near_slowdown);
+  return *now_ - begun;
+}
+
 std::int64_t HostClock::compute() {
-  const double seconds = cost();
-  *now_ += seconds;
-  compute_seconds_ += seconds;
+  compute_seconds_ += spend(cost());
   const std::int64_t blocks = blocks_;
   HostClock::drop();
   return blocks;
@@ -112,6 +113,11 @@ std::int64_t CardClock::compute() {
   const std::int64_t blocks = blocks_;
   drop();
   return blocks;
+}
+
+void CardClock::far_compute(const std::vector<FarPiece>& pieces) {
+  HostClock::far_compute(pieces);
+  summed_ = *now_ + (hurried_ ? 0 : costs_.far_call);
 }
 
 void CardClock::drop() {

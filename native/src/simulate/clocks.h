@@ -18,6 +18,8 @@ struct ComputeCosts {
   double far_block = 0;         // far tier: one block for one token
   double far_block_shared = 0;  // the same while the link is busy
   std::int64_t far_threads = 1;
+  double far_call = 0;       // of a layer: handing its input to the far tier and the sums back
+  double near_slowdown = 1;  // factor of the near tier's times while the link is busy
 };
 
 // As HostExecutor: the clock stands at the end of whatever was computed or waited for last.
@@ -29,8 +31,12 @@ class HostClock : public LayerExecutor {
             VirtualLink* link, double* now)
       : costs_(costs), group_items_(group_items), schedule_(schedule), link_(link), now_(now) {}
 
-  // A layer begins; hurried: nothing takes time.
-  void start(bool hurried);
+  // From now on nothing takes time, or everything does.
+  void hurry(bool on) { hurried_ = on; }
+  // A layer begins.
+  void start() { first_ = end_ = 0; }
+  // The layer without its experts, or the head.
+  void compute_dense(double seconds) { spend(seconds); }
   // Moves the clock to the end of the layer.
   virtual void end_layer() {}
   // Seconds that the near tier has computed.
@@ -52,7 +58,8 @@ class HostClock : public LayerExecutor {
   bool wait() override;
 
  protected:
-  double cost() const;  // of the blocks that were added
+  double cost() const;           // of the blocks that were added
+  double spend(double seconds);  // moves the clock; returns by how much
 
   const ComputeCosts costs_;
   const std::int64_t group_items_;
@@ -74,7 +81,8 @@ class CardClock final : public HostClock {
  public:
   using HostClock::HostClock;
 
-  void end_layer() override { *now_ = std::max(*now_, busy_until_); }
+  void end_layer() override { *now_ = std::max({*now_, busy_until_, summed_}); }
+  void far_compute(const std::vector<FarPiece>& pieces) override;
 
   bool next_group() override;
   std::int64_t work_of_call() const override;
@@ -87,6 +95,7 @@ class CardClock final : public HostClock {
 
  private:
   double busy_until_ = 0;    // the card
+  double summed_ = 0;        // the far tier's sums are there
   double copied_until_ = 0;  // the copies of the blocks that were added
   std::vector<PageId> pages_;
   std::vector<PageId> flying_;  // of these, those that have not landed

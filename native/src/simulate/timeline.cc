@@ -34,6 +34,10 @@ TimelineOptions checked(TimelineOptions options) {
   check_time("call", options.costs.call);
   check_time("far_block", options.costs.far_block);
   check_time("far_block_shared", options.costs.far_block_shared);
+  check_time("far_call", options.costs.far_call);
+  if (!(options.costs.near_slowdown >= 1) || !std::isfinite(options.costs.near_slowdown)) {
+    refuse("near_slowdown is " + std::to_string(options.costs.near_slowdown) + "; it must be at least 1");
+  }
   if (options.costs.far_threads < 1) {
     refuse("far_threads is " + std::to_string(options.costs.far_threads) + "; it must be at least 1");
   }
@@ -86,6 +90,7 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
   Clock::time_point called = Clock::now();
   hurried_ = hurried;
   link_->hurry(hurried);
+  clock_->hurry(hurried);
   for (std::int64_t pass = from; pass < to; ++pass) {
     const std::int64_t first = passes.starts[pass];
     const std::int64_t tokens = passes.starts[pass + 1] - first;
@@ -93,7 +98,7 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
     const double stalled = stall_seconds_;
     const LinkStats moved = link_->stats();
     for (std::int32_t layer = 0; layer < options_.layers; ++layer) run_layer(passes, layer, first, tokens);
-    if (!hurried_) now_ += options_.head;
+    clock_->compute_dense(options_.head);
     const LinkStats after = link_->stats();
     const auto bytes = [&](Priority priority) {
       const int which = static_cast<int>(priority);
@@ -109,7 +114,7 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
 }
 
 void Timeline::run_layer(const Passes& passes, std::int32_t layer, std::int64_t first, std::int64_t tokens) {
-  if (!hurried_) now_ += options_.attention;
+  clock_->compute_dense(options_.attention);
   index_.clear();
   for (std::int64_t token = first; token < first + tokens; ++token) {
     const std::int32_t* chosen = passes.experts + (token * options_.layers + layer) * passes.k;
@@ -121,7 +126,7 @@ void Timeline::run_layer(const Passes& passes, std::int32_t layer, std::int64_t 
   speculate(passes, first + tokens - 1, tokens);
   const double begun = now_;
   const double computed = clock_->compute_seconds();
-  clock_->start(hurried_);
+  clock_->start();
   schedule_.finish(clock_.get());
   clock_->end_layer();
   stall_seconds_ += std::max(0.0, now_ - begun - (clock_->compute_seconds() - computed));

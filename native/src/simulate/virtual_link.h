@@ -47,6 +47,7 @@ class VirtualLink final : public Link {
   void hurry(bool on) override { hurried_ = on; }
   std::string failure() const override { return {}; }
   LinkStats stats() const override { return queue_.stats(*now_); }
+  double now() const override { return *now_; }
   bool stop(std::chrono::milliseconds limit) override;
 
   // When the next completion can be polled; infinite when nothing is in flight.
