@@ -28,36 +28,15 @@ SHARES = (0.125, 0.25, 0.5)
 CELLS = [f"{name}-{profile}-{share:g}" for name in ROUTING for profile in PROFILES for share in SHARES]
 
 # Cells that fail today. Take them off when they pass; add none.
-SLOWER_THAN_A_PRESET = {
-    "few-laptop-rtx4060-8g-0.125",
-    "few-laptop-rtx4060-8g-0.25",
-    "few-rtx4090-24g-0.125",
-    "few-rtx4090-24g-0.25",
-    "few-rtx4090-24g-0.5",
-    "some-laptop-rtx4060-8g-0.125",
-    "some-laptop-rtx4060-8g-0.25",
-    "some-rtx4090-24g-0.125",
-    "some-rtx4090-24g-0.25",
-    "many-laptop-rtx4060-8g-0.125",
-    "many-laptop-rtx4060-8g-0.25",
-    "many-laptop-rtx4060-8g-0.5",
-    "many-rtx4090-24g-0.125",
-    "many-rtx4090-24g-0.25",
-    "many-ssd-only-16g-0.5",
-}
+SLOWER_THAN_A_PRESET = {"many-ssd-only-16g-0.5"}
 SLOWER_THAN_A_FIXED_STRATEGY = SLOWER_THAN_A_PRESET | {
-    "few-laptop-rtx4060-8g-0.5",
+    "few-rtx4090-24g-0.5",
+    "some-laptop-rtx4060-8g-0.25",
+    "some-rtx4090-24g-0.25",
     "some-rtx4090-24g-0.5",
-    "many-rtx3060-12g-0.25",
+    "many-rtx4090-24g-0.25",
 }
-ORACLE_BEATEN = {
-    "few-laptop-rtx4060-8g-0.125",
-    "few-laptop-rtx4060-8g-0.25",
-    "few-rtx4090-24g-0.125",
-    "few-rtx4090-24g-0.25",
-    "some-laptop-rtx4060-8g-0.125",
-    "many-laptop-rtx4060-8g-0.125",
-}
+ORACLE_BEATEN: Set[str] = frozenset()
 
 
 @cache
