@@ -481,7 +481,7 @@ class Link:
         while busy, a moving estimate).
         """
     def fills_first(self, stream: int, slots: _U32, seconds: float) -> bool:
-        """Order later work of a stream after the transfers into these slots, on the card.
+        """Order later work of a stream after the transfers into these slots, on the GPU.
 
         Args:
             stream: CUstream.
@@ -538,14 +538,14 @@ def file_link(
     """
 
 class CudaUnavailableError(RuntimeError):
-    """There is no NVIDIA driver, no card, or the driver is unusable; the message has the reason."""
+    """There is no NVIDIA driver, no GPU, or the driver is unusable; the message has the reason."""
 
 class CudaError(RuntimeError):
     """A call to the driver failed.
 
     Attributes:
         code: The driver's error number.
-        sticky: The error is permanent: this process cannot use the card any more.
+        sticky: The error is permanent: this process cannot use the GPU any more.
     """
 
     code: int
@@ -559,22 +559,22 @@ def cuda_driver_version() -> int:
     """
 
 def cuda_memory(device: int = 0) -> tuple[int, int]:
-    """Free and total bytes of a card's memory.
+    """Free and total bytes of a GPU's memory.
 
     Raises:
-        CudaUnavailableError: There is no usable driver or no such card.
+        CudaUnavailableError: There is no usable driver or no such GPU.
         CudaError: The driver's query failed.
     """
 
 def cuda_pin(memory: _U8, device: int = 0) -> None:
-    """Pin host memory, so that the card can copy it directly (DMA); unpin it before it is freed.
+    """Pin host memory, so that the GPU can copy it directly (DMA); unpin it before it is freed.
 
     Args:
         memory: uint8, C-contiguous, writable.
-        device: Number of the card.
+        device: Number of the GPU.
 
     Raises:
-        CudaUnavailableError: There is no usable driver or no such card.
+        CudaUnavailableError: There is no usable driver or no such GPU.
         CudaError: The memory cannot be pinned.
     """
 
@@ -589,20 +589,20 @@ def cuda_link(
     buffers: int = 0,
     threads: int = 0,
 ) -> Link:
-    """A link into a card's memory; the rules are in ``native/src/link/cuda_link.h``.
+    """A link into a GPU's memory; the rules are in ``native/src/link/cuda_link.h``.
 
     Args:
         regions: (memory, bytes, pinned, path, offset) each. If memory is None, ``bytes`` are read from the
             file, starting at ``offset``; otherwise path and offset are for messages only. Memory is kept
             alive.
-        device: Number of the card.
+        device: Number of the GPU.
         in_flight_bytes: Most bytes of prefetches in flight; 0: default.
         buffer_bytes: Size of a pinned buffer, used for unpinned regions; at least the largest transfer.
         buffers: Number of pinned buffers; 0: default.
         threads: Threads that fill the buffers; 0: default.
 
     Raises:
-        CudaUnavailableError: There is no usable driver or no such card.
+        CudaUnavailableError: There is no usable driver or no such GPU.
         CudaError: A driver call failed, such as pinning the buffers.
         OSError: A file cannot be opened.
         ValueError: An option is out of range.
@@ -917,7 +917,7 @@ class LinkError(RuntimeError):
     """A demanded block could not be read, or no transfer finished within the stall limit."""
 
 class DeviceLostError(RuntimeError):
-    """The link into a card has failed: this process cannot use the card any more."""
+    """The link into a GPU has failed: this process cannot use the GPU any more."""
 
 def resident_forward(
     layout: BlockLayout,
@@ -1173,7 +1173,7 @@ class ExpertRunner:
             Bytes of block records launched.
 
         Raises:
-            DeviceLostError: The card failed; the runner can only be closed.
+            DeviceLostError: The GPU failed; the runner can only be closed.
             LinkError, KeyboardInterrupt, RuntimeError, ValueError: As :meth:`finish`.
             Exception: An exception of ``launch``; the layer was dropped.
         """

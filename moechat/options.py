@@ -134,25 +134,25 @@ class LoadOptions:
 
     Attributes:
         bits: 2, 3, 4, 8 or 16 bits an expert weight; ``None`` takes 4, or the bits of a finished store.
-        device: ``cpu``, or a CUDA card: ``cuda``, ``cuda:1``; ``None``: a card if ``vram`` is given.
-        vram: With a card: bytes of its memory for everything; ``None`` takes what is free, less a twentieth.
+        device: ``cpu``, or a CUDA GPU: ``cuda``, ``cuda:1``; ``None``: a GPU if ``vram`` is given.
+        vram: With a GPU: bytes of its memory for everything; ``None`` takes what is free, less a twentieth.
             Experts that do not fit beside the rest are copied there when they are needed.
         ram: Bytes of memory for the whole process; ``None`` takes what is available, less a reserve. Experts
-            that do not fit beside the rest are read from the store when they are needed. With a card: all
+            that do not fit beside the rest are read from the store when they are needed. With a GPU: all
             experts lie in memory if they fit, else in their files.
         system: How experts are kept and fetched ahead: a name in
             ``moechat.configurator.systems.SYSTEMS``, or ``NAME:KEY=VALUE,...`` with changed settings. The
-            answer is the same for all, on a card within rounding (see ``deterministic``).
+            answer is the same for all, on a GPU within rounding (see ``deterministic``).
         ctx: Context length in tokens, 2 to 2²⁴; ``None`` takes the model's own, or what the memory allows.
         threads: CPU threads, 1 to 1024; ``None`` takes the physical cores this process may use.
         dtype: Type that the dense part computes in: ``float32``, ``bfloat16``, ``float16`` or ``auto``
-            (bfloat16 where the device multiplies it natively, else float32, on a card float16).
+            (bfloat16 where the device multiplies it natively, else float32, on a GPU float16).
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
-            checkpoint as they are, whatever ``dtype`` is (on a card in ``dtype``); 8 and 4 pack them like the
+            checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8 and 4 pack them like the
             experts, except embeddings and routers.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32.
-        deterministic: The same logits, bit by bit, at every run and budget on a graphics card too: the CPU
+        deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
             then computes none of the experts that are missing there, and no graphs are replayed. On the CPU
             they are the same anyway.
         tune: Time a few plans and keep the fastest, as ``Engine.tune`` does, or take the remembered one.
@@ -198,8 +198,8 @@ class LoadOptions:
         return cls(**_checked(values, label))
 
     @property
-    def card(self) -> int | None:
-        """Index of the CUDA card to compute on; ``None``: the CPU."""
+    def gpu(self) -> int | None:
+        """Index of the CUDA GPU to compute on; ``None``: the CPU."""
         device = self.device or ("cpu" if self.vram is None else "cuda")
         return None if device == "cpu" else int(device.partition(":")[2] or 0)
 
@@ -230,7 +230,7 @@ def _checked(values: Mapping[str, Any], label: Label) -> dict[str, Any]:
     }
     if checked.get("vram") is not None and checked.get("device") == "cpu":
         raise UsageError(
-            f"{label('vram')} needs a graphics card, and {label('device')} is cpu",
+            f"{label('vram')} needs a GPU, and {label('device')} is cpu",
             hint=f"leave {label('device')} out, or choose cuda; {label('ram')} limits the memory of the "
             "process",
         )

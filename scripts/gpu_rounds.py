@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check`` measures of one model on one card: systems in turns, against the floor."""
+"""What ``scripts/gpu_check`` measures of one model on one GPU: systems in turns, against the floor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moechat.configurator.systems import CacheSettings, settings_of
 from moechat.engine import Engine
 from moechat.loading.load import gather_knowledge
 from moechat.loading.model import LoadedModel
-from moechat.offload.card import CardPlacement
 from moechat.offload.experts import attach
+from moechat.offload.gpu import GpuPlacement
 from moechat.offload.limits import MIN_PAGES
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.routing import Replay, Trace, map_trace
@@ -44,14 +44,14 @@ class Rounds:
 
 
 def copied_rate(accelerator: Any, nbytes: int = 256 << 20) -> float:
-    """Bytes a second from pinned memory to the card: the best of five copies."""
+    """Bytes a second from pinned memory to the GPU: the best of five copies."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=accelerator.device.type == "cuda")
     there = torch.empty_like(host, device=accelerator.device)
     return nbytes / min(_seconds(accelerator, lambda: there.copy_(host, non_blocking=True)) for _ in range(5))
 
 
 def read_rate(accelerator: Any, nbytes: int = 1 << 30) -> float:
-    """Bytes a second that the card reads of its own memory: the best of five sums."""
+    """Bytes a second that the GPU reads of its own memory: the best of five sums."""
     there = torch.ones(nbytes // 4, dtype=torch.float32, device=accelerator.device)
     return nbytes / min(_seconds(accelerator, lambda: there.sum().item()) for _ in range(5))
 
@@ -76,7 +76,7 @@ def measure(
     """All systems on one loaded model, in turns, each with pages of its own.
 
     Args:
-        engine: On a card; its own pages are given up, and afterwards it can only be closed.
+        engine: On a GPU; its own pages are given up, and afterwards it can only be closed.
         systems: Names.
         rounds: How much.
         rates: ``link`` and ``vram``: bytes a second.
@@ -100,7 +100,7 @@ def measure(
         loaded = engine.passes.loaded = replace(loaded, upkeep=None)
     engine._meter.close()
     pages, placement = max(first.pages, MIN_PAGES), first.detach()
-    assert isinstance(placement, CardPlacement)
+    assert isinstance(placement, GpuPlacement)
     turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for turn in range(rounds.rounds):
         for system in systems if turn % 2 == 0 else reversed(systems):
@@ -125,7 +125,7 @@ def measure(
 
 @contextmanager
 def _tier(
-    loaded: LoadedModel, placement: CardPlacement, pages: int, settings: CacheSettings, replay: Replay | None
+    loaded: LoadedModel, placement: GpuPlacement, pages: int, settings: CacheSettings, replay: Replay | None
 ) -> Iterator[ExpertTier]:
     """The model over a tier of another system."""
     config = TierConfig(
@@ -213,13 +213,13 @@ def _figures(loaded: LoadedModel, turns: list[dict[str, Any]], rates: Mapping[st
 
 
 def agreement(shape: Shape, work: Any, accelerator: Any, *, bits: int, tokens: int) -> dict[str, Any]:
-    """A shape's logits on CPU and card, alone and sharing, and whether the card's own are the same at every
+    """A shape's logits on CPU and GPU, alone and sharing, and whether the GPU's own are the same at every
     budget.
 
     Args:
         shape: With few layers.
         work: Directory for the store.
-        accelerator: The card.
+        accelerator: The GPU.
         bits: Of an expert weight.
         tokens: Of the pass.
     """

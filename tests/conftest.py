@@ -15,7 +15,7 @@ pytest_plugins = ["quick_run"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton reads this when it is imported: without a card its kernels are interpreted.
+# Triton reads this when it is imported: without a GPU its kernels are interpreted.
 if not any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -11,7 +11,7 @@ from places import ROOT, SCRIPTS, TESTS
 from quick_run import slow_tests
 
 ROOMS = sorted(file.parent.name for file in (ROOT / "moechat").glob("*/__init__.py"))
-# Beside the rooms of the package: its single modules, the native core, the developers' scripts, a real card.
+# Beside the rooms of the package: its single modules, the native core, the developers' scripts, a real GPU.
 OTHERS = {"config", "native", "scripts", "gpu", "support", "data"}
 
 

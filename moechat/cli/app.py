@@ -32,7 +32,7 @@ moechat plan mixtral --vram 12G --gpu rtx3060-12g
 moechat download olmoe
 
 Exit status: 0 ok, 2 usage, 3 model not found or not allowed, 4 does not fit, 5 offline, \
-6 store damaged, 7 graphics card lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated; \
+6 store damaged, 7 GPU lost, 129 terminal closed (SIGHUP), 130 interrupted, 143 terminated; \
 1 anything else.
 """
 _DOCTOR_HELP = """\

@@ -114,13 +114,13 @@ class MemoryOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions(MemoryOptions):
-    """Options of commands that can use a graphics card."""
+    """Options of commands that can use a GPU."""
 
     device: Annotated[
         str | None,
         option(
             "DEVICE",
-            "Where to compute: cpu, or cuda (cuda:1) for a graphics card; the card if a budget for it "
+            "Where to compute: cpu, or cuda (cuda:1) for a GPU; the GPU if a budget for it "
             "is given.",
             complete_devices,
         ),
@@ -136,7 +136,7 @@ class PlaceOptions(MemoryOptions):
     deterministic: Annotated[
         bool,
         flag(
-            "On a graphics card: the same bits at every run; the CPU then computes no experts.",
+            "On a GPU: the same bits at every run; the CPU then computes no experts.",
             "--deterministic",
         ),
     ] = LoadOptions.deterministic

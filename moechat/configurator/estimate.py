@@ -304,12 +304,12 @@ def nearest_bits(bits: int, known: Mapping[int, object]) -> int:
 def _link(profile: HardwareProfile, near: Near) -> LinkFigures:
     if near == "gpu" and profile.gpu is None:
         raise UsageError(
-            f"{profile.title} has no graphics card",
+            f"{profile.title} has no GPU",
             hint="plan without --vram, or name another machine with --gpu",
         )
     link = profile.links.get("gpu" if near == "gpu" else "file")
     if link is None:
-        between = "RAM and the graphics card" if near == "gpu" else "the disk and RAM"
+        between = "RAM and the GPU" if near == "gpu" else "the disk and RAM"
         raise UsageError(
             f"the profile {profile.name} has no figures of the link between {between}",
             hint="`moechat profile --refresh` measures this machine",

@@ -145,7 +145,7 @@ class Engine:
             tokenizer,
             plan,
             vocabulary=self.decoder.vocabulary,
-            on_card=loaded.accelerator is not None,
+            on_gpu=loaded.accelerator is not None,
         )
         self._plans = PlanKeeper(self.passes, self.decoder, self.prompts, self._meter, link)
 
@@ -175,7 +175,7 @@ class Engine:
         near, accelerator = self.loaded.near, self.loaded.accelerator
         if self.loaded.upkeep is not None:
             self.loaded.upkeep.close()
-        # No local name keeps the model: a card's memory is returned only when the weights are gone.
+        # No local name keeps the model: a GPU's memory is returned only when the weights are gone.
         self.passes.loaded = replace(self.loaded, model=None, near=None, parts=(), upkeep=None, decoder=None)
         self.loaded.store.release()
         self._meter.close()
@@ -184,7 +184,7 @@ class Engine:
             return
         near.close()
         if accelerator is not None:
-            with suppress(RuntimeError):  # a card that failed before, which was reported then
+            with suppress(RuntimeError):  # a GPU that failed before, which was reported then
                 accelerator.release()
 
     @property

@@ -127,7 +127,7 @@ class Decoder:
             result: torch.Tensor = self._passes.run(ids, use_cache=False).logits[0].cpu().float()
             return result
         if self._passes.loaded.accelerator is not None:
-            self.prompt_cache.drop()  # the plan reserves a card's memory for one cache
+            self.prompt_cache.drop()  # the plan reserves a GPU's memory for one cache
         cache, done = self.new_cache(), 0
         for part in parts:
             output = self._passes.run(part, past_key_values=cache, use_cache=True)

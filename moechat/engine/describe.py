@@ -180,7 +180,7 @@ def _describe_pages(near: ExpertTier) -> dict[str, Any]:
 
 def _how_experts_are_held(loaded: LoadedModel, mapped_by_tuner: bool) -> str:
     if loaded.accelerator is not None:
-        return "in pages on the card, " + ("all of them" if loaded.plan.mapped else "the rest copied")
+        return "in pages on the GPU, " + ("all of them" if loaded.plan.mapped else "the rest copied")
     if loaded.plan.mapped:
         return "mapped: all of them fit"
     if mapped_by_tuner:

@@ -88,7 +88,7 @@ class PlanKeeper:
     ) -> Tuning:
         loaded, decoder = self._passes.loaded, self._decoder
         if loaded.accelerator is not None:
-            return skipped("plans are not timed on graphics cards in this version")
+            return skipped("plans are not timed on GPUs in this version")
         if loaded.near is None:
             if self.tuning is not None and self.mapped:
                 return self.tuning

@@ -30,17 +30,15 @@ class PromptEncoder:
         tokenizer: A transformers tokenizer, or ``None``.
         plan: Of the model's memory; gives the context length.
         vocabulary: Rows of the embedding.
-        on_card: The model computes on a graphics card; for hints.
+        on_gpu: The model computes on a GPU; for hints.
     """
 
-    def __init__(
-        self, name: str, tokenizer: Any, plan: MemoryPlan, *, vocabulary: int, on_card: bool
-    ) -> None:
+    def __init__(self, name: str, tokenizer: Any, plan: MemoryPlan, *, vocabulary: int, on_gpu: bool) -> None:
         self.tokenizer = tokenizer
         self._name = name
         self._plan = plan
         self._vocabulary = vocabulary
-        self._on_card = on_card
+        self._on_gpu = on_gpu
 
     @property
     def has_chat_template(self) -> bool:
@@ -159,7 +157,7 @@ class PromptEncoder:
             return _SHORTEN
         return (
             "memory made the context shorter than the model allows: give more with "
-            f"{'--vram' if self._on_card else '--ram'}, or set the tokens with --ctx, which leaves less room "
+            f"{'--vram' if self._on_gpu else '--ram'}, or set the tokens with --ctx, which leaves less room "
             "for experts"
         )
 

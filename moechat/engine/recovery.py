@@ -17,7 +17,7 @@ from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.threads import thread_invariant_pass
 from moechat.store.store import Store
 
-# Share of the pages on a card that is freed after its memory ran out.
+# Share of the pages on a GPU that is freed after its memory ran out.
 OOM_SHRINK_FRACTION = 0.1
 
 
@@ -27,7 +27,7 @@ class PassRunner:
     Args:
         name: Of the model, for messages.
         loaded: The model.
-        meter: Restarted when experts are removed from a card.
+        meter: Restarted when experts are removed from a GPU.
 
     Attributes:
         loaded: The parts of the model. The engine replaces the value when it closes the model or changes how
@@ -60,7 +60,7 @@ class PassRunner:
         return model
 
     def run(self, ids: torch.Tensor, **arguments: Any) -> Any:
-        """One pass; if a card's memory runs out, frees pages of experts and tries once more.
+        """One pass; if a GPU's memory runs out, frees pages of experts and tries once more.
 
         Args:
             ids: Token ids, int64 ``[1, tokens]``.
@@ -71,7 +71,7 @@ class PassRunner:
 
         Raises:
             DoesNotFitError: The graphics memory is too small even with fewer experts.
-            DeviceLostError: The graphics card has failed.
+            DeviceLostError: The GPU has failed.
             StoreDamagedError: Experts cannot be read because a file of the store has changed.
             MoechatError: Experts cannot be read for another reason, the engine is closed, or this process is
                 a forked one.
@@ -97,13 +97,13 @@ class PassRunner:
         return result
 
     def _try(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        """The model's output; ``None`` if a card's memory ran out."""
+        """The model's output; ``None`` if a GPU's memory ran out."""
         model, loaded = self.usable_model(), self.loaded
-        card = loaded.accelerator
+        gpu = loaded.accelerator
         try:
             with (
                 self.translate_native_errors(),
-                nullcontext() if card is None else card.active(),
+                nullcontext() if gpu is None else gpu.active(),
                 torch.inference_mode(),
                 thread_invariant_pass(ids.shape[1]),
             ):
@@ -111,12 +111,12 @@ class PassRunner:
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:
-            if card is None or not _is_out_of_memory(error):
+            if gpu is None or not _is_out_of_memory(error):
                 raise
             return None
 
     def _shrink_experts(self) -> int:
-        """Frees pages of experts on a card; returns the bytes."""
+        """Frees pages of experts on a GPU; returns the bytes."""
         loaded = self.loaded
         if loaded.accelerator is None or loaded.near is None:
             return 0
@@ -137,13 +137,13 @@ class PassRunner:
                 self.usable_model()
             except MoechatError as reason:
                 raise reason from error
-            card = self.loaded.accelerator
+            gpu = self.loaded.accelerator
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error)
             if isinstance(error, _native.DeviceLostError) or (
-                card is not None and not out_of_memory and not card.alive()
+                gpu is not None and not out_of_memory and not gpu.alive()
             ):
                 raise DeviceLostError(
-                    f"the graphics card has failed: {error}",
+                    f"the GPU has failed: {error}",
                     hint="start again; if it fails again, the driver's log (dmesg) may say why",
                 ) from error
             if not isinstance(error, _native.LinkError):

@@ -32,7 +32,7 @@ class Stats:
         misses: Needed experts that were fetched on demand as a whole.
         demand_bytes: Moved by the link after a router had chosen the expert.
         prefetch_bytes: Moved by the link before that.
-        shared_bytes: Of blocks that were missing on a card and that the CPU computed in place.
+        shared_bytes: Of blocks that were missing on a GPU and that the CPU computed in place.
         stall_s: Seconds in which the computation waited for the link.
         link_busy_s: Seconds with at least one transfer under way.
         busy_s: Seconds from the call of ``generate`` to the last token drawn.

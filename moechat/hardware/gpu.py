@@ -79,7 +79,7 @@ class GpuDevice:
         Only its memory is measured; the rest are estimates, by the rules in their sources. Unreported values
         are those of a weak GPU: PCIe 3.0 with 8 lanes, 200 GB/s, 20 TFLOP/s.
         """
-        unknown = "the driver does not tell; that of a weak card is assumed"
+        unknown = "the driver does not tell; that of a weak GPU is assumed"
         bandwidth, flops = self.memory_bandwidth, self.flops
         return GpuFigures(
             name=self.name,
@@ -170,9 +170,9 @@ def find_gpus(environment: Mapping[str, str] | None = None) -> GpuReport:
         visible = devices if wanted is None else _visible(devices, numbers, wanted)
         why = ""
         if not devices:
-            why = f"the NVIDIA driver {driver} reports no usable card"
+            why = f"the NVIDIA driver {driver} reports no usable GPU"
         elif not visible:
-            why = f"{VISIBLE_VARIABLE}={wanted} leaves none of the {len(devices)} cards"
+            why = f"{VISIBLE_VARIABLE}={wanted} leaves none of the {len(devices)} GPUs"
         return GpuReport(tuple(visible), driver, why)
     finally:
         _ask(pynvml, pynvml.nvmlShutdown)

@@ -102,7 +102,7 @@ def _gpu_of(data: Mapping[str, Any]) -> GpuFigures:
     for name in ("vram_free", "launch"):
         known[name] = _figure(known[name], least=0.0)
     if not isinstance(known["name"], str):
-        raise ValueError(f"the graphics card is called {known['name']!r}")
+        raise ValueError(f"the GPU is called {known['name']!r}")
     for name in ("pcie_generation", "pcie_lanes"):
         _whole(name, known[name], least=0)
     if known.get("capability") is not None:

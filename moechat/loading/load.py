@@ -1,4 +1,4 @@
-"""Loads a model in stages, which are the same for CPU and graphics card; only the placement differs.
+"""Loads a model in stages, which are the same for CPU and GPU; only the placement differs.
 
 The stages: configuration, skeleton, outline, needs, memory plan, dense weights, far memory, tier, attached
 layers.
@@ -43,19 +43,19 @@ def load_model(store: Store, options: LoadOptions, *, offload: OffloadOptions, r
 
     Raises:
         DoesNotFitError: The budget is too small, or the context is longer than the model allows.
-        DeviceUnavailableError: There is no such card, or its kernels cannot be built.
+        DeviceUnavailableError: There is no such GPU, or its kernels cannot be built.
         MoechatError: See :mod:`moechat.errors`.
     """
-    if options.card is None:
+    if options.gpu is None:
         return _load(store, options, offload, report, HostPlacement(), None)
-    card: Accelerator = offload.accelerator or Accelerator(options.card)
-    # Only with a card: it imports Triton, which machines without one may lack.
-    from moechat.offload.card import CardPlacement
+    gpu: Accelerator = offload.accelerator or Accelerator(options.gpu)
+    # Only with a GPU: it imports Triton, which machines without one may lack.
+    from moechat.offload.gpu import GpuPlacement
 
-    with card.active():
-        placement = CardPlacement(card, store.geometry)
+    with gpu.active():
+        placement = GpuPlacement(gpu, store.geometry)
         try:
-            return _load(store, options, offload, report, placement, card)
+            return _load(store, options, offload, report, placement, gpu)
         except BaseException:
             placement.close()
             raise
@@ -67,7 +67,7 @@ def _load(
     offload: OffloadOptions,
     report: Report,
     placement: ModelPlacement,
-    card: Accelerator | None,
+    gpu: Accelerator | None,
 ) -> LoadedModel:
     settings = _settings(options, offload)
     refuse_without_replay(settings, offload.replay)
@@ -84,7 +84,7 @@ def _load(
         source=store.dense,
         dense_bits=options.dense_bits,
         activation_bits=options.activation_bits,
-        on_card=card is not None,
+        on_gpu=gpu is not None,
     )
 
     memory = placement.memory(options)
@@ -143,7 +143,7 @@ def _load(
         parts=parts,
         upkeep=upkeep,
         native_modules=native_modules,
-        accelerator=card,
+        accelerator=gpu,
         decoder=decoder,
     )
     if tier is None:

@@ -56,8 +56,8 @@ class LoadedModel:
         parts: The experts modules, in order.
         upkeep: Keeps statistics and replans; ``None`` without a tier.
         native_modules: The parts of the model that are computed natively in decoding steps.
-        accelerator: The card that it runs on; ``None``: the CPU.
-        decoder: Calls the model with fewer launches on the card; ``None``: call the model.
+        accelerator: The GPU that it runs on; ``None``: the CPU.
+        decoder: Calls the model with fewer launches on the GPU; ``None``: call the model.
     """
 
     store: Store

@@ -176,25 +176,25 @@ def automatic_type() -> torch.dtype:
 
 
 def resolve_type(
-    name: str, *, on_card: bool, capability: tuple[int, int] | None = None, here: bool = True
+    name: str, *, on_gpu: bool, capability: tuple[int, int] | None = None, here: bool = True
 ) -> torch.dtype:
     """Compute type of the dense part.
 
     Args:
         name: ``float32``, ``bfloat16``, ``float16`` or ``auto``.
-        on_card: The dense part runs on a GPU.
+        on_gpu: The dense part runs on a GPU.
         capability: CUDA compute capability of the GPU.
         here: The machine is this one; for the CPU of another one, native bf16 products are unknown.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    if on_card:
-        return card_type(capability)
+    if on_gpu:
+        return gpu_type(capability)
     return automatic_type() if here else torch.float32
 
 
-def card_type(capability: tuple[int, int] | None) -> torch.dtype:
+def gpu_type(capability: tuple[int, int] | None) -> torch.dtype:
     """Type of dense weights on a GPU: bfloat16 from compute capability 8.0, else float16.
 
     Args:
@@ -209,7 +209,7 @@ def outline_model(
     *,
     dense_bits: int = 16,
     activation_bits: int = 16,
-    on_card: bool = False,
+    on_gpu: bool = False,
     source: TensorHeaders | None = None,
 ) -> ModelOutline:
     """Build the model of a configuration without weights and count its weights; see :func:`outline_skeleton`.
@@ -219,7 +219,7 @@ def outline_model(
         dtype: Compute type of the dense weights.
         dense_bits: Bits per dense weight: 16, 8 or 4.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
-        on_card: The dense part runs on a GPU.
+        on_gpu: The dense part runs on a GPU.
         source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
             bfloat16 if it names none.
 
@@ -236,7 +236,7 @@ def outline_model(
         dtype,
         dense_bits=dense_bits,
         activation_bits=activation_bits,
-        on_card=on_card,
+        on_gpu=on_gpu,
         source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
     )
 
@@ -248,7 +248,7 @@ def outline_skeleton(
     source: TensorHeaders,
     dense_bits: int = 16,
     activation_bits: int = 16,
-    on_card: bool = False,
+    on_gpu: bool = False,
 ) -> ModelOutline:
     """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.
 
@@ -258,7 +258,7 @@ def outline_skeleton(
         source: Names, types and shapes of the weights.
         dense_bits: Bits per dense weight: 16, 8 or 4.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
-        on_card: The dense part runs on a GPU.
+        on_gpu: The dense part runs on a GPU.
     """
     model, first = skeleton.model, skeleton.experts[0]
     text = model.config.get_text_config()
@@ -283,7 +283,7 @@ def outline_skeleton(
         bits=dense_bits,
         activation_bits=activation_bits,
         reads=reads,
-        stored_rows=not on_card,
+        stored_rows=not on_gpu,
     )
     layers = getattr(text, "num_hidden_layers", None)
     return ModelOutline(

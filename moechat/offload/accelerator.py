@@ -1,6 +1,6 @@
-"""A graphics card: its torch device, its stream, and copies between it and the host.
+"""A GPU: its torch device, its stream, and copies between it and the host.
 
-A test runs the same code without a card by replacing methods of this class.
+A test runs the same code without a GPU by replacing methods of this class.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from moechat import _native
 from moechat.errors import DeviceUnavailableError
 from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
-from moechat.models.model_outline import card_type
+from moechat.models.model_outline import gpu_type
 from moechat.offload.graphs import CudaGraphs, Graphs
 from moechat.offload.limits import CONTEXT_BYTES
 
 _LEAST_CONTEXT_BYTES = 64 << 20
 _MOST_CONTEXT_BYTES = 2 << 30
-# Bytes by card; a process makes one context for each.
+# Bytes by GPU; a process makes one context for each.
 _CONTEXTS: dict[int, int] = {}
 
 
 class Accelerator:
-    """One CUDA card, for one engine at a time.
+    """One CUDA GPU, for one engine at a time.
 
     Args:
-        ordinal: Its index among the cards in ``CUDA_VISIBLE_DEVICES``.
+        ordinal: Its index among the GPUs in ``CUDA_VISIBLE_DEVICES``.
 
     Attributes:
         device: Device for torch.
         ordinal: As given.
-        context_bytes: Bytes of the card's memory that this process's CUDA context takes.
+        context_bytes: Bytes of the GPU's memory that this process's CUDA context takes.
 
     Raises:
-        DeviceUnavailableError: There is no usable card, driver or Triton; the message names it.
+        DeviceUnavailableError: There is no usable GPU, driver or Triton; the message names it.
     """
 
     device: torch.device
@@ -53,14 +53,14 @@ class Accelerator:
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal = ordinal
         if not torch.cuda.is_available():
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no card"
+            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
             raise DeviceUnavailableError(
-                f"no CUDA card can be used: {why}",
+                f"no CUDA GPU can be used: {why}",
                 hint="`moechat profile` shows what the driver reports; without --vram, --device cpu works",
             )
         if ordinal >= torch.cuda.device_count():
             raise DeviceUnavailableError(
-                f"there is no card {ordinal}: torch finds {torch.cuda.device_count()}",
+                f"there is no GPU {ordinal}: torch finds {torch.cuda.device_count()}",
                 hint="CUDA_VISIBLE_DEVICES chooses among several",
             )
         self.device = torch.device("cuda", ordinal)
@@ -100,24 +100,24 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """Name of the card, from the driver."""
+        """Name of the GPU, from the driver."""
         return torch.cuda.get_device_name(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The 16-bit type that the card computes fastest in."""
-        return card_type(torch.cuda.get_device_capability(self.device))
+        """The 16-bit type that the GPU computes fastest in."""
+        return gpu_type(torch.cuda.get_device_capability(self.device))
 
     def memory(self) -> tuple[int, int]:
-        """Free bytes and total bytes of the card's memory."""
+        """Free bytes and total bytes of the GPU's memory."""
         return _native.cuda_memory(self.ordinal)
 
     def peak_bytes(self) -> int:
-        """Peak of the bytes that torch has allocated on the card."""
+        """Peak of the bytes that torch has allocated on the GPU."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def limit(self, nbytes: int) -> None:
-        """Limit the memory that torch allocates on the card; beyond it torch raises OutOfMemoryError."""
+        """Limit the memory that torch allocates on the GPU; beyond it torch raises OutOfMemoryError."""
         _, total = self.memory()
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.device)
 
@@ -126,7 +126,7 @@ class Accelerator:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def synchronize(self) -> None:
-        """Wait for all work of the card."""
+        """Wait for all work of the GPU."""
         torch.cuda.synchronize(self.device)
 
     def finish_stream(self) -> None:
@@ -136,11 +136,11 @@ class Accelerator:
         done.synchronize()
 
     def active(self) -> AbstractContextManager[Any]:
-        """Make the card the current device of this thread, for launches of torch and Triton."""
+        """Make the GPU the current device of this thread, for launches of torch and Triton."""
         return torch.cuda.device(self.device)
 
     def alive(self) -> bool:
-        """Whether the card still computes for this process."""
+        """Whether the GPU still computes for this process."""
         try:
             self.finish_stream()
         except RuntimeError:
@@ -180,7 +180,7 @@ class Accelerator:
         """Memory for pages, uint8 ``[count, page_bytes]``, not initialised.
 
         Raises:
-            torch.OutOfMemoryError: The card has not so much memory.
+            torch.OutOfMemoryError: The GPU has not so much memory.
         """
         return torch.empty((count, page_bytes), dtype=torch.uint8, device=self.device)
 
@@ -190,7 +190,7 @@ class Accelerator:
             return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the card, in stream order; REQUIRES: ``host`` does not change until the copy is done."""
+        """A copy on the GPU, in stream order; REQUIRES: ``host`` does not change until the copy is done."""
         return host.to(self.device, non_blocking=True)
 
     def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:

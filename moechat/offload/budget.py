@@ -1,6 +1,6 @@
 """Divides a memory budget. Pure: numbers in, a plan or a refusal out.
 
-On the CPU a budget is for the whole process; on a graphics card it is for all of its memory that moechat
+On the CPU a budget is for the whole process; on a GPU it is for all of its memory that moechat
 takes. It pays, in this order, for the base (interpreter and libraries, or the CUDA context), the dense
 weights, the attention cache of the context, the largest pass, the kernels' scratch and a margin; the rest
 becomes pages of one expert block each. If all experts fit, they are mapped from the store instead.
@@ -194,7 +194,7 @@ def automatic_budget(available: int, base: int) -> int:
 
 
 def available_vram(free: int, context: int) -> int:
-    """Largest budget on a card: the CUDA context, and 95 % of the memory that is free beside it.
+    """Largest budget on a GPU: the CUDA context, and 95 % of the memory that is free beside it.
 
     Args:
         free: Bytes that are free beside the CUDA context.
@@ -203,8 +203,8 @@ def available_vram(free: int, context: int) -> int:
     return context + int(max(0, free) * _FREE_SHARE)
 
 
-def card_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool, str]:
-    """Bytes of a card's memory that may be spent, whether they are the wanted ones, and a remark if not.
+def gpu_budget(wanted: int | None, free: int, context: int) -> tuple[int, bool, str]:
+    """Bytes of a GPU's memory that may be spent, whether they are the wanted ones, and a remark if not.
 
     Args:
         wanted: Bytes that the user gave; ``None``: all that is available.
@@ -269,7 +269,7 @@ def _refusal(
         parts, when = loading, "while the weights are loaded"
     listed = ", ".join(f"{name} {-(-size // MEBI)}" for name, size in parts.items())
     if capacity is not None and least > capacity:
-        hints = ["name a card with more memory with --gpu (profile=)"]
+        hints = ["name a GPU with more memory with --gpu (profile=)"]
     elif given:
         hints = [f"give at least {least // MEBI}M with {labels.flag}"]
     else:

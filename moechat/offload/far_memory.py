@@ -1,4 +1,4 @@
-"""The far memory of a card: all experts in host memory, pinned as far as the system allows."""
+"""The far memory of a GPU: all experts in host memory, pinned as far as the system allows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Region = tuple[npt.NDArray[np.uint8] | None, int, bool, str, int]
 
 
 class FarMemory:
-    """The experts of a store in host memory, one piece a layer, for one card.
+    """The experts of a store in host memory, one piece a layer, for one GPU.
 
-    A layer is read from the store, then pinned: a card copies pinned memory by itself at full speed. When the
+    A layer is read from the store, then pinned: a GPU copies pinned memory by itself at full speed. When the
     system refuses to pin more (WSL2 does at about half of the memory), the rest is copied through pinned
     buffers, with a warning. Experts that do not all fit into memory are read from their files, through the
     page cache.
 
     Args:
         store: Verified.
-        ordinal: Index of the card.
+        ordinal: Index of the GPU.
         in_memory: Read all experts now; else they stay in their files.
         progress: Called with bytes read and bytes in all.
 
@@ -91,7 +91,7 @@ class FarMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of experts that the card copies by itself."""
+        """Bytes of experts that the GPU copies by itself."""
         return sum(layer.nbytes for layer in self._pinned)
 
     def records(self) -> list[npt.NDArray[np.uint8]]:
@@ -99,7 +99,7 @@ class FarMemory:
         return [layer for layer, *_ in self._regions if layer is not None]
 
     def link(self) -> _native.Link:
-        """A link from here into the card's memory; REQUIRES: this object outlives it."""
+        """A link from here into the GPU's memory; REQUIRES: this object outlives it."""
         return _native.cuda_link(
             self._regions,
             device=self._ordinal,
@@ -110,7 +110,7 @@ class FarMemory:
     def close(self) -> None:
         """Free the memory; REQUIRES: the link has stopped. Harmless when repeated."""
         while self._pinned:
-            # A failed card refuses all calls; the memory is freed when the process ends.
+            # A failed GPU refuses all calls; the memory is freed when the process ends.
             with suppress(_native.CudaError, _native.CudaUnavailableError):
                 _native.cuda_unpin(self._pinned.pop(), self._ordinal)
         self._regions.clear()

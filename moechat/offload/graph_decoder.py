@@ -1,11 +1,11 @@
-"""Decodes a token on a card by replaying CUDA graphs of everything except its experts.
+"""Decodes a token on a GPU by replaying CUDA graphs of everything except its experts.
 
-Between two expert layers a card runs some forty kernels (norms, attention, router); launching one from Python
+Between two expert layers a GPU runs some forty kernels (norms, attention, router); launching one from Python
 and torch takes longer than most of them run. Here the model's own forward is recorded once: every expert
 layer, where the host has to decide, ends a graph and begins the next. A token is then graph 0, experts 0,
 graph 1, experts 1, ..., the last graph, and the logits. This works for any family.
 
-The recorded attention reads a bucket of the cache, a power of two of slots, with a mask made on the card
+The recorded attention reads a bucket of the cache, a power of two of slots, with a mask made on the GPU
 from the position; each bucket has its own graphs, recorded when it is first needed. All caches use the same
 memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that recordings stay valid
 from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
@@ -28,7 +28,7 @@ from moechat.models.bucket_cache import BucketCache, BucketLayer
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
-from moechat.offload.card_layer import Capture, CardExpertLayer, ExpertRequest
+from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.limits import LEAST_BUCKET, MOST_BUCKET
 
@@ -47,7 +47,7 @@ _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
 
 @dataclass
 class _Recording:
-    """A recorded pass; while it is recorded, a :class:`moechat.offload.card_layer.Capture`.
+    """A recorded pass; while it is recorded, a :class:`moechat.offload.gpu_layer.Capture`.
 
     Invariant: this object refers to all tensors that experts read or write, and to the logits, so that no
     other graph in the same memory reuses theirs.
@@ -117,9 +117,9 @@ class GraphDecoder:
     graphs are dropped for good, and the user is notified.
 
     Args:
-        model: The whole model, on the card.
+        model: The whole model, on the GPU.
         parts: Its experts modules, in order.
-        graphs: Makes graphs of the card.
+        graphs: Makes graphs of the GPU.
         dtype: Type of the dense part.
         notify: Takes a sentence for the user.
     """
@@ -152,7 +152,7 @@ class GraphDecoder:
         """Call the model; REQUIRES: inference mode.
 
         Args:
-            input_ids: ``[1, tokens]``, on the card.
+            input_ids: ``[1, tokens]``, on the GPU.
             arguments: Arguments of the model's forward.
 
         Returns:
@@ -182,12 +182,12 @@ class GraphDecoder:
             return None
         places = [place for layer in layers if (place := layer.next_place()) is not None]
         runners = [vars(part).get(EXPERTS_RUNNER) for part in self._parts]
-        if len(places) < len(layers) or not all(isinstance(runner, CardExpertLayer) for runner in runners):
+        if len(places) < len(layers) or not all(isinstance(runner, GpuExpertLayer) for runner in runners):
             return None
         bucket = _bucket(position, layers, places)
         if bucket is None:
             return None
-        experts: list[CardExpertLayer] = runners  # type: ignore[assignment]
+        experts: list[GpuExpertLayer] = runners  # type: ignore[assignment]
         self._keep_only(places, experts)
         self._set(input_ids, position, places)
         recording = self._recordings.get(bucket)
@@ -215,7 +215,7 @@ class GraphDecoder:
     def _compared(
         self,
         recording: _Recording,
-        experts: Sequence[CardExpertLayer],
+        experts: Sequence[GpuExpertLayer],
         places: Sequence[Place],
         input_ids: torch.Tensor,
         cache: Any,
@@ -256,7 +256,7 @@ class GraphDecoder:
         """Largest distance after ``place + 1`` layers."""
         return self._tolerance * math.sqrt(max(1.0, (place + 1) / 2))
 
-    def _keep_only(self, places: Sequence[Place], experts: Sequence[CardExpertLayer]) -> None:
+    def _keep_only(self, places: Sequence[Place], experts: Sequence[GpuExpertLayer]) -> None:
         """Forget recordings of other memory, or with other requests."""
         addresses = tuple(
             number
@@ -284,7 +284,7 @@ class GraphDecoder:
         bucket: int,
         layers: Sequence[ReservedLayer | WindowLayer],
         places: Sequence[Place],
-        experts: Sequence[CardExpertLayer],
+        experts: Sequence[GpuExpertLayer],
         arguments: dict[str, Any],
     ) -> _Recording:
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
@@ -331,7 +331,7 @@ class GraphDecoder:
     def _replay(
         self,
         recording: _Recording,
-        experts: Sequence[CardExpertLayer],
+        experts: Sequence[GpuExpertLayer],
         comparison: _Comparison | None = None,
     ) -> torch.Tensor:
         first, *rest = recording.graphs
@@ -358,7 +358,7 @@ class GraphDecoder:
 
 
 @contextmanager
-def _captured(experts: Sequence[CardExpertLayer], capture: Capture) -> Iterator[None]:
+def _captured(experts: Sequence[GpuExpertLayer], capture: Capture) -> Iterator[None]:
     """Redirect the requests of expert layers to a capture."""
     try:
         for layer in experts:

@@ -24,7 +24,7 @@ class Graph(Protocol):
         """Stop recording.
 
         Raises:
-            RuntimeError: Something cannot be recorded: an operation that waits for the card.
+            RuntimeError: Something cannot be recorded: an operation that waits for the GPU.
         """
         ...
 
@@ -60,7 +60,7 @@ class CudaGraph:
     """A graph of torch.
 
     Args:
-        device: The card.
+        device: The GPU.
         pool: Memory pool of the recorded tensors.
     """
 
@@ -95,10 +95,10 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Graphs of one card.
+    """Graphs of one GPU.
 
     Args:
-        device: The card.
+        device: The GPU.
         stream: Stream to record on; always the same, since libraries keep memory for each stream.
     """
 

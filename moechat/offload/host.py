@@ -43,7 +43,7 @@ class HostPlacement:
 
     def dtype(self, name: str) -> torch.dtype:
         """See :meth:`ModelPlacement.dtype`."""
-        return resolve_type(name, on_card=False)
+        return resolve_type(name, on_gpu=False)
 
     def memory(self, options: LoadOptions) -> HostMemory:
         """See :meth:`ModelPlacement.memory`."""

@@ -1,4 +1,4 @@
-"""Sizes that the tier on a card is built with; the memory account counts with them, without Triton."""
+"""Sizes that the tier on a GPU is built with; the memory account counts with them, without Triton."""
 
 from __future__ import annotations
 

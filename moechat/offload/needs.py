@@ -47,8 +47,8 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class CardMemory:
-    """The memory of a graphics card that computes.
+class GpuMemory:
+    """The memory of a GPU that computes.
 
     Attributes:
         base: Bytes of the CUDA context: the driver's own, and the kernels that torch and the libraries load.
@@ -61,7 +61,7 @@ class CardMemory:
     basis: Basis = "measured"
 
 
-Memory = HostMemory | CardMemory
+Memory = HostMemory | GpuMemory
 
 
 def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory) -> Needs:
@@ -72,14 +72,14 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         geometry: Shape and encoding of its experts.
         memory: The memory.
     """
-    on_card = isinstance(memory, CardMemory)
+    on_gpu = isinstance(memory, GpuMemory)
     # Routers in float32, for prediction: on the CPU they are the model's own where that computes in float32.
-    copies = outline.router_copies if on_card or outline.dtype.itemsize < 4 else 0
+    copies = outline.router_copies if on_gpu or outline.dtype.itemsize < 4 else 0
     replays = uses_graphs(outline, memory)
 
     def workspace(context: int) -> int:
         total = outline.workspace(context)
-        if on_card:
+        if on_gpu:
             total += _expert_workspace(outline, geometry, outline.pass_tokens(context))
         if replays:
             # A pass of one token in memory of its own, beside the memory of a prompt's passes.
@@ -89,17 +89,17 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
 
     return Needs(
         base=memory.base,
-        base_name="CUDA context" if on_card else "process",
+        base_name="CUDA context" if on_gpu else "process",
         basis=memory.basis,
         dense=outline.dense_bytes + copies,
-        loading=0 if on_card else outline.loading,
+        loading=0 if on_gpu else outline.loading,
         kv=outline.cache.nbytes,
         workspace=workspace,
-        scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_card else outline.scratch,
+        scratch=LIBRARY_BYTES + _ROUNDING_BYTES + outline.unpacked if on_gpu else outline.scratch,
         page_bytes=geometry.record_bytes,
         blocks=len(outline.expert_layers) * geometry.num_experts * geometry.blocks_per_expert,
-        # Targets leave a reserve of pages, so a card that holds all experts needs one more.
-        spare_pages=1 if on_card else 0,
+        # Targets leave a reserve of pages, so a GPU that holds all experts needs one more.
+        spare_pages=1 if on_gpu else 0,
         min_pages=MIN_PAGES,
         own_context=outline.own_context,
         threads=memory.threads if isinstance(memory, HostMemory) else 0,
@@ -108,7 +108,7 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
 
 def uses_graphs(outline: ModelOutline, memory: Memory) -> bool:
     """Whether decoded tokens are replayed from CUDA graphs."""
-    return isinstance(memory, CardMemory) and memory.graphs and outline.can_replay
+    return isinstance(memory, GpuMemory) and memory.graphs and outline.can_replay
 
 
 def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
@@ -135,7 +135,7 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
 
 
 def _expert_workspace(outline: ModelOutline, geometry: ExpertGeometry, tokens: int) -> int:
-    """Bytes of the experts of one layer on a card: activations, outputs of every item (a token of one
+    """Bytes of the experts of one layer on a GPU: activations, outputs of every item (a token of one
     expert), inputs and outputs of the part that the CPU computes.
     """
     items = tokens * outline.top_k

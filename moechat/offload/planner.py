@@ -38,10 +38,10 @@ _ASSUMED_LINK = 2.0e9
 _ASSUMED_EXPERTS = 12.0e9
 _ASSUMED_DENSE = 10.0e9
 _LAYER_SECONDS = 100e-6
-# The same for a mid-range graphics card on PCIe 4.0 x16.
-_ASSUMED_CARD = 250e9
+# The same for a mid-range GPU on PCIe 4.0 x16.
+_ASSUMED_GPU = 250e9
 _ASSUMED_PCIE = 20e9
-_CARD_LAYER_SECONDS = 150e-6
+_GPU_LAYER_SECONDS = 150e-6
 
 _T = TypeVar("_T")
 
@@ -177,7 +177,7 @@ def gather(
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
     if near == "gpu":
-        costs, costs_from = _costs_on_card(shape, notes)
+        costs, costs_from = _costs_on_gpu(shape, notes)
         if not far_computes:
             costs = replace(costs, compute_far=math.inf, compute_together=None)
         return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
@@ -285,22 +285,22 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
     return _tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
 
 
-def _costs_on_card(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
+def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
     def measured() -> tuple[Costs, str] | None:
         profile = load_measured(notes.append)
         if profile is None or profile.gpu is None or "gpu" not in profile.links:
             return None
         return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
 
-    return _tried("the machine's profile", measured, notes) or (assumed_on_card(shape), "assumed")
+    return _tried("the machine's profile", measured, notes) or (assumed_on_gpu(shape), "assumed")
 
 
-def assumed_on_card(shape: ModelShape) -> Costs:
-    """Costs on a graphics card that was not measured: a mid-range one on PCIe 4.0 x16."""
+def assumed_on_gpu(shape: ModelShape) -> Costs:
+    """Costs on a GPU that was not measured: a mid-range one on PCIe 4.0 x16."""
     return Costs(
-        attention=shape.layer_dense_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
-        moe=shape.top_k * shape.expert_bytes / _ASSUMED_CARD,
-        head=shape.head_bytes / _ASSUMED_CARD + _CARD_LAYER_SECONDS,
+        attention=shape.layer_dense_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
+        moe=shape.top_k * shape.expert_bytes / _ASSUMED_GPU,
+        head=shape.head_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
         load=shape.expert_bytes / _ASSUMED_PCIE,
         latency=15e-6,
         compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,

@@ -60,7 +60,7 @@ class OffloadOptions:
         pages: Number of pages in place of the rest of the budget; 0 maps the store instead.
         predictor: A :class:`moechat.predict.Predictor` in place of the next layer's router.
         replay: A :class:`moechat.routing.Replay` in place of the routers' choices.
-        accelerator: A :class:`moechat.offload.accelerator.Accelerator` in place of the card of ``device``.
+        accelerator: A :class:`moechat.offload.accelerator.Accelerator` in place of the GPU of ``device``.
     """
 
     cache: CacheSettings | None = None

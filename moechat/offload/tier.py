@@ -2,7 +2,7 @@
 
 A tier sets the targets and the policy, and chooses the experts to prefetch; the native runner decides which
 blocks to fetch and to evict, moves them and computes them. The :class:`Placement` is the only difference
-between the CPU and a graphics card: where the pages lie, which link fills them, and which layer computes from
+between the CPU and a GPU: where the pages lie, which link fills them, and which layer computes from
 them.
 
 Sources: split experts, LCP and next-layer speculation are MoEpic's (sections 3.2 and 3.3). The rules of this

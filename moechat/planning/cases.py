@@ -92,16 +92,14 @@ class Cases:
 
         self.machine, self.settings = machine, options.settings
         self.ctx = None if options.ctx is None else context_length(found.config, options.ctx)
-        on_card = machine.near == "gpu"
+        on_gpu = machine.near == "gpu"
         with refusals_with_hint(found.name):
             self.outline: ModelOutline = outline_model(
                 found.config,
-                resolve_type(
-                    options.dtype, on_card=on_card, capability=machine.capability, here=machine.here
-                ),
+                resolve_type(options.dtype, on_gpu=on_gpu, capability=machine.capability, here=machine.here),
                 dense_bits=options.dense_bits,
                 activation_bits=options.activation_bits,
-                on_card=on_card,
+                on_gpu=on_gpu,
                 source=found.headers,
             )
             self.geometry: ExpertGeometry = (
@@ -121,10 +119,10 @@ class Cases:
         """The outcome of a budget.
 
         Args:
-            budget: Bytes of the tier that computes: of the card, or of the whole process.
+            budget: Bytes of the tier that computes: of the GPU, or of the whole process.
             given: Whether the user gave it.
             ctx: Context, or ``None`` for the usual rule.
-            ram_share: Share of all experts that RAM holds behind a graphics card.
+            ram_share: Share of all experts that RAM holds behind a GPU.
 
         Raises:
             DoesNotFitError: It is too small.

@@ -14,13 +14,13 @@ from moechat.hardware.measured_file import load_measured
 from moechat.hardware.memory import available_bytes, resident_bytes
 from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
-from moechat.offload.budget import MEBI, automatic_budget, card_budget
+from moechat.offload.budget import MEBI, automatic_budget, gpu_budget
 from moechat.offload.limits import CONTEXT_BYTES
-from moechat.offload.needs import CardMemory, HostMemory, Memory
+from moechat.offload.needs import GpuMemory, HostMemory, Memory
 from moechat.options import LoadOptions
 from moechat.planning.memory import HOST_BYTES, PROCESS_BYTES, SYSTEM_BYTES
 
-# Tolerance: the reported memory of a card is a little below or above its nominal size.
+# Tolerance: the reported memory of a GPU is a little below or above its nominal size.
 _SAME_VRAM = 1.03
 
 
@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def gpu(self) -> GpuFigures | None:
-        """The graphics card that computes; ``None`` where the CPU does."""
+        """The GPU that computes; ``None`` where the CPU does."""
         if self.near != "gpu":
             return None
         assert self.profile is not None  # find_machine() has checked both
@@ -67,8 +67,8 @@ class Machine:
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """CUDA compute capability of the card; ``None`` where it is not known."""
-        present = self._present_card()
+        """CUDA compute capability of the GPU; ``None`` where it is not known."""
+        present = self._present_gpu()
         if present is not None and present.capability is not None:
             return present.capability
         return None if self.gpu is None else self.gpu.capability
@@ -77,7 +77,7 @@ class Machine:
         """The memory that computes, before anything is loaded."""
         if self.near == "gpu":
             graphs = cuda_graphs_wanted() and not options.deterministic
-            return CardMemory(CONTEXT_BYTES, graphs, "estimate")
+            return GpuMemory(CONTEXT_BYTES, graphs, "estimate")
         if self.here or self.profile is None:
             return HostMemory(resident_bytes(), options.threads or _native.num_threads())
         return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")
@@ -106,10 +106,10 @@ class Machine:
         return wanted
 
     def vram_budget(self, wanted: int | None) -> tuple[int, bool, str]:
-        """Bytes of graphics memory that may be spent; see :func:`moechat.offload.budget.card_budget`.
+        """Bytes of graphics memory that may be spent; see :func:`moechat.offload.budget.gpu_budget`.
 
         Raises:
-            DoesNotFitError: ``wanted`` exceeds the memory of the card.
+            DoesNotFitError: ``wanted`` exceeds the memory of the GPU.
         """
         gpu = self.gpu
         assert gpu is not None
@@ -117,50 +117,50 @@ class Machine:
             raise DoesNotFitError(
                 f"{gpu.name} has {int(gpu.vram.value) // MEBI} MiB of memory; "
                 f"{wanted // MEBI} MiB are asked for",
-                hint="give less with --vram (vram=), or name another card with --gpu (profile=)",
+                hint="give less with --vram (vram=), or name another GPU with --gpu (profile=)",
             )
         # The profile has only the memory that was free when it was measured.
-        present = self._present_card()
+        present = self._present_gpu()
         free = int(gpu.vram_free.value) if present is None else present.vram_free
-        return card_budget(wanted, free - CONTEXT_BYTES, CONTEXT_BYTES)
+        return gpu_budget(wanted, free - CONTEXT_BYTES, CONTEXT_BYTES)
 
-    def _present_card(self) -> GpuDevice | None:
+    def _present_gpu(self) -> GpuDevice | None:
         return find_gpus().best if self.here and self.near == "gpu" else None
 
 
-def find_machine(profile: str | Path | HardwareProfile | None, *, card: bool | None) -> Machine:
+def find_machine(profile: str | Path | HardwareProfile | None, *, gpu: bool | None) -> Machine:
     """The machine of a plan.
 
     Args:
         profile: Name of a reference profile, a ``.toml`` file of that form, a profile, or ``None`` for this
             machine.
-        card: Whether a graphics card computes; ``None``: the card of another machine, if it has one.
+        gpu: Whether a GPU computes; ``None``: the GPU of another machine, if it has one.
 
     Raises:
-        UsageError: There is no such profile, or the machine has no graphics card.
+        UsageError: There is no such profile, or the machine has no GPU.
     """
     if profile is None:
         remarks: list[str] = []
         measured = load_measured(remarks.append)
-        if not card:
+        if not gpu:
             return Machine(measured, True, "ram", tuple(remarks))
         if measured is None:
             raise UsageError(
-                "--vram needs a graphics card, and this machine has not been measured yet",
+                "--vram needs a GPU, and this machine has not been measured yet",
                 hint="`moechat profile` measures it; --gpu NAME plans for another one "
                 "(--list-gpus shows them)",
             )
         if measured.gpu is None:
             raise UsageError(
-                "--vram needs a graphics card, and this machine has none that moechat can use",
+                "--vram needs a GPU, and this machine has none that moechat can use",
                 hint="--gpu NAME plans for another machine (--list-gpus shows them); "
                 "without both the plan is for this one",
             )
         return Machine(measured, True, "gpu")
     found = profile if isinstance(profile, HardwareProfile) else _described(profile)
-    if found.gpu is None and card:
-        raise UsageError(f"{found.title} has no graphics card", hint="plan for it without --vram (vram=)")
-    return Machine(found, False, "ram" if found.gpu is None or card is False else "gpu")
+    if found.gpu is None and gpu:
+        raise UsageError(f"{found.title} has no GPU", hint="plan for it without --vram (vram=)")
+    return Machine(found, False, "ram" if found.gpu is None or gpu is False else "gpu")
 
 
 def _described(profile: str | Path) -> HardwareProfile:

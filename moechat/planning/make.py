@@ -34,7 +34,7 @@ def plan(
 ) -> Plan:
     """Plan the memory of a model on a machine and estimate its speed; loads no weights, uses no network.
 
-    With ``vram``, ``device="cuda"`` or a profile that has a graphics card, the card computes; its memory
+    With ``vram``, ``device="cuda"`` or a profile that has a GPU, the GPU computes; its memory
     keeps experts, RAM the others. Else RAM keeps experts and the disk the others.
 
     Args:
@@ -45,16 +45,16 @@ def plan(
             ``replan_tokens`` change nothing in a plan.
 
     Raises:
-        UsageError: A value is wrong, or the machine lacks the card or the memory of the options.
+        UsageError: A value is wrong, or the machine lacks the GPU or the memory of the options.
         ModelNotFoundError: There is no such model.
         UnsupportedModelError: moechat cannot run it.
         DoesNotFitError: The memory is too small; the message has every part and the least that works.
     """
     parsed = LoadOptions.parse(options)
     require_model(model)
-    wants_card = None if parsed.device is None and parsed.vram is None else parsed.card is not None
+    wants_gpu = None if parsed.device is None and parsed.vram is None else parsed.gpu is not None
     found = find_model(model, parsed.bits)  # before the machine: a wrong name is the cheaper error
-    machine = find_machine(profile, card=wants_card)
+    machine = find_machine(profile, gpu=wants_gpu)
     return _made(Cases(found, machine, parsed), found, parsed)
 
 

@@ -54,7 +54,7 @@ class Far:
 
 
 def far_in_ram(experts: int, budget: int, given: bool) -> tuple[Tier, Far]:
-    """The parts of RAM when a graphics card computes: the process, and the experts.
+    """The parts of RAM when a GPU computes: the process, and the experts.
 
     As in loading, all experts are pinned if they fit beside the process; else they stay in their files, and
     the page cache holds as many as it can.

@@ -35,7 +35,7 @@ from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.routing.statistics import RoutingStatistics
 
 PROMPTS = (128, 1024, 4096)
-# Share of a card's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
+# Share of a GPU's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
 _QUANTISED_SHARE = 0.5
 
 Floats = npt.NDArray[np.float64]
@@ -281,15 +281,15 @@ def figures_used(
     rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together
     if near == "gpu" and profile.gpu is not None:
         found["graphics memory, bytes/s"] = profile.gpu.bandwidth
-        found["graphics card, operations/s"] = profile.gpu.flops
+        found["GPU, operations/s"] = profile.gpu.flops
         if not far:
             return found
         link = profile.links["gpu"]
-        found["RAM to graphics card, bytes/s"] = link_rate(link, shape.expert_bytes)
+        found["RAM to GPU, bytes/s"] = link_rate(link, shape.expert_bytes)
         found["experts on the CPU, bytes/s"] = rates
         shared = link_rate_together(link, shape.expert_bytes)
         if shared is not None:
-            found["RAM to graphics card while the CPU computes, bytes/s"] = shared
+            found["RAM to GPU while the CPU computes, bytes/s"] = shared
         if together:
             nearest = nearest_bits(shape.bits, together)
             found["experts on the CPU while that link is busy, bytes/s"] = together[nearest]

@@ -50,7 +50,7 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
     if machine.here and ram is not None and ram > total_bytes():
         sentences.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
     if machine.near == "gpu":
-        sentences.append("running on a graphics card is new, and no speed of it has been measured yet")
+        sentences.append("running on a GPU is new, and no speed of it has been measured yet")
     if far is not None and far.kind == "ram+disk":
         sentences.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
@@ -61,7 +61,7 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
         )
     elif machine.figures is None and machine.near == "gpu":
         sentences.append(
-            "this version does not measure the link to a graphics card, so no speed is given: "
+            "this version does not measure the link to a GPU, so no speed is given: "
             "--gpu NAME plans with published figures"
         )
     elif machine.figures is None:

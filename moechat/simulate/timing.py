@@ -12,7 +12,7 @@ from moechat.hardware.profile import LinkFigures
 # As in native/src/link/file_link.cc: the smallest value with nearly the full bandwidth of a disk.
 IN_FLIGHT_BYTES = 6 << 20
 # Most prefetched bytes in flight on the link to a GPU; as in native/src/link/cuda_link.cc.
-CARD_IN_FLIGHT_BYTES = 12 << 20
+GPU_IN_FLIGHT_BYTES = 12 << 20
 # Most bytes of adjacent blocks moved by one operation, as in file_link.cc.
 OPERATION_BYTES = 1 << 20
 
@@ -36,7 +36,7 @@ class Timing:
         far_call: Handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of the near tier's times while the link is busy.
         far_threads: Threads of the far tier.
-        launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
+        launch: How the near tier computes: ``host``, blocks as they arrive, or ``GPU``, resident blocks
             first, then the others behind their copies.
 
     Raises:
@@ -125,7 +125,7 @@ def timing_of(
         latency=costs.latency,
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),
-        in_flight_bytes=CARD_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
+        in_flight_bytes=GPU_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
         far_call=far_call,
         near_slowdown=costs.near_slowdown,
         far_threads=far_threads,

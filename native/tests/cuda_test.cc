@@ -1,5 +1,5 @@
-// Tests of the link into a card's memory, and of the expert runner over it, with the driver in fake_cuda.cc.
-// Copies and kernels are ordered only by events on the card; random delays on both sides expose missing
+// Tests of the link into a GPU's memory, and of the expert runner over it, with the driver in fake_cuda.cc.
+// Copies and kernels are ordered only by events on the GPU; random delays on both sides expose missing
 // order. For runs under the sanitizers, see scripts/sanitize.
 //
 //   native_cuda_test [--seconds S] [--seed N] [--alarm N]
@@ -56,19 +56,19 @@ std::int64_t between(Random& random, std::int64_t low, std::int64_t high) {
 bool chance(Random& random, double share) { return std::uniform_real_distribution<double>()(random) < share; }
 
 // Device memory and a stream.
-class Card {
+class Gpu {
  public:
-  explicit Card(std::int64_t bytes) : current_(cuda::primary_context(0)) {
+  explicit Gpu(std::int64_t bytes) : current_(cuda::primary_context(0)) {
     const cuda::Driver& driver = cuda::driver();
     cuda::check(driver.memory_alloc(&memory_, static_cast<std::size_t>(bytes)), "cuMemAlloc");
     cuda::check(driver.stream_create(&stream_, cuda::kStreamNonBlocking, 0), "cuStreamCreate");
   }
-  ~Card() {
+  ~Gpu() {
     EXPECT(cuda::driver().stream_destroy(stream_) == cuda::kSuccess);
     EXPECT(cuda::driver().memory_free(memory_) == cuda::kSuccess);
   }
-  Card(const Card&) = delete;
-  Card& operator=(const Card&) = delete;
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
   unsigned char* memory() const {
     return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(memory_));
   }
@@ -163,7 +163,7 @@ void page_reuse_follows_stream_order(Random& random) {
   const bool pinned = chance(random, 0.7);
   const Far far(random, 2, kRecords, kPage, pinned);
   const auto slots = static_cast<std::uint32_t>(between(random, 1, 6));
-  Card card(slots * kPage);
+  Gpu gpu(slots * kPage);
   CudaLinkOptions options;
   options.buffer_bytes = kPage;
   options.buffers = static_cast<int>(between(random, 1, 3));
@@ -183,7 +183,7 @@ void page_reuse_follows_stream_order(Random& random) {
       const auto region = static_cast<std::int32_t>(between(random, 0, 1));
       const std::int64_t record = between(random, 0, kRecords - 1);
       const auto priority = static_cast<Priority>(between(random, 0, 2));
-      transfers.push_back({slot, region, record * kPage, kPage, card.memory() + slot * kPage, priority});
+      transfers.push_back({slot, region, record * kPage, kPage, gpu.memory() + slot * kPage, priority});
       chosen.push_back(slot);
       expected.push_back(far.record(region, record));
       busy[slot] = true;
@@ -192,16 +192,16 @@ void page_reuse_follows_stream_order(Random& random) {
       link->submit(transfers.data(), static_cast<std::int64_t>(transfers.size()));
       operations += static_cast<std::int64_t>(transfers.size());
       for (const std::uint32_t slot : chosen) link->promote(slot, Priority::kDemand);
-      EXPECT(order->fills_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()),
+      EXPECT(order->fills_first(gpu.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()),
                                 std::chrono::seconds(20)));
       const microseconds pause(between(random, 0, 100));
-      const unsigned char* const memory = card.memory();
-      card.run([=, &right] {
+      const unsigned char* const memory = gpu.memory();
+      gpu.run([=, &right] {
         for (std::size_t i = 0; i < chosen.size(); ++i) {
           if (!holds(memory + chosen[i] * kPage, expected[i], kPage, pause)) right = false;
         }
       });
-      order->reads_first(card.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()));
+      order->reads_first(gpu.stream(), chosen.data(), static_cast<std::int64_t>(chosen.size()));
     }
     if (std::all_of(busy.begin(), busy.end(), [](bool one) { return one; })) link->wait(milliseconds(100));
     done.clear();
@@ -211,13 +211,13 @@ void page_reuse_follows_stream_order(Random& random) {
       busy[completion.slot] = false;
     }
   }
-  card.wait();
+  gpu.wait();
   EXPECT(right);
   EXPECT(link->stop(milliseconds(5000)));
 }
 
 // Layers over a cache that is too small for them: every block is launched once, rows and blocks ascending,
-// and stays in its page while the card reads it; the CPU may compute the last blocks of a row instead.
+// and stays in its page while the GPU reads it; the CPU may compute the last blocks of a row instead.
 void layers_compute_from_fetched_blocks(Random& random) {
   draw_delays(random);
   const auto layers = static_cast<std::int32_t>(between(random, 1, 3));
@@ -236,8 +236,8 @@ void layers_compute_from_fetched_blocks(Random& random) {
   options.pages = between(random, 2, chance(random, 0.5) ? 6 : layers * experts * blocks + 2);
   options.targets.assign(static_cast<std::size_t>(layers), LayerTarget{0, 1});
   options.whole_experts = chance(random, 0.2);
-  Card card(options.pages * page);
-  options.near_memory = card.memory();
+  Gpu gpu(options.pages * page);
+  options.near_memory = gpu.memory();
   const bool shares = chance(random, 0.6);
   for (std::int32_t layer = 0; shares && layer < layers; ++layer) {
     options.far_records.push_back(far.record(layer, 0));
@@ -274,13 +274,13 @@ void layers_compute_from_fetched_blocks(Random& random) {
           EXPECT(count == 0 || launched.row_block[row] == next[at]);
           for (std::int32_t i = 0; i < count; ++i) {
             const PageId from = launched.page[launched.row_entry[row] + i];
-            read.emplace_back(card.memory() + from * page,
+            read.emplace_back(gpu.memory() + from * page,
                               far.record(layer, rows.experts[at] * blocks + next[at] + i));
           }
           next[at] += count;
           operations += count;
         }
-        card.run([read, page, pause, &right] {
+        gpu.run([read, page, pause, &right] {
           for (const auto& [found, expected] : read) {
             if (!holds(found, expected, page, pause)) right = false;
           }
@@ -288,7 +288,7 @@ void layers_compute_from_fetched_blocks(Random& random) {
       };
       const std::vector<float> x(static_cast<std::size_t>(tokens * layout.hidden_size), 0.5f);
       std::vector<float> out(x.size());
-      runner.finish_on_device(card.stream(), tokens, between(random, 1, 40), launch, {},
+      runner.finish_on_device(gpu.stream(), tokens, between(random, 1, 40), launch, {},
                               {x.data(), out.data()});
       std::int64_t launched_blocks = 0;
       for (const std::int32_t count : next) launched_blocks += count;
@@ -297,14 +297,14 @@ void layers_compute_from_fetched_blocks(Random& random) {
       EXPECT(launched_blocks + of_cpu == rows.rows() * blocks);
     }
   }
-  card.wait();
+  gpu.wait();
   EXPECT(right);
   runner.drain({});
   EXPECT(runner.check().empty());
 }
 
-// The card fails during a layer: the layer raises an error, and all resources can be released.
-void card_failure_raises(Random& random) {
+// The GPU fails during a layer: the layer raises an error, and all resources can be released.
+void gpu_failure_raises(Random& random) {
   fake_cuda_reset();
   const BlockLayout layout = make_block_layout(16, 3 * kBlockNeurons, 4, false, false);
   const Far far(random, 1, 4 * 3, layout.record_bytes, true);
@@ -316,8 +316,8 @@ void card_failure_raises(Random& random) {
     options.experts = 4;
     options.pages = 4;
     options.targets = {LayerTarget{0, 1}};
-    Card card(options.pages * layout.record_bytes);
-    options.near_memory = card.memory();
+    Gpu gpu(options.pages * layout.record_bytes);
+    options.near_memory = gpu.memory();
     ExpertRunner runner(options, lru(1, 4), make_cuda_link(far.regions(), {}));
     fake_cuda_set("fail_after", static_cast<double>(between(random, 0, 20)));
     std::string message;
@@ -326,7 +326,7 @@ void card_failure_raises(Random& random) {
       const float weight[2] = {1, 1};
       try {
         runner.begin(0, index, weight, 1, 2);
-        runner.finish_on_device(card.stream(), 1, 100, [](const DeviceLaunch&) {}, {});
+        runner.finish_on_device(gpu.stream(), 1, 100, [](const DeviceLaunch&) {}, {});
       } catch (const DeviceLostError& error) {
         message = error.what();
       } catch (const LinkError& error) {
@@ -364,7 +364,7 @@ int run(int count, char** arguments) {
   do {
     page_reuse_follows_stream_order(random);
     layers_compute_from_fetched_blocks(random);
-    if (chance(random, 0.2)) card_failure_raises(random);
+    if (chance(random, 0.2)) gpu_failure_raises(random);
   } while (Clock::now() < end);
   EXPECT(fake_cuda_get("pinned") == 0);
   EXPECT(fake_cuda_get("allocated") == 0);

@@ -1,5 +1,5 @@
 // Implements the part of NVIDIA's driver that moechat calls, in host memory: a library with the same symbols,
-// for tests on machines without a card. Asynchronous calls are asynchronous here too: every stream is a
+// for tests on machines without a GPU. Asynchronous calls are asynchronous here too: every stream is a
 // thread that executes its operations in order, with delays and faults that a test sets.
 //
 // Stricter than the driver, to detect mistakes: copies from unpinned memory, copies into anything but device

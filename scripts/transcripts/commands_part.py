@@ -109,7 +109,7 @@ def exits(stage: Stage) -> None:
     )
     stage.command("moechat run ./damaged hello", "experts-00003.safetensors", status=6)
 
-    _failing_card(stage)
+    _failing_gpu(stage)
 
     record.say(
         "129, 130, 143: terminal closed, interrupted, terminated during an answer; what was written stays"
@@ -126,15 +126,15 @@ def exits(stage: Stage) -> None:
     record.check(documented == shown, f"the manual documents {sorted(documented)}, shown are {sorted(shown)}")
 
 
-def _failing_card(stage: Stage) -> None:
-    """The command over a stand-in for the driver: no test machine has a card to break."""
+def _failing_gpu(stage: Stage) -> None:
+    """The command over a stand-in for the driver: no test machine has a GPU to break."""
     stage.record.say(
-        "7: the graphics card failed. The driver is a stand-in in host memory whose copies fail\n"
-        "# (tests/support/failing_card_child.py), all else is the real program"
+        "7: the GPU failed. The driver is a stand-in in host memory whose copies fail\n"
+        "# (tests/support/failing_gpu_child.py), all else is the real program"
     )
-    child = shlex.join([sys.executable, str(ROOT / "tests/support/failing_card_child.py")])
+    child = shlex.join([sys.executable, str(ROOT / "tests/support/failing_gpu_child.py")])
     stage.record.masks[sys.executable] = "python"
-    stage.command(f"{child} 2 run demo hello --vram 1G -q", "the graphics card has failed", status=7)
+    stage.command(f"{child} 2 run demo hello --vram 1G -q", "the GPU has failed", status=7)
 
 
 def _documented() -> set[int]:

@@ -51,7 +51,7 @@ def test_an_interrupted_single_answer_is_still_one_json_object(capsys: pytest.Ca
     ("failure", "raised", "mark"),
     [
         (MoechatError("the disk is gone"), MoechatError, "failed"),
-        (DeviceLostError("the card is gone"), DeviceLostError, "failed"),
+        (DeviceLostError("the GPU is gone"), DeviceLostError, "failed"),
         (BrokenPipeError(), BrokenPipeError, "stopped"),
         (Terminated(15), Terminated, "stopped"),
         (KeyboardInterrupt(), None, "stopped"),

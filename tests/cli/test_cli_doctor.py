@@ -41,7 +41,7 @@ def test_the_report_has_every_section_and_hides_home_and_token(cli: Cli, tmp_pat
         "moechat",
         "processor",
         "memory",
-        "graphics card",
+        "GPU",
         "files",
         "library",
         "hub",
@@ -88,7 +88,7 @@ def test_a_slower_instruction_set_than_possible_is_reported(cli: Cli) -> None:
     assert any("MOECHAT_ISA chooses portable" in finding["fact"] for finding in found["findings"])
 
 
-def test_an_old_card_in_a_narrow_slot_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_in_a_narrow_slot_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from moechat.hardware import gpu
 
     device = gpu.GpuDevice(
@@ -97,11 +97,11 @@ def test_an_old_card_in_a_narrow_slot_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpu, "find_gpus", lambda: gpu.GpuReport((device,), "550.1"))
     report = Report()
     rows: dict[str, str] = {}
-    MACHINE["graphics card"](report, rows)
+    MACHINE["GPU"](report, rows)
     said = " ".join(finding.fact for finding in report.findings)
     assert "compute capability 6.1" in said
     assert "8 of 16 PCIe lanes" in said
-    assert "7.0 GiB of 8.0 GiB free" in rows["card 0"]
+    assert "7.0 GiB of 8.0 GiB free" in rows["GPU 0"]
 
 
 def test_our_own_numbers_are_not_redacted_and_an_error_appears_once(cli: Cli, tmp_path: Path) -> None:

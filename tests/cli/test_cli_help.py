@@ -39,7 +39,7 @@ def test_an_unknown_topic_is_a_usage_error_with_near_matches(cli: Cli) -> None:
 def test_a_search_shows_topic_heading_and_line(cli: Cli) -> None:
     result = cli.call("help", "--search", "turing")
     assert result.status == 0
-    assert "gpu: Requirements: - An NVIDIA card: Turing" in result.out.decode()
+    assert "gpu: Requirements: - An NVIDIA GPU: Turing" in result.out.decode()
     within = cli.call("help", "chat", "--search", "turing")
     assert (within.status, within.out) == (0, b"")
     assert "does not contain 'turing'" in within.err
@@ -81,9 +81,9 @@ def test_a_page_on_a_terminal_is_rendered(cli: Cli) -> None:
     terminal = on_terminal(cli, "gpu")
     assert terminal.end() == 0
     assert "\x1b[1" in terminal.written
-    assert "# Graphics cards" not in terminal.shown
-    assert "Graphics cards" in terminal.shown
-    assert "NVIDIA card: Turing" in terminal.shown
+    assert "# Running on a GPU" not in terminal.shown
+    assert "Running on a GPU" in terminal.shown
+    assert "NVIDIA GPU: Turing" in terminal.shown
 
 
 def test_a_dumb_terminal_gets_plain_markdown(cli: Cli) -> None:
@@ -96,7 +96,7 @@ def test_a_dumb_terminal_gets_plain_markdown(cli: Cli) -> None:
         patience_s=60,
     )
     assert terminal.end() == 0
-    assert "# Graphics cards" in terminal.shown
+    assert "# Running on a GPU" in terminal.shown
     assert "\x1b[" not in terminal.written
 
 
@@ -119,7 +119,7 @@ def test_a_long_page_opens_in_the_pager(cli: Cli, tmp_path: Path) -> None:
 def test_without_a_pager_a_long_page_is_written_out(cli: Cli, pager: str) -> None:
     terminal = on_terminal(cli, "gpu", rows=20, PAGER=pager)
     assert terminal.end() == 0
-    assert "Graphics cards" in terminal.written
+    assert "Running on a GPU" in terminal.written
     assert "switches graphs off" in terminal.written
 
 

@@ -290,7 +290,7 @@ def test_the_table_shows_cache_and_disk_only_for_paged_experts(
         "found in part": "10.0 %",
         "missed": "20.0 %",
         "fetched on demand": "1.0 GiB",
-        "computed by the CPU for the card": "512 MiB",
+        "computed by the CPU for the GPU": "512 MiB",
         "waiting for experts": "500 ms",
         "time with transfers": "25.0 %",
         "memory for experts, peak": "512 MiB",
@@ -307,7 +307,7 @@ def test_our_warnings_look_like_messages_and_others_like_pythons(
     monkeypatch.setattr(warnings, "showwarning", main._show_warning)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.warn("the card is small\x1b[2J", MoechatWarning, stacklevel=1)
-        assert capsys.readouterr().err.startswith("warning: the card is small")
+        warnings.warn("the GPU is small\x1b[2J", MoechatWarning, stacklevel=1)
+        assert capsys.readouterr().err.startswith("warning: the GPU is small")
         warnings.warn("of a library", UserWarning, stacklevel=1)
         assert (others, capsys.readouterr().err) == (["of a library"], "")

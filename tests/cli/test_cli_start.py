@@ -168,7 +168,7 @@ def test_a_missing_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None
         (["run", "demo", "hi", "--bits", "5"], "--bits is 5"),
         (["run", "demo", "hi", "--device", "gpu"], "choose one of: cpu, cuda, cuda:N"),
         (["run", "demo", "hi", "--device", "cuda:x"], "--device is 'cuda:x'"),
-        (["run", "demo", "hi", "--device", "cpu", "--vram", "2G"], "--vram needs a graphics card"),
+        (["run", "demo", "hi", "--device", "cpu", "--vram", "2G"], "--vram needs a GPU"),
         (["run", "demo", "hi", "--vram", "0"], "--vram is 0"),
         (["run", "demo", "hi", "--dtype", "int8"], "--dtype is 'int8'"),
         (

@@ -116,7 +116,7 @@ def test_an_unknown_name_is_refused(name: Any) -> None:
         ({"ram": 10**5000}, "ram is of type int", "such as '12G'"),
         (
             {"vram": "1G", "device": "cpu"},
-            "vram needs a graphics card, and device is cpu",
+            "vram needs a GPU, and device is cpu",
             "ram limits",
         ),
         ({"ctx": 1}, "ctx is 1; it must be at least 2 and at most 16777216", None),
@@ -149,7 +149,7 @@ def test_the_error_for_a_wrong_value_names_its_range(
         ({"dense_bits": 5}, "--dense-bits is 5"),
         ({"replan_tokens": -1}, "--replan-tokens is -1"),
         ({"vram": "lots"}, "--vram: 'lots' is not a size"),
-        ({"vram": 1, "device": "cpu"}, "--vram needs a graphics card, and --device is cpu"),
+        ({"vram": 1, "device": "cpu"}, "--vram needs a GPU, and --device is cpu"),
         ({"dens_bits": 4}, "--dens-bits is no option"),
     ],
 )
@@ -177,7 +177,7 @@ def test_every_choice_is_accepted(bits: int, dense_bits: int, activation_bits: i
 
 
 @pytest.mark.parametrize(
-    ("device", "vram", "card"),
+    ("device", "vram", "gpu"),
     [
         (None, None, None),
         ("cpu", None, None),
@@ -186,8 +186,8 @@ def test_every_choice_is_accepted(bits: int, dense_bits: int, activation_bits: i
         ("cuda:3", "1G", 3),
     ],
 )
-def test_device_and_budget_choose_the_card(device: str | None, vram: str | None, card: int | None) -> None:
-    assert LoadOptions.parse({"device": device, "vram": vram}).card == card
+def test_device_and_budget_choose_the_gpu(device: str | None, vram: str | None, gpu: int | None) -> None:
+    assert LoadOptions.parse({"device": device, "vram": vram}).gpu == gpu
 
 
 def test_settings_come_from_the_system_and_deterministic_fetches_all() -> None:

@@ -44,7 +44,7 @@ FILE = LinkFigures(
     latency=measured(1.1e-3),
     together=measured(0.8 * GB),
 )
-CARD = LinkFigures(
+GPU = LinkFigures(
     kind="gpu",
     bandwidth={MB: measured(10 * GB), 10 * MB: measured(20 * GB)},
     latency=measured(120e-6),
@@ -60,9 +60,9 @@ PC = HardwareProfile(
     ram_bandwidth=measured(40 * GB),
     expert_rate={4: {1: measured(8 * GB), 4: measured(25 * GB)}, 16: {4: measured(32 * GB)}},
     expert_rate_together={4: measured(10 * GB)},
-    links={"file": FILE, "gpu": CARD},
+    links={"file": FILE, "gpu": GPU},
     gpu=GpuFigures(
-        name="card",
+        name="gpu",
         vram=measured(8 * 2**30),
         vram_free=measured(8 * 2**30),
         bandwidth=measured(500 * GB),
@@ -108,7 +108,7 @@ def test_near_gpu_by_hand() -> None:
 @pytest.mark.parametrize("blocks", [1, 3, 10, 40])
 @pytest.mark.parametrize("near", ["gpu", "ram"])
 def test_small_experts_are_not_moved_faster_while_the_cpu_computes(near: Any, blocks: int) -> None:
-    link = CARD if near == "gpu" else FILE
+    link = GPU if near == "gpu" else FILE
     assert link.together is not None
     share = link.together.value / link.bandwidth[max(link.bandwidth)].value
     costs = costs_of(PC, replace(SHAPE, blocks_per_expert=blocks), near=near)
@@ -167,7 +167,7 @@ def test_a_rate_between_two_sizes_is_as_sure_as_the_less_sure() -> None:
 
 
 def test_what_was_not_measured_together_is_left_out() -> None:
-    pc = replace(PC, links={"gpu": replace(CARD, together=None)}, expert_rate_together={})
+    pc = replace(PC, links={"gpu": replace(GPU, together=None)}, expert_rate_together={})
     costs = costs_of(pc, SHAPE, near="gpu")
     assert costs.load_together is None
     assert costs.compute_together is None
@@ -182,10 +182,10 @@ def test_other_bits_take_the_nearest_rate() -> None:
 
 
 def test_what_a_machine_lacks_is_said() -> None:
-    with pytest.raises(UsageError, match="A PC has no graphics card"):
+    with pytest.raises(UsageError, match="A PC has no GPU"):
         costs_of(replace(PC, gpu=None), SHAPE, near="gpu")
     with pytest.raises(UsageError, match="link between the disk and RAM"):
-        costs_of(replace(PC, links={"gpu": CARD}), SHAPE, near="ram")
+        costs_of(replace(PC, links={"gpu": GPU}), SHAPE, near="ram")
     with pytest.raises(UsageError, match="says nothing about the CPU's expert kernels"):
         costs_of(replace(PC, expert_rate={}), SHAPE, near="ram")
 

@@ -1,4 +1,4 @@
-"""Graphics cards, as a management library reports them that stands in for NVIDIA's."""
+"""GPUs, as a management library reports them that stands in for NVIDIA's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moechat.hardware.measured_file import Measurement, load_measurement, save_m
 from moechat.hardware.profile import Figure, HardwareProfile
 
 GIB = 1 << 30
-CARDS = [
+GPUS = [
     {
         "name": b"NVIDIA GeForce RTX 3060",
         "uuid": b"GPU-11111111-aaaa-bbbb-cccc-000000000001",
@@ -46,7 +46,7 @@ CARDS = [
 
 
 def fake_pynvml(
-    cards: list[dict[str, Any]], *, init: str = "", unsupported: tuple[str, ...] = (), lost: int = -1
+    gpus: list[dict[str, Any]], *, init: str = "", unsupported: tuple[str, ...] = (), lost: int = -1
 ) -> ModuleType:
     """A module with the functions, the values and the errors of ``nvidia-ml-py``."""
     module: Any = ModuleType("pynvml")
@@ -81,29 +81,29 @@ def fake_pynvml(
         module.shutdowns += 1
 
     def max_clock(at: int, kind: int) -> int:
-        return int(cards[at]["memory_clock" if kind == 2 else "clock"])
+        return int(gpus[at]["memory_clock" if kind == 2 else "clock"])
 
     answers: dict[str, Callable[..., Any]] = {
         "nvmlInit": nvml_init,
         "nvmlShutdown": shutdown,
         "nvmlSystemGetDriverVersion": lambda: b"570.86.16",
-        "nvmlDeviceGetCount": lambda: len(cards),
+        "nvmlDeviceGetCount": lambda: len(gpus),
         "nvmlDeviceGetHandleByIndex": handle,
-        "nvmlDeviceGetName": lambda at: cards[at]["name"],
-        "nvmlDeviceGetUUID": lambda at: cards[at]["uuid"],
+        "nvmlDeviceGetName": lambda at: gpus[at]["name"],
+        "nvmlDeviceGetUUID": lambda at: gpus[at]["uuid"],
         "nvmlDeviceGetMemoryInfo": lambda at: SimpleNamespace(
-            total=cards[at]["memory"][0],
-            free=cards[at]["memory"][1],
-            used=cards[at]["memory"][0] - cards[at]["memory"][1],
+            total=gpus[at]["memory"][0],
+            free=gpus[at]["memory"][1],
+            used=gpus[at]["memory"][0] - gpus[at]["memory"][1],
         ),
-        "nvmlDeviceGetCurrPcieLinkGeneration": lambda at: cards[at]["pcie"][0],
-        "nvmlDeviceGetMaxPcieLinkGeneration": lambda at: cards[at]["pcie"][1],
-        "nvmlDeviceGetCurrPcieLinkWidth": lambda at: cards[at]["pcie"][2],
-        "nvmlDeviceGetMaxPcieLinkWidth": lambda at: cards[at]["pcie"][3],
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda at: gpus[at]["pcie"][0],
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda at: gpus[at]["pcie"][1],
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda at: gpus[at]["pcie"][2],
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda at: gpus[at]["pcie"][3],
         "nvmlDeviceGetMaxClockInfo": max_clock,
-        "nvmlDeviceGetMemoryBusWidth": lambda at: cards[at]["bus"],
-        "nvmlDeviceGetNumGpuCores": lambda at: cards[at]["cores"],
-        "nvmlDeviceGetCudaComputeCapability": lambda at: cards[at]["capability"],
+        "nvmlDeviceGetMemoryBusWidth": lambda at: gpus[at]["bus"],
+        "nvmlDeviceGetNumGpuCores": lambda at: gpus[at]["cores"],
+        "nvmlDeviceGetCudaComputeCapability": lambda at: gpus[at]["capability"],
     }
 
     def refuse(*arguments: Any) -> Any:
@@ -127,7 +127,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 def test_of_two_gpus_the_larger_one_is_in_the_profile(
     installed: Callable[..., Any],
 ) -> None:
-    module = installed(CARDS)
+    module = installed(GPUS)
     report = find_gpus({})
     assert [device.name for device in report.devices] == [
         "NVIDIA GeForce RTX 3060",
@@ -139,14 +139,14 @@ def test_of_two_gpus_the_larger_one_is_in_the_profile(
     figures = report.best.figures()
     assert (figures.vram.value, figures.vram_free.value) == (24 * GIB, 20 * GIB)
     assert figures.vram.origin == "measured"
-    # An idle card runs its slot at generation 1; what counts is what it rises to. Lanes do not change.
+    # An idle GPU runs its slot at generation 1; what counts is what it rises to. Lanes do not change.
     assert (figures.pcie_generation, figures.pcie_lanes) == (4, 16)
     assert report.devices[0].figures().pcie_lanes == 8
     assert module.shutdowns == 1
 
 
 def test_rates_are_marked_as_estimates_and_follow_the_data_sheets(installed: Callable[..., Any]) -> None:
-    installed(CARDS)
+    installed(GPUS)
     small, large = find_gpus({}).devices
     # 360 GB/s and 1008 GB/s are what the maker states.
     assert small.memory_bandwidth == pytest.approx(360e9, rel=0.001)
@@ -161,7 +161,7 @@ def test_rates_are_marked_as_estimates_and_follow_the_data_sheets(installed: Cal
 
 def test_unreported_properties_are_named_and_assumed_low(installed: Callable[..., Any]) -> None:
     installed(
-        CARDS[:1],
+        GPUS[:1],
         unsupported=(
             "nvmlDeviceGetCurrPcieLinkGeneration",
             "nvmlDeviceGetMaxPcieLinkGeneration",
@@ -181,15 +181,15 @@ def test_unreported_properties_are_named_and_assumed_low(installed: Callable[...
 
 
 def test_a_lost_gpu_is_left_out(installed: Callable[..., Any]) -> None:
-    installed(CARDS, lost=1)
+    installed(GPUS, lost=1)
     assert [device.index for device in find_gpus({}).devices] == [0]
 
 
 def test_a_gpu_without_memory_information_is_left_out(installed: Callable[..., Any]) -> None:
-    installed(CARDS[:1], unsupported=("nvmlDeviceGetMemoryInfo",))
+    installed(GPUS[:1], unsupported=("nvmlDeviceGetMemoryInfo",))
     report = find_gpus({})
     assert report.best is None
-    assert report.why == "the NVIDIA driver 570.86.16 reports no usable card"
+    assert report.why == "the NVIDIA driver 570.86.16 reports no usable GPU"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_gpu_without_memory_information_is_left_out(installed: Callable[..., A
     ],
 )
 def test_only_visible_gpus_count(installed: Callable[..., Any], visible: str, expected: list[int]) -> None:
-    installed(CARDS)
+    installed(GPUS)
     report = find_gpus({"CUDA_VISIBLE_DEVICES": visible})
     assert [device.index for device in report.devices] == expected
     assert ("CUDA_VISIBLE_DEVICES" in report.why) == (not expected)
@@ -226,7 +226,7 @@ def test_only_visible_gpus_count(installed: Callable[..., Any], visible: str, ex
 def test_a_missing_driver_is_reported_without_an_error(
     installed: Callable[..., Any], error: str, why: str
 ) -> None:
-    installed(CARDS, init=error)
+    installed(GPUS, init=error)
     report = find_gpus({})
     assert report.best is None
     assert not report.devices
@@ -249,11 +249,11 @@ def test_a_missing_library_is_reported_without_an_error(monkeypatch: pytest.Monk
 
 
 def test_unique_numbers_are_hashed_and_change_the_key(installed: Callable[..., Any]) -> None:
-    installed(CARDS)
+    installed(GPUS)
     two = find_gpus({})
     identity = this_machine(two)
     assert "11111111" not in json.dumps(identity.to_json())
-    other = [dict(CARDS[0], uuid="GPU-99999999-aaaa-bbbb-cccc-000000000009"), CARDS[1]]
+    other = [dict(GPUS[0], uuid="GPU-99999999-aaaa-bbbb-cccc-000000000009"), GPUS[1]]
     installed(other)
     assert this_machine(find_gpus({})).key != identity.key
     assert this_machine(two).key == identity.key
@@ -264,7 +264,7 @@ def test_the_free_memory_of_a_stored_gpu_is_updated(
 ) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    installed(CARDS)
+    installed(GPUS)
     identity_room._gpus.cache_clear()
     try:
         report, key = find_gpus(), this_machine().key
@@ -276,7 +276,7 @@ def test_the_free_memory_of_a_stored_gpu_is_updated(
         saved = Measurement(profile, facts={"gpus": report.facts()})
         save_measurement(saved)
         assert load_measurement() == saved
-        installed([CARDS[0], dict(CARDS[1], memory=(24 * GIB, 3 * GIB))])
+        installed([GPUS[0], dict(GPUS[1], memory=(24 * GIB, 3 * GIB))])
         found = load_measurement()
         assert found is not None
         assert found.profile.gpu is not None

@@ -62,7 +62,7 @@ def measurement() -> Measurement:
             )
         },
         gpu=GpuFigures(
-            "card", *(figure(float(value)) for value in (12 << 30, 11 << 30, 3e11, 5e13, 5e-6)), 4, 16
+            "gpu", *(figure(float(value)) for value in (12 << 30, 11 << 30, 3e11, 5e13, 5e-6)), 4, 16
         ),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         key=identity.key,

@@ -33,7 +33,7 @@ GB = 1e9
 # Raw bytes a second of a PCIe lane, after line coding.
 PCIE_LANE = {3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130, 5: 32e9 / 8 * 128 / 130}
 # Data sheets: GiB of VRAM, GB/s of it, dense 16-bit TFLOPS with 16-bit sums, generation and lanes as it runs.
-CARDS = {
+GPUS = {
     "rtx3060-12g": (12, 360, 51.2, 4, 16),
     "rtx3080-10g": (10, 760, 119, 3, 16),
     "rtx3090-24g": (24, 936, 142, 4, 16),
@@ -64,7 +64,7 @@ MEMORY = {
     "strix-halo-128g": (8000, 32),
 }
 NAMES = sorted(MEMORY)
-WITH_CARD = sorted(CARDS)
+WITH_GPU = sorted(GPUS)
 
 
 def figures(value: Any, place: str = "") -> Iterator[tuple[str, Figure]]:
@@ -149,7 +149,7 @@ def test_memory_and_processor_are_within_what_they_can_do(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_links_are_within_what_they_can_carry(name: str) -> None:
     profile = reference_profile(name)
-    assert set(profile.links) == ({"file", "gpu"} if name in CARDS else {"file"})
+    assert set(profile.links) == ({"file", "gpu"} if name in GPUS else {"file"})
     for kind, link in profile.links.items():
         sizes = sorted(link.bandwidth)
         values = [link.bandwidth[size].value for size in sizes]
@@ -169,22 +169,22 @@ def test_links_are_within_what_they_can_carry(name: str) -> None:
             assert values[-1] < profile.ram_bandwidth.value
 
 
-@pytest.mark.parametrize("name", WITH_CARD)
-def test_cards_are_within_their_data_sheets(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_GPU)
+def test_gpus_are_within_their_data_sheets(name: str) -> None:
     gpu = reference_profile(name).gpu
     assert gpu is not None
-    vram, bandwidth, tflops, generation, lanes = CARDS[name]
+    vram, bandwidth, tflops, generation, lanes = GPUS[name]
     assert 0.99 * vram <= gpu.vram.value / (1 << 30) <= vram
     assert gpu.vram_free == gpu.vram
     assert 0.85 * bandwidth <= gpu.bandwidth.value / GB <= bandwidth
-    # Consumer cards halve the rate when sums have 32 bits; boost clocks beyond the stated ones add some.
+    # Consumer GPUs halve the rate when sums have 32 bits; boost clocks beyond the stated ones add some.
     assert 0.4 * tflops <= gpu.flops.value / 1e12 <= 0.6 * tflops
     assert (gpu.pcie_generation, gpu.pcie_lanes) == (generation, lanes)
     assert 1e-6 <= gpu.launch.value <= 20e-6
 
 
-def test_machines_without_a_card_have_none() -> None:
-    for name in set(NAMES) - set(CARDS):
+def test_machines_without_a_gpu_have_none() -> None:
+    for name in set(NAMES) - set(GPUS):
         assert reference_profile(name).gpu is None
 
 

@@ -1,6 +1,6 @@
-"""The link into a card's memory, over a driver that works in host memory (``native/tests/fake_cuda.cc``).
+"""The link into a GPU's memory, over a driver that works in host memory (``native/tests/fake_cuda.cc``).
 
-What only a card can show (that the driver behaves as documented, bandwidth) is in ``tests/gpu``.
+What only a GPU can show (that the driver behaves as documented, bandwidth) is in ``tests/gpu``.
 """
 
 import errno
@@ -148,7 +148,7 @@ print(int(cuda.get("batches")), int(cuda.get("copies")))
 
 
 def test_a_stream_reads_a_page_after_its_copy_and_a_copy_waits_for_the_reader(cuda):
-    """Invariant 1 on a card: no wait by the host, thousands of times, with seeded delays on both streams."""
+    """Invariant 1 on a GPU: no wait by the host, thousands of times, with seeded delays on both streams."""
     far = far_memory(3)
     near = cuda.pages(2, PAGE)
     stream = cuda.stream()
@@ -253,7 +253,7 @@ def test_a_file_that_ends_early_fails_its_blocks_alone(cuda, tmp_path):
     assert link.stop(5)
 
 
-def test_an_error_of_the_card_ends_the_link_with_its_name(cuda):
+def test_an_error_of_the_gpu_ends_the_link_with_its_name(cuda):
     far = far_memory(7)
     near = cuda.pages(8, PAGE)
     stream = cuda.stream()
@@ -326,7 +326,7 @@ def test_impossible_regions_and_options_are_refused(cuda, tmp_path):
         _native.cuda_link([(None, PAGE, False, str(tmp_path / "none"), 0)])
     with pytest.raises(ValueError, match="threads is 65"):
         _native.cuda_link([(far, far.nbytes, False, "", 0)], threads=65)
-    with pytest.raises(_native.CudaUnavailableError, match="there is no card 3: the driver knows 1"):
+    with pytest.raises(_native.CudaUnavailableError, match="there is no GPU 3: the driver knows 1"):
         _native.cuda_link([(far, far.nbytes, True, "", 0)], device=3)
     # Nothing of it is kept.
     assert (cuda.get("pinned"), cuda.get("events")) == (0, 0)
@@ -351,7 +351,7 @@ def test_pinned_memory_is_not_copied_for_children(cuda):
     assert in_child() == 0
 
 
-def test_memory_of_the_card_is_told(cuda):
+def test_memory_of_the_gpu_is_told(cuda):
     cuda.set(vram=6e9)
     assert _native.cuda_memory() == (6_000_000_000, 6_000_000_000)
 

@@ -50,7 +50,7 @@ def sum_of(records, pairs, x, index, weights):
 
 
 class Tier:
-    """Pages of the card over far memory from which the CPU can compute."""
+    """Pages of the GPU over far memory from which the CPU can compute."""
 
     def __init__(self, cuda, far, pages, *, link="cuda", target=0, policy="lru", **options):
         self.cuda, self.far, self.kind = cuda, far, link

@@ -10,7 +10,7 @@ import pytest
 from cli_support import Cli
 from tiny import tiny_config
 
-CARD = ("--gpu", "rtx3060-12g")
+GPU = ("--gpu", "rtx3060-12g")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_a_missing_model_is_reported_before_the_machine_is_examined(cli: Cli) ->
 
 
 def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
-    result = cli.call("plan", "mixtral", "--vram", "12G", *CARD)
+    result = cli.call("plan", "mixtral", "--vram", "12G", *GPU)
     assert (result.status, result.err) == (0, "")
     text = result.out.decode()
     assert text.startswith("mixtral-8x7b: 46.7 billion parameters, 12.7 billion for a token")
@@ -44,7 +44,7 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
         "experts kept in VRAM: C of 8 a layer, θ of each",
         "expected speed: estimate, not measured",
         "tokens a second",
-        "RAM to graphics card 25.5 GB/s, estimate",
+        "RAM to GPU 25.5 GB/s, estimate",
         "routing          defaults for models like mixtral, none recorded",
         "this plan",
         "no speed of it has been measured yet",
@@ -56,7 +56,7 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
 
 
 def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
-    result = cli.call("plan", "qwen3", "--vram", "7G", *CARD)
+    result = cli.call("plan", "qwen3", "--vram", "7G", *GPU)
     assert result.status == 0, result.err
     lines = result.out.decode().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
@@ -72,13 +72,13 @@ def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
 def test_without_unicode_the_picture_is_ascii(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.cli.commands.plan._is_utf8", lambda: False)
     for model, vram in (("qwen3", "8G"), ("mixtral", "12G")):
-        result = cli.call("plan", model, "--vram", vram, *CARD)
+        result = cli.call("plan", model, "--vram", vram, *GPU)
         assert result.status == 0, result.err
         assert set(result.out.decode()) - set(map(chr, range(128))) <= {"θ"}
 
 
 def test_json_has_the_whole_plan(cli: Cli, config: str) -> None:
-    command = f"$M plan {config} --vram 900M {' '.join(CARD)} --json | python3 -m json.tool"
+    command = f"$M plan {config} --vram 900M {' '.join(GPU)} --json | python3 -m json.tool"
     result = cli.shell(command, forked=True)
     assert (result.status, result.err) == (0, "")
     plan = json.loads(result.out)
@@ -88,10 +88,10 @@ def test_json_has_the_whole_plan(cli: Cli, config: str) -> None:
     assert plan["speed"]["basis"] == "estimate"
 
 
-def test_dense_bits_count_on_a_card(cli: Cli, config: str) -> None:
+def test_dense_bits_count_on_a_gpu(cli: Cli, config: str) -> None:
     taken = {}
     for bits in (16, 8, 4):
-        result = cli.call("plan", config, "--vram", "900M", "--dense-bits", str(bits), "--json", *CARD)
+        result = cli.call("plan", config, "--vram", "900M", "--dense-bits", str(bits), "--json", *GPU)
         assert result.status == 0, result.err
         plan = json.loads(result.out)
         assert plan["model"]["dense_bits"] == bits
@@ -107,7 +107,7 @@ def test_a_reader_that_closes_the_pipe_early_gets_no_error(cli: Cli) -> None:
 
 
 def test_a_closed_pipe_ends_the_command_quietly(cli: Cli) -> None:
-    process = cli.start("plan", "mixtral", *CARD, forked=True)
+    process = cli.start("plan", "mixtral", *GPU, forked=True)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -116,7 +116,7 @@ def test_a_closed_pipe_ends_the_command_quietly(cli: Cli) -> None:
 
 
 def test_lines_are_not_truncated_on_a_terminal(cli: Cli, config: str) -> None:
-    terminal = cli.terminal("plan", config, "--vram", "900M", *CARD, forked=True)
+    terminal = cli.terminal("plan", config, "--vram", "900M", *GPU, forked=True)
     terminal.expect("tokens a second")
     terminal.expect("this plan")
     terminal.expect("has been measured yet")
@@ -129,18 +129,18 @@ def test_lines_are_not_truncated_on_a_terminal(cli: Cli, config: str) -> None:
     [
         (("mixtral", "--gpu", "rtx3060"), 2, "no hardware profile 'rtx3060'", "rtx3060-12g"),
         (("mixtral", "--gpu", "voodoo2"), 2, "no hardware profile 'voodoo2'", "rtx4090"),
-        (("mixtral", "--vram", "12G"), 2, "--vram needs a graphics card", "--list-gpus"),
-        (("mixtral", "--vram", "12Q", *CARD), 2, "'12Q' is not a size", "12G"),
-        (("mixtral", "--vram", "0", *CARD), 2, "--vram is 0", "leave it out"),
-        (("mixtral", "--bits", "5", *CARD), 2, "--bits is 5", "choose one of: 2, 3"),
-        (("mixtral", "--ctx", "1", *CARD), 2, "--ctx is 1", ""),
+        (("mixtral", "--vram", "12G"), 2, "--vram needs a GPU", "--list-gpus"),
+        (("mixtral", "--vram", "12Q", *GPU), 2, "'12Q' is not a size", "12G"),
+        (("mixtral", "--vram", "0", *GPU), 2, "--vram is 0", "leave it out"),
+        (("mixtral", "--bits", "5", *GPU), 2, "--bits is 5", "choose one of: 2, 3"),
+        (("mixtral", "--ctx", "1", *GPU), 2, "--ctx is 1", ""),
         (("mixtral", "--system", "best"), 2, "--system is 'best'", "auto"),
         ((), 2, "MODEL is missing", "moechat plan mixtral"),
-        (("mixtrl", *CARD), 3, "there is no model 'mixtrl'", "mixtral"),
-        (("nobody/nothing", *CARD), 3, "its shape is not among the known ones", "config.json"),
-        (("mixtral", "--vram", "3G", *CARD), 4, "the least that works is", "--vram (vram=)"),
-        (("mixtral", "--vram", "24G", *CARD), 4, "has 12288 MiB of memory", "another card"),
-        (("mixtral", "--ctx", "32769", *CARD), 4, "the model was made for 32768", "at most 32768"),
+        (("mixtrl", *GPU), 3, "there is no model 'mixtrl'", "mixtral"),
+        (("nobody/nothing", *GPU), 3, "its shape is not among the known ones", "config.json"),
+        (("mixtral", "--vram", "3G", *GPU), 4, "the least that works is", "--vram (vram=)"),
+        (("mixtral", "--vram", "24G", *GPU), 4, "has 12288 MiB of memory", "another GPU"),
+        (("mixtral", "--ctx", "32769", *GPU), 4, "the model was made for 32768", "at most 32768"),
         (("mixtral", "--ram", "1G", "--ctx", "512"), 4, "the least that works is", "--ram (ram=)"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_broken_configuration_gives_an_error_and_a_hint(cli: Cli, tmp_path: Pa
     values = json.loads(Path(config).read_text())
     for text in ("{}", json.dumps({**values, "hidden_size": 0})):
         broken.write_text(text)
-        result = cli.call("plan", str(broken), *CARD)
+        result = cli.call("plan", str(broken), *GPU)
         assert (result.status, result.out) == (3, b"")
         first, hint = result.err.splitlines()
         assert first.startswith("error: ")

@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine, measured, as if it had a card; its memory does not change between two plans."""
+    """This machine, measured, as if it had a GPU; its memory does not change between two plans."""
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     figures = desktop()
     links = {"file": figures.links["file"]}

@@ -146,7 +146,7 @@ def test_prompts_need_figures_of_many_tokens() -> None:
     assert rates is not None
     assert (rates.experts, rates.width) == (200e9, 30e9)
     assert prefill_rates(replace(machine, expert_flops={}), SHAPE, "ram", 1e9) is None
-    card = prefill_rates(desktop(), SHAPE, "gpu", 1e9)
-    assert card is not None
-    assert card.dense == 30e12
-    assert card.experts < card.dense
+    gpu = prefill_rates(desktop(), SHAPE, "gpu", 1e9)
+    assert gpu is not None
+    assert gpu.dense == 30e12
+    assert gpu.experts < gpu.dense

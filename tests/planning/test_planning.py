@@ -127,7 +127,7 @@ def test_with_room_for_all_experts_all_are_near() -> None:
     assert made.speed.decode.hit_rate == 1.0
     assert [figure.name for figure in made.speed.figures] == [
         "graphics memory, bytes/s",
-        "graphics card, operations/s",
+        "GPU, operations/s",
     ]
     assert sorted(figure.name for figure in made.speed.costs) == ["attention", "head", "moe"]
     assert [entry.name for entry in made.other_budgets if entry.nbytes > 10 * GIB] == []
@@ -146,10 +146,10 @@ def test_too_little_graphics_memory_is_refused_and_the_least_is_named() -> None:
     moechat.plan("olmoe", vram=least, profile=desktop(), ctx=512)
     with pytest.raises(DoesNotFitError):
         moechat.plan("olmoe", vram=least - (16 << 20), profile=desktop(), ctx=512)
-    # No budget would do on a card that has less.
+    # No budget would do on a GPU that has less.
     with pytest.raises(DoesNotFitError) as caught:
         moechat.plan("olmoe", profile=desktop(vram=GIB), ctx=512)
-    assert "a card with more memory with --gpu" in str(caught.value.hint)
+    assert "a GPU with more memory with --gpu" in str(caught.value.hint)
     assert "--vram" not in str(caught.value.hint)
 
 
@@ -172,7 +172,7 @@ def test_little_ram_adds_the_disk_behind_it() -> None:
         moechat.plan("olmoe", vram="2G", ram="64G", profile=desktop(), ctx=512)
 
 
-def test_without_a_card_ram_is_near_and_the_disk_is_far() -> None:
+def test_without_a_gpu_ram_is_near_and_the_disk_is_far() -> None:
     made = moechat.plan("mixtral", profile=desktop(gpu=False, ram=16 * GIB))
     assert made.near == "ram"
     assert made.far is not None
@@ -180,7 +180,7 @@ def test_without_a_card_ram_is_near_and_the_disk_is_far() -> None:
     assert made.tiers[0].budget < 14 * GIB  # the system keeps something
     assert made.speed is not None
     assert "disk" in made.speed.bottleneck
-    with pytest.raises(UsageError, match="A desktop has no graphics card"):
+    with pytest.raises(UsageError, match="A desktop has no GPU"):
         moechat.plan("mixtral", vram="12G", profile=desktop(gpu=False))
 
 
@@ -204,7 +204,7 @@ def test_more_ram_than_this_machine_has_gives_a_remark() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a measurement of this machine, as if it had a card."""
+    """The file of a measurement of this machine, as if it had a GPU."""
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     machine = desktop()
     links = {"file": machine.links["file"]}
@@ -242,14 +242,14 @@ def test_targets_that_rest_on_assumed_costs_say_so(kept: Path) -> None:
     assert said in render(moechat.plan("olmoe", ram="4G", ctx=512))
 
 
-def test_graphics_memory_needs_a_profile_or_a_card() -> None:
-    with pytest.raises(UsageError, match="--vram needs a graphics card") as caught:
+def test_graphics_memory_needs_a_profile_or_a_gpu() -> None:
+    with pytest.raises(UsageError, match="--vram needs a GPU") as caught:
         moechat.plan("olmoe", vram="12G")
     assert "--gpu" in str(caught.value.hint)
 
 
-def test_budgets_are_limited_by_the_memory_of_the_card() -> None:
-    with pytest.raises(DoesNotFitError, match="Test card has 12288 MiB"):
+def test_budgets_are_limited_by_the_memory_of_the_gpu() -> None:
+    with pytest.raises(DoesNotFitError, match="Test GPU has 12288 MiB"):
         moechat.plan("olmoe", vram="16G", profile=desktop())
     made = moechat.plan("olmoe", profile=desktop(vram=2.5 * GIB))
     context = part(made, "CUDA context")
@@ -295,7 +295,7 @@ def test_loading_takes_what_the_plan_shows(monkeypatch: pytest.MonkeyPatch, dens
 
 
 @pytest.mark.parametrize("vram", [12 * GIB, 8 * GIB])
-def test_mixtral_fits_desktop_cards_and_fewer_dense_bits_leave_more_for_experts(vram: int) -> None:
+def test_mixtral_fits_desktop_gpus_and_fewer_dense_bits_leave_more_for_experts(vram: int) -> None:
     plans = {
         bits: moechat.plan("mixtral", vram=vram, profile=desktop(vram=vram), ctx=4096, dense_bits=bits)
         for bits in (16, 8, 4)
@@ -326,7 +326,7 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
         kept.unlink()
     store, settings = Store.open(DEMO), settings_of(system)
     model = Cases(
-        find_model("demo", None), find_machine(None, card=False), LoadOptions(system=system, ctx=1024)
+        find_model("demo", None), find_machine(None, gpu=False), LoadOptions(system=system, ctx=1024)
     )
     everything = plan_memory(replace(model.needs, loading=0), 8 * GIB, ctx=1024)
     budget = everything.total - everything.expert_bytes // 2
@@ -541,10 +541,10 @@ def test_a_speed_names_the_figures_it_is_based_on(olmoe: Plan) -> None:
     found = {figure.name: figure.value for figure in olmoe.speed.figures}
     assert found == {
         "graphics memory, bytes/s": 300e9,
-        "graphics card, operations/s": 30e12,
-        "RAM to graphics card, bytes/s": 20e9,
+        "GPU, operations/s": 30e12,
+        "RAM to GPU, bytes/s": 20e9,
         "experts on the CPU, bytes/s": 30e9,
-        "RAM to graphics card while the CPU computes, bytes/s": 18e9,
+        "RAM to GPU while the CPU computes, bytes/s": 18e9,
         "experts on the CPU while that link is busy, bytes/s": 15e9,
     }
     near_ram = moechat.plan("olmoe", profile=desktop(gpu=False, ram=6 * GIB)).speed

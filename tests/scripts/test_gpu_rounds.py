@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check`` measures, on a card that is not there: that it measures, not how fast it is."""
+"""What ``scripts/gpu_check`` measures, on a GPU that is not there: that it measures, not how fast it is."""
 
 import subprocess
 import sys
@@ -19,21 +19,21 @@ from moechat.routing import Trace
 
 
 @pytest.fixture(scope="module")
-def card():
+def gpu():
     from fake_cuda import VARIABLE, FakeCuda
-    from interpreted_card import InterpretedCard
+    from interpreted_gpu import InterpretedGpu
 
     with pytest.MonkeyPatch.context() as patch:
         driver = FakeCuda()
         patch.setenv(VARIABLE, str(driver.path))
         _native.cuda_driver_version()
-        made = InterpretedCard(driver)
+        made = InterpretedGpu(driver)
         yield made
         made.close()
         driver.reset()
 
 
-def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
+def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
     from gpu_rounds import Rounds, measure
 
     from moechat.offload.kernels import launch
@@ -47,7 +47,7 @@ def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
         device="cuda",
         vram="1G",
         ctx=64,
-        offload=OffloadOptions(accelerator=card, pages=10),
+        offload=OffloadOptions(accelerator=gpu, pages=10),
     ) as engine:
         rates = {"link": 1e9, "vram": 1e10}
         said = []
@@ -64,12 +64,12 @@ def test_every_system_is_measured_in_turns(card, tmp_path, monkeypatch):
         assert sum(one["hit_rates"].values()) == pytest.approx(1)
         assert one["link_bytes_a_token"] > 0
     assert found["pages"] == 10
-    assert card.cuda.get("pinned") == 0
+    assert gpu.cuda.get("pinned") == 0
 
 
-def test_without_a_card_gpu_check_says_so(tmp_path):
+def test_without_a_gpu_gpu_check_says_so(tmp_path):
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
+        pytest.skip("there is a GPU")
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--work", str(tmp_path)],
         capture_output=True,
@@ -78,4 +78,4 @@ def test_without_a_card_gpu_check_says_so(tmp_path):
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no CUDA card can be used")
+    assert done.stderr.startswith("error: no CUDA GPU can be used")

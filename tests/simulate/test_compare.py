@@ -220,9 +220,9 @@ def test_impossible_requests_are_refused(changes: dict[str, Any]) -> None:
         SimulateOptions(**{"systems": ("auto",), **changes})
 
 
-def test_a_machine_without_a_card_cannot_compute_on_one() -> None:
+def test_a_machine_without_a_gpu_cannot_compute_on_one() -> None:
     options = SimulateOptions(("auto",))
-    with pytest.raises(UsageError, match="no graphics card"):
+    with pytest.raises(UsageError, match="no GPU"):
         Comparison(local_trace(), model(), reference_profile("ssd-only-16g"), options, near="gpu")
 
 

@@ -1,6 +1,6 @@
 """The timeline against the real expert runner: the same trace, the same decisions.
 
-Every combination of ``miss`` and launch pattern: on the host over a simulated link, and as on a card over the
+Every combination of ``miss`` and launch pattern: on the host over a simulated link, and as on a GPU over the
 stand-in CUDA driver. Here all transfers end before the next layer begins. Where the CPU computes missing
 blocks, time decides which of them, and how much is prefetched: native/tests/schedule_test.cc runs that on a
 clock of its own.
@@ -136,7 +136,7 @@ class Case:
 
     @contextmanager
     def _memory(self, records: list[Any], cuda: Any, link: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Link and pages: the host's, or those of the stand-in card with a stream of its own."""
+        """Link and pages: the host's, or those of the stand-in GPU with a stream of its own."""
         if self.launch == "host":
             yield None, {"link": _native.sim_link(records, **link)}
             return

@@ -238,7 +238,7 @@ def test_far_computing_slows_the_link_as_long_as_it_lasts() -> None:
     assert line.stats()["link_busy_seconds"] == 2.0
 
 
-def test_a_card_computes_resident_blocks_then_all_others_behind_their_copies() -> None:
+def test_a_gpu_computes_resident_blocks_then_all_others_behind_their_copies() -> None:
     line = timeline(launch="card", call=0.0625)
     # The second token finds expert 0 and fetches expert 1: one launch at once, one behind both copies.
     found = play(line, [[[0]], [[0]]])
@@ -250,7 +250,7 @@ def test_a_card_computes_resident_blocks_then_all_others_behind_their_copies() -
     assert found["stall"][1] == 2 - 0.0625 - 0.5
 
 
-def test_demands_of_a_card_are_copied_at_once_and_behind_the_kernels_that_read_their_pages() -> None:
+def test_demands_of_a_gpu_are_copied_at_once_and_behind_the_kernels_that_read_their_pages() -> None:
     # Both wait for latency together although only one block is in flight at a time on a host.
     line = timeline(launch="card", latency=0.75, in_flight_bytes=BLOCK)
     assert play(line, [[[0]]])["seconds"] == [0.5 + 0.75 + 2 + 0.5 + 0.125]

@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels for cards that need not be there; prints what became of each as JSON."""
+"""Compiles the GPU kernels for GPUs that need not be there; prints what became of each as JSON."""
 
 import itertools
 import json

@@ -55,14 +55,14 @@ class FakeCuda:
         return self._library.fake_cuda_get(name.encode())
 
     def adopt(self, address: int, nbytes: int) -> None:
-        """Call host memory the card's."""
+        """Call host memory the GPU's."""
         self._library.fake_cuda_adopt(address, nbytes)
 
     def disown(self, address: int) -> None:
         self._library.fake_cuda_disown(address)
 
     def pages(self, count: int, page_bytes: int) -> np.ndarray:
-        """Memory of the card, uint8 [count, page_bytes], all 0xA5."""
+        """Memory of the GPU, uint8 [count, page_bytes], all 0xA5."""
         memory = np.full((count, page_bytes), 0xA5, np.uint8)
         self.adopt(memory.ctypes.data, memory.nbytes)
         return memory
@@ -72,7 +72,7 @@ class FakeCuda:
 
 
 class FakeStream:
-    """A stream of the card. Functions that it is given run one after another, on its thread."""
+    """A stream of the GPU. Functions that it is given run one after another, on its thread."""
 
     _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

@@ -1,7 +1,7 @@
-"""CUDA graphs without a card: every operation of torch, and every launch of an interpreted kernel, is noted
+"""CUDA graphs without a GPU: every operation of torch, and every launch of an interpreted kernel, is noted
 with its tensors, and executed again.
 
-What Python decided stays decided, and the tensors stay the same, as on a card. As there, recording computes
+What Python decided stays decided, and the tensors stay the same, as on a GPU. As there, recording computes
 nothing: what was computed on the way, which the next operations need to be called at all, is overwritten.
 """
 
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-# They bring values or sizes to the host, and so wait for the card; so does the last, which is what
-# `torch.tensor` of Python's numbers is seen as: they go to the card from memory that is not pinned.
+# They bring values or sizes to the host, and so wait for the GPU; so does the last, which is what
+# `torch.tensor` of Python's numbers is seen as: they go to the GPU from memory that is not pinned.
 REFUSED = (
     "_local_scalar_dense",
     "item",

@@ -1,4 +1,4 @@
-"""Random experts and tokens for the GPU kernels, on a card if there is one, else in Triton's interpreter."""
+"""Random experts and tokens for the GPU kernels, on a GPU if there is one, else in Triton's interpreter."""
 
 import numpy as np
 import torch

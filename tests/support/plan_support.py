@@ -14,9 +14,9 @@ def figure(value: float) -> Figure:
 
 
 def desktop(*, vram: float = 12 * GIB, ram: float = 32 * GIB, gpu: bool = True) -> HardwareProfile:
-    """A desktop with a graphics card of 300 GB/s behind a link of 20 GB/s, and a disk of 4 GB/s."""
-    card = GpuFigures(
-        name="Test card",
+    """A desktop with a GPU of 300 GB/s behind a link of 20 GB/s, and a disk of 4 GB/s."""
+    figures = GpuFigures(
+        name="Test GPU",
         vram=figure(vram),
         vram_free=figure(vram),
         bandwidth=figure(300e9),
@@ -40,7 +40,7 @@ def desktop(*, vram: float = 12 * GIB, ram: float = 32 * GIB, gpu: bool = True) 
         expert_rate_together={4: figure(15e9)},
         expert_flops={4: figure(200e9)},
         links=links,
-        gpu=card if gpu else None,
+        gpu=figures if gpu else None,
     )
 
 

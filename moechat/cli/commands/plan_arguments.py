@@ -14,7 +14,7 @@ from moechat.options import as_flag
 _PLAN_HELP = """\
 Show the memory that a model needs and its expected speed, without loading it.
 
-With --vram or --gpu, plans for a graphics card, otherwise for this machine as `moechat run` uses it. The \
+With --vram or --gpu, plans for a GPU, otherwise for this machine as `moechat run` uses it. The \
 model need not be downloaded: the shapes of known models are built in; others need only a config.json.
 
 --json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, weights, expert_layers, \

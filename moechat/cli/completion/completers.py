@@ -103,7 +103,7 @@ def complete_dtypes(incomplete: str) -> list[str]:
 
 
 def complete_devices(incomplete: str) -> list[str]:
-    """Common values of ``--device``; machines with several cards also have ``cuda:1`` and so on."""
+    """Common values of ``--device``; machines with several GPUs also have ``cuda:1`` and so on."""
     return _beginning_with(incomplete, ["cpu", "cuda"])
 
 

@@ -39,8 +39,8 @@ _NAMED = re.compile(r"--([a-z][a-z-]*)")
 _MESSAGE_PATTERNS = {
     "ctx": re.compile("the context (is|of|needs)"),
     "ram": re.compile("memory budget|RAM"),
-    "vram": re.compile("graphics memory|CUDA|card"),
-    "device": re.compile("CUDA|card"),
+    "vram": re.compile("graphics memory|CUDA|GPU"),
+    "device": re.compile("CUDA|GPU"),
     "system": re.compile("the system "),
     "system-prompt": re.compile("the system prompt"),
 }

@@ -84,17 +84,17 @@ def _memory(report: Report, rows: dict[str, str]) -> None:
         )
 
 
-def _card(report: Report, rows: dict[str, str]) -> None:
+def _gpu(report: Report, rows: dict[str, str]) -> None:
     from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
 
     found = find_gpus()
     if not found.devices:
-        rows["cards"] = f"none: {found.why}"
+        rows["GPUs"] = f"none: {found.why}"
         return
     rows["driver"] = found.driver or "unknown"
     for device in found.devices:
         capability = device.capability
-        rows[f"card {device.index}"] = (
+        rows[f"GPU {device.index}"] = (
             f"{device.name}, {format_bytes(device.vram_free)} of {format_bytes(device.vram)} free, "
             f"compute capability {'unknown' if capability is None else '.'.join(map(str, capability))}"
         )
@@ -112,17 +112,17 @@ def _card(report: Report, rows: dict[str, str]) -> None:
 
     if torch.version.cuda is None:
         report.problem(
-            f"there is a card, but torch {torch.__version__} was built without CUDA",
+            f"there is a GPU, but torch {torch.__version__} was built without CUDA",
             "install a build of torch with CUDA, see pytorch.org; until then models run on the CPU",
         )
         return
     rows["torch"] = f"for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         report.problem(
-            "torch finds no card that it can use", "python -c 'import torch; torch.cuda.init()' says why"
+            "torch finds no GPU that it can use", "python -c 'import torch; torch.cuda.init()' says why"
         )
     if _version("triton") is None:
-        report.problem("Triton, which builds the kernels of a card, is not installed", "pip install triton")
+        report.problem("Triton, which builds the kernels of a GPU, is not installed", "pip install triton")
     elif not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
         report.problem(
             "Triton finds no C compiler", "install gcc and Python's headers (python3-dev), or set CC"
@@ -141,5 +141,5 @@ MACHINE: dict[str, Look] = {
     "moechat": _installation,
     "processor": _processor,
     "memory": _memory,
-    "graphics card": _card,
+    "GPU": _gpu,
 }

@@ -24,7 +24,7 @@ _TITLES = {
     "hit_rate_miss": "missed",
     "demand_bytes": "fetched on demand",
     "prefetch_bytes": "fetched ahead",
-    "shared_bytes": "computed by the CPU for the card",
+    "shared_bytes": "computed by the CPU for the GPU",
     "stall_s": "waiting for experts",
     "link_busy_share": "time with transfers",
     "pages_peak_bytes": "memory for experts, peak",

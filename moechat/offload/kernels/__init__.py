@@ -1,1 +1,1 @@
-"""GPU kernels of the experts, in Triton; imported only where a graphics card computes, or in tests."""
+"""GPU kernels of the experts, in Triton; imported only where a GPU computes, or in tests."""

@@ -1,10 +1,10 @@
-"""Dense layers whose weights lie packed in a card's memory, in 8 or 4 bits.
+"""Dense layers whose weights lie packed in a GPU's memory, in 8 or 4 bits.
 
 A few tokens read the packed weights themselves: products and sums in float32, each token by programs of its
 own, so that its result does not depend on the others. Their programs run side by side, so the weights come
 from memory about once. Many tokens are bound by arithmetic: there strips of the matrix are unpacked to the
 type of the inputs, in a memory that all layers share, and multiplied by torch, whose library has the fastest
-products of every card. From about 8 tokens on what is written and read for that is less than the repeated
+products of every GPU. From about 8 tokens on what is written and read for that is less than the repeated
 unpacking. The strips depend on the model alone, and no budget changes how a result rounds.
 """
 
@@ -35,7 +35,7 @@ class Strips:
 
     Args:
         nbytes: See :func:`moechat.models.dense_form.unpacked_bytes`.
-        device: The card.
+        device: The GPU.
 
     Raises:
         torch.OutOfMemoryError: There is not so much.
@@ -54,11 +54,11 @@ class Strips:
 
 
 class DevicePackedLinear(nn.Module):
-    """``nn.Linear`` with its weights packed on a card.
+    """``nn.Linear`` with its weights packed on a GPU.
 
     Args:
         layout: Of the packed weights; 8 or 4 bits.
-        data: uint8 ``[layout.nbytes]`` on the card, beginning at a multiple of 64 bytes; not copied.
+        data: uint8 ``[layout.nbytes]`` on the GPU, beginning at a multiple of 64 bytes; not copied.
         bias: ``[out_features]`` of any floating type, or ``None``.
         strips: Shared with the model's other layers.
         dtype: What :attr:`weight` is given in.

@@ -19,7 +19,7 @@ def _codes(packed, column, BITS: tl.constexpr):
     """Codes in float32 of the given columns of words int32.
 
     Set into the mantissa of 2²³, a code becomes a float by an OR and a subtraction, both exact. The
-    conversion of integers has a quarter or less of their rate on most cards, which would be what a product
+    conversion of integers has a quarter or less of their rate on most GPUs, which would be what a product
     waits for.
     """
     codes = (packed >> (column * BITS)) & ((1 << BITS) - 1)

@@ -160,7 +160,7 @@ Context primary_context(int ordinal) {
   int count = 0;
   check(cuda.device_count(&count), "cuDeviceGetCount");
   if (ordinal < 0 || ordinal >= count) {
-    throw Unavailable("there is no card " + std::to_string(ordinal) + ": the driver knows " +
+    throw Unavailable("there is no GPU " + std::to_string(ordinal) + ": the driver knows " +
                       std::to_string(count));
   }
   Device device = 0;

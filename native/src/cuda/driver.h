@@ -75,7 +75,7 @@ struct Driver {
   Result copy_batch(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count, Stream stream) const;
 };
 
-// There is no driver or no card, or the driver cannot be used; what() says which.
+// There is no driver or no GPU, or the driver cannot be used; what() says which.
 class Unavailable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -86,7 +86,7 @@ class Error : public std::runtime_error {
  public:
   Error(Result code, const std::string& text) : std::runtime_error(text), code_(code) {}
   Result code() const { return code_; }
-  // Whether this process cannot compute on the card any more (CUDA Driver API, CUresult: "the process must be
+  // Whether this process cannot compute on the GPU any more (CUDA Driver API, CUresult: "the process must be
   // terminated").
   bool sticky() const;
 
@@ -103,8 +103,8 @@ void check(Result result, const char* call);
 // encountered".
 std::string explain(Result result, const char* call);
 
-// Returns the primary context of a card, which torch uses too. It is kept until the process ends, because
-// releasing it would reset the card under torch. Throws Unavailable if there is no such card, Error.
+// Returns the primary context of a GPU, which torch uses too. It is kept until the process ends, because
+// releasing it would reset the GPU under torch. Throws Unavailable if there is no such GPU, Error.
 Context primary_context(int ordinal);
 
 // Makes a context current for a scope and restores the previous one. Throws Error.

@@ -182,7 +182,7 @@ void CudaEngine::start() {
   }
 }
 
-// The transfers at the front that have one priority and one path to the card.
+// The transfers at the front that have one priority and one path to the GPU.
 void CudaEngine::begin_batch() {
   std::vector<std::uint32_t> slots(kCudaBatchCopies);
   const bool whole = direct(queue_.front());
@@ -234,7 +234,7 @@ cuda::Result CudaEngine::copy_all(const std::vector<std::uint32_t>& slots, int b
       for (std::size_t i = 0; i < to_.size(); ++i) queue_.operation_begun();
       return result;
     }
-    // What a driver does not do with these sources it does one by one; a lost card says so again below. To
+    // What a driver does not do with these sources it does one by one; a lost GPU says so again below. To
     // copy a block twice in the stream's turn is harmless.
     batches_ = false;
   }
@@ -384,7 +384,7 @@ int CudaEngine::fill(const Transfer& transfer, unsigned char* to) const {
   return 0;
 }
 
-// ---- order on the card
+// ---- order on the GPU
 
 bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int64_t count,
                              std::chrono::microseconds limit) {
@@ -419,7 +419,7 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
   }
   if (latest == 0) return true;
   const cuda::Current current(context_);
-  // Wait 14: for the fills, on the card.
+  // Wait 14: for the fills, on the GPU.
   cuda::Result result = cuda::kSuccess;
   MOECHAT_WAIT(14, result = cuda_.stream_wait_event(stream, event_of(latest), 0));
   if (result != cuda::kSuccess) {

@@ -4,8 +4,8 @@
 //   Where it is not (the system refused, or the records lie in a mapped file that is larger than RAM),
 //   threads copy through a ring of pinned buffers; these threads read from the disk where the page cache
 //   misses.
-// - Demands are begun at once, all of them: the card works through them in order, and the kernels that
-//   read them follow on the card (StreamOrder). Of prefetches little is begun at a time, so that a demand
+// - Demands are begun at once, all of them: the GPU works through them in order, and the kernels that
+//   read them follow on the GPU (StreamOrder). Of prefetches little is begun at a time, so that a demand
 //   waits for a few blocks.
 // - An error that ends the CUDA context ends the link; that of a single copy looks the same, since
 //   copies fail when the stream reaches them, and ends the link as well. A file that cannot be read fails its

@@ -63,7 +63,7 @@ struct LinkStats {
   double bandwidth_bound = std::numeric_limits<double>::infinity();
 };
 
-// Additional functions of a link into a GPU's memory. They order copies and kernels on the card, so that no
+// Additional functions of a link into a GPU's memory. They order copies and kernels on the GPU, so that no
 // thread waits. `stream` is a CUstream.
 class StreamOrder {
  public:

@@ -83,7 +83,7 @@ struct DeviceLaunch {
 
 // Launches kernels. All rows are one group: the sums lie on the GPU.
 //
-// Where the link orders its copies and the kernels on the card (StreamOrder), no thread waits: kernels are
+// Where the link orders its copies and the kernels on the GPU (StreamOrder), no thread waits: kernels are
 // launched behind the copies into the pages that they read, and copies that start after a launch come behind
 // its kernels. With any other link a block is launched once it has landed, and `launch` returns when its
 // kernels are done.

@@ -1,4 +1,4 @@
-"""A card that is not there: the fake driver, Triton's interpreter, and torch on the CPU."""
+"""A GPU that is not there: the fake driver, Triton's interpreter, and torch on the CPU."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def card(driver: object) -> Iterator[object]:
-    """A card with 8 GB, new for every test."""
-    from interpreted_card import InterpretedCard
+def gpu(driver: object) -> Iterator[object]:
+    """A GPU with 8 GB, new for every test."""
+    from interpreted_gpu import InterpretedGpu
 
     driver.reset()
-    made = InterpretedCard(driver)
+    made = InterpretedGpu(driver)
     yield made
     made.close()
     driver.reset()

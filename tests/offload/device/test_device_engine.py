@@ -1,4 +1,4 @@
-"""The whole engine on a card, as far as that can be without one (see ``interpreted_card.py``)."""
+"""The whole engine on a GPU, as far as that can be without one (see ``interpreted_gpu.py``)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def expected(model: Path) -> torch.Tensor:
         return engine.logits(PROMPT)
 
 
-def load(model: Path, card, *, link: LinkSettings | None = None, pages: int | None = None, **arguments):
-    offload = OffloadOptions(accelerator=card, pages=pages, link=link or LinkSettings())
+def load(model: Path, gpu, *, link: LinkSettings | None = None, pages: int | None = None, **arguments):
+    offload = OffloadOptions(accelerator=gpu, pages=pages, link=link or LinkSettings())
     return moechat.load(
         model, device="cuda", offload=offload, **{"ctx": 64, "vram": "1G", "activation_bits": 32, **arguments}
     )
@@ -57,12 +57,12 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_logits_equal_those_of_the_cpu(model: Path, card, bits: int) -> None:
+def test_logits_equal_those_of_the_cpu(model: Path, gpu, bits: int) -> None:
     with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)
-    with load(model, card, bits=bits) as engine:
+    with load(model, gpu, bits=bits) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
-        assert engine.describe().device == "cpu"  # torch's part of the fake card
+        assert engine.describe().device == "cpu"  # torch's part of the fake GPU
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_logits_equal_those_of_the_cpu(model: Path, card, bits: int) -> None:
     ],
 )
 def test_the_answer_is_the_same_for_every_budget_system_and_link(
-    model: Path, card, expected: torch.Tensor, system: str, kind: str
+    model: Path, gpu, expected: torch.Tensor, system: str, kind: str
 ) -> None:
     if kind == "cuda with delays":
-        card.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
+        gpu.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
     link = LinkSettings(kind="sim", jitter=1e-4, seed=2) if kind == "sim" else None
     results = []
     for pages in (2, 9, None):
-        with load(model, card, link=link, pages=pages, system=system, deterministic=True) as engine:
+        with load(model, gpu, link=link, pages=pages, system=system, deterministic=True) as engine:
             logits = engine.logits(PROMPT)
             answer = [step.token_id for step in engine.generate(PROMPT, max_new_tokens=2, temperature=0.0)]
             results.append((logits, answer))
@@ -100,11 +100,11 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
 
 @pytest.mark.parametrize("system", ["auto", "fiddler", "static"])
 def test_blocks_computed_by_the_cpu_are_part_of_the_answer(
-    model: Path, card, expected: torch.Tensor, system: str
+    model: Path, gpu, expected: torch.Tensor, system: str
 ) -> None:
-    card.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
+    gpu.cuda.set(jitter=2e-4, latency=5e-5, seed=3, piece=4096)
     for pages in (2, 9):
-        with load(model, card, pages=pages, system=system) as engine:
+        with load(model, gpu, pages=pages, system=system) as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
             list(engine.generate(PROMPT, max_new_tokens=4, temperature=0.0))
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
@@ -112,76 +112,76 @@ def test_blocks_computed_by_the_cpu_are_part_of_the_answer(
             assert engine.loaded.near.runner.check() == ""
 
 
-def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, card, expected: torch.Tensor) -> None:
-    with load(model, card, ram="64K", pages=6) as engine:
+def test_experts_in_files_are_not_computed_by_the_cpu(model: Path, gpu, expected: torch.Tensor) -> None:
+    with load(model, gpu, ram="64K", pages=6) as engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
         assert engine.loaded.near.stats()["blocks_far"] == 0
 
 
-def test_the_kernel_warm_up_runs(model: Path, card) -> None:
-    """A card builds them by it; the interpreter only runs it."""
+def test_the_kernel_warm_up_runs(model: Path, gpu) -> None:
+    """A GPU builds them by it; the interpreter only runs it."""
     from moechat.offload.kernels.packed_linear import launch_all
 
-    with load(model, card, dense_bits=4, pages=4) as engine:
+    with load(model, gpu, dense_bits=4, pages=4) as engine:
         engine.loaded.near.placement.pages.launch_all(engine.loaded.top_k, torch.float32)
         launch_all(engine.loaded.model.modules(), torch.float32)
         assert engine.loaded.near.runner.check() == ""
 
 
-def test_the_oracle_prefetches_the_choices_of_a_trace(model: Path, card) -> None:
+def test_the_oracle_prefetches_the_choices_of_a_trace(model: Path, gpu) -> None:
     from moechat.configurator.systems import settings_of
     from moechat.routing import Replay, Trace
 
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((40, 2, 8)), axis=2)[:, :, :2].astype(np.int32)
     replay = Replay(Trace(experts, np.array([0, 40]), 8))
-    offload = OffloadOptions(accelerator=card, pages=14, cache=settings_of("oracle"), replay=replay)
+    offload = OffloadOptions(accelerator=gpu, pages=14, cache=settings_of("oracle"), replay=replay)
     with moechat.load(model, device="cuda", ctx=64, offload=offload) as engine:
         list(engine.generate(PROMPT, max_new_tokens=8, temperature=0.0))
         assert engine.stats.hits_prefetched > 0
         assert engine.stats.prefetch_bytes > 0
 
 
-def test_decoding_copies_to_the_host_once_a_layer(model: Path, card) -> None:
-    with load(model, card) as engine:
+def test_decoding_copies_to_the_host_once_a_layer(model: Path, gpu) -> None:
+    with load(model, gpu) as engine:
         steps = iter(engine.generate(PROMPT, max_new_tokens=6, temperature=0.0))
         next(steps)
-        before = card.copies_to_host
+        before = gpu.copies_to_host
         for _ in range(4):
             next(steps)
         layers = engine.describe().expert_layers
-        assert card.copies_to_host - before == 4 * layers
+        assert gpu.copies_to_host - before == 4 * layers
         assert engine.stats.expert_activations > 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
-def test_other_families_match_the_cpu(family: str, card, tmp_path: Path, moechat_home: Path) -> None:
+def test_other_families_match_the_cpu(family: str, gpu, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
     with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)
-    with load(tmp_path / family, card, pages=12) as engine:
+    with load(tmp_path / family, gpu, pages=12) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
 
 
 def test_unpinnable_experts_use_pinned_buffers_with_a_warning(
-    model: Path, card, expected: torch.Tensor
+    model: Path, gpu, expected: torch.Tensor
 ) -> None:
     # One layer of two; it is given back again, since the buffers have to be pinned too.
-    card.cuda.set(pin_limit=8 * 2 * 8192 * 1.5)
+    gpu.cuda.set(pin_limit=8 * 2 * 8192 * 1.5)
     with pytest.warns(RuntimeWarning, match="the system pins no more than"):
-        engine = load(model, card)
+        engine = load(model, gpu)
     with engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
         assert engine.loaded.near.placement.far.pinned_bytes == 0
-    assert card.cuda.get("pinned") == 0
+    assert gpu.cuda.get("pinned") == 0
 
 
 def test_experts_larger_than_memory_are_read_from_their_files(
-    model: Path, card, expected: torch.Tensor
+    model: Path, gpu, expected: torch.Tensor
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with load(model, card, ram="64K") as engine:
+        with load(model, gpu, ram="64K") as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
             assert engine.loaded.near.placement.far.pinned_bytes == 0
 
@@ -189,14 +189,14 @@ def test_experts_larger_than_memory_are_read_from_their_files(
 # The second layer of a prompt's pass, whose first has appended to the cache; the first of a replay.
 @pytest.mark.parametrize("moment", [2, 7])
 def test_running_out_of_memory_evicts_experts_and_the_answer_continues(
-    model: Path, card, monkeypatch: pytest.MonkeyPatch, moment: int
+    model: Path, gpu, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     from moechat.offload.kernels.launch import BlockKernels
 
     def tokens(engine):
         return [step.token_id for step in engine.generate(PROMPT, max_new_tokens=5, temperature=0.0)]
 
-    with load(model, card, pages=20) as engine:
+    with load(model, gpu, pages=20) as engine:
         expected = tokens(engine)
     whole = BlockKernels.partials
     calls = 0
@@ -209,7 +209,7 @@ def test_running_out_of_memory_evicts_experts_and_the_answer_continues(
         return whole(kernels, items, dtype)
 
     monkeypatch.setattr(BlockKernels, "partials", partials)
-    with load(model, card, pages=20) as engine:
+    with load(model, gpu, pages=20) as engine:
         assert tokens(engine) == expected
         assert engine.loaded.near.pages == 18
         assert engine.stats.pages == 18
@@ -220,47 +220,47 @@ def test_running_out_of_memory_evicts_experts_and_the_answer_continues(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(BlockKernels, "partials", never)
-    with load(model, card, pages=20) as engine, pytest.raises(DoesNotFitError, match="too small for a pass"):
+    with load(model, gpu, pages=20) as engine, pytest.raises(DoesNotFitError, match="too small for a pass"):
         engine.logits(PROMPT)
 
 
-def test_a_card_failure_ends_the_answer_with_the_cards_error(model: Path, card) -> None:
-    with load(model, card, pages=4) as engine:
+def test_a_gpu_failure_ends_the_answer_with_the_gpus_error(model: Path, gpu) -> None:
+    with load(model, gpu, pages=4) as engine:
         engine.logits(PROMPT)
-        card.cuda.set(fail_after=card.cuda.get("copies") + 3)
+        gpu.cuda.set(fail_after=gpu.cuda.get("copies") + 3)
         with pytest.raises(DeviceLostError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
             list(engine.generate(PROMPT, max_new_tokens=8))
         assert caught.value.exit_code == 7
         assert caught.value.hint
         with pytest.raises(DeviceLostError):
             engine.logits(PROMPT)
-    # Closed with the card as it was left: nothing of that hides what happened.
-    card.cuda.reset()
-    assert card.cuda.get("pinned") == 0
+    # Closed with the GPU as it was left: nothing of that hides what happened.
+    gpu.cuda.reset()
+    assert gpu.cuda.get("pinned") == 0
 
 
-def test_two_engines_in_sequence_leak_nothing(model: Path, card, expected: torch.Tensor) -> None:
+def test_two_engines_in_sequence_leak_nothing(model: Path, gpu, expected: torch.Tensor) -> None:
     for _ in range(2):
-        with load(model, card) as engine:
+        with load(model, gpu) as engine:
             assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        assert (card.cuda.get("pinned"), card.cuda.get("events")) == (0, 0)
+        assert (gpu.cuda.get("pinned"), gpu.cuda.get("events")) == (0, 0)
 
 
-def test_a_failed_load_unpins_its_memory(model: Path, card, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moechat.offload.card import CardPlacement
+def test_a_failed_load_unpins_its_memory(model: Path, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.offload.gpu import GpuPlacement
 
     def warm(*_):
         raise DeviceUnavailableError("the kernels cannot be built")
 
-    monkeypatch.setattr(CardPlacement, "warm", warm)
+    monkeypatch.setattr(GpuPlacement, "warm", warm)
     with pytest.raises(DeviceUnavailableError, match="cannot be built"):
-        load(model, card)
+        load(model, gpu)
     gc.collect()
-    assert card.cuda.get("pinned") == 0
+    assert gpu.cuda.get("pinned") == 0
 
 
-def test_an_engine_closed_by_another_thread_ends_its_answer(model: Path, card) -> None:
-    engine = load(model, card, pages=6)
+def test_an_engine_closed_by_another_thread_ends_its_answer(model: Path, gpu) -> None:
+    engine = load(model, gpu, pages=6)
     steps = iter(engine.generate(PROMPT, max_new_tokens=40, temperature=0.0))
     next(steps)
     closer = threading.Timer(0.05, engine.close)
@@ -268,14 +268,14 @@ def test_an_engine_closed_by_another_thread_ends_its_answer(model: Path, card) -
     with pytest.raises(MoechatError, match="was closed"):
         list(steps)
     closer.join()
-    assert card.cuda.get("pinned") == 0
+    assert gpu.cuda.get("pinned") == 0
 
 
 def test_a_prefetched_block_that_fails_to_read_is_never_used(
-    model: Path, card, expected: torch.Tensor
+    model: Path, gpu, expected: torch.Tensor
 ) -> None:
     """Its page holds what it held before; the block is demanded again, and that is told."""
-    with load(model, card, ram="64K", pages=12) as engine:
+    with load(model, gpu, ram="64K", pages=12) as engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
         store = engine.loaded.store
         path = store.expert_extent(store.layers[1].layer).path
@@ -290,18 +290,18 @@ def test_a_prefetched_block_that_fails_to_read_is_never_used(
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
 
 
-def test_a_budget_too_small_is_refused_and_the_least_is_named(model: Path, card) -> None:
+def test_a_budget_too_small_is_refused_and_the_least_is_named(model: Path, gpu) -> None:
     with pytest.raises(DoesNotFitError, match=r"budget of graphics memory is 100 MiB; the least") as caught:
-        load(model, card, vram="100M")
+        load(model, gpu, vram="100M")
     assert "--vram" in caught.value.hint
     least = caught.value.least_bytes
     assert 100 << 20 < least < 1 << 30
-    with load(model, card, vram=least) as engine:
+    with load(model, gpu, vram=least) as engine:
         engine.logits(PROMPT)
 
 
-def test_budgets_stay_below_the_free_memory_of_the_card(model: Path, card) -> None:
-    card.cuda.set(vram=3e9)
+def test_budgets_stay_below_the_free_memory_of_the_gpu(model: Path, gpu) -> None:
+    gpu.cuda.set(vram=3e9)
     with (
         pytest.warns(
             MoechatWarning,
@@ -309,40 +309,40 @@ def test_budgets_stay_below_the_free_memory_of_the_card(model: Path, card) -> No
             r"the CUDA context of \d+ MiB and 95 % of the 2\.\d+ GiB free beside it; "
             r"other programs may need the rest",
         ),
-        load(model, card, vram="4G") as engine,
+        load(model, gpu, vram="4G") as engine,
     ):
         assert engine.describe().memory_budget_bytes < 3e9
-    with load(model, card, vram=None) as engine:
+    with load(model, gpu, vram=None) as engine:
         budget = engine.describe().memory_budget_bytes
-        assert 0.9 * 3e9 < budget < 3e9 + card.context_bytes
+        assert 0.9 * 3e9 < budget < 3e9 + gpu.context_bytes
         # Torch gets what is neither the context's nor the libraries'.
-        assert budget - card.context_bytes - (128 << 20) < card.limited_to < budget - card.context_bytes
+        assert budget - gpu.context_bytes - (128 << 20) < gpu.limited_to < budget - gpu.context_bytes
 
 
-def test_options_unsupported_on_a_card_are_refused(model: Path, card) -> None:
+def test_options_unsupported_on_a_gpu_are_refused(model: Path, gpu) -> None:
     with pytest.raises(UsageError, match="device is 'gpu'"):
         moechat.load(model, device="gpu")
     with pytest.raises(UsageError, match="dense_bits is 3"):
-        load(model, card, dense_bits=3)
+        load(model, gpu, dense_bits=3)
     with pytest.raises(UsageError, match="'many' is not a size"):
-        load(model, card, vram="many")
+        load(model, gpu, vram="many")
     with pytest.raises(UsageError, match="vram is 0"):
-        load(model, card, vram=0)
-    with pytest.raises(UsageError, match="needs a graphics card"):
+        load(model, gpu, vram=0)
+    with pytest.raises(UsageError, match="needs a GPU"):
         moechat.load(model, device="cpu", vram="2G")
 
 
-def test_a_missing_card_is_reported(model: Path) -> None:
+def test_a_missing_gpu_is_reported(model: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
-    with pytest.raises(DeviceUnavailableError, match="no CUDA card can be used") as caught:
+        pytest.skip("there is a GPU")
+    with pytest.raises(DeviceUnavailableError, match="no CUDA GPU can be used") as caught:
         moechat.load(model, vram="2G")
     assert caught.value.exit_code == 2
 
 
-def test_a_chat_keeps_its_cache_between_turns(card, tmp_path: Path, moechat_home: Path) -> None:
+def test_a_chat_keeps_its_cache_between_turns(gpu, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_chat_model(tmp_path / "chat")
-    with load(tmp_path / "chat", card) as engine:
+    with load(tmp_path / "chat", gpu) as engine:
         messages = [{"role": "user", "content": "hello there"}]
         answer = "".join(step.text for step in engine.generate(messages, max_new_tokens=5, seed=1))
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and now"}]

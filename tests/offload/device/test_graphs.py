@@ -15,7 +15,7 @@ from tiny import tiny_config, write_tiny_chat_model, write_tiny_checkpoint
 
 import moechat
 from moechat.offload import graph_decoder
-from moechat.offload.card_layer import CardExpertLayer
+from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.settings import OffloadOptions
 
@@ -41,18 +41,18 @@ def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
 def without(monkeypatch: pytest.MonkeyPatch):
     """Loads with graphs switched off."""
 
-    def load_without(model: Path, card, **arguments):
+    def load_without(model: Path, gpu, **arguments):
         with monkeypatch.context() as patch:
             patch.setenv("MOECHAT_CUDA_GRAPHS", "0")
-            return load(model, card, **arguments)
+            return load(model, gpu, **arguments)
 
     return load_without
 
 
-def load(model: Path, card, pages: int | None = None, **arguments):
-    # moepic fetches what is missing: how CPU and card share a layer depends on time, and rounds differently.
+def load(model: Path, gpu, pages: int | None = None, **arguments):
+    # moepic fetches what is missing: how CPU and GPU share a layer depends on time, and rounds differently.
     usual = {"ctx": 64, "vram": "1G", "system": "moepic"}
-    offload = OffloadOptions(accelerator=card, pages=pages)
+    offload = OffloadOptions(accelerator=gpu, pages=pages)
     return moechat.load(model, device="cuda", offload=offload, **{**usual, **arguments})
 
 
@@ -79,8 +79,8 @@ def answer(engine, prompt, count=5):
     return [step.token_id for step in engine.generate(prompt, max_new_tokens=count, temperature=0.0)]
 
 
-def replayed(card) -> int:
-    return sum(graphs.replayed for graphs in card.graphs_made)
+def replayed(gpu) -> int:
+    return sum(graphs.replayed for graphs in gpu.graphs_made)
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -89,63 +89,63 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_replayed_logits_equal_those_of_passes_across_a_bucket_boundary(
-    family: str, card, without, tmp_path: Path, moechat_home: Path
+    family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     # gpt_oss has windows of 8 tokens, so that one moves on, and sinks.
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
-    with without(tmp_path / family, card) as engine:
+    with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
-    assert not card.graphs_made
-    with load(tmp_path / family, card) as engine:
+    assert not gpu.graphs_made
+    with load(tmp_path / family, gpu) as engine:
         found, _ = feed(engine, [PROMPT, *each(TOKENS)])
         graphs = engine.describe().expert_layers + 1
         assert engine.notices() == []
     assert error_of(found, expected) < TOLERANCE
-    assert len(card.graphs_made) == 1
-    assert len(card.graphs_made[0].made) == 2 * graphs  # two buckets
-    assert replayed(card) == len(TOKENS) * graphs
+    assert len(gpu.graphs_made) == 1
+    assert len(gpu.graphs_made[0].made) == 2 * graphs  # two buckets
+    assert replayed(gpu) == len(TOKENS) * graphs
 
 
 def test_a_family_without_reserved_memory_is_decoded_without_graphs(
-    card, without, tmp_path: Path, moechat_home: Path
+    gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / "lfm2_moe", tiny_config("lfm2_moe", 0))
-    with without(tmp_path / "lfm2_moe", card) as engine:
+    with without(tmp_path / "lfm2_moe", gpu) as engine:
         expected = answer(engine, PROMPT)
-    with load(tmp_path / "lfm2_moe", card) as engine:
+    with load(tmp_path / "lfm2_moe", gpu) as engine:
         assert answer(engine, PROMPT) == expected
         assert engine.notices() == []
-    assert replayed(card) == 0
+    assert replayed(gpu) == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_replays_passes_and_truncations_can_alternate(
-    family: str, card, without, tmp_path: Path, moechat_home: Path
+    family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0, sliding_window=12))
     cut = [-2] if family == "qwen3_moe" else []
     passes = [PROMPT, *each(TOKENS[:2]), [8, 8, 7], *each(TOKENS[2:4]), *cut, *each(TOKENS[4:6]), [2, 4]]
     passes += each(TOKENS[6:])
-    with without(tmp_path / family, card) as engine:
+    with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, passes)
-    with load(tmp_path / family, card) as engine:
+    with load(tmp_path / family, gpu) as engine:
         found, cache = feed(engine, passes)
         held = sum(item if isinstance(item, int) else len(item) for item in passes)
         assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
         assert engine.notices() == []
     assert error_of(found, expected) < TOLERANCE
-    assert replayed(card) == 3 * len(TOKENS)
+    assert replayed(gpu) == 3 * len(TOKENS)
 
 
 def test_a_full_sliding_window_is_moved_before_a_replay(
-    card, without, tmp_path: Path, moechat_home: Path
+    gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     # Memory of 7 tokens before and 16 of a pass.
     write_tiny_checkpoint(tmp_path / "gpt_oss", tiny_config("gpt_oss", 0))
     passes = [PROMPT, [1, 2, 3, 4, 5, 6], *each(TOKENS[:3]), [1, 2, 3, 4, 5, 6], *each([9, *TOKENS[:4]])]
-    with without(tmp_path / "gpt_oss", card, ctx=26) as engine:
+    with without(tmp_path / "gpt_oss", gpu, ctx=26) as engine:
         expected, _ = feed(engine, passes)
-    with load(tmp_path / "gpt_oss", card, ctx=26) as engine:
+    with load(tmp_path / "gpt_oss", gpu, ctx=26) as engine:
         cache = engine.decoder.new_cache()
         cache.layers[0]._capacity = 7 + 12
         found, _ = feed(engine, passes, cache)
@@ -154,7 +154,7 @@ def test_a_full_sliding_window_is_moved_before_a_replay(
 
 
 def test_a_chat_and_later_answers_use_the_same_graphs(
-    card, without, tmp_path: Path, moechat_home: Path
+    gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_chat_model(tmp_path / "chat")
 
@@ -168,32 +168,32 @@ def test_a_chat_and_later_answers_use_the_same_graphs(
         second = answer(engine, messages, 4)
         return [step.token_id for step in first], second, answer(engine, "something else", 4)
 
-    with without(tmp_path / "chat", card) as engine:
+    with without(tmp_path / "chat", gpu) as engine:
         expected = talk(engine)
-    with load(tmp_path / "chat", card) as engine:
+    with load(tmp_path / "chat", gpu) as engine:
         assert talk(engine) == expected
-        recorded = len(card.graphs_made[0].made)
+        recorded = len(gpu.graphs_made[0].made)
         assert talk(engine) == expected
         assert engine.notices() == []
-    assert len(card.graphs_made) == 1
-    assert len(card.graphs_made[0].made) == recorded
+    assert len(gpu.graphs_made) == 1
+    assert len(gpu.graphs_made[0].made) == recorded
 
 
-def test_replays_share_missing_blocks_with_the_cpu(model: Path, card, without) -> None:
+def test_replays_share_missing_blocks_with_the_cpu(model: Path, gpu, without) -> None:
     few = {"system": "auto", "vram": None}
-    with without(model, card, pages=8, **few) as engine:
+    with without(model, gpu, pages=8, **few) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
-    with load(model, card, pages=8, **few) as engine:
+    with load(model, gpu, pages=8, **few) as engine:
         found, _ = feed(engine, [PROMPT, *each(TOKENS)])
         assert engine.loaded.near.stats()["blocks_far"] > 0
     assert error_of(found, expected) < 1e-4  # sums of other parts, rounded in 32 bits
-    assert replayed(card) > 0
+    assert replayed(gpu) > 0
 
 
-def test_simultaneous_answers_do_not_share_memory(model: Path, card, without) -> None:
-    with without(model, card) as engine:
+def test_simultaneous_answers_do_not_share_memory(model: Path, gpu, without) -> None:
+    with without(model, gpu) as engine:
         expected, other = answer(engine, PROMPT, 6), answer(engine, TOKENS, 4)
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         steps = engine.generate(PROMPT, max_new_tokens=6, temperature=0.0)
         found = [next(steps).token_id for _ in range(3)]
         assert answer(engine, TOKENS, 4) == other
@@ -201,14 +201,14 @@ def test_simultaneous_answers_do_not_share_memory(model: Path, card, without) ->
         assert found == expected
         assert answer(engine, TOKENS, 4) == other
         assert engine.notices() == []
-    assert len(card.graphs_made) == 1
+    assert len(gpu.graphs_made) == 1
 
 
-def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, card, without) -> None:
-    with without(model, card) as engine:
+def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, gpu, without) -> None:
+    with without(model, gpu) as engine:
         expected = answer(engine, PROMPT)
-    with load(model, card) as engine:
-        # Waits for the card, as a family may.
+    with load(model, gpu) as engine:
+        # Waits for the GPU, as a family may.
         engine.loaded.model.model.norm.register_forward_hook(
             lambda _, __, out: out if out.sum() > 0 else +out
         )
@@ -218,22 +218,22 @@ def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, c
         assert "not permitted when stream is capturing" in note
         assert answer(engine, TOKENS)
         assert engine.notices() == []
-    assert replayed(card) == 0
-    assert [graphs.abandoned for graphs in card.graphs_made] == [1]
+    assert replayed(gpu) == 0
+    assert [graphs.abandoned for graphs in gpu.graphs_made] == [1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_wrong_replay_is_reported_and_not_used(
-    family: str, card, without, tmp_path: Path, moechat_home: Path
+    family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
     passes = [PROMPT, TOKENS[:5], *each(TOKENS[:3])]
-    with without(tmp_path / family, card) as engine:
+    with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, passes)
-    with load(tmp_path / family, card) as engine:
+    with load(tmp_path / family, gpu) as engine:
 
         def frozen(_, __, out):
-            recording = bool(card.graphs_made) and card.graphs_made[-1].recording is not None
+            recording = bool(gpu.graphs_made) and gpu.graphs_made[-1].recording is not None
             return out + (0.5 if recording else 0.0)
 
         engine.loaded.model.model.layers[0].self_attn.o_proj.register_forward_hook(frozen)
@@ -241,16 +241,16 @@ def test_a_wrong_replay_is_reported_and_not_used(
         assert error_of(found, expected) < TOLERANCE
         (note,) = engine.notices()
         assert "a replay differed from the model's own pass by" in note
-    assert replayed(card) == 3  # one token
+    assert replayed(gpu) == 3  # one token
 
 
-def test_a_python_counter_frozen_by_recording_is_detected(model: Path, card, without) -> None:
+def test_a_python_counter_frozen_by_recording_is_detected(model: Path, gpu, without) -> None:
     def run(engine):
         passes = 0
 
         def counted(*_):
             nonlocal passes
-            if not card.graphs_made or card.graphs_made[-1].recording is None:
+            if not gpu.graphs_made or gpu.graphs_made[-1].recording is None:
                 passes = layers[0].get_seq_length()
 
         def shifted(_, __, out):
@@ -262,21 +262,21 @@ def test_a_python_counter_frozen_by_recording_is_detected(model: Path, card, wit
         layers = cache.layers
         return feed(engine, [PROMPT, *each(TOKENS[:4])], cache)[0]
 
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         expected = run(engine)
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         assert error_of(run(engine), expected) < TOLERANCE
         assert len(engine.notices()) == 1
-    assert replayed(card) == 2 * 3
+    assert replayed(gpu) == 2 * 3
 
 
 def test_ctrl_c_during_a_replay_leaves_the_cache_unchanged(
-    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+    model: Path, gpu, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS[:4])])
     whole = BlockKernels.combine
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         _, cache = feed(engine, [PROMPT, *each(TOKENS[:2])])
         calls = []
 
@@ -297,11 +297,11 @@ def test_ctrl_c_during_a_replay_leaves_the_cache_unchanged(
 
 
 def test_ctrl_c_while_recording_postpones_the_recording(
-    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+    model: Path, gpu, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from interpreted_graph import InterpretedGraph
 
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         expected = answer(engine, PROMPT)
     whole = InterpretedGraph.begin
 
@@ -310,21 +310,21 @@ def test_ctrl_c_while_recording_postpones_the_recording(
         if len(graph.graphs.made) == 2:
             raise KeyboardInterrupt
 
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(InterpretedGraph, "begin", begin)
             with pytest.raises(KeyboardInterrupt):
                 answer(engine, PROMPT)
         assert answer(engine, PROMPT) == expected
         assert engine.notices() == []
-    assert replayed(card) > 0
+    assert replayed(gpu) > 0
 
 
-def test_infinite_keys_of_one_answer_do_not_reach_the_next(model: Path, card, without) -> None:
+def test_infinite_keys_of_one_answer_do_not_reach_the_next(model: Path, gpu, without) -> None:
     """Masked slots are multiplied by zero, which infinity survives."""
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         expected = answer(engine, PROMPT)
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         _, cache = feed(engine, [PROMPT, *each(TOKENS)])
         with torch.inference_mode():
             for layer in cache.layers:
@@ -333,7 +333,7 @@ def test_infinite_keys_of_one_answer_do_not_reach_the_next(model: Path, card, wi
         del cache, layer, tensor
         assert answer(engine, PROMPT) == expected
         assert engine.notices() == []
-    assert len(card.graphs_made) == 1
+    assert len(gpu.graphs_made) == 1
 
 
 class _Count(TorchDispatchMode):
@@ -345,7 +345,7 @@ class _Count(TorchDispatchMode):
 
 
 def test_running_out_of_memory_while_recording_frees_some_and_records_later(
-    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+    model: Path, gpu, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, failures = InterpretedGraph.begin, [1]
 
@@ -355,31 +355,31 @@ def test_running_out_of_memory_while_recording_frees_some_and_records_later(
             failures.pop()
             raise torch.OutOfMemoryError("as wanted")
 
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         expected = answer(engine, PROMPT)
     monkeypatch.setattr(InterpretedGraph, "begin", run_out)
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         pages = engine.loaded.near.pages
         assert answer(engine, PROMPT) == expected
         assert engine.loaded.near.pages < pages, "experts have made room"
         assert not engine.loaded.decoder.off
-    assert replayed(card) > 0
+    assert replayed(gpu) > 0
 
 
-def test_rounding_differences_of_many_layers_are_tolerated(model: Path, card) -> None:
-    with load(model, card) as engine:
+def test_rounding_differences_of_many_layers_are_tolerated(model: Path, gpu) -> None:
+    with load(model, gpu) as engine:
         decoder = engine.loaded.decoder
         after = [decoder._allowed(place) for place in (0, 1, 47)]
     assert after == pytest.approx([1e-4, 1e-4, 4.9e-4], rel=0.01)
 
 
-def test_a_deterministic_engine_replays_nothing(model: Path, card) -> None:
-    with load(model, card, deterministic=True) as engine:
+def test_a_deterministic_engine_replays_nothing(model: Path, gpu) -> None:
+    with load(model, gpu, deterministic=True) as engine:
         assert engine.loaded.decoder is None
 
 
-def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, card) -> None:
-    with load(model, card, system="moepic") as engine:  # the CPU computes none
+def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, gpu) -> None:
+    with load(model, gpu, system="moepic") as engine:  # the CPU computes none
         # Recorded, compared and replayed; then replayed alone. The first cache is gone by then.
         first = feed(engine, [PROMPT, *each(TOKENS)])[0]
         second = feed(engine, [PROMPT, *each(TOKENS)])[0]
@@ -387,13 +387,13 @@ def test_an_answer_does_not_depend_on_what_was_recorded_before_it(model: Path, c
 
 
 def test_a_replay_makes_a_fraction_of_the_torch_calls(
-    model: Path, card, without, monkeypatch: pytest.MonkeyPatch
+    model: Path, gpu, without, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What the experts take is the same with graphs and without.
     def nothing(_, asked, into=None):
         return (torch.empty_like(asked.x) if into is None else into).zero_()
 
-    monkeypatch.setattr(CardExpertLayer, "answer", nothing)
+    monkeypatch.setattr(GpuExpertLayer, "answer", nothing)
 
     def calls(engine) -> int:
         # Two replays of a bucket are compared; the third token is in the same one.
@@ -402,8 +402,8 @@ def test_a_replay_makes_a_fraction_of_the_torch_calls(
             feed(engine, each([8]), cache)
         return count.calls
 
-    with without(model, card) as engine:
+    with without(model, gpu) as engine:
         before = calls(engine)
-    with load(model, card) as engine:
+    with load(model, gpu) as engine:
         after = calls(engine)
     assert after < before / 8

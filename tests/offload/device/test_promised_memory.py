@@ -1,4 +1,4 @@
-"""The memory that a plan shows is the memory that loading takes, on the CPU and on a card."""
+"""The memory that a plan shows is the memory that loading takes, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_loading_on_the_cpu_takes_the_planned_memory(
 
 
 @pytest.mark.parametrize(("dense_bits", "dtype"), [(16, "bfloat16"), (8, "bfloat16"), (16, "float32")])
-def test_loading_on_a_card_takes_the_planned_memory(
-    checkpoint: Path, card, dense_bits: int, dtype: str, tmp_path: Path
+def test_loading_on_a_gpu_takes_the_planned_memory(
+    checkpoint: Path, gpu, dense_bits: int, dtype: str, tmp_path: Path
 ) -> None:
-    card.context_bytes = CONTEXT_BYTES
+    gpu.context_bytes = CONTEXT_BYTES
     options = LoadOptions(vram="1G", ctx=96, dense_bits=dense_bits, dtype=dtype, device="cuda")
     made = plans(checkpoint, options, tmp_path, profile=desktop())
     with moechat.load(
@@ -79,7 +79,7 @@ def test_loading_on_a_card_takes_the_planned_memory(
         ctx=96,
         dense_bits=dense_bits,
         dtype=dtype,
-        offload=OffloadOptions(accelerator=card),
+        offload=OffloadOptions(accelerator=gpu),
     ) as engine:
         parts = {part.name: part.nbytes for part in taken(engine)}
         loading, tier = engine.loaded.plan, engine.loaded.near
@@ -99,11 +99,11 @@ def test_loading_on_a_card_takes_the_planned_memory(
 
 
 @pytest.mark.parametrize(("given", "fits"), [("8G", True), ("64K", False)])
-def test_ram_behind_a_card_holds_all_experts_or_none(checkpoint: Path, card, given: str, fits: bool) -> None:
-    card.context_bytes = CONTEXT_BYTES
+def test_ram_behind_a_gpu_holds_all_experts_or_none(checkpoint: Path, gpu, given: str, fits: bool) -> None:
+    gpu.context_bytes = CONTEXT_BYTES
     keywords = {"vram": "880M", "ram": given, "ctx": 96, "dtype": "bfloat16"}
     plan = moechat.plan(checkpoint, profile=desktop(), **keywords)
-    offload = OffloadOptions(accelerator=card, pages=4)
+    offload = OffloadOptions(accelerator=gpu, pages=4)
     with moechat.load(checkpoint, offload=offload, **keywords) as engine:
         assert engine.loaded.near is not None
         pinned = engine.loaded.near.placement.far.pinned_bytes

@@ -1,4 +1,4 @@
-"""Packed dense layers on a card, in Triton's interpreter on machines without one, against the CPU's kernels.
+"""Packed dense layers on a GPU, in Triton's interpreter on machines without one, against the CPU's kernels.
 
 The interpreter shows what they compute, not that they compile: for that see ``test_triton_compiles.py``.
 """
@@ -91,7 +91,7 @@ def test_sixteen_bit_inputs_give_sixteen_bit_outputs(bits: int, tokens: int, dty
 def test_the_unpacked_weight_equals_the_cpus(bits: int) -> None:
     made, data, _ = layer(70, 150, bits)
     expected = torch.from_numpy(_native.unpack_linear(made.layout, data))
-    # A fused product and sum on a card may round its last bit in another way.
+    # A fused product and sum on a GPU may round its last bit in another way.
     assert torch.allclose(made.weight.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 

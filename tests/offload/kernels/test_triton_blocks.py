@@ -1,4 +1,4 @@
-"""The GPU kernels, in Triton's interpreter on machines without a card, against the CPU's.
+"""The GPU kernels, in Triton's interpreter on machines without a GPU, against the CPU's.
 
 The interpreter shows what they compute, not that they compile: for that see ``test_triton_compiles.py``.
 """

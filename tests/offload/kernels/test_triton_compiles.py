@@ -1,4 +1,4 @@
-"""The GPU kernels become machine code for every generation of cards, without a card."""
+"""The GPU kernels become machine code for every generation of GPUs, without a GPU."""
 
 import json
 import os

@@ -1,12 +1,12 @@
-"""Expert layers over pages in a card's memory.
+"""Expert layers over pages in a GPU's memory.
 
 A layer of a decoded token: one small copy brings the router's choice (and the scores of the next layer's
 router) to the host; the native runner decides; kernels over the resident blocks are launched, then those over
-the blocks in flight, which the card holds back until their copies are done. The host waits for nothing else.
+the blocks in flight, which the GPU holds back until their copies are done. The host waits for nothing else.
 
 Hybrid execution: where the experts lie in memory, the CPU computes a part of the missing ones while the link
 brings the rest (``native/src/offload/far_share.h``). Its inputs come with the router's choice, and its part
-of the sum goes to the card in one copy.
+of the sum goes to the GPU in one copy.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moechat.offload.card_pages import CardPages
+from moechat.offload.gpu_pages import GpuPages
 from moechat.offload.limits import WORK_PAIRS
 from moechat.offload.tier import ExpertTier
 
 
 @dataclass(frozen=True)
 class ExpertRequest:
-    """The inputs of the experts of a layer, on the card.
+    """The inputs of the experts of a layer, on the GPU.
 
     Attributes:
         x: ``[tokens, hidden]``.
@@ -50,8 +50,8 @@ class Capture(Protocol):
 
 
 @dataclass
-class CardExpertLayer:
-    """The routed experts of one decoder layer, over pages in a card's memory.
+class GpuExpertLayer:
+    """The routed experts of one decoder layer, over pages in a GPU's memory.
 
     Attributes:
         tier: The tier of the model.
@@ -61,7 +61,7 @@ class CardExpertLayer:
     """
 
     tier: ExpertTier
-    pages: CardPages
+    pages: GpuPages
     ordinal: int
     capture: Capture | None = None
 
@@ -76,7 +76,7 @@ class CardExpertLayer:
 
         Raises:
             LinkError: A block cannot be read, or nothing has arrived for the link's stall limit.
-            DeviceLostError: The card has failed.
+            DeviceLostError: The GPU has failed.
         """
         request = self._request(hidden, top_k_index, top_k_weights)
         return self.answer(request) if self.capture is None else self.capture.cut(self.ordinal, request)

@@ -1,4 +1,4 @@
-"""An accelerator whose card is the fake driver: pages in host memory that the driver calls its own,
+"""An accelerator whose GPU is the fake driver: pages in host memory that the driver calls its own,
 kernels in Triton's interpreter, everything else torch on the CPU.
 
 Copies run on the driver's streams, with its delays. Kernels wait for their stream and for nothing else: a
@@ -17,7 +17,7 @@ from moechat import _native
 from moechat.offload.accelerator import Accelerator
 
 
-class InterpretedCard(Accelerator):
+class InterpretedGpu(Accelerator):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.closed = False
@@ -32,7 +32,7 @@ class InterpretedCard(Accelerator):
 
     @property
     def name(self) -> str:
-        return "a card that is not there"
+        return "a GPU that is not there"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +74,7 @@ class InterpretedCard(Accelerator):
         """The interpreter builds nothing."""
 
     def before_kernels(self) -> None:
-        # What a lost card says is told by the next call of the link.
+        # What a lost GPU says is told by the next call of the link.
         self._stream.synchronize()
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Pages in a card's memory: the kernels over them, and host memory for the part that the CPU computes."""
+"""Pages in a GPU's memory: the kernels over them, and host memory for the part that the CPU computes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Ranks(Protocol):
         ...
 
 
-class CardPages:
-    """Pages on a card, and everything that its expert layers share.
+class GpuPages:
+    """Pages on a GPU, and everything that its expert layers share.
 
     Args:
-        accelerator: The card.
+        accelerator: The GPU.
         geometry: Shape and encoding of the experts.
-        routers: Router of each expert layer, on the card, for prediction; ``None``: that layer is not
+        routers: Router of each expert layer, on the GPU, for prediction; ``None``: that layer is not
             predicted.
 
     Attributes:
         memory: uint8 ``[pages, record_bytes]``; empty while no pages are open.
         kernels: Kernels of these experts.
-        lists: Lists of blocks that host and card share.
+        lists: Lists of blocks that host and GPU share.
         far_records: Records of each layer in host memory; empty: the CPU computes none of them.
     """
 
@@ -60,14 +60,14 @@ class CardPages:
         """Allocate pages; returns their address.
 
         Raises:
-            DoesNotFitError: The card has not so much memory.
+            DoesNotFitError: The GPU has not so much memory.
         """
         try:
             self.memory = self.accelerator.pages(pages, self.geometry.record_bytes)
         except (torch.OutOfMemoryError, _native.CudaError) as error:
             raise DoesNotFitError(
-                f"{pages} pages of experts cannot be made on the graphics card: {error}",
-                hint="give a smaller --vram (vram=), or end other programs that use the card",
+                f"{pages} pages of experts cannot be made on the GPU: {error}",
+                hint="give a smaller --vram (vram=), or end other programs that use the GPU",
             ) from error
         return self.memory.data_ptr()
 
@@ -82,7 +82,7 @@ class CardPages:
     def far_out(self, tokens: int) -> torch.Tensor:
         """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.
 
-        All layers use the same: a layer's part has been copied to the card when the choice of the next
+        All layers use the same: a layer's part has been copied to the GPU when the choice of the next
         layer's router arrives, since that comes after it in the stream.
         """
         if self._far_out is None or len(self._far_out) < tokens:

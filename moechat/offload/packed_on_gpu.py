@@ -1,7 +1,7 @@
-"""Dense layers packed in a card's memory: what they lie in, and building their kernels.
+"""Dense layers packed in a GPU's memory: what they lie in, and building their kernels.
 
 They are packed on the CPU, by the same solver to the same bytes as for a model that runs there, and share its
-file. What goes to the card goes layer by layer, or piece by piece of the file: the host needs the memory of
+file. What goes to the GPU goes layer by layer, or piece by piece of the file: the host needs the memory of
 one.
 """
 
@@ -17,18 +17,18 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.packed_linear import DevicePackedLinear, Strips, launch_all
 
 
-class PackedCardMemory:
-    """Memory of a card for the packed layers of a model, one allocation, since torch rounds up each of them.
+class PackedGpuMemory:
+    """Memory of a GPU for the packed layers of a model, one allocation, since torch rounds up each of them.
     A :class:`moechat.models.packed.PackedMemory`.
 
     Args:
         nbytes: Bytes of all layers.
         form: Form of the dense weights.
         dtype: Type of the model.
-        device: The card.
+        device: The GPU.
 
     Raises:
-        torch.OutOfMemoryError: The card has not so much memory.
+        torch.OutOfMemoryError: The GPU has not so much memory.
     """
 
     def __init__(self, nbytes: int, form: DenseForm, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,8 +70,8 @@ def warm_packed_layers(accelerator: Accelerator, model: nn.Module, dtype: torch.
     """Build the kernels of a model's packed layers, if it has any.
 
     Args:
-        accelerator: The card.
-        model: The model, on the card.
+        accelerator: The GPU.
+        model: The model, on the GPU.
         dtype: Type of the hidden states.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The command over a card that is not there (see ``interpreted_card.py``) and that fails after some copies.
+"""The command over a GPU that is not there (see ``interpreted_gpu.py``) and that fails after some copies.
 
-Usage: ``python failing_card_child.py COPIES ARGUMENTS...``; the arguments are moechat's.
+Usage: ``python failing_gpu_child.py COPIES ARGUMENTS...``; the arguments are moechat's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> int:
     cuda = FakeCuda()
     os.environ[VARIABLE] = str(cuda.path)
 
-    from interpreted_card import InterpretedCard
+    from interpreted_gpu import InterpretedGpu
 
     import moechat.loading.load
     from moechat.cli.main import main as moechat_main
@@ -25,7 +25,7 @@ def main() -> int:
 
     # The interpreter takes a millisecond a program, whatever its size.
     launch.FEW_ROWS = packed_linear.ROWS = 64
-    moechat.loading.load.Accelerator = lambda _ordinal: InterpretedCard(cuda)  # type: ignore[attr-defined]
+    moechat.loading.load.Accelerator = lambda _ordinal: InterpretedGpu(cuda)  # type: ignore[attr-defined]
     cuda.set(fail_after=float(sys.argv[1]))
     return moechat_main(sys.argv[2:])
 

@@ -1,4 +1,4 @@
-"""The engine on a real card; `pytest -m gpu tests/gpu`, in a process of its own.
+"""The engine on a real GPU; `pytest -m gpu tests/gpu`, in a process of its own.
 
 ``tests/offload/device`` tests the same path over a driver that works in host memory, in more ways.
 """
@@ -73,8 +73,8 @@ def test_packed_dense_weights_take_less_of_a_budget_that_holds(model: Path) -> N
     for bits in (16, 4):
         with moechat.load(model, vram="2G", ctx=64, dense_bits=bits) as engine:
             list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
-            card = engine.loaded.accelerator
-            assert card.context_bytes + card.peak_bytes() <= 2 << 30
+            gpu = engine.loaded.accelerator
+            assert gpu.context_bytes + gpu.peak_bytes() <= 2 << 30
             taken[bits] = engine.describe().memory_dense_bytes
     assert taken[4] < taken[16]
 
@@ -133,8 +133,8 @@ def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(model: Path, sys
 def test_the_budget_holds(model: Path) -> None:
     with moechat.load(model, vram="2G", ctx=64) as engine:
         list(engine.generate(PROMPT, max_new_tokens=16, temperature=0.0))
-        card = engine.loaded.accelerator
-        assert card.context_bytes + card.peak_bytes() <= 2 << 30
+        gpu = engine.loaded.accelerator
+        assert gpu.context_bytes + gpu.peak_bytes() <= 2 << 30
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -170,7 +170,7 @@ def test_graphs_give_what_passes_give_over_a_bucket_boundary(
     assert off.median() < 1e-2 if dtype == "float16" else off.max() < 1e-4
 
 
-def test_a_pass_that_cannot_be_recorded_leaves_the_card_usable(
+def test_a_pass_that_cannot_be_recorded_leaves_the_gpu_usable(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens(engine) -> list[int]:

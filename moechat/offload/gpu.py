@@ -1,4 +1,4 @@
-"""A graphics card as a placement: dense weights and pages in its memory, all experts in the host's."""
+"""A GPU as a placement: dense weights and pages in its memory, all experts in the host's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from moechat.models.dense_form import DenseForm
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
-from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, card_budget
-from moechat.offload.card_layer import CardExpertLayer
-from moechat.offload.card_pages import CardPages, routers_on
+from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
 from moechat.offload.far_memory import FarMemory, ReadProgress
+from moechat.offload.gpu_layer import GpuExpertLayer
+from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.links import open_link
-from moechat.offload.needs import LIBRARY_BYTES, CardMemory
-from moechat.offload.packed_on_card import PackedCardMemory, warm_packed_layers
+from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
+from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import Predictor
@@ -37,11 +37,11 @@ from moechat.store.files import format_bytes
 from moechat.store.store import Store
 
 
-class CardPlacement:
-    """A card; see :class:`~moechat.offload.placement.ModelPlacement`.
+class GpuPlacement:
+    """A GPU; see :class:`~moechat.offload.placement.ModelPlacement`.
 
     Args:
-        accelerator: The card.
+        accelerator: The GPU.
         geometry: Shape and encoding of the experts.
 
     Attributes:
@@ -52,7 +52,7 @@ class CardPlacement:
     near: Near = "gpu"
     labels = VRAM_LABELS
     maps_experts = False
-    # A card computes while the host does something else: the runner's clocks do not measure that.
+    # A GPU computes while the host does something else: the runner's clocks do not measure that.
     timed = False
     can_shrink = True
 
@@ -60,7 +60,7 @@ class CardPlacement:
         accelerator.release()
         self.accelerator = accelerator
         self.device = accelerator.device
-        self.pages = CardPages(accelerator, geometry)
+        self.pages = GpuPages(accelerator, geometry)
         self.far: FarMemory | None = None
 
     def dtype(self, name: str) -> torch.dtype:
@@ -68,15 +68,15 @@ class CardPlacement:
         dtype: torch.dtype = self.accelerator.dtype if name == "auto" else getattr(torch, name)
         return dtype
 
-    def memory(self, options: LoadOptions) -> CardMemory:
+    def memory(self, options: LoadOptions) -> GpuMemory:
         """See :meth:`ModelPlacement.memory`."""
         graphs = cuda_graphs_wanted() and not options.deterministic
-        return CardMemory(self.accelerator.context_bytes, graphs)
+        return GpuMemory(self.accelerator.context_bytes, graphs)
 
     def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
         """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
         free, _ = self.accelerator.memory()
-        limit, given, short = card_budget(options.vram, free, base)
+        limit, given, short = gpu_budget(options.vram, free, base)
         if short:
             warnings.warn(short, MoechatWarning, stacklevel=2)
         return limit, given
@@ -85,10 +85,10 @@ class CardPlacement:
         """See :meth:`ModelPlacement.reserve`; the libraries allocate their part past torch."""
         self.accelerator.limit(plan.budget - plan.base - LIBRARY_BYTES)
 
-    def packed_memory(self, nbytes: int, form: DenseForm, dtype: torch.dtype) -> PackedCardMemory:
+    def packed_memory(self, nbytes: int, form: DenseForm, dtype: torch.dtype) -> PackedGpuMemory:
         """See :meth:`ModelPlacement.packed_memory`."""
         with _dense_weights_fit(form):
-            return PackedCardMemory(nbytes, form, dtype, self.device)
+            return PackedGpuMemory(nbytes, form, dtype, self.device)
 
     def adopt(
         self, skeleton: Skeleton, form: DenseForm, *, prefetch: Prefetch
@@ -126,9 +126,9 @@ class CardPlacement:
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
         return PageMemory(link, address, self.pages.far_records)
 
-    def layer(self, tier: ExpertTier, ordinal: int) -> CardExpertLayer:
+    def layer(self, tier: ExpertTier, ordinal: int) -> GpuExpertLayer:
         """See :meth:`Placement.layer`."""
-        return CardExpertLayer(tier, self.pages, ordinal)
+        return GpuExpertLayer(tier, self.pages, ordinal)
 
     def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:
         """See :meth:`ModelPlacement.warm`."""
@@ -163,6 +163,6 @@ def _dense_weights_fit(form: DenseForm) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
-            f"{format_bytes(form.nbytes)} of dense weights do not fit on the graphics card: {error}",
-            hint="end other programs that use the card",
+            f"{format_bytes(form.nbytes)} of dense weights do not fit on the GPU: {error}",
+            hint="end other programs that use the GPU",
         ) from error
