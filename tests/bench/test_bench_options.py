@@ -1,4 +1,4 @@
-"""What can be asked of a measurement, and how it is written."""
+"""Options of a measurement and their syntax."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_wrong_fractions_are_refused(text: str) -> None:
         ("sim:0.5x", LinkChoice("sim", ratio=0.5)),
     ],
 )
-def test_links_are_understood(text: str, choice: LinkChoice) -> None:
+def test_link_options_are_parsed(text: str, choice: LinkChoice) -> None:
     assert parse_link(text) == choice
 
 

@@ -1,4 +1,4 @@
-"""Figures out of counters: every share and every sum, on numbers that can be added up by hand."""
+"""Figures computed from counters: every share and every sum, checked by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_figures_add_up() -> None:
     )
 
 
-def test_nothing_accessed_divides_by_nothing() -> None:
+def test_figures_without_accesses_do_not_divide_by_zero() -> None:
     (system,) = parse_systems("auto")
     native = dict.fromkeys(NATIVE, 0)
     run = Run(1.0, (0.5,), dict.fromkeys(SECONDS, 0.0), native, 0.0)

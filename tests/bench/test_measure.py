@@ -1,4 +1,4 @@
-"""Measurements: complete figures for every system and fraction, and a model that is left as it was."""
+"""Measurements: complete figures for every system and fraction, and an unchanged model afterwards."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_case(case: dict[str, Any]) -> None:
 
 
 def test_every_system_is_measured_at_every_fraction(engine: Engine) -> None:
-    said: list[str] = []
-    result = run_bench(engine, options(), report=said.append)
+    messages: list[str] = []
+    result = run_bench(engine, options(), report=messages.append)
     json.dumps(result)
     assert [(case["fraction"], case["system"]) for case in result["cases"]] == [
         (0.25, "mixtral-offloading"),
@@ -71,7 +71,9 @@ def test_every_system_is_measured_at_every_fraction(engine: Engine) -> None:
     assert result["link"]["bandwidth"] > 0
     # In turns: A B A B, not A A B B.
     order = [
-        line.split(", ")[2].split(":")[0] for line in said if line.startswith("0.25") and "memory" not in line
+        line.split(", ")[2].split(":")[0]
+        for line in messages
+        if line.startswith("0.25") and "memory" not in line
     ]
     assert order == ["mixtral-offloading", "auto", "mixtral-offloading", "auto"]
 
@@ -107,7 +109,7 @@ def test_a_replayed_trace_chooses_the_experts(
     assert recorded.shape == (6, 3)
 
 
-def test_simulated_links_take_their_time_and_move_nothing_where_a_trace_decides(
+def test_simulated_links_take_time_and_move_no_bytes_when_a_trace_chooses(
     engine: Engine, trace_file: Path
 ) -> None:
     common = {"runs": 1, "fractions": (0.25,), "routing": trace_file}
@@ -124,7 +126,7 @@ def test_simulated_links_take_their_time_and_move_nothing_where_a_trace_decides(
     assert ratio["link"]["compute_to_link"] == pytest.approx(16.0)
 
 
-def test_bytes_move_where_they_decide_what_comes_next(engine: Engine) -> None:
+def test_simulated_links_move_bytes_when_routing_depends_on_them(engine: Engine) -> None:
     result = run_bench(engine, options("auto", link=LinkChoice("sim", ratio=1.0), runs=1, fractions=(0.5,)))
     assert result["link"]["copy"]
 
@@ -179,7 +181,7 @@ def test_without_memory_for_everything_there_is_no_floor(
     assert result["cases"][0]["floor_s"]["compute"] is None
 
 
-def test_a_size_in_bytes_is_turned_into_pages(engine: Engine) -> None:
+def test_a_size_in_bytes_is_converted_into_pages(engine: Engine) -> None:
     page = engine.loaded.store.geometry.record_bytes
     result = run_bench(engine, options("auto", runs=1, ram=10 * page + 5))
     (case,) = result["cases"]
@@ -189,9 +191,9 @@ def test_a_size_in_bytes_is_turned_into_pages(engine: Engine) -> None:
         run_bench(engine, options("auto", runs=1, ram=page))
 
 
-def test_more_memory_than_anything_needs_is_not_taken(engine: Engine) -> None:
+def test_memory_beyond_the_need_is_not_taken(engine: Engine) -> None:
     (case,) = run_bench(engine, options("auto", runs=1, ram=1 << 40))["cases"]
-    # Everything, and a token's two experts of two blocks on their way.
+    # All blocks, and those of a token's two experts of two blocks in flight.
     assert case["pages"] == 48 + 4
     assert case["fraction"] == 1.0
 
@@ -279,11 +281,11 @@ def test_a_prompt_is_repeated_and_answered_greedily(engine: Engine) -> None:
     assert work.runs.tokens[6:] == [step.token_id for step in steps]
 
 
-def test_everything_assumed_is_said(engine: Engine, trace_file: Path) -> None:
+def test_every_assumption_is_reported(engine: Engine, trace_file: Path) -> None:
     wanted = options("auto", routing=trace_file, runs=1, fractions=(0.5,), link=LinkChoice("sim", ratio=2.0))
     result = run_bench(engine, wanted)
     text = " ".join(assumptions(result, ["3 of 48 decoder layers"], random_weights=True))
-    for said in (
+    for assumption in (
         "4 that fill the cache",
         "Weights are random",
         "3 of 48 decoder layers",
@@ -294,4 +296,4 @@ def test_everything_assumed_is_said(engine: Engine, trace_file: Path) -> None:
         "simulated",
         "do not move",
     ):
-        assert said in text
+        assert assumption in text

@@ -52,7 +52,7 @@ def test_a_slower_part_is_the_one_that_takes_longer(engine: Engine) -> None:
             assert getattr(times, other).value < getattr(plain, other).value + 0.8 * slow / share
 
 
-def test_the_engine_is_as_before(engine: Engine) -> None:
+def test_measuring_leaves_the_engine_unchanged(engine: Engine) -> None:
     tokens = [1, 2, 3, 4]
     before = engine.logits(tokens)
     layers = [part.module._moechat_layer for part in Bench(engine).parts]
@@ -73,13 +73,15 @@ def test_experts_are_the_models_own_and_taken_in_turn(engine: Engine) -> None:
     shared = model_times._CyclicExperts(store, records, bench.top_k, 16)
     hidden = torch.zeros((1, store.geometry.hidden_size))
     index, weights = torch.zeros((1, 2), dtype=torch.int64), torch.ones((1, 2))
-    asked = []
+    chosen_experts = []
     shared._layer = type(  # type: ignore[assignment]
-        "Spy", (), {"forward": lambda self, hidden, chosen, weights: asked.extend(chosen[0].tolist())}
+        "Spy",
+        (),
+        {"forward": lambda self, hidden, chosen, weights: chosen_experts.extend(chosen[0].tolist())},
     )()
     for _ in range(count // 2):
         shared.forward(hidden, index, weights)
-    assert sorted(asked) == list(range(count))
+    assert sorted(chosen_experts) == list(range(count))
 
 
 def test_only_what_fits_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ def test_only_what_fits_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatc
         model_times._resident_records(store, 2)
 
 
-def test_the_key_tells_models_and_settings_apart(engine: Engine) -> None:
+def test_the_key_differs_between_models_and_settings(engine: Engine) -> None:
     key = times_key(engine)
     assert key.bits == engine.loaded.store.geometry.bits
     assert key.threads == _native.num_threads()

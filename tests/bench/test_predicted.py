@@ -1,4 +1,4 @@
-"""The simulator's word on a measurement: what is written down, and what is made of it."""
+"""The simulator's prediction for a measurement: recording its inputs, and using them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def record(recorder: Recorder, layer: int, chosen: list[list[int]]) -> None:
     recorder.begin(layer, index, np.ones(index.shape, np.float32))
 
 
-def test_what_a_runner_is_told_becomes_a_trace_with_predictions() -> None:
+def test_calls_of_a_runner_become_a_trace_with_predictions() -> None:
     recorder = Recorder(Silent(), layers=2)
     scores = np.array([0.1, 0.9, float("nan"), 0.9], np.float32)
     record(recorder, 0, [[0, 1], [1, 2], [2, 3]])  # a prompt
     record(recorder, 1, [[0, 1], [0, 1], [0, 1]])
     assert recorder.prefetch(0, scores, 2, None) == 7  # for the token after it
-    scores[:] = 0  # the predictor's array is only lent
+    scores[:] = 0  # the predictor reuses its array
     record(recorder, 0, [[3, 0]])
     recorder.prefetch(1, -np.arange(4, dtype=np.float32), 1, None)
     recorder.prefetch(1, None, 4, None)  # a whole layer: no prediction
     record(recorder, 1, [[2, 1]])
-    recorder.prefetch(0, scores, 2, None)  # for a token that never came
+    recorder.prefetch(0, scores, 2, None)  # for a token that is not generated
     record(recorder, 0, [[1, 2]])  # cut short
     found = recorder.routing(4)
     assert found.starts.tolist() == [0, 3, 4]
@@ -65,7 +65,7 @@ def test_without_predictions_there_are_no_rankings() -> None:
     assert recorder.routing(2).rankings is None
 
 
-def test_times_of_the_floor_add_up_to_it() -> None:
+def test_the_parts_of_the_floor_add_up_to_it() -> None:
     run = Run(1.0, (0.5, 0.5, 0.5), {"experts": 0.9}, {"compute_seconds": 0.6}, 1.0)
     curve = np.array([0.01, 0.02, 0.04])
     timing = floor_timing([run], 4, curve, LinkTimes(0.001, (0.1,), 5))
@@ -75,7 +75,7 @@ def test_times_of_the_floor_add_up_to_it() -> None:
     assert (timing.latency, timing.link, timing.in_flight_bytes) == (0.001, (0.1,), 5)
 
 
-def test_links_are_described_as_they_are(tiny_store: Path) -> None:
+def test_link_descriptions_match_the_links(tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     block = store.geometry.record_bytes
     simulated = link_times(store, LinkSettings(kind="sim", latency=0.25), 1e6)
@@ -93,7 +93,7 @@ def test_more_blocks_never_take_less_time(tiny_store: Path) -> None:
     assert (np.diff(curve) >= 0).all()
 
 
-def test_where_the_link_decides_the_simulator_is_close(engine: Engine, trace_file: Path) -> None:
+def test_the_simulator_is_close_where_the_link_is_the_bottleneck(engine: Engine, trace_file: Path) -> None:
     options = BenchOptions(
         systems=parse_systems("on-demand,auto:split=0.5,static"),
         fractions=(0.25,),
@@ -108,7 +108,7 @@ def test_where_the_link_decides_the_simulator_is_close(engine: Engine, trace_fil
     cases = {case["system"]: case for case in run_bench(engine, options)["cases"]}
     assert cases.pop("static")["predicted_tpot_ms"] is None
     for name, case in cases.items():
-        # What else the machine does makes the measured time longer, never the simulated one.
+        # Other load of the machine makes the measured time longer, never the simulated one.
         assert 0.6 < case["predicted_ratio"] < 1.3, name
         measured = 1000 * case["tpot_s"]["median"]
         assert case["predicted_tpot_ms"] == pytest.approx(case["predicted_ratio"] * measured)

@@ -1,4 +1,4 @@
-"""Accuracy of a predictor: counted by layer, against what the routers choose."""
+"""Accuracy of a predictor, counted by layer against the choices of the routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT, TOKENS = [1, 2, 3], [4, 5, 6, 7]
 
 
 class Oracle:
-    """Knows what a run before chose; can be told to be wrong in one layer, or silent in another."""
+    """Predicts the choices of an earlier run; wrong in one layer and empty in another on request."""
 
     def __init__(self, chosen: list[list[npt.NDArray[np.int64]]], *, wrong: int, silent: int) -> None:
         self.chosen = chosen
@@ -52,7 +52,7 @@ def record(bench: Bench) -> list[list[npt.NDArray[np.int64]]]:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_right_and_wrong_and_missing_predictions_are_told_apart(engine: Engine, ahead: int) -> None:
+def test_right_wrong_and_missing_predictions_are_counted_separately(engine: Engine, ahead: int) -> None:
     bench = Bench(engine)
     chosen = record(bench)
     oracle = Oracle(chosen, wrong=2, silent=1)

@@ -67,7 +67,7 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_cut_shapes_say_so(name: str) -> None:
+def test_names_of_cut_shapes_show_the_cut(name: str) -> None:
     shape = load_shape(name, layers=2, vocabulary=500)
     assert "2 of" in shape.cuts[0]
     assert "500 instead of" in shape.cuts[1]

@@ -59,9 +59,9 @@ def test_an_unusable_file_is_reported_and_the_chat_continues(here: Path, command
     )
     before = sorted(here.iterdir())
     engine = ScriptedEngine([["one"], ["two"]])
-    heard = talk(engine, ["first", command, "second"])
-    assert len(engine.asked) == 2
-    ((message, _),) = heard.errors
+    output = talk(engine, ["first", command, "second"])
+    assert len(engine.prompts) == 2
+    ((message, _),) = output.errors
     assert said in message
     assert sorted(here.iterdir()) == before
 
@@ -81,13 +81,13 @@ def test_an_unexpected_error_loses_neither_the_chat_nor_the_answer(
     monkeypatch.setattr("moechat.chat.command_actions.write_as", broken)
     monkeypatch.setenv("MOECHAT_DEBUG", "1")
     engine = ScriptedEngine([["one"], ["half", ZeroDivisionError("by zero")], ["three"]])
-    heard = talk(engine, ["first", "/save a.json", "second", "third"])
-    assert [error[0] for error in heard.errors] == [
+    output = talk(engine, ["first", "/save a.json", "second", "third"])
+    assert [error[0] for error in output.errors] == [
         "RuntimeError: the parser is broken",
         "ZeroDivisionError: by zero",
     ]
     assert "Traceback" in capsys.readouterr().err
-    assert engine.asked[2][2:] == [user("second"), {"role": "assistant", "content": "half"}, user("third")]
+    assert engine.prompts[2][2:] == [user("second"), {"role": "assistant", "content": "half"}, user("third")]
 
 
 def test_load_restores_the_title_times_and_marks_that_save_wrote() -> None:
@@ -157,10 +157,10 @@ def test_a_file_created_during_a_save_is_not_replaced(
 def test_a_saved_file_is_updated_only_by_its_own_conversation(here: Path) -> None:
     path = here / "a.json"
     engine = ScriptedEngine([["one"], ["two"], ["three"]])
-    heard = talk(
+    output = talk(
         engine, ["first", f"/save {path}", "second", f"/save {path}", "/clear", "x", f"/save {path}"]
     )
-    assert ["exists already" in error[0] for error in heard.errors] == [True]
+    assert ["exists already" in error[0] for error in output.errors] == [True]
     assert [message["content"] for message in json.loads(path.read_text())["messages"]][::2] == [
         "first",
         "second",
@@ -176,6 +176,6 @@ def test_edits_to_a_saved_file_are_not_overwritten(here: Path) -> None:
                 with path.open("a") as file:
                     file.write("## Notes of mine\n")
 
-    heard = talk(Editing([["one"]]), ["first", f"/save {path}", f"/save {path}"])
-    assert "exists already" in heard.errors[0][0]
+    output = talk(Editing([["one"]]), ["first", f"/save {path}", f"/save {path}"])
+    assert "exists already" in output.errors[0][0]
     assert "Notes of mine" in path.read_text()

@@ -19,11 +19,11 @@ def keep(*questions: str) -> None:
 def test_conversations_are_listed_and_one_can_be_continued() -> None:
     keep("foxes", "dogs")
     engine = ScriptedEngine([["one"], ["two"]])
-    heard = talk(engine, ["new", "/sessions", "/sessions 1", "more"], sessions=sessions_path())
-    assert [name for name, _ in heard.rows] == ["* 3", "  2", "  1"]
-    assert heard.rows[2][1].endswith("1 turn   demo  foxes")
-    assert "conversation 1 goes on: foxes (1 turn)" in heard.notices
-    assert engine.asked[1] == [user("foxes"), assistant("of foxes"), user("more")]
+    output = talk(engine, ["new", "/sessions", "/sessions 1", "more"], sessions=sessions_path())
+    assert [name for name, _ in output.rows] == ["* 3", "  2", "  1"]
+    assert output.rows[2][1].endswith("1 turn   demo  foxes")
+    assert "conversation 1 goes on: foxes (1 turn)" in output.notices
+    assert engine.prompts[1] == [user("foxes"), assistant("of foxes"), user("more")]
     with Sessions(sessions_path()) as sessions:
         assert [turn.question for turn in sessions.get(1).turns] == ["foxes", "more"]
         assert [turn.question for turn in sessions.get(3).turns] == ["new"]
@@ -41,20 +41,20 @@ def test_an_invalid_number_changes_nothing() -> None:
         "/sessions 2",
         "more",
     ]
-    heard = talk(engine, lines, sessions=sessions_path())
-    assert [error[0] for error in heard.errors] == [
+    output = talk(engine, lines, sessions=sessions_path())
+    assert [error[0] for error in output.errors] == [
         "there is no conversation 7",
         "x is no number",
         f"{'9' * 30} is no number",
         "² is no number",
         "this is conversation 2",
     ]
-    assert engine.asked[1][0] == user("new")
+    assert engine.prompts[1][0] == user("new")
 
 
 def test_without_saved_conversations_nothing_is_listed() -> None:
-    heard = talk(ScriptedEngine([]), ["/sessions"], sessions=sessions_path())
-    assert heard.notices[-1] == "no conversation is kept yet"
+    output = talk(ScriptedEngine([]), ["/sessions"], sessions=sessions_path())
+    assert output.notices[-1] == "no conversation is kept yet"
     assert not sessions_path().exists()
-    heard = talk(ScriptedEngine([]), ["/sessions", "/sessions 1"])
-    assert [hint for _, hint in heard.errors] == ["start it without --no-save"] * 2
+    output = talk(ScriptedEngine([]), ["/sessions", "/sessions 1"])
+    assert [hint for _, hint in output.errors] == ["start it without --no-save"] * 2

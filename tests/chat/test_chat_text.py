@@ -166,9 +166,9 @@ def test_thinking_is_separated_wherever_the_stream_is_split(
 ) -> None:
     for pieces in [[output], list(output), *([output[:n], output[n:]] for n in range(len(output)))]:
         splitter = ThoughtSplitter()
-        told = [part for piece in pieces for part in splitter.feed(piece)] + splitter.flush()
+        parts_found = [part for piece in pieces for part in splitter.feed(piece)] + splitter.flush()
         joined: list[tuple[str, bool]] = []
-        for text, thought in told:
+        for text, thought in parts_found:
             if joined and joined[-1][1] == thought:
                 joined[-1] = (joined[-1][0] + text, thought)
             else:
@@ -229,13 +229,13 @@ def test_an_endless_table_is_split_before_it_becomes_slow() -> None:
 @given(MARKUP)
 @settings(max_examples=60, deadline=None)
 def test_every_line_is_in_exactly_one_block_and_in_order(text: str) -> None:
-    told = []
+    lines = []
     for unit in units(text):
         if isinstance(unit, Block):
-            told.extend(unit.source.split("\n"))
+            lines.extend(unit.source.split("\n"))
         else:
-            told.append(unit.text if isinstance(unit, CodeLine) else unit.line)
-    kept = [line.strip() for line in told if line.strip()]
+            lines.append(unit.text if isinstance(unit, CodeLine) else unit.line)
+    kept = [line.strip() for line in lines if line.strip()]
     assert kept == [line.strip() for line in text.split("\n") if line.strip()]
 
 

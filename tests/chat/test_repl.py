@@ -18,7 +18,7 @@ def test_every_prompt_contains_the_whole_conversation(capsys: pytest.CaptureFixt
     engine = ScriptedEngine([["one ", "two"], ["three"]])
     talk(engine, ["first", "", "   ", "second"], system="be brief")
     system = {"role": "system", "content": "be brief"}
-    assert engine.asked == [
+    assert engine.prompts == [
         [system, user("first")],
         [system, user("first"), assistant("one two"), user("second")],
     ]
@@ -27,25 +27,25 @@ def test_every_prompt_contains_the_whole_conversation(capsys: pytest.CaptureFixt
 
 def test_an_interrupted_answer_stays_in_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["half ", KeyboardInterrupt()], ["more"]])
-    heard = talk(engine, ["first", "second"])
-    assert engine.asked[1] == [user("first"), assistant("half "), user("second")]
+    output = talk(engine, ["first", "second"])
+    assert engine.prompts[1] == [user("first"), assistant("half "), user("second")]
     assert capsys.readouterr().out == "half \nmore\n"
-    assert "(stopped; what was written is kept)" in heard.notices
+    assert "(stopped; what was written is kept)" in output.notices
 
 
 def test_a_question_without_an_answer_is_dropped() -> None:
     engine = ScriptedEngine([[KeyboardInterrupt()], [UsageError("no such role")], ["answer"]])
-    heard = talk(engine, ["first", "second", "third"])
-    assert engine.asked[2] == [user("third")]
-    assert "(stopped; the question is not kept)" in heard.notices
-    assert heard.errors == [("no such role", None)]
+    output = talk(engine, ["first", "second", "third"])
+    assert engine.prompts[2] == [user("third")]
+    assert "(stopped; the question is not kept)" in output.notices
+    assert output.errors == [("no such role", None)]
 
 
 def test_the_oldest_turns_are_dropped_from_the_prompt_but_kept_in_the_conversation(home: Path) -> None:
     engine = ScriptedEngine([["a" * 10], ["b" * 10], ["c" * 10], ["d"]], room=75)
-    heard = talk(engine, ["1" * 10, "2" * 10, "3" * 10, "4" * 10], sessions=sessions_path())
-    assert engine.asked[2][0] == user("1" * 10)
-    assert engine.asked[3] == [
+    output = talk(engine, ["1" * 10, "2" * 10, "3" * 10, "4" * 10], sessions=sessions_path())
+    assert engine.prompts[2][0] == user("1" * 10)
+    assert engine.prompts[3] == [
         user("2" * 10),
         assistant("b" * 10),
         user("3" * 10),
@@ -53,7 +53,7 @@ def test_the_oldest_turns_are_dropped_from_the_prompt_but_kept_in_the_conversati
         user("4" * 10),
     ]
     left_out = "(the 2 oldest messages were left out: 100 tokens no longer hold them and an answer)"
-    assert left_out in heard.notices
+    assert left_out in output.notices
     assert engine.reserves == [1, 25, 25, 25, 25]
     with Sessions(sessions_path()) as sessions:
         assert len(sessions.get(1).turns) == 4
@@ -74,34 +74,34 @@ def test_room_for_the_answer_comes_before_old_turns(
 def test_the_last_message_alone_may_fill_the_context() -> None:
     engine = ScriptedEngine([["a"], ["b"]], room=50)
     talk(engine, ["first", "x" * 49])
-    assert engine.asked[1] == [user("x" * 49)]
+    assert engine.prompts[1] == [user("x" * 49)]
     assert engine.reserves == [1, 25, 1]
 
 
 def test_the_system_prompt_is_never_dropped() -> None:
     engine = ScriptedEngine([["a" * 10], ["b"]], room=25)
     talk(engine, ["1" * 10, "2" * 10], system="s" * 10)
-    assert engine.asked[1] == [{"role": "system", "content": "s" * 10}, user("2" * 10)]
+    assert engine.prompts[1] == [{"role": "system", "content": "s" * 10}, user("2" * 10)]
 
 
 def test_a_message_too_long_by_itself_drops_no_history() -> None:
     engine = ScriptedEngine([["answer"], ["again"]], room=50)
-    heard = talk(engine, ["first", "x" * 51, "second"])
-    assert engine.asked[1] == [user("first"), assistant("answer"), user("second")]
-    assert "51" in heard.errors[0][0]
+    output = talk(engine, ["first", "x" * 51, "second"])
+    assert engine.prompts[1] == [user("first"), assistant("answer"), user("second")]
+    assert "51" in output.errors[0][0]
 
 
 def test_commands_are_not_sent_and_two_slashes_send_one() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
-    heard = talk(engine, ["first", "/help", " /sytem first", "/", "/clear now", "/clear", "second", "//etc"])
-    assert engine.asked == [
+    output = talk(engine, ["first", "/help", " /sytem first", "/", "/clear now", "/clear", "second", "//etc"])
+    assert engine.prompts == [
         [user("first")],
         [user("second")],
         [user("second"), assistant("b"), user("/etc")],
     ]
-    assert heard.errors[0][0] == "there is no command /sytem; it was not sent"
-    assert "did you mean /system?" in (heard.errors[0][1] or "")
-    assert "the conversation is forgotten" in heard.notices
+    assert output.errors[0][0] == "there is no command /sytem; it was not sent"
+    assert "did you mean /system?" in (output.errors[0][1] or "")
+    assert "the conversation is forgotten" in output.notices
 
 
 def test_help_lists_every_command_and_how_to_open_an_editor() -> None:
@@ -120,17 +120,17 @@ def test_two_interrupts_in_a_row_exit_and_one_does_not() -> None:
     stop = KeyboardInterrupt()
     with pytest.raises(pytest.fail.Exception, match="left before"):
         talk(engine, [stop, "first", stop, "/help", stop, stop, "never read"])
-    assert engine.asked == [[user("first")]]
+    assert engine.prompts == [[user("first")]]
 
 
 def test_a_disk_error_during_an_answer_leaves_the_chat_usable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = ScriptedEngine([["half ", MoechatError("experts cannot be read", hint="try again")], ["more"]])
-    heard = talk(engine, ["first", "second"], sessions=sessions_path())
-    assert engine.asked[1] == [user("first"), assistant("half "), user("second")]
+    output = talk(engine, ["first", "second"], sessions=sessions_path())
+    assert engine.prompts[1] == [user("first"), assistant("half "), user("second")]
     assert capsys.readouterr().out == "half \nmore\n"
-    assert heard.errors == [("experts cannot be read", "try again")]
+    assert output.errors == [("experts cannot be read", "try again")]
     with Sessions(sessions_path()) as sessions:
         assert [turn.mark for turn in sessions.get(1).turns] == ["failed", "cut"]
 
@@ -144,15 +144,15 @@ def test_a_damaged_store_ends_the_chat_and_the_partial_answer_is_kept() -> None:
 
 
 def test_quiet_shows_only_answers_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    heard = talk(ScriptedEngine([["answer"]]), ["first"], quiet=True)
+    output = talk(ScriptedEngine([["answer"]]), ["first"], quiet=True)
     captured = capsys.readouterr()
-    assert (captured.out, captured.err, heard.notices) == ("answer\n", "\n", [])
+    assert (captured.out, captured.err, output.notices) == ("answer\n", "\n", [])
 
 
 def test_thinking_is_shown_separately_and_not_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["<thi", "nk>hm", "</think>\n\nyes"], ["no"]])
     talk(engine, ["first", "second"])
-    assert engine.asked[1] == [user("first"), assistant("yes"), user("second")]
+    assert engine.prompts[1] == [user("first"), assistant("yes"), user("second")]
     captured = capsys.readouterr()
     assert captured.out == "yes\nno\n"
     assert "hm" in captured.err
@@ -168,8 +168,8 @@ def test_a_template_can_open_the_thought(capsys: pytest.CaptureFixture[str]) -> 
 def test_regen_replaces_the_last_answer_or_keeps_it_on_failure() -> None:
     engine = ScriptedEngine([["one"], ["two"], [KeyboardInterrupt()], ["end"]])
     talk(engine, ["first", "/regen", "/regen", "second"], sessions=sessions_path())
-    assert engine.asked[1] == engine.asked[2] == [user("first")]
-    assert engine.asked[3] == [user("first"), assistant("two"), user("second")]
+    assert engine.prompts[1] == engine.prompts[2] == [user("first")]
+    assert engine.prompts[3] == [user("first"), assistant("two"), user("second")]
     with Sessions(sessions_path()) as sessions:
         assert [turn.answer for turn in sessions.get(1).turns] == ["two", "end"]
         assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "two", "end"]
@@ -177,9 +177,9 @@ def test_regen_replaces_the_last_answer_or_keeps_it_on_failure() -> None:
 
 def test_undo_removes_the_last_turn() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
-    heard = talk(engine, ["/undo", "first", "second", "/undo", "third"])
-    assert engine.asked[2] == [user("first"), assistant("a"), user("third")]
-    assert heard.errors == [("there is nothing to take back", None)]
+    output = talk(engine, ["/undo", "first", "second", "/undo", "third"])
+    assert engine.prompts[2] == [user("first"), assistant("a"), user("third")]
+    assert output.errors == [("there is nothing to take back", None)]
 
 
 def test_set_changes_sampling_and_shows_the_source_of_values() -> None:
@@ -193,35 +193,35 @@ def test_set_changes_sampling_and_shows_the_source_of_values() -> None:
         "/set top-k x",
         "three",
     ]
-    heard = talk(engine, [*lines, "/set", "/set heat 3"], given={"top_p": 0.5, "seed": 3})
+    output = talk(engine, [*lines, "/set", "/set heat 3"], given={"top_p": 0.5, "seed": 3})
     assert engine.given == [
         {"top_p": 0.5, "seed": 3},
         {"temperature": 0.9, "top_p": 0.5, "seed": 7},
         {"temperature": 0.9, "top_p": 0.5},
     ]
-    rows = dict(heard.rows)
+    rows = dict(output.rows)
     assert rows["temperature"] == "0.9  (set here)"
     assert rows["top_p"] == "0.5  (from the command line)"
     assert rows["top_k"] == "0  (the model's own)"
-    assert [error[0].split(";")[0] for error in heard.errors] == ["top_k is x", "there is no setting heat"]
+    assert [error[0].split(";")[0] for error in output.errors] == ["top_k is x", "there is no setting heat"]
 
 
 def test_show_and_stats_print_model_context_and_statistics() -> None:
     loading = (("vram", "8G", "from MOECHAT_VRAM"),)
-    heard = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"], loading=loading)
-    rows = dict(heard.rows)
+    output = talk(ScriptedEngine([["answer"]]), ["/stats", "hello", "/show", "/stats"], loading=loading)
+    rows = dict(output.rows)
     assert rows["vram"] == "8G  (from MOECHAT_VRAM)"
     assert rows["context"] == "6 of 100 tokens used"
     assert rows["output_tokens"] == "1"
-    assert heard.errors == [("there was no answer yet", None)]
+    assert output.errors == [("there was no answer yet", None)]
 
 
 def test_system_is_changed_shown_and_removed() -> None:
     engine = ScriptedEngine([["a"], ["b"]])
-    heard = talk(engine, ["/system be brief", "one", "/system", '/system ""', "two"])
-    assert engine.asked[0][0] == {"role": "system", "content": "be brief"}
-    assert engine.asked[1][0] == user("one")
-    assert "the system prompt: be brief" in heard.notices
+    output = talk(engine, ["/system be brief", "one", "/system", '/system ""', "two"])
+    assert engine.prompts[0][0] == {"role": "system", "content": "be brief"}
+    assert engine.prompts[1][0] == user("one")
+    assert "the system prompt: be brief" in output.notices
 
 
 def test_save_and_load_restore_the_same_conversation(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_save_and_load_restore_the_same_conversation(tmp_path: Path) -> None:
         "/clear",
         f"/load {file}",
     ]
-    heard = talk(engine, [*lines, "third", f"/load {page}", "/load nowhere.json"], system="be brief")
-    assert engine.asked[2][1:] == [
+    output = talk(engine, [*lines, "third", f"/load {page}", "/load nowhere.json"], system="be brief")
+    assert engine.prompts[2][1:] == [
         user("first"),
         assistant("one"),
         user("second"),
@@ -246,14 +246,14 @@ def test_save_and_load_restore_the_same_conversation(tmp_path: Path) -> None:
     ]
     assert "## Assistant\n\none" in page.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert ["is not JSON" in heard.errors[0][0], "No such file" in heard.errors[1][0]] == [True, True]
+    assert ["is not JSON" in output.errors[0][0], "No such file" in output.errors[1][0]] == [True, True]
 
 
 def test_save_does_not_replace_foreign_files(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text("precious")
-    heard = talk(ScriptedEngine([["one"]]), ["first", f"/save {file}"])
-    assert "exists already" in heard.errors[0][0]
+    output = talk(ScriptedEngine([["one"]]), ["first", f"/save {file}"])
+    assert "exists already" in output.errors[0][0]
     assert file.read_text() == "precious"
 
 
@@ -261,32 +261,32 @@ def test_a_file_is_attached_until_a_message_gets_an_answer(tmp_path: Path) -> No
     file = tmp_path / "notes.md"
     file.write_text("a ```` b")
     engine = ScriptedEngine([[KeyboardInterrupt()], ["a"], ["b"]])
-    heard = talk(engine, [f"/read {file}", "what?", "what?", "next", "/read /dev/zero"])
+    output = talk(engine, [f"/read {file}", "what?", "what?", "next", "/read /dev/zero"])
     expected = "notes.md:\n`````\na ```` b\n`````\n\nwhat?"
-    assert [asked[-1] for asked in engine.asked] == [user(expected), user(expected), user("next")]
-    assert heard.errors[0][0] == "/dev/zero is not a file"
+    assert [messages[-1] for messages in engine.prompts] == [user(expected), user(expected), user("next")]
+    assert output.errors[0][0] == "/dev/zero is not a file"
 
 
 def test_another_model_continues_the_conversation() -> None:
     other = ScriptedEngine([["b"]], name="other")
     engine = ScriptedEngine([["a"]])
-    heard = talk(engine, ["first", "/model other", "second"], models=OneModel(engine, other=other))
-    assert other.asked == [[user("first"), assistant("a"), user("second")]]
-    assert "other goes on with this conversation" in heard.notices
+    output = talk(engine, ["first", "/model other", "second"], models=OneModel(engine, other=other))
+    assert other.prompts == [[user("first"), assistant("a"), user("second")]]
+    assert "other goes on with this conversation" in output.notices
 
 
 def test_a_conversation_can_be_continued() -> None:
     engine = ScriptedEngine([["two"]])
     before = Conversation([Turn("first", "one")])
     talk(engine, ["second"], chat={"conversation": before})
-    assert engine.asked == [[user("first"), assistant("one"), user("second")]]
+    assert engine.prompts == [[user("first"), assistant("one"), user("second")]]
 
 
 def test_bytes_that_are_not_utf8_are_not_sent() -> None:
     engine = ScriptedEngine([["a"]])
-    heard = talk(engine, [UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates"), "first"])
-    assert heard.errors == [("that line is not UTF-8; it was not sent", None)]
-    assert engine.asked == [[user("first")]]
+    output = talk(engine, [UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates"), "first"])
+    assert output.errors == [("that line is not UTF-8; it was not sent", None)]
+    assert engine.prompts == [[user("first")]]
 
 
 QUOTED = '"""/bye\n//a comment"""'
@@ -308,22 +308,22 @@ QUOTED = '"""/bye\n//a comment"""'
 )
 def test_pasted_or_quoted_text_is_a_message(typed: str, sent: str) -> None:
     engine = ScriptedEngine([["one"]])
-    heard = talk(engine, [typed])
-    assert heard.errors == []
-    assert engine.asked == [[user(sent)]]
+    output = talk(engine, [typed])
+    assert output.errors == []
+    assert engine.prompts == [[user(sent)]]
 
 
 @pytest.mark.parametrize("typed", ["/", "/ x", "/cler", "/usr", "/clear/x", "/bye.", "/help\nme", '""""""'])
 def test_probable_typing_errors_of_commands_are_not_sent(typed: str) -> None:
     engine = ScriptedEngine([])
-    heard = talk(engine, [typed])
-    assert [error[0].endswith("it was not sent") for error in heard.errors] == [True] * ("/" in typed)
+    output = talk(engine, [typed])
+    assert [error[0].endswith("it was not sent") for error in output.errors] == [True] * ("/" in typed)
 
 
 def test_a_command_can_take_several_lines() -> None:
     engine = ScriptedEngine([["one"]])
     talk(engine, ["/system be brief\nand kind", "first"])
-    assert engine.asked[0][0]["content"] == "be brief\nand kind"
+    assert engine.prompts[0][0]["content"] == "be brief\nand kind"
 
 
 def test_a_dumb_terminal_sends_no_bytes_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,8 +179,8 @@ def test_a_conversation_without_turns_is_neither_listed_nor_continued(path: Path
 
 
 def test_turns_after_a_deletion_elsewhere_start_a_new_conversation(path: Path) -> None:
-    told: list[str] = []
-    recorder = Recorder(path, lambda text, hint: told.append(text))
+    notices: list[str] = []
+    recorder = Recorder(path, lambda text, hint: notices.append(text))
     kept = conversation(("confidential", "unmentionable"))
     assert recorder.keep(kept)
     with Sessions(path) as sessions:
@@ -194,7 +194,7 @@ def test_turns_after_a_deletion_elsewhere_start_a_new_conversation(path: Path) -
         assert [(line.key, line.title) for line in sessions.summaries()] == [(2, "next")]
         assert [turn.answer for turn in sessions.get(2).turns] == ["two", "three"]
     recorder.close()
-    assert told == ["(conversation 1 was deleted; what follows is kept as number 2)"]
+    assert notices == ["(conversation 1 was deleted; what follows is kept as number 2)"]
     assert len(kept.turns) == 3
     assert b"unmentionable" not in path.read_bytes()
 
@@ -381,15 +381,15 @@ def test_a_damaged_database_neither_stops_the_chat_nor_is_changed(
 ) -> None:
     _damage(path)
     before = path.read_bytes()
-    heard = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
+    output = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
     assert capsys.readouterr().out == "one\ntwo\n"
-    told = [notice for notice in heard.notices if "not saved" in notice]
-    assert len(told) == 1
-    assert "not a database" in told[0]
+    notices = [notice for notice in output.notices if "not saved" in notice]
+    assert len(notices) == 1
+    assert "not a database" in notices[0]
     assert path.read_bytes() == before
     options = ChatOptions(resume=True)
-    assert resume_conversation(path, options, "demo", lambda text, hint: heard.notice(text)) is None
-    assert "this is a new one" in heard.notices[-1]
+    assert resume_conversation(path, options, "demo", lambda text, hint: output.notice(text)) is None
+    assert "this is a new one" in output.notices[-1]
     with pytest.raises(SessionsUnavailableError):
         resume_conversation(path, replace(options, resume=3), "demo", lambda text, hint: None)
 
@@ -398,11 +398,11 @@ def test_a_locked_database_is_retried_until_everything_is_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moechat.chat.history.session_database._BUSY_TIMEOUT_S", 0.01)
-    told: list[str] = []
+    notices: list[str] = []
     hints: list[str | None] = []
 
     def tell(text: str, hint: str | None) -> None:
-        told.append(text)
+        notices.append(text)
         hints.append(hint)
 
     recorder = Recorder(path, tell)
@@ -421,8 +421,8 @@ def test_a_locked_database_is_retried_until_everything_is_written(
     kept.add(Turn("last", "y"))
     assert recorder.keep(kept)
     recorder.close()
-    assert len(told) == 3
-    assert "locked" in told[0]
+    assert len(notices) == 3
+    assert "locked" in notices[0]
     again = "another program is using it; run the same command again"
     assert hints == ["another program is using it; the next answer tries again", again, None]
     assert caught.value.hint == again
@@ -435,8 +435,8 @@ def test_a_locked_database_is_retried_until_everything_is_written(
 def test_an_unwritable_directory_does_not_stop_the_chat(path: Path) -> None:
     path.parent.parent.mkdir(parents=True)
     path.parent.write_text("a file where the directory should be")
-    heard = talk(ScriptedEngine([["one"]]), ["first"], sessions=path)
-    assert sum("not saved" in notice for notice in heard.notices) == 1
+    output = talk(ScriptedEngine([["one"]]), ["first"], sessions=path)
+    assert sum("not saved" in notice for notice in output.notices) == 1
 
 
 def test_a_full_disk_does_not_stop_the_chat(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,22 +445,22 @@ def test_a_full_disk_does_not_stop_the_chat(path: Path, monkeypatch: pytest.Monk
             raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Sessions, "keep", full)
-    heard = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
-    assert sum("disk is full" in notice for notice in heard.notices) == 1
+    output = talk(ScriptedEngine([["one"], ["two"]]), ["first", "second"], sessions=path)
+    assert sum("disk is full" in notice for notice in output.notices) == 1
 
 
 def test_a_continued_conversation_is_named(path: Path) -> None:
-    told: list[str] = []
+    notices: list[str] = []
     options = ChatOptions(resume=True)
-    assert resume_conversation(path, options, "demo", lambda text, hint: told.append(text)) is None
+    assert resume_conversation(path, options, "demo", lambda text, hint: notices.append(text)) is None
     with Sessions(path) as sessions:
         sessions.keep(conversation(("tell me of a fox", "one"), model="other"))
     found = resume_conversation(
-        path, replace(options, system="new"), "demo", lambda text, hint: told.append(text)
+        path, replace(options, system="new"), "demo", lambda text, hint: notices.append(text)
     )
     assert found is not None
     assert found.system == "new"
-    assert told == [
+    assert notices == [
         "(no conversation is kept yet; this is a new one)",
         "conversation 1 goes on: tell me of a fox (1 turn, so far with other)",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_support import Heard, OneModel, ScriptedEngine, Typist
+from chat_support import OneModel, RecordedOutput, ScriptedEngine, ScriptedReader
 from test_terminal import ScriptedChat
 
 from moechat.chat.chat_options import ChatOptions
@@ -23,8 +23,8 @@ def start(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
     home.mkdir()
     started: list[ScriptedChat] = []
 
-    def begin(*answers: str, **told: Any) -> ScriptedChat:
-        started.append(ScriptedChat(home, *answers, **told))
+    def begin(*answers: str, **script: Any) -> ScriptedChat:
+        started.append(ScriptedChat(home, *answers, **script))
         return started[-1]
 
     yield begin
@@ -80,8 +80,8 @@ def test_quick_answers_and_quiet_chats_show_no_progress(
 
 def test_a_pipe_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine([["yes"]], prompt_s=0.8)
-    reader = Typist(["well?"])
-    assert Chat(OneModel(engine), ChatOptions(), Heard(), reader=reader).run() == 0
+    reader = ScriptedReader(["well?"])
+    assert Chat(OneModel(engine), ChatOptions(), RecordedOutput(), reader=reader).run() == 0
     assert capsys.readouterr().err == "\n"
 
 

@@ -28,15 +28,15 @@ def answer_json(cli: Cli, *arguments: str, stdin: bytes = b"") -> dict[str, Any]
 
 def test_stdout_is_the_answer_and_nothing_else(cli: Cli, model: str) -> None:
     options = [model, "hello", "--max-tokens", "60", *GREEDY]
-    told = answer_json(cli, *options)
-    assert told["model"] == "tiny-chat"
-    assert told["finish_reason"] == "length"
-    assert len(told["tokens"]) == 60
-    assert told["statistics"]["output_tokens"] == 60
-    assert told["statistics"]["ttft_s"] > 0
+    answer = answer_json(cli, *options)
+    assert answer["model"] == "tiny-chat"
+    assert answer["finish_reason"] == "length"
+    assert len(answer["tokens"]) == 60
+    assert answer["statistics"]["output_tokens"] == 60
+    assert answer["statistics"]["ttft_s"] > 0
     plain = cli.call("run", *options, "--stats", "-v")
     assert plain.status == 0
-    assert plain.out.decode() == told["text"] + "\n"
+    assert plain.out.decode() == answer["text"] + "\n"
     for said in ("(cut off after 60 tokens)", "time to first token", "expert layers", "answer tokens"):
         assert said in plain.err
     assert "\x1b" not in plain.err
@@ -54,9 +54,9 @@ def test_stdin_and_argument_are_joined_into_one_prompt(cli: Cli, model: str) -> 
 
 def test_chat_prompts_include_the_template_and_the_system_prompt(cli: Cli, model: str) -> None:
     plain = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY)
-    told = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY, "--system-prompt", "Be brief.")
+    answer = answer_json(cli, model, "hello", "--max-tokens", "1", *GREEDY, "--system-prompt", "Be brief.")
     assert plain["statistics"]["prompt_tokens"] > len("hello")
-    assert told["statistics"]["prompt_tokens"] >= plain["statistics"]["prompt_tokens"] + len("Be brief.")
+    assert answer["statistics"]["prompt_tokens"] >= plain["statistics"]["prompt_tokens"] + len("Be brief.")
 
 
 def test_the_same_seed_gives_the_same_answer(cli: Cli, model: str) -> None:
@@ -245,8 +245,10 @@ def test_a_model_without_a_chat_template_only_completes_texts(cli: Cli, model: s
     assert (result.status, result.out) == (2, b"")
     assert "has no chat template" in result.err
     assert "--completion" in result.err
-    told = answer_json(cli, str(bare), "hello", "--bits", "16", "--completion", "--max-tokens", "2", *GREEDY)
-    assert len(told["tokens"]) == 2
+    answer = answer_json(
+        cli, str(bare), "hello", "--bits", "16", "--completion", "--max-tokens", "2", *GREEDY
+    )
+    assert len(answer["tokens"]) == 2
 
 
 def test_control_characters_of_the_model_are_escaped_on_a_terminal(cli: Cli, model: str) -> None:

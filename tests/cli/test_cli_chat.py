@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from chat_support import Heard, ScriptedEngine, Typist
+from chat_support import RecordedOutput, ScriptedEngine, ScriptedReader
 from cli_support import Cli
 from places import SUPPORT
 
@@ -41,10 +41,10 @@ def test_an_interrupted_single_answer_is_still_one_json_object(capsys: pytest.Ca
         assert _answer_once(engine, "first", options, Conversation(), recorder) == 130  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, handler)
-    told = json.loads(capsys.readouterr().out)
-    assert told["text"] == "half "
-    assert told["tokens"] == [10]
-    assert told["finish_reason"] == "interrupted"
+    report = json.loads(capsys.readouterr().out)
+    assert report["text"] == "half "
+    assert report["tokens"] == [10]
+    assert report["finish_reason"] == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_an_answer_to_a_closed_pipe_is_saved(cli: Cli, model: str, tmp_path: Pat
     result = own.shell(f"$M run '{model}' hello -q -c --temperature 0 </dev/null | head -c 20", forked=True)
     assert (result.status, len(result.out)) == (0, 20)
     (row,) = json.loads(own.call("sessions", "--json").out)
-    told = json.loads(own.call("sessions", "export", str(row["id"]), "--format", "json").out)
-    assert told["messages"][1]["mark"] == "stopped"
-    assert len(told["messages"][1]["content"].encode()) >= 20
+    report = json.loads(own.call("sessions", "export", str(row["id"]), "--format", "json").out)
+    assert report["messages"][1]["mark"] == "stopped"
+    assert len(report["messages"][1]["content"].encode()) >= 20
 
 
 SINGLE = """
 import sys
-from chat_support import Heard, ScriptedEngine, Typist
+from chat_support import RecordedOutput, ScriptedEngine, ScriptedReader
 from moechat.chat.conversation import Conversation
 from moechat.chat.history.session_recorder import Recorder
 from moechat.cli.commands.run_arguments import RunOptions
@@ -330,17 +330,20 @@ def test_a_chat_whose_model_cannot_be_reloaded_waits_for_another(
             raise engine
         return engine
 
-    heard, lines = Heard(), ["hello", "/model demo", "lost?", "/show", "/read x", "/model demo", "again"]
+    output, lines = (
+        RecordedOutput(),
+        ["hello", "/model demo", "lost?", "/show", "/read x", "/model demo", "again"],
+    )
     with ModelSlot(load, "mine") as models:  # type: ignore[arg-type]
-        chat = Chat(models, ChatOptions(), heard, reader=Typist(lines))
+        chat = Chat(models, ChatOptions(), output, reader=ScriptedReader(lines))
         assert chat.run() == 0
     assert capsys.readouterr().out == "one\ntwo\n"
-    assert len(heard.errors) == 4
-    message = heard.errors[0][0]
+    assert len(output.errors) == 4
+    message = output.errors[0][0]
     assert "MemoryError" in message
     assert "mine could not be loaded again either: the driver is gone" in message
-    assert all("/model NAME loads one" in (hint or "") for _, hint in heard.errors[:3])
-    assert [message["content"] for message in last.asked[0]] == ["hello", "one", "again"]
+    assert all("/model NAME loads one" in (hint or "") for _, hint in output.errors[:3])
+    assert [message["content"] for message in last.prompts[0]] == ["hello", "one", "again"]
 
 
 def test_repeated_ctrl_c_exits_like_two(cli: Cli, model: str) -> None:

@@ -43,8 +43,8 @@ def test_conversations_are_listed_and_found(own: Cli) -> None:
 
 def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
     assert "in the *garden*\n\n*(stopped by the user)*" in own.call("sessions", "show", "1").out.decode()
-    told = json.loads(own.call("sessions", "export", "1", "--format", "json").out)
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant"]
+    exported = json.loads(own.call("sessions", "export", "1", "--format", "json").out)
+    assert [message["role"] for message in exported["messages"]] == ["system", "user", "assistant"]
     assert own.call("sessions", "export", "2", "-o", "rain.json").status == 0
     assert json.loads((own.directory / "rain.json").read_text())["title"] == "weather"
     again = own.call("sessions", "export", "1", "-o", "rain.json")

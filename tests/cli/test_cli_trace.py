@@ -66,18 +66,18 @@ def test_json_has_the_whole_result(at: Cli) -> None:
     )
     assert result.status == 0, result.err
     assert "3 prompts, JSON lines (turns, question), the first 2 of them" in result.err
-    told = json.loads(result.out)
+    report = json.loads(result.out)
     trace = Trace.read(at.directory / "out.npz")
-    assert told["tokens"] == trace.tokens
-    assert told["prompts"] == trace.sequences == told["prompts_asked"] == 2
+    assert report["tokens"] == trace.tokens
+    assert report["prompts"] == trace.sequences == report["prompts_asked"] == 2
     assert trace.prompt_lengths is not None
-    assert told["prompt_tokens"] == trace.prompt_lengths.sum()
-    assert (told["layers"], told["experts"], told["top_k"]) == (8, 16, 2)
-    assert told["locality"] == pytest.approx(trace.locality())
-    assert told["locality_by_chance"] == 0.125
-    assert told["entropy_bits"] == pytest.approx(trace.entropy())
-    assert told["most_entropy_bits"] == 4
-    assert (told["out"], told["model"], told["mode"], told["interrupted"]) == (
+    assert report["prompt_tokens"] == trace.prompt_lengths.sum()
+    assert (report["layers"], report["experts"], report["top_k"]) == (8, 16, 2)
+    assert report["locality"] == pytest.approx(trace.locality())
+    assert report["locality_by_chance"] == 0.125
+    assert report["entropy_bits"] == pytest.approx(trace.entropy())
+    assert report["most_entropy_bits"] == 4
+    assert (report["out"], report["model"], report["mode"], report["interrupted"]) == (
         "out.npz",
         "demo",
         "chat",
@@ -205,10 +205,10 @@ def test_an_interrupt_during_an_answer_keeps_its_beginning(at: Cli, monkeypatch:
     name = write(at, "Tell me a story.\nTell me another one.\nAnd one more.\n")
     result = at.call("trace", "demo", "--prompts", name, "--out", "out.npz", "--json", "--max-tokens", "8")
     assert result.status == 130
-    told = json.loads(result.out)
+    report = json.loads(result.out)
     trace = Trace.read(at.directory / "out.npz")
-    assert told["interrupted"] is True
-    assert (told["prompts"], told["prompts_asked"]) == (2, 3)
+    assert report["interrupted"] is True
+    assert (report["prompts"], report["prompts_asked"]) == (2, 3)
     assert trace.prompt_lengths is not None
     answers = np.diff(trace.offsets) - trace.prompt_lengths
     assert answers.tolist() == [7, 3]

@@ -1,4 +1,4 @@
-"""Options from variables and from the settings file: which wins, what is refused, and who is told."""
+"""Options from variables and from the settings file: precedence, refusals, and messages."""
 
 from __future__ import annotations
 

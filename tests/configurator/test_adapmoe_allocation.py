@@ -45,7 +45,7 @@ def test_fewest_of_all_divisions(seed, concave):
         assert sum(loads[i, c] for i, c in enumerate(targets[:, 0])) == pytest.approx(best, abs=1e-12)
 
 
-def test_layers_that_are_predicted_badly_get_more():
+def test_badly_predicted_layers_get_more():
     even = np.tile(np.arange(1, 9) / 8, (2, 1))
     targets = fewest_loads(curves(even, [[0.9], [0.2]], top_k=1), 4, 8 * 4, 1.0)
     assert targets[1, 0] > targets[0, 0]

@@ -1,4 +1,4 @@
-"""What every method promises, and that ours is the best of them."""
+"""Guarantees of every allocation method, and comparisons of our method with the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ small = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(small, any_costs, any_settings, st.floats(0, 1.2), st.sampled_from(METHODS))
-def test_targets_fit_and_numbers_are_numbers(shape, costs, wanted, share, method):
+def test_targets_fit_and_results_are_finite(shape, costs, wanted, share, method):
     seed, layers, experts, blocks, concave = shape
     top_k = 1 + seed % experts
     pages = int(share * layers * experts * blocks)
@@ -71,7 +71,7 @@ def test_targets_fit_and_numbers_are_numbers(shape, costs, wanted, share, method
     CacheSettings(policy="lcp", split=None, allocation="auto", prefetch="perfect", miss="compute"),
     0.5,
 )
-def test_ours_against_brute_force(shape, costs, wanted, share):
+def test_our_method_stays_close_to_brute_force(shape, costs, wanted, share):
     seed, layers, experts, blocks, concave = shape
     top_k = 1 + seed % experts
     pages = int(share * layers * experts * blocks)
@@ -82,11 +82,11 @@ def test_ours_against_brute_force(shape, costs, wanted, share):
     _, best = best_allocation(curves, model, blocks, pages)
     nothing = evaluate(np.tile(np.array([[0, 1]], np.int32), (layers, 1)), curves, model, blocks).total
     assert ours.exposed_total >= best - 1e-12
-    # Of what is exposed without a cache; nearly always it is nothing (next test).
+    # Relative to the exposed time without a cache; almost always the difference is 0 (next test).
     assert ours.exposed_total - best <= 0.05 * nothing + 1e-12
 
 
-def test_ours_mostly_is_the_best_there_is():
+def test_our_method_is_usually_optimal():
     exact = 0
     for seed in range(120):
         rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def test_ours_mostly_is_the_best_there_is():
     st.floats(0, 1),
     st.sampled_from([(6, 16, 5), (9, 8, 24)]),
 )
-def test_ours_is_never_worse_than_the_others(seed, costs, wanted, share, shape):
+def test_our_method_is_never_worse_than_the_others(seed, costs, wanted, share, shape):
     layers, experts, blocks = shape
     known = realistic(seed, layers, experts, 3, tokens=400)
     pages = int(share * layers * experts * blocks)
@@ -240,14 +240,14 @@ def test_given_split_is_kept(method, split):
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
-def test_ours_leaves_next_to_nothing_unused(share):
+def test_our_method_leaves_almost_no_page_unused(share):
     known = realistic(1, 6, 12, 2)
     pages = int(6 * 12 * 8 * share)
     found = allocate(AUTO, known, LINK_BOUND, blocks=8, pages=pages, top_k=2)
     assert pages - counted(found) <= 4
 
 
-def test_many_more_options_than_are_looked_at():
+def test_very_many_options_fill_the_budget_and_are_no_worse_than_other_methods():
     known = realistic(2, 20, 128, 8, tokens=1000)
     pages = 20 * 128 * 64 // 5
     found = allocate(AUTO, known, LINK_BOUND, blocks=64, pages=pages, top_k=8)
@@ -265,7 +265,7 @@ def test_impossible_requests():
             allocate(AUTO, known, LINK_BOUND, blocks=blocks, pages=pages, top_k=1)
 
 
-def test_brute_force_refuses_what_would_take_hours():
+def test_brute_force_refuses_cases_that_take_too_long():
     curves = RoutingCurves.of(realistic(0, 8, 16, 2), CacheSettings(), 2)
     with pytest.raises(ValueError, match="129 options in 8 layers are too many"):
         best_allocation(curves, PaperModel(LINK_BOUND, 2), 8, 100)

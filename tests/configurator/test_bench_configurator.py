@@ -29,7 +29,7 @@ def trace(tmp_path_factory):
     return path
 
 
-def test_ours_is_nowhere_worse_and_equal_to_brute_force_on_small_cases(trace):
+def test_our_method_is_never_worse_and_equals_brute_force_on_small_cases(trace):
     ran = run("--json", "--repeats", "1", "--fractions", "0.25", "--trace", f"gpt-oss-20b={trace}")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)

@@ -129,7 +129,7 @@ def test_measured_times_take_the_place_of_estimates(near: Any) -> None:
     assert found.measured
 
 
-def test_every_time_says_where_it_comes_from() -> None:
+def test_every_time_has_its_origin() -> None:
     found = cost_figures(PC, SHAPE, near="gpu")
     origins = {name: figure.origin for name, figure in found.figures.items()}
     assert origins == {
@@ -149,7 +149,7 @@ def test_every_time_says_where_it_comes_from() -> None:
     assert "30 MB at 0.8 of 500 GB/s" in found.figures["moe"].source
 
 
-def test_near_ram_experts_are_as_sure_as_the_kernels_rate() -> None:
+def test_near_ram_expert_times_take_the_origin_of_the_kernel_rate() -> None:
     assert cost_figures(PC, SHAPE, near="ram").figures["moe"].origin == "measured"
     other = replace(SHAPE, bits=8)
     found = cost_figures(PC, other, near="ram").figures["moe"]
@@ -157,7 +157,7 @@ def test_near_ram_experts_are_as_sure_as_the_kernels_rate() -> None:
     assert found.source.startswith("as with ")
 
 
-def test_a_rate_between_two_sizes_is_as_sure_as_the_less_sure() -> None:
+def test_an_interpolated_rate_takes_the_weaker_of_two_origins() -> None:
     guess = Figure(3 * GB, "estimate", "a rule")
     link = replace(FILE, bandwidth={MB: measured(GB), 19 * MB: guess})
     pc = replace(PC, links={"file": link})
@@ -166,7 +166,7 @@ def test_a_rate_between_two_sizes_is_as_sure_as_the_less_sure() -> None:
     assert cost_figures(pc, small, near="ram").figures["load"].origin == "measured"
 
 
-def test_what_was_not_measured_together_is_left_out() -> None:
+def test_rates_not_measured_together_are_left_out() -> None:
     pc = replace(PC, links={"gpu": replace(GPU, together=None)}, expert_rate_together={})
     costs = costs_of(pc, SHAPE, near="gpu")
     assert costs.load_together is None
@@ -181,7 +181,7 @@ def test_other_bits_take_the_nearest_rate() -> None:
     assert expert_rate(PC, 4) == measured(25 * GB)
 
 
-def test_what_a_machine_lacks_is_said() -> None:
+def test_missing_parts_of_a_machine_are_named_in_the_error() -> None:
     with pytest.raises(UsageError, match="A PC has no GPU"):
         costs_of(replace(PC, gpu=None), SHAPE, near="gpu")
     with pytest.raises(UsageError, match="link between the disk and RAM"):
@@ -191,7 +191,7 @@ def test_what_a_machine_lacks_is_said() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"layers": 0}, {"top_k": 9}, {"dense_bytes": -1}, {"block_bytes": 0}])
-def test_a_shape_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
+def test_an_impossible_shape_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"is -?\d|are not valid"):
         replace(SHAPE, **changes)
 
@@ -254,7 +254,7 @@ def test_reference_machines_give_plausible_times_and_no_measured_ones(name: str)
     assert 1e-3 < found.costs.load < 0.3
     assert costs_of(profile, MIXTRAL, near="ram").compute_far == math.inf
     if near == "gpu":
-        # What misses is computed in RAM at a rate of the same order as the link's.
+        # The CPU computes misses in RAM at a rate of the same order as the link's.
         assert 0.2 < found.costs.compute_far / found.costs.load < 3
         assert found.costs.both_loads >= found.costs.load
         assert found.costs.both_computes >= found.costs.compute_far

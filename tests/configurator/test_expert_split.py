@@ -1,4 +1,4 @@
-"""The sub-problem of a layer and the chain of layers, by hand."""
+"""The sub-problem of one layer and the chain of layers, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_best_number_of_experts_depends_on_the_window():
     assert solved(skewed, 1.0, 0.6) == (1, 1.0)
 
 
-def test_no_memory_leaves_the_prefetches():
+def test_without_memory_only_prefetches_remain():
     layer = curves([[0.3, 1.0]], [[0.8]], [[[0.3, 1.0]]])
     assert solved(layer, 0.0, 1.0) == (0, 0.5 * 0.8)
 
@@ -46,7 +46,7 @@ def test_given_split_decides_the_number():
     assert solved(layer, 0.4, 0.0, split=0.5) == (0, 0.0)
 
 
-def test_layers_hand_on_their_windows():
+def test_each_layer_passes_its_window_to_the_next():
     # K = 1, T_load = 2, T_moe = 1, T_att = 0.2, T_head = 0.4; every layer keeps one expert of two, P = (0.5),
     # PH(1, 1) = 0.
     layer = curves([[0.6, 1.0]] * 3, [[0.5]] * 3, [[[0.0, 1.0]]] * 3)

@@ -117,5 +117,5 @@ def test_more_loaded_never_exposes_more(miss, far):
 
 def test_infinite_rate_together_is_no_rate():
     costs = replace(FAR, load_together=math.inf, compute_together=math.inf)
-    # What is left is the best of both alone: 0.5 + 3·3 + 0.2 against 12.
+    # The better one alone remains: 0.5 + 3·3 + 0.2 against 12.
     assert times(EngineModel(costs, 4, "both", 0.1), 1) == pytest.approx((1.7, 1.2))

@@ -54,7 +54,7 @@ def test_without_dynamic_programming_the_bound_holds(problem):
     assert found.bound <= best + 1e-9 <= found.cost + 2e-9
 
 
-def test_dynamic_programming_finds_what_a_price_cannot():
+def test_dynamic_programming_finds_solutions_that_no_price_gives():
     # Two layers, budget 5. At any price they take 0, or 4 and 4; the best is 2 and 3.
     sizes = np.array([0, 2, 3, 4])
     costs = np.array([[10.0, 6.0, 5.9, 1.0], [10.0, 9.9, 4.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Algorithm 1: a run by hand, and against a second writing of it, line by line and without arrays."""
+"""Algorithm 1: a run computed by hand, and a second implementation, line by line and without arrays."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_more_memory_than_experts_and_none_at_all():
 
 
 def algorithm_1(found, costs, budget, zeta):
-    """Written down from the paper once more."""
+    """A second implementation, directly from the paper."""
     layers, experts, k = found.layers, found.experts, found.top_k
 
     def expert_split(volumes):
@@ -103,7 +103,7 @@ def random_costs(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_same_as_the_algorithm_written_down_twice(seed):
+def test_allocation_equals_an_independent_implementation(seed):
     found = RoutingCurves.of(realistic(seed, 5, 12, 3), CacheSettings(), 3)
     costs = random_costs(seed)
     volumes, exposed, moves = algorithm_1(found, costs, 6.0, 0.01)
@@ -113,7 +113,7 @@ def test_same_as_the_algorithm_written_down_twice(seed):
     assert ours.moves == moves
 
 
-def test_those_runs_do_move():
+def test_the_compared_runs_move_pages():
     curves_of = [RoutingCurves.of(realistic(i, 5, 12, 3), CacheSettings(), 3) for i in range(6)]
     moves = [algorithm_1(found, random_costs(i), 6.0, 0.01)[2] for i, found in enumerate(curves_of)]
     assert sum(moves) > 10

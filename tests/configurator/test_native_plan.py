@@ -1,4 +1,4 @@
-"""The native loops give what the modules written in Python give, which the equations were tested on."""
+"""The native loops equal the Python modules, whose equations have their own tests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_pages_change_layers_while_that_helps():
     assert abs(found - 1.1) < 1e-6
 
 
-def test_what_is_left_is_used():
+def test_remaining_pages_are_used():
     targets, found = run([[1, 2], [0, 1]], 6)
     assert targets.tolist() == [[1, 2], [2, 2]]
     assert abs(found - 0.1) < 1e-6

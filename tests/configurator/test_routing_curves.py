@@ -1,4 +1,4 @@
-"""m, by hand, and what the settings make of the statistics."""
+"""The curve m against values computed by hand, and the effect of settings on statistics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_cached_is_prefetched_whole():
     assert LAYER.loaded(0, 0, 0.0, 1.5) == pytest.approx(0.9 + 0.5 * 0.5)
 
 
-def test_arrays_say_what_single_layers_say():
+def test_arrays_equal_the_results_of_single_layers():
     counted = RoutingCurves.of(drawn(1, 5, 8, 3), CacheSettings(), 3)
     theta = np.linspace(0.1, 1, 8)
     found = amount(
@@ -99,7 +99,7 @@ def test_one_layer_without_counts_does_not_disturb_the_others():
     assert RoutingCurves.of(counted, CacheSettings(), 1).hit.tolist() == [[0, 0.5, 1], [0, 0.7, 1]]
 
 
-def test_more_experts_a_token_than_there_are():
+def test_top_k_above_the_number_of_experts_is_limited():
     assert RoutingCurves.of(drawn(0, 1, 3, 1), CacheSettings(), 9).top_k == 3
     with pytest.raises(ValueError, match="top_k is 0"):
         RoutingCurves.of(drawn(0, 1, 3, 1), CacheSettings(), 0)

@@ -20,7 +20,7 @@ def test_same_number_for_all_to_within_one():
     assert same_for_all(3, 4, 2, 1, 1.0)[:, 0].tolist() == [0, 0, 0]
 
 
-def test_what_is_left_makes_the_share_larger():
+def test_remaining_pages_enlarge_the_share():
     # θ = 0.5 of 4 blocks: 3 experts take 6 pages a layer. 3 more make it 3 blocks of 4 in one layer.
     assert same_for_all(2, 3, 4, 20, 0.5).tolist() == [[3, 3], [3, 3]]
     assert same_for_all(2, 3, 4, 21, 0.5).tolist() == [[3, 4], [3, 3]]
@@ -28,7 +28,7 @@ def test_what_is_left_makes_the_share_larger():
     assert same_for_all(2, 3, 4, 1000, 0.5).tolist() == [[3, 4], [3, 4]]
 
 
-def test_what_is_on_its_way_has_a_reserve_and_the_rest_is_the_same_for_all():
+def test_transfers_in_flight_have_a_reserve_and_layers_share_the_rest_equally():
     geometry = ExpertGeometry(hidden_size=64, intermediate_size=4 * 64, num_experts=3, bits=4)
     settings = CacheSettings(split=0.5, prefetch_experts=0)
     # One expert a token: 4 pages. Of 19, 15 are left: 2 blocks of each of 3 experts take 12.

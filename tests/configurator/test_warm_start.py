@@ -90,7 +90,7 @@ def test_better_policies_hit_more():
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 1, 1), (2, 4, 5, 1), (2, 4, 0, 1), (2, 4, 1, 5)])
-def test_sizes_that_do_not_fit(sizes):
+def test_wrong_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match="do not fit"):
         default_statistics("mixtral", *sizes)
 
@@ -101,7 +101,7 @@ def seen_of(default, tokens, seed=0):
     )
 
 
-def test_nothing_seen_leaves_the_defaults():
+def test_empty_statistics_leave_the_defaults():
     default = default_statistics("mixtral", 4, 8, 2)
     assert blended_statistics(default, None) is default
     blended = blended_statistics(default, scaled(seen_of(default, 1000), 0))
@@ -112,7 +112,7 @@ def test_nothing_seen_leaves_the_defaults():
 
 
 def scaled(statistics, tokens):
-    """The same shares, as if of so many tokens."""
+    """The same shares, scaled to this number of tokens."""
     ranks = statistics.ranks / statistics.ranks.sum(axis=1, keepdims=True)
     share = tokens / statistics.tokens
     return replace(
@@ -172,7 +172,7 @@ def test_places_are_those_that_both_have():
     ("change", "what"),
     [({"policy": "lru"}, "policy"), ({"top_k": 3}, "top_k")],
 )
-def test_statistics_of_something_else_are_refused(change, what):
+def test_statistics_of_another_shape_are_refused(change, what):
     default = default_statistics("mixtral", 4, 8, 2)
     with pytest.raises(ValueError, match=what):
         blended_statistics(default, replace(seen_of(default, 100), **change))

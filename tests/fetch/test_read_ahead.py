@@ -85,7 +85,7 @@ def test_only_the_next_shard_is_fetched_while_a_layer_is_converted(
             needed = shards_until(hub, layer)
             # If it were not coming meanwhile it would never come: this layer is not finished before.
             wait_until(lambda: len(events(hub, "sent")) >= min(needed + 1, len(shards(hub))))
-            most_asked.append((len(events(hub, "asked")), needed + 1))
+            most_asked.append((len(events(hub, "requested")), needed + 1))
 
     before_each_expert(monkeypatch, convert)
     assert planned(inside)["overlap"]
@@ -94,8 +94,8 @@ def test_only_the_next_shard_is_fetched_while_a_layer_is_converted(
     assert len(most_asked) == 5
     assert all(asked <= allowed for asked, allowed in most_asked)
     # One connection at a time: no shard is asked for before the one before it has come.
-    of_shards = [kind for kind, _ in hub.events if kind in ("asked", "sent")]
-    assert of_shards == ["asked", "sent"] * len(shards(hub))
+    of_shards = [kind for kind, _ in hub.events if kind in ("requested", "sent")]
+    assert of_shards == ["requested", "sent"] * len(shards(hub))
     assert events(hub, "sent") == sorted(shards(hub))
     assert not fetching()
 
@@ -112,7 +112,7 @@ def test_without_room_for_another_shard_there_is_no_read_ahead(
 
     def convert(layer: int, _expert: int) -> None:
         time.sleep(0.002)
-        asked.append((len(events(hub, "asked")), shards_until(hub, layer)))
+        asked.append((len(events(hub, "requested")), shards_until(hub, layer)))
 
     before_each_expert(monkeypatch, convert)
     done = inside.call("download", REPOSITORY)
@@ -189,7 +189,7 @@ def test_an_interrupted_callback_leaves_no_thread_and_valid_partial_files(
 
     def interrupt(_self: LoadProgress, report: object) -> None:
         if report.detail.startswith(where):  # type: ignore[attr-defined]
-            wait_until(lambda: name in events(hub, "asked"))
+            wait_until(lambda: name in events(hub, "requested"))
             wait_until(lambda: mute or are_beginnings(inside, hub))
             raise KeyboardInterrupt
 
@@ -208,7 +208,7 @@ def blocked(program: Cli, hub: Hub, faults: Callable[[str], Faults]) -> subproce
     hub.faults = faults(name)
     program.extra["HF_HUB_DOWNLOAD_TIMEOUT"] = BORNE_S
     process = program.start("download", REPOSITORY)
-    wait_until(lambda: events(hub, "asked")[-1:] == [name] or process.poll() is not None)
+    wait_until(lambda: events(hub, "requested")[-1:] == [name] or process.poll() is not None)
     if hub.faults.stall:
         wait_until(lambda: are_beginnings(program, hub) and finished_layers(program) > 0)
         wait_until(lambda: unfinished(program)[0].stat().st_size >= hub.faults.cut_after - 8192)
@@ -309,7 +309,7 @@ def test_a_background_failure_is_raised_at_the_next_file() -> None:
 
 
 def test_close_stops_the_background_task_and_drops_its_last_reports() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     stop = threading.Event()
 
     def call() -> None:
@@ -319,15 +319,15 @@ def test_close_stops_the_background_task_and_drops_its_last_reports() -> None:
 
     def work() -> None:
         background.start(call)
-        wait_until(lambda: background.run_callbacks() is None and bool(told))
+        wait_until(lambda: background.run_callbacks() is None and bool(reported))
         os.kill(os.getpid(), signal.SIGINT)
         background.wait()
 
     background = BackgroundCall(stop.set)
-    report = background.in_owner_thread(told.append)
+    report = background.in_owner_thread(reported.append)
     with pytest.raises(KeyboardInterrupt), background:
         work()
-    assert told == ["begins"]
+    assert reported == ["begins"]
     assert not fetching()
 
 

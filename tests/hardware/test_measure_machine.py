@@ -386,11 +386,11 @@ def test_thread_counts_are_powers_of_two_and_all() -> None:
     ]
 
 
-@pytest.mark.parametrize(("share", "told"), [(0.05, False), (0.5, True)])
-def test_a_busy_machine_gets_a_remark(monkeypatch: pytest.MonkeyPatch, share: float, told: bool) -> None:
+@pytest.mark.parametrize(("share", "remarked"), [(0.05, False), (0.5, True)])
+def test_a_busy_machine_gets_a_remark(monkeypatch: pytest.MonkeyPatch, share: float, remarked: bool) -> None:
     monkeypatch.setattr(room._Others, "share", lambda self: share)
     measurement = measure(budget=replace(SHORT, bits=(4,), link_seconds=0.01))
-    assert any("50% of the processors" in remark for remark in measurement.remarks) == told
+    assert any("50% of the processors" in remark for remark in measurement.remarks) == remarked
     assert measurement.facts["others_share"] == share
 
 

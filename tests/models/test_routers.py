@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer whose router is a transposed matrix, and which can be told to choose by something else."""
+    """A layer whose router is a transposed matrix, and which can be set to choose by other values."""
 
     def __init__(self, *, honest: bool, arguments: int = 1) -> None:
         super().__init__()

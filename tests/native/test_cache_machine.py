@@ -1,4 +1,4 @@
-"""The split-expert cache against a model made of dictionaries, and its rules one by one.
+"""The split-expert cache against a model made of dictionaries, and each rule by itself.
 
 The machine takes random steps in the cache and in the model, compares both after every step, and checks
 from outside that a page that is being filled or that a pinned expert relies on does not change hands, that
@@ -51,7 +51,7 @@ class Block:
 
 @dataclass
 class Model:
-    """What the cache should be: lists of blocks by expert, and sets."""
+    """Reference model of the cache: lists of blocks by expert, and sets."""
 
     layers: int
     experts: int
@@ -403,7 +403,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.seen() == before
 
     def seen(self) -> tuple[object, ...]:
-        """Everything that can be seen of the cache."""
+        """The whole observable state of the cache."""
         cache, model = self.cache, self.model
         places = sorted(model.held)
         reads = (cache.resident, cache.assigned, cache.is_protected, cache.pins)
@@ -459,7 +459,7 @@ TestCacheMachine.settings = settings(
 
 
 def bring(cache: SplitExpertCache, layer: int, *experts: int, prefetch: bool = False) -> list[int]:
-    """Fetches what is missing of the experts; pages in order."""
+    """Fetches the missing blocks of the experts; pages in order."""
     plan = cache.plan(layer, ints(*experts), prefetch=prefetch, at=(layer - 1) % cache.layers)
     pages = [page for page, *_ in cache.commit(plan) if page is not None]
     for page in pages:
@@ -546,7 +546,7 @@ def test_a_prefetch_takes_nothing_that_is_needed_sooner_nor_from_another_prefetc
     assert plan.victims == [(2, 0, 2)]
     # For layer 1, which comes first, the last layer gives up its lowest key, and layer 1 nothing yet.
     assert cache.plan(1, ints(1), at=0, prefetch=True).victims == [(2, 1, 2)]
-    # A demand takes what it needs from wherever, farthest turn first.
+    # A demand takes pages from any layer, farthest turn first.
     cache.access(0, ints(0, 1, 2))
     assert cache.plan(0, ints(0, 1, 2)).victims == [(2, 1, 2), (2, 0, 2), (1, 0, 2)]
 
@@ -588,7 +588,7 @@ def test_an_expert_released_while_its_blocks_are_on_their_way_keeps_them() -> No
     assert cache.access(0, ints(0)) == ["full"]
 
 
-def test_an_expert_without_blocks_is_not_let_in() -> None:
+def test_an_expert_without_blocks_is_not_admitted() -> None:
     cache = make_cache(1, 2, 2, 4, [(1, 2)])
     use(cache, 0, 0)
     cache.access(0, ints(1))
@@ -598,10 +598,10 @@ def test_an_expert_without_blocks_is_not_let_in() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_experts_that_rank_alike_are_let_in_whatever_the_order_of_their_release(
+def test_admission_of_equal_experts_does_not_depend_on_the_order_of_release(
     order: tuple[int, ...],
 ) -> None:
-    """Blocks arrive in an order of their own: it must not decide what stays."""
+    """Blocks arrive in any order; it must not influence which experts stay."""
     cache = make_cache(1, 4, 2, 8, [(2, 1)])
     cache.access(0, ints(0, 1, 2, 3))
     bring(cache, 0, 0, 1, 2, 3)

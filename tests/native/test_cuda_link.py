@@ -1,6 +1,6 @@
 """The link into a GPU's memory, over a driver that works in host memory (``native/tests/fake_cuda.cc``).
 
-What only a GPU can show (that the driver behaves as documented, bandwidth) is in ``tests/gpu``.
+Properties that need a real GPU (a driver that behaves as documented, bandwidth) are in ``tests/gpu``.
 """
 
 import errno
@@ -43,7 +43,7 @@ def far_memory(seed, pages=64):
 
 
 class Pinned:
-    """Regions that are pinned for a while."""
+    """Pinned regions, as a context manager."""
 
     def __init__(self, *arrays):
         self.arrays = arrays
@@ -95,7 +95,7 @@ def test_blocks_arrive_exactly_in_one_copy_where_they_are_neighbours(cuda):
     assert stats["bandwidth"] > 0
 
 
-def test_copies_that_are_no_neighbours_are_one_call_where_the_driver_has_batches(cuda):
+def test_scattered_copies_are_one_call_with_a_driver_that_has_batches(cuda):
     for refused in (0, 1):
         cuda.reset()
         cuda.set(no_batches=refused)
@@ -105,18 +105,18 @@ def test_copies_that_are_no_neighbours_are_one_call_where_the_driver_has_batches
             link.open(8)
             for _ in range(2):
                 near[:] = 0
-                # Neighbours there and not here.
+                # Neighbours in the pages and not in the source.
                 link.submit([(page, 0, (7 - page) * PAGE, PAGE, DEMAND) for page in range(8)], near)
                 assert collect(link, 8) == dict.fromkeys(range(8), 0)
                 assert np.array_equal(near, far[::-1])
             assert link.stats()["operations"] == 16
             assert link.stop(5)
-        # A driver that refuses them is asked once.
+        # Batches are tried once with a driver that refuses them.
         assert (cuda.get("batches"), cuda.get("copies")) == (1 if refused else 2, 16)
         cuda.disown(near.ctypes.data)
 
 
-def test_batches_of_drivers_since_13_are_called_as_they_are_there(driver):
+def test_batch_copies_use_the_signature_of_driver_13(driver):
     code = """
 import numpy as np
 from fake_cuda import FakeCuda
@@ -206,7 +206,7 @@ def test_demands_start_at_once_and_prefetches_a_few_at_a_time(cuda):
 
 
 @pytest.mark.parametrize("source", ["memory", "file"])
-def test_what_is_not_pinned_goes_through_pinned_buffers(cuda, source, tmp_path):
+def test_unpinned_memory_is_copied_through_pinned_buffers(cuda, source, tmp_path):
     far = far_memory(5)
     near = cuda.pages(64, PAGE)
     path = tmp_path / "layer.bin"
@@ -261,7 +261,7 @@ def test_an_error_of_the_gpu_ends_the_link_with_its_name(cuda):
         link = _native.cuda_link(regions)
         link.open(8)
         cuda.set(fail_after=2)
-        # Neighbours there and not here: eight copies.
+        # Neighbours in the pages and not in the source: eight copies.
         link.submit([(slot, 0, (7 - slot) * PAGE, PAGE, DEMAND) for slot in range(8)], near)
         assert set(collect(link, 8).values()) == {errno.EIO}
         assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in link.failure()
@@ -301,7 +301,7 @@ def test_waiting_for_a_fill_ends_when_the_link_stops(cuda):
     stream.close()
 
 
-def test_memory_that_cannot_be_pinned_is_refused_with_the_drivers_words(cuda):
+def test_memory_that_cannot_be_pinned_is_refused_with_the_drivers_message(cuda):
     far = far_memory(9)
     cuda.set(pin_limit=PAGE)
     with pytest.raises(
@@ -328,7 +328,7 @@ def test_impossible_regions_and_options_are_refused(cuda, tmp_path):
         _native.cuda_link([(far, far.nbytes, False, "", 0)], threads=65)
     with pytest.raises(_native.CudaUnavailableError, match="there is no GPU 3: the driver knows 1"):
         _native.cuda_link([(far, far.nbytes, True, "", 0)], device=3)
-    # Nothing of it is kept.
+    # No memory stays pinned.
     assert (cuda.get("pinned"), cuda.get("events")) == (0, 0)
 
 
@@ -351,7 +351,7 @@ def test_pinned_memory_is_not_copied_for_children(cuda):
     assert in_child() == 0
 
 
-def test_memory_of_the_gpu_is_told(cuda):
+def test_gpu_memory_is_reported(cuda):
     cuda.set(vram=6e9)
     assert _native.cuda_memory() == (6_000_000_000, 6_000_000_000)
 
@@ -363,7 +363,7 @@ def test_memory_of_the_gpu_is_told(cuda):
         ("libm.so.6", "the NVIDIA driver has no cuInit"),
     ],
 )
-def test_a_machine_without_a_driver_is_told_why(library, message):
+def test_a_missing_driver_is_reported_with_the_reason(library, message):
     code = (
         "from moechat import _native\n"
         "for _ in range(2):\n"

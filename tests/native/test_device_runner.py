@@ -1,4 +1,4 @@
-"""The expert runner with pages in a GPU's memory: what is launched, when, and in what order on the GPU."""
+"""The expert runner with pages in a GPU's memory: launches, their time, and their order on the GPU."""
 
 import time
 
@@ -22,7 +22,7 @@ def far():
 
 
 class Tier:
-    """A runner over pages of the GPU, and the two streams that meet there."""
+    """A runner over pages of the GPU, with its two streams."""
 
     def __init__(self, cuda, far, pages, *, link="cuda", policy="lru", whole=False, **options):
         self.cuda, self.far, self.kind = cuda, far, link
@@ -169,7 +169,7 @@ def test_resident_blocks_are_launched_before_those_on_their_way(cuda, far):
         cuda.set(latency=0.2)
         begun = time.monotonic()
         launched = tier.layer(0, np.array([[0, 1]]))
-        # Nobody waited for the copies of expert 0: the GPU does.
+        # The host has not waited for the copies of expert 0; the GPU does.
         assert time.monotonic() - begun < 0.2
         assert launched == [(1, block) for block in range(BLOCKS)] + [(0, block) for block in range(BLOCKS)]
         assert tier.stream.synchronize() == 0
@@ -208,7 +208,7 @@ def test_a_failing_launch_drops_the_layer_and_its_pages_stay_safe(cuda, far):
         tier.close()
 
 
-def test_an_error_of_the_gpu_is_told_by_the_layer_that_meets_it(cuda, far):
+def test_a_gpu_error_is_raised_by_the_first_layer_that_meets_it(cuda, far):
     cuda.reset()
     tier = Tier(cuda, far, 12)
     try:

@@ -1,4 +1,4 @@
-"""The policy ``forecast`` against the same rule written plainly in Python, and on what it must learn."""
+"""The policy ``forecast`` against the same rule in plain Python, and on patterns that it must learn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def splitmix(value: int) -> int:
 
 
 class Plain:
-    """The rule in float64, learning at once where the native code postpones, one number after another."""
+    """The rule in float64, one number at a time, without the deferred updates of the native code."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self.experts = experts
@@ -70,7 +70,7 @@ class Plain:
         features = state - self.means[layer]
         features /= np.sqrt(1e-3 + (features**2).sum())
 
-        # What the readout learned from the last pass counts from this one on; the table's next.
+        # Updates of the readout from the last pass apply from this one on; those of the table from the next.
         if self.postponed[layer] is not None:
             self.readout[layer] += self.postponed[layer]
             self.postponed[layer] = None
@@ -140,14 +140,14 @@ def hit_rate(name: str, experts: np.ndarray, width: int, cached: int, *, admit: 
     return float(hits.sum()) / experts.size
 
 
-def test_a_round_that_recency_never_keeps_is_learned() -> None:
-    # Twelve experts in turn, six of them cached: LRU always gives up the one that is needed next.
+def test_a_cyclic_pattern_that_lru_never_keeps_is_learned() -> None:
+    # Twelve experts in turn, six of them cached: LRU always evicts the one that is needed next.
     trace = (np.arange(1200) % 12)[:, None, None]
     assert hit_rate("lru", trace, 12, 6) == 0.0
     assert hit_rate("forecast", trace, 12, 6) > 0.35  # the best is 6 / 12, or 5 / 11 of what may stay
 
 
-def test_what_one_layer_chooses_tells_what_the_next_one_keeps() -> None:
+def test_the_choice_of_one_layer_predicts_the_next() -> None:
     # The first layer switches between two topics; the second one's experts belong to the topic, evenly.
     rng = np.random.default_rng(8)
     topics = np.repeat(rng.integers(0, 2, 400), 12)
@@ -163,7 +163,7 @@ def test_what_one_layer_chooses_tells_what_the_next_one_keeps() -> None:
     assert informed > hit_rate("lru", alone, width, cached)
 
 
-def test_a_long_pass_moves_keys_and_leaves_what_was_learned_alone() -> None:
+def test_a_long_pass_moves_keys_and_leaves_learned_weights_unchanged() -> None:
     rng = np.random.default_rng(2)
     learned = np.stack([rng.permutation(6)[:2] for _ in range(300)]).astype(np.int32)
     plain = Plain(1, 12)
@@ -241,18 +241,18 @@ def test_on_recorded_routing_it_comes_nearer_to_the_bound_than_published_policie
     assert ours > rates["lru"] + closed * (best - rates["lru"])
 
 
-def test_demand_hits_count_what_was_there() -> None:
+def test_demand_hits_count_resident_experts() -> None:
     # One layer, one expert a token, two fit: LRU keeps the last two.
     trace = np.array([0, 1, 0, 2, 1, 1, 2], np.int32)[:, None, None]
     hits = _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [0, 1, 2, 3], True)
     assert hits[:, 0].tolist() == [0, 1, 3, 4]
-    # By key, an expert that ranks last is given up at once.
+    # By key, an expert that ranks last is evicted at once.
     ranks = np.array([[3.0, 2.0, 1.0]])
     hits = _native.demand_hits(EvictionPolicy("static", 1, 3, ranks=ranks), trace, [2])
     assert hits[:, 0].tolist() == [3]
 
 
-def test_demand_hits_refuse_what_does_not_fit() -> None:
+def test_demand_hits_refuse_impossible_arguments() -> None:
     trace = np.zeros((3, 1, 1), np.int32)
     with pytest.raises(IndexError, match="capacity is 4"):
         _native.demand_hits(EvictionPolicy("lru", 1, 3), trace, [4])

@@ -26,7 +26,7 @@ def test_outputs_match_a_float64_reference_on_every_instruction_set(isa):
     assert len(result["errors"]) == len(ENCODINGS) * 5 * 2 * len(ACTIVATIONS) * 3
 
     def bound(name: str) -> float:
-        # What the quantisation of inputs and activations costs; weights of 16 bits meet float ones.
+        # Error by quantisation of inputs and activations; weights of 16 bits use float activations.
         if name.startswith("16 bits") or name.endswith(", 32"):
             return 3e-6
         return 2e-4 if name.endswith(", 16") else 5e-2

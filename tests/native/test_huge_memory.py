@@ -38,7 +38,7 @@ def test_it_is_empty_aligned_and_writable_to_its_last_byte(nbytes):
     assert (memory == 7).all()
 
 
-def test_nothing_and_too_much():
+def test_zero_and_excessive_sizes_are_refused():
     assert _native.huge_empty(0).shape == (0,)
     for bad in (-1, (1 << 46) + 1):
         with pytest.raises(ValueError, match=r"nbytes is -1|2\^46"):
@@ -70,7 +70,7 @@ def test_it_is_freed_with_the_last_array_that_shows_it():
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="the system has no huge pages"
 )
-def test_huge_pages_are_asked_for():
+def test_huge_pages_are_requested():
     memory = _native.huge_empty(8 * HUGE)
     memory[:] = 1
     mapping = _mapping(memory.ctypes.data)

@@ -27,7 +27,7 @@ def records():
 
 
 def sum_of(records, pairs, x, index, weights):
-    """The part of a layer's sum that some (expert, block) pairs make."""
+    """Sum of some (expert, block) pairs of a layer."""
     out = np.zeros_like(x)
     if not pairs:
         return out
@@ -86,7 +86,7 @@ class Tier:
         self.cuda.disown(self.near.ctypes.data)
 
     def layer(self, layer, index, rng, miss, *, work=1 << 20):
-        """Runs one layer; returns (expert, block) pairs of the device, and how many the CPU had."""
+        """Runs one layer; returns the (expert, block) pairs of the device, and the count of the CPU's."""
         index = np.ascontiguousarray(index, np.int64)
         x = rng.standard_normal((len(index), HIDDEN)).astype(np.float32)
         weights = rng.random(index.shape).astype(np.float32)
@@ -204,7 +204,7 @@ def test_experts_of_many_tokens_are_fetched(cuda, records):
         tier.close()
 
 
-def test_what_targets_keep_is_brought_once_where_the_cpu_computes_misses(cuda, records):
+def test_target_blocks_are_fetched_once_while_the_cpu_computes_misses(cuda, records):
     rng = np.random.default_rng(2)
     tier = Tier(cuda, records, 3 * 2 * BLOCKS + 4, target=2)
     try:
@@ -219,7 +219,7 @@ def test_what_targets_keep_is_brought_once_where_the_cpu_computes_misses(cuda, r
         tier.close()
 
 
-def test_nobody_waits_for_copies_while_the_cpu_has_something_to_do(cuda, records):
+def test_copies_are_not_awaited_while_the_cpu_has_work(cuda, records):
     cuda.reset()
     rng = np.random.default_rng(4)
     tier = Tier(cuda, records, 60)
@@ -265,7 +265,7 @@ def test_a_layer_that_was_dropped_in_the_middle_leaves_nothing(cuda, records):
         tier.close()
 
 
-def test_what_is_missing_for_it_is_refused(cuda, records):
+def test_invalid_arguments_of_a_shared_layer_are_refused(cuda, records):
     tier = Tier(cuda, records, 20)
     try:
         index, weights = np.array([[0, 1]]), np.ones((1, 2), np.float32)

@@ -1,4 +1,4 @@
-"""Kernels over quantised activations: their numerics, their accuracy, and what they do not depend on."""
+"""Kernels over quantised activations: numerics, accuracy, and independence of threads and cuts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from native_support import Call, relative_error, run_isa
 
 from moechat import _native
 
-# Relative error of random experts against float64: what 16 and 8 bits of the activations cost.
+# Relative error of random experts against float64, with activations of 16 and 8 bits.
 BOUNDS = {16: 1e-4, 8: 2.5e-2, 32: 3e-6}
 
 
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_threads_cuts_or_neighbours(
 
 @pytest.mark.parametrize("activation_bits", [8, 16, 32])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_reaches_the_output_of_its_token_only(activation_bits, value):
+def test_non_finite_inputs_reach_only_the_output_of_their_token(activation_bits, value):
     rng = np.random.default_rng(0)
     expert = Expert.random(rng, 200, 130, 4, bias=False)
     x = rng.standard_normal((5, 200)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A layer's native step against the parts that it is made of, each called by itself."""
+"""The native step of a layer against its parts, each called separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def at(array: npt.NDArray[Any]) -> int:
 
 
 class Layer:
-    """Weights of one layer; ``kind`` is how its products are kept."""
+    """Weights of one layer; ``kind`` is the format of its matrices."""
 
     def __init__(self, kind: str, head_norms: bool, seed: int = 3) -> None:
         self.rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ class Layer:
         return out
 
     def by_parts(self, hidden: Floats, keys: Floats, values: Floats, held: int) -> tuple[Any, ...]:
-        """Residual, what the experts get, experts and weights; keys and values are appended."""
+        """Residual, input of the experts, chosen experts and weights; keys and values are appended."""
         x = self.normalised(self.norms[0], hidden, HIDDEN)
         query, key, value = (multiply(x) for multiply in self.multiply[:3])
         if self.head_norms is not None:

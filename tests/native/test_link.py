@@ -234,7 +234,7 @@ def test_simulated_faults() -> None:
         link.submit([page(0, 0)], target)
 
 
-def test_a_simulated_link_has_the_speed_that_was_asked_for() -> None:
+def test_a_simulated_link_has_the_requested_speed() -> None:
     data = far_pages(1)
     link = _native.sim_link([data], bandwidth=4e6, copy=False)
     target = target_pages(PAGES)

@@ -28,7 +28,7 @@ def access(policy: EvictionPolicy, layer: int, *experts: int) -> None:
 
 
 def order(policy: EvictionPolicy, layer: int = 0) -> list[int]:
-    """Experts from the first to go to the last, equal keys by number."""
+    """Experts in order of eviction, equal keys by number."""
     return [int(expert) for expert in np.argsort(policy.keys(layer), kind="stable")]
 
 
@@ -102,7 +102,7 @@ def test_lru_orders_by_last_use() -> None:
     assert list(policy.keys(0)[[0, 1, 2]]) == [2.0, 3.0, 4.0]
 
 
-def test_lru_takes_the_experts_of_more_tokens_of_a_pass_as_the_more_recent() -> None:
+def test_lru_ranks_experts_of_more_tokens_in_a_pass_as_more_recent() -> None:
     policy = EvictionPolicy("lru", 1, 4)
     access(policy, 0, 3)
     policy.access(0, ints(0, 1, 2), ints(2, 10, 1), pass_tokens=10)
@@ -146,7 +146,7 @@ def test_a_long_pass_adds_discounted_counts_spread_over_its_tokens() -> None:
     assert counts[1] == pytest.approx(counts[0] / 2)
 
 
-def test_two_level_lru_gives_up_experts_that_nobody_expects_first() -> None:
+def test_two_level_lru_evicts_unpredicted_experts_first() -> None:
     policy = EvictionPolicy("two_level_lru", 1, 5)
     for expert in (0, 1, 2, 3):
         access(policy, 0, expert)
@@ -176,7 +176,7 @@ def test_static_ranks_never_change() -> None:
     assert order(policy, 1) == [2, 1, 0]
 
 
-def test_belady_gives_up_the_expert_with_the_farthest_next_use() -> None:
+def test_belady_evicts_the_expert_with_the_farthest_next_use() -> None:
     policy = EvictionPolicy("belady", 1, 4, future=future_of([[0], [1], [2], [0], [1]]))
     assert list(policy.keys(0)) == [0.0, -1.0, -2.0, NEVER]
     access(policy, 0, 0)
@@ -204,7 +204,7 @@ def test_layers_have_clocks_of_their_own() -> None:
 
 
 def hits_of(name: str, trace: Sequence[int], experts: int, room: int) -> int:
-    """Hits of a cache of ``room`` experts that lets everything in and gives up the lowest key."""
+    """Hits of a cache of ``room`` experts that admits all and evicts the lowest key."""
     policy = make(name, [[expert] for expert in trace], experts)
     cached: set[int] = set()
     hits = 0

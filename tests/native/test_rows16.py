@@ -17,7 +17,7 @@ def _keep_threads():
 
 
 def matrices(seed, tokens, rows, cols, fp16):
-    """Patterns, the values they stand for, inputs, bias."""
+    """Bit patterns, their values, inputs, bias."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, cols)).astype(np.float32)
     if fp16:

@@ -1,4 +1,4 @@
-"""The expert runner through Python: bit by bit resident_forward, whatever lies where and arrives when."""
+"""The expert runner equals resident_forward bit by bit, wherever blocks lie and whenever they arrive."""
 
 import gc
 import os
@@ -208,7 +208,7 @@ def test_experts_outside_the_layer_select_nothing_and_repeated_ones_add_up():
     one.run(model.runner())
 
 
-def test_statistics_count_what_happened():
+def test_statistics_match_the_work_done():
     model = Model(2, 2, 4, 3)
     runner = model.runner()
     assert set(runner.stats()) == STAT_KEYS
@@ -232,7 +232,7 @@ def test_statistics_count_what_happened():
     assert cleared["pages_peak"] == 6
 
 
-def test_prefetched_experts_are_there_when_their_layer_begins():
+def test_prefetched_experts_are_resident_when_their_layer_begins():
     model = Model(3, 2, 6, 2)
     runner = model.runner()
     scores = np.array([0, 5, 1, np.nan, 4, 2], np.float32)
@@ -249,7 +249,7 @@ def test_prefetched_experts_are_there_when_their_layer_begins():
     assert runner.residency()[0].tolist() == [2, 1, 0, 0, 0, 0]
 
 
-def test_a_prefetch_without_pages_goes_on_as_the_experts_at_work_give_theirs_back():
+def test_a_prefetch_without_pages_continues_as_pages_are_released():
     model = Model(3, 2, 4, 2)
     runner = model.runner(pages=4)
     one = Pass(model, 0, 1)
@@ -260,7 +260,7 @@ def test_a_prefetch_without_pages_goes_on_as_the_experts_at_work_give_theirs_bac
     assert runner.residency()[1].tolist() == [2, 1, 0, 0]
 
 
-def test_of_two_prefetches_without_pages_the_nearer_one_goes_on_first():
+def test_of_two_waiting_prefetches_the_next_layer_continues_first():
     model = Model(3, 3, 4, 2)
     runner = model.runner(pages=4)
     one = Pass(model, 0, 1)
@@ -276,7 +276,7 @@ def test_of_two_prefetches_without_pages_the_nearer_one_goes_on_first():
 def test_a_prefetch_leaves_pages_to_the_layer_that_still_waits_for_them():
     model = Model(3, 3, 4, 2)
     runner = model.runner(model.link(latency=0.05), pages=4)
-    # Experts 0 and 1 of layer 1 are on their way, past cancelling; then 2 and 3 turn out to be needed.
+    # Experts 0 and 1 of layer 1 are in flight and cannot be cancelled; then the layer needs 2 and 3.
     assert runner.prefetch(1, np.array([4, 3, 2, 1], np.float32), 2, None) == 4 * runner.page_bytes
     one = Pass(model, 1, 1, chosen=[[2, 3]])
     one.begin(runner)
@@ -318,7 +318,7 @@ def test_a_pass_finished_by_another_thread_than_began_it_is_refused():
     ours.run(runner)
 
 
-def test_the_time_in_which_the_process_was_stopped_is_no_stall():
+def test_time_of_a_stopped_process_is_not_counted_as_stall():
     model = Model(4, 1, 3, 2)
     child = os.fork()
     if child == 0:
@@ -377,7 +377,7 @@ class TestFiles:
 
 
 class TestWaiting:
-    def test_a_stall_is_an_error_that_says_what_is_missing(self):
+    def test_a_stall_is_an_error_that_names_the_missing_blocks(self):
         model = Model(5, 2, 3, 2)
         runner = model.runner(model.link(stall_after=1), stall_seconds=0.3)
         one = Pass(model, 1, 1)
@@ -395,7 +395,7 @@ class TestWaiting:
         assert runner.check() == ""
 
     @pytest.mark.parametrize("drain", [False, True])
-    def test_ctrl_c_comes_out_and_the_next_pass_runs(self, drain):
+    def test_ctrl_c_is_raised_and_the_next_pass_runs(self, drain):
         model = Model(6, 1, 3, 2)
         runner = model.runner(model.link(latency=1.0))
         one = Pass(model, 0, 2)
@@ -453,7 +453,7 @@ class TestWaiting:
             runner.stats()
 
 
-def test_a_failed_link_is_an_error_but_what_is_resident_still_works():
+def test_a_failed_link_is_an_error_and_resident_experts_still_work():
     model = Model(7, 2, 3, 2)
     runner = model.runner(model.link(fail_after=4))
     resident = Pass(model, 0, 1)
@@ -528,7 +528,7 @@ class TestRefusals:
         self.runner = self.model.runner()
         self.one = Pass(self.model, 0, 2)
 
-    def test_arrays_of_another_kind(self):
+    def test_arrays_of_wrong_types_are_refused(self):
         one = self.one
         with pytest.raises(ValueError, match="top_k_index has dtype int32"):
             self.runner.begin(0, one.index.astype(np.int32), one.weights)
@@ -543,7 +543,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="max_bytes is -1"):
             self.runner.prefetch(0, None, 1, -1)
 
-    def test_finish_without_begin_or_with_other_tokens(self):
+    def test_finish_without_begin_or_with_other_tokens_is_refused(self):
         one = self.one
         with pytest.raises(RuntimeError, match="finish without begin"):
             one.finish(self.runner)
@@ -558,7 +558,7 @@ class TestRefusals:
             self.runner.finish(one.x, out)
         one.finish(self.runner)
 
-    def test_sizes_that_do_not_fit_together(self):
+    def test_inconsistent_sizes_are_refused(self):
         model = self.model
         with pytest.raises(ValueError, match="the link has 1 regions for 2 layers"):
             model.runner(_native.sim_link(model.records[:1]))
@@ -573,7 +573,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="pages"):
             model.runner(pages=4, targets=np.array([[1, 2], [1, 2]], np.int32))
 
-    def test_policies_and_links_that_were_taken(self):
+    def test_policies_and_links_in_use_are_refused(self):
         link = self.model.link()
         policy = _native.EvictionPolicy("lru", 2, 3)
         self.model.runner(link, policy=policy)

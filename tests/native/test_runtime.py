@@ -193,7 +193,7 @@ def test_the_gil_is_free_while_the_kernels_run():
 
 @pytest.mark.parametrize("name", ["row_token", "row_start", "block_row", "block_index"])
 def test_indices_that_share_memory_with_the_output_are_read_before_it_is_written(name):
-    """In a process of its own: were they read again after the check, the kernels would leave the arrays."""
+    """Runs in a child: indices read again after the check would take kernels out of bounds."""
     code = f"""
 import numpy as np
 from moechat import _native

@@ -1,4 +1,4 @@
-"""The next layer's router as a predictor: scores, order, wrap-around, and what a call costs."""
+"""The next layer's router as a predictor: scores, order, wrap-around, and the cost of a call."""
 
 from __future__ import annotations
 

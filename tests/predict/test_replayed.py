@@ -1,4 +1,4 @@
-"""Drawn predictions: as accurate as stated, plausible where wrong, the same for everybody."""
+"""Drawn predictions: of the stated accuracy, plausible where wrong, and the same for all systems."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ def test_few_experts_limit_the_rate_of_wrong_predictions() -> None:
 
 
 def test_the_replaced_predictor_is_called_too() -> None:
-    asked = []
+    calls = []
 
     class Other:
         def scores(self, ordinal: int, ahead: int, hidden: torch.Tensor) -> None:
-            asked.append((ordinal, ahead, hidden))
+            calls.append((ordinal, ahead, hidden))
 
     replay = Replay(skewed())
     predictor = ReplayPredictor(replay, instead_of=Other())
     replay.route(0, 1)
     assert predictor.scores(2, 1, HIDDEN) is not None
-    assert asked == [(2, 1, HIDDEN)]
+    assert calls == [(2, 1, HIDDEN)]
 
 
 @pytest.mark.parametrize(

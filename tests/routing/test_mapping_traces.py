@@ -1,4 +1,4 @@
-"""Mapping a trace to another shape keeps what caching lives from, and says what it did."""
+"""Mapping a trace to another shape keeps its locality, and describes the changes."""
 
 from __future__ import annotations
 

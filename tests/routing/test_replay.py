@@ -35,7 +35,7 @@ def test_a_replay_starts_again_after_the_end() -> None:
     assert np.array_equal(replay.route(0, 20), trace.experts[np.arange(3, 23) % 10, 0])
 
 
-def test_upcoming_is_what_is_chosen_later() -> None:
+def test_upcoming_experts_are_those_chosen_later() -> None:
     trace = counting()
     for tokens in (1, 4):
         replay = Replay(trace)

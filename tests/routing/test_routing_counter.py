@@ -1,4 +1,4 @@
-"""Ranks, hits and predictions are counted as a plain model of them says, and as a real cache has them."""
+"""Counts of ranks, hits and predictions equal those of a plain model and of a real cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def policy_of(name: str, layers: int, experts: int) -> _native.EvictionPolicy:
 
 @dataclass
 class Model:
-    """The counter in plain Python: a cache of its own for every number of experts."""
+    """The counter in plain Python, with a separate cache for every number of experts."""
 
     policy: _native.EvictionPolicy
     top_k: int
@@ -178,7 +178,7 @@ def hits_of_cache(policy: str, trace: Trace, cached: int, skip: int) -> float:
         for layer, row in enumerate(rows):
             chosen = np.sort(row)
             if token >= skip:
-                # What else lies in pages is surplus, which a layer at work may lose at any time.
+                # Other resident blocks are surplus, which a layer at work may lose at any time.
                 hits += sum(cache.is_protected(layer, int(expert)) for expert in chosen)
             cache.access(layer, chosen)
             plan = cache.plan(layer, chosen)
@@ -195,7 +195,7 @@ def hits_of_cache(policy: str, trace: Trace, cached: int, skip: int) -> float:
     ("policy", "tolerance"), [("lru", 0.0), ("lcp", 0.003), ("lfu", 0.003), ("blend", 0.0), ("forecast", 0.0)]
 )
 def test_one_count_gives_the_hit_rate_of_every_cache_size(policy: str, tolerance: float, cached: int) -> None:
-    # Exactly, but that of two used experts with equal keys a cache lets the one stay that came first.
+    # Exact, except that of two used experts with equal keys a cache keeps the earlier one.
     trace = local_trace(400, 2, 16, 4)
     counter = RoutingCounter(_native.EvictionPolicy(policy, 2, 16), 4)
     counter.feed(trace.experts[:4])
@@ -224,7 +224,7 @@ def test_belady_is_the_bound() -> None:
     best = statistics_of_trace(trace, "belady").hit_rate
     for policy in ("lru", "lfu", "lcp", "blend", "forecast"):
         hits = statistics_of_trace(trace, policy).hit_rate
-        # Before the first access there is what the first keys say; a few activations at most.
+        # Before the first access the cache holds the experts with the highest initial keys: few activations.
         assert (best >= hits - 16 / trace.experts[:, 0].size).all()
     assert 0.05 < (best - hits)[:, 8].mean() < 0.5
 
@@ -281,7 +281,7 @@ def test_wrong_arrays_are_refused() -> None:
             counter.feed(good, passes=np.array(passes))
     with pytest.raises(ValueError, match="top_k"):
         RoutingCounter(_native.EvictionPolicy("lru", 2, 4), 0)
-    # After a refusal it counts on.
+    # After a refusal the counter still works.
     counter.reset()
     counter.feed(good)
     assert counter.snapshot().ranks.sum() == 6

@@ -1,4 +1,4 @@
-"""What a runner counts while it computes is what the same routing gives as a trace."""
+"""Counts of a runner while it computes equal the counts of the same routing as a trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_same(one: RoutingStatistics, other: RoutingStatistics) -> None:
 
 
 @pytest.mark.parametrize("policy", ["blend", "lru", "two_level_lru"])
-def test_a_runner_counts_as_it_decodes(policy: str) -> None:
+def test_a_runner_counts_routing_while_it_decodes(policy: str) -> None:
     generator = np.random.default_rng(1)
     tokens = 80
     taste = np.cumsum(generator.normal(size=(tokens, LAYERS, EXPERTS)), axis=0) * 0.3
@@ -74,7 +74,7 @@ def test_a_runner_counts_as_it_decodes(policy: str) -> None:
             ahead = token * LAYERS + layer + 1
             if ahead < tokens * LAYERS:
                 runner.prefetch(ahead % LAYERS, scores[divmod(ahead, LAYERS)], TOP_K, None)
-                # Farther ones are not what P(y) is about.
+                # P(y) does not cover predictions farther ahead.
                 runner.prefetch((ahead + 1) % LAYERS, -scores[0, 0], TOP_K, None, later=True)
             runner.finish(np.zeros((1, HIDDEN), np.float32), np.empty((1, HIDDEN), np.float32))
     counter = RoutingCounter(_native.EvictionPolicy(policy, LAYERS, EXPERTS), TOP_K)
@@ -97,7 +97,7 @@ def test_a_runner_counts_as_it_decodes(policy: str) -> None:
     assert_same(seen, counter.snapshot())
 
 
-def test_a_prediction_counts_at_the_access_that_it_was_made_for() -> None:
+def test_a_prediction_is_counted_at_its_access() -> None:
     runner = runner_of("lru")
     scores = np.arange(EXPERTS, dtype=np.float32)
     one = np.array([[EXPERTS - 1, EXPERTS - 3]], np.int32)
@@ -150,7 +150,7 @@ def test_counts_are_copies_and_can_be_reset() -> None:
     runner.reset_routing_counts()
     assert_same(counts_of(runner, "lru"), RoutingStatistics.zero("lru", LAYERS, EXPERTS, TOP_K))
     run_layer(runner, 0, np.array([[1, 2]], np.int32))
-    # The policy has not forgotten: both were used last.
+    # The policy keeps its state: both were used last.
     assert counts_of(runner, "lru").ranks[0, :2].tolist() == [1, 1]
 
 

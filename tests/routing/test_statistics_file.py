@@ -1,4 +1,4 @@
-"""Statistics are kept across runs, whatever happens to processes and files."""
+"""Statistics survive across runs, killed processes and damaged files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_halves_keep_their_sums() -> None:
     assert ones.faded().ranks.sum() == 3 * 10
 
 
-def test_what_does_not_fit_together_is_not_merged() -> None:
+def test_statistics_of_different_shapes_are_not_merged() -> None:
     for other in (some(policy="lru"), some(layers=2), replace(some(), top_k=3)):
         assert not some().fits(other)
         with pytest.raises(ValueError, match="cannot be added"):
@@ -135,7 +135,7 @@ def go(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
-def test_two_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_two_concurrent_processes_lose_no_counts(tmp_path: Path) -> None:
     children = start_children(tmp_path, 2, 12)
     for child in children:
         go(child)
@@ -162,7 +162,7 @@ def test_a_process_killed_in_the_middle_damages_nothing(tmp_path: Path) -> None:
         confirmed += 1 + child.communicate(timeout=60)[0].count("added\n")
         kept = load_statistics("model", "blend", directory=tmp_path, warn=warn)
         assert kept is not None
-        # The one that it died in may have been kept as well.
+        # The write during which it was killed may count as well.
         assert confirmed <= kept.tokens <= confirmed + 1
         confirmed = kept.tokens
     assert add_statistics("model", replace(kept, tokens=1), directory=tmp_path, warn=warn)
@@ -297,7 +297,7 @@ def test_a_directory_on_which_nothing_can_be_written_is_a_warning() -> None:
     assert "cannot be kept" in warn[0]
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
     assert add_statistics("model", some(1), directory=tmp_path)
@@ -351,7 +351,7 @@ def test_names_stay_inside_the_directory(tmp_path: Path, key: str) -> None:
         add_statistics(key, some(), directory=tmp_path)
 
 
-def test_keys_tell_models_apart() -> None:
+def test_keys_differ_between_models() -> None:
     keys = {
         model_key("abc", layers=26, experts=64, top_k=6),
         model_key("abd", layers=26, experts=64, top_k=6),

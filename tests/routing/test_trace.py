@@ -1,4 +1,4 @@
-"""Trace files: what is written is read, what is malformed is refused with the reason."""
+"""Trace files: written files read back, malformed files are refused with the reason."""
 
 from __future__ import annotations
 

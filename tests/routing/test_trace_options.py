@@ -1,4 +1,4 @@
-"""What a trace may hold beside the choices: router weights, tokens, where prompts end."""
+"""Optional content of a trace: router weights, tokens, ends of prompts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_prompts_are_left_out_of_statistics_on_request() -> None:
     np.testing.assert_array_equal(counter.snapshot().ranks, without.ranks)
 
 
-def test_entropy() -> None:
+def test_entropy_matches_hand_computed_values() -> None:
     def trace(*columns: list[int]) -> Trace:
         return Trace(np.array(columns, np.int32).T[:, :, None], np.array([0, len(columns[0])]), 4)
 

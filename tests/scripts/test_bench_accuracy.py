@@ -1,4 +1,4 @@
-"""Errors of logits, and the table of what fewer bits cost."""
+"""Errors of logits, and the table of errors by number of bits."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
     assert list(found) == [(16, 32), (16, 16), (16, 8), (4, 32), (4, 16), (4, 8), (None, None)]
     assert all(row["tokens"] == 48 for row in found.values())
     assert found[16, 32]["relative"] == found[16, 32]["divergence"] == 0.0
-    # A token whose router changes its mind costs more than the rounding of all others.
+    # A token with another choice of experts has a larger error than the rounding of all others.
     assert 0 < found[16, 16]["relative"] < 0.02
     assert found[16, 16]["divergence"] < found[16, 8]["divergence"] < 0.01
     assert found[16, 16]["relative"] < found[16, 8]["relative"] < 0.1
     assert found[16, 8]["relative"] < found[4, 32]["relative"] < 0.5
-    # A model that has learned something: the vocabulary has 3,584 tokens.
+    # Better than chance: the vocabulary has 3,584 tokens.
     assert 2 < found[16, 32]["perplexity"] < 200
     assert found[16, 16]["perplexity"] == pytest.approx(found[16, 32]["perplexity"], rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["demo"], "give --data or --text"),
         (["demo", "--text", "nowhere.txt"], "nowhere.txt"),
@@ -92,8 +92,8 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
         (["demo", "--activation-bits", "16,"], "choose from 8, 16, 32"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_models_that_cannot_be_compared_are_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # In this process, which has imported torch long ago.
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -102,6 +102,6 @@ def test_what_cannot_be_compared_is_refused(
         runpy.run_path(str(SCRIPTS / "bench" / "accuracy"), run_name="__main__")
     status = ended.value.code
     error = status if isinstance(status, str) else capsys.readouterr().err
-    assert status == 1 or isinstance(status, str)  # a text is said, and the status is 1
+    assert status == 1 or isinstance(status, str)  # a message, which exits with status 1
     assert error.startswith("error: ")
-    assert says in error
+    assert message in error

@@ -1,6 +1,6 @@
 """moechat beside llama.cpp: the options, the files, the bytes that are counted, and a run on a tiny model.
 
-What needs the packages gguf or llama-cpp-python takes them from this interpreter or from the one that
+Tests that need the packages gguf or llama-cpp-python take them from this interpreter or from the one that
 ``LLAMA_PYTHON`` names, and is skipped where neither has them.
 """
 
@@ -70,7 +70,7 @@ def config_file(directory: Path, family: str) -> Path:
     return path
 
 
-# What a token reads
+# Bytes that a token reads
 
 
 def test_gguf_bytes_are_those_of_the_published_model() -> None:
@@ -79,7 +79,7 @@ def test_gguf_bytes_are_those_of_the_published_model() -> None:
     plan = shapes.plan_gguf(config, "q4_0")
     # 46.7 billion weights with 4.5 bits, but for norms and routers.
     assert plan.nbytes == pytest.approx(46.7e9 * 4.5 / 8, rel=1e-3)
-    # By hand: attention, two of eight experts, head, one row of the embedding, and what is float32.
+    # By hand: attention, two of eight experts, head, one row of the embedding, and the float32 tensors.
     attention = 4096 * 4096 * 2 + 2 * 1024 * 4096
     experts = 32 * 2 * 3 * 4096 * 14336
     packed = (32 * attention + experts + 32000 * 4096 + 4096) * 18 // 32
@@ -97,7 +97,7 @@ def test_both_formats_have_the_same_bits_and_odd_rows_are_refused() -> None:
         shapes.plan_gguf({**config, "model_type": "gpt_oss"}, "q4_k")
 
 
-def test_names_of_files_change_with_what_is_in_them() -> None:
+def test_file_names_depend_on_the_content() -> None:
     shapes = module("gguf_shapes")
     config = CONFIGS["olmoe"]
     plans = [
@@ -163,7 +163,7 @@ json.dump({"tensors": tensors, "fields": fields}, open(sys.argv[2], "w"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--only", "moechat", "--models", "mixtral"], "there is no shape 'mixtral'; choose one of"),
         (["--only", "moechat", "--models", "olmoe-1b-7b:17"], "olmoe-1b-7b has 1 to 16 layers"),
@@ -179,17 +179,17 @@ json.dump({"tensors": tensors, "fields": fields}, open(sys.argv[2], "w"))
         (["--llama-python", "/nowhere/python"], "/nowhere/python cannot be run"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_reason(
-    tmp_path: Path, arguments: list[str], says: str
+def test_cases_that_cannot_be_measured_are_refused_with_a_reason(
+    tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     done = bench("--work", str(tmp_path), *arguments)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
-    assert says in done.stderr
+    assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interpreter_without_the_packages_is_told_how_to_get_them(tmp_path: Path) -> None:
+def test_missing_packages_are_reported_with_the_command_that_installs_them(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     bare.chmod(0o755)
@@ -199,7 +199,7 @@ def test_an_interpreter_without_the_packages_is_told_how_to_get_them(tmp_path: P
     assert "pip install" in done.stderr
 
 
-def test_a_family_without_a_gguf_form_names_the_way_out(tmp_path: Path) -> None:
+def test_a_family_without_a_gguf_form_is_refused_with_a_hint(tmp_path: Path) -> None:
     files = module("cpu_files")
     (model,) = files.parse_models("gpt-oss-20b:2")
     with pytest.raises(files.BenchError, match="use --only moechat"):
@@ -251,7 +251,7 @@ def test_a_tiny_model_is_measured_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_both_sides_are_measured_where_llama_cpp_is_here(tmp_path: Path) -> None:
+def test_both_sides_are_measured_where_llama_cpp_is_installed(tmp_path: Path) -> None:
     python = interpreter_with("llama_cpp, gguf")
     out = tmp_path / "out.json"
     arguments = ["--work", str(tmp_path / "work"), "--llama-python", python, "--threads", "1", "--quick"]
@@ -286,7 +286,7 @@ def turn(system: str, what: str, size: int, number: int, rate: float, stream: fl
     }
 
 
-def test_llama_cpp_gets_its_fastest_way_and_a_second_copy_only_where_it_pays() -> None:
+def test_llama_cpp_runs_with_its_fastest_options_and_repacks_only_where_that_is_faster() -> None:
     llama = module("cpu_llama")
     mine, flash = llama.Way(True, "plain"), llama.Way(True, "flash")
     plain, other = llama.Way(False, "plain"), llama.Way(False, "flash")
@@ -339,5 +339,5 @@ def test_a_worker_starts_with_its_variables_and_without_those_left_out(
     monkeypatch.setenv("KEPT", "yes")
     variables = {"OMP_WAIT_POLICY": None, "ADDED": "1", "PYTHONPATH": str(SCRIPTS / "bench")}
     with module("worker").Worker("variables", [sys.executable, str(script)], variables) as worker:
-        said = worker.ask("look", names=["OMP_WAIT_POLICY", "KEPT", "ADDED"])
-    assert said == {"OMP_WAIT_POLICY": None, "KEPT": "yes", "ADDED": "1"}
+        found = worker.ask("look", names=["OMP_WAIT_POLICY", "KEPT", "ADDED"])
+    assert found == {"OMP_WAIT_POLICY": None, "KEPT": "yes", "ADDED": "1"}

@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_every_link_and_way_is_timed(tmp_path: Path) -> None:
+def test_every_link_and_treatment_of_misses_is_timed(tmp_path: Path) -> None:
     done = run("--links", "0.01,1", "--json", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The import checker: it accepts this package, and finds every kind of import that goes the wrong way."""
+"""The import checker: it accepts this package, and finds every kind of upward import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ check_imports = load_script()
 
 
 def complaints(tmp_path: Path, files: dict[str, str]) -> list[str]:
-    """What the checker says of a package with these files, without the path before the line number."""
+    """Complaints of the checker about a package with these files, without the path before the line number."""
     package = tmp_path / "moechat"
     for name, text in {"__init__.py": "", **files}.items():
         path = package / name
@@ -38,7 +38,7 @@ def complaints(tmp_path: Path, files: dict[str, str]) -> list[str]:
     return [line.removeprefix("moechat/") for line in found]
 
 
-def test_this_package_obeys() -> None:
+def test_this_package_passes() -> None:
     result = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, cwd="/")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
@@ -117,7 +117,7 @@ def test_downward_imports_are_accepted(tmp_path: Path) -> None:
         ("__main__.py", "from moechat.cli.main import main\n", 1),
     ],
 )
-def test_every_wrong_way_is_found(tmp_path: Path, file: str, text: str, line: int) -> None:
+def test_every_upward_import_is_found(tmp_path: Path, file: str, text: str, line: int) -> None:
     found = complaints(tmp_path, {**DOWNWARD, file: text})
     found = [line for line in found if "imports itself" not in line]  # some of these make a circle as well
     assert len(found) == 1
@@ -202,6 +202,6 @@ def test_file_names_of_several_rooms_are_listed(tmp_path: Path) -> None:
     assert result.stdout == "a.py: moechat/hub/a.py, moechat/store/a.py\n"
 
 
-def test_what_does_not_parse_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_does_not_parse_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError):
         complaints(tmp_path, {"store/a.py": "def\n"})

@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check`` measures, on a GPU that is not there: that it measures, not how fast it is."""
+"""Measurements of ``scripts/gpu_check`` over a simulated GPU: completeness, not speed."""
 
 import subprocess
 import sys
@@ -50,12 +50,12 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
         offload=OffloadOptions(accelerator=gpu, pages=10),
     ) as engine:
         rates = {"link": 1e9, "vram": 1e10}
-        said = []
-        # Of another shape than the model: it is fitted to it.
+        messages = []
+        # The trace has another shape and is mapped to the model's.
         drawn = np.argsort(np.random.default_rng(0).random((30, 3, 16)), axis=2)[:, :, :4]
         trace = Trace(drawn.astype(np.int32), np.array([0, 30]), 16)
-        found = measure(engine, ["auto", "on-demand"], rounds, rates=rates, trace=trace, say=said.append)
-    assert said == ["round 1, auto", "round 1, on-demand", "round 2, on-demand", "round 2, auto"]
+        found = measure(engine, ["auto", "on-demand"], rounds, rates=rates, trace=trace, say=messages.append)
+    assert messages == ["round 1, auto", "round 1, on-demand", "round 2, on-demand", "round 2, auto"]
     assert set(found["systems"]) == {"auto", "on-demand"}
     for one in found["systems"].values():
         assert one["token_ms"] > 0
@@ -67,7 +67,7 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
     assert gpu.cuda.get("pinned") == 0
 
 
-def test_without_a_gpu_gpu_check_says_so(tmp_path):
+def test_gpu_check_without_a_gpu_ends_with_an_error(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = subprocess.run(

@@ -30,11 +30,11 @@ def test_rows_hold_every_policy_between_nothing_and_the_bound() -> None:
         assert 0 < row["hit_rate_always"] <= bound["hit_rate_always"]
     assert rows[0]["closed"] == rows[0]["closed_always"] == 0.0
     assert rows[6]["closed"] == pytest.approx(1.0)
-    # What is cached more is hit more.
+    # A larger cache has more hits.
     assert all(more["hit_rate"] > less["hit_rate"] for less, more in zip(rows[:7], rows[7:], strict=True))
 
 
-def test_the_text_says_the_same_and_parts_differ() -> None:
+def test_the_text_lists_every_policy_and_parts_of_the_trace_differ() -> None:
     done = table(str(TRACE), "--sequences", "1:2", "--layers", "five")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
@@ -54,7 +54,7 @@ def test_the_text_says_the_same_and_parts_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nowhere.npz"], "there is no trace"),
         ([str(TRACE), "--layers", "9"], "the trace has layers 0 to 5"),
@@ -63,8 +63,8 @@ def test_the_text_says_the_same_and_parts_differ() -> None:
         ([str(TRACE), "--fraction", "1.5"], "--fraction must be above 0"),
     ],
 )
-def test_impossible_requests_are_refused_in_words(arguments: list[str], says: str) -> None:
+def test_impossible_requests_are_refused_with_a_message(arguments: list[str], message: str) -> None:
     done = table(*arguments)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,8 +1,7 @@
-"""The set-up scripts, in clones of their own, with a Python whose `venv` and `pip` only note what they were
-asked.
+"""The set-up scripts, each in its own clone, over a Python whose `venv` and `pip` only record their calls.
 
-A real set-up takes minutes; what is tested here is everything around it: what is missing is said, nothing
-is done twice, what was cut off is resumed.
+A real set-up takes minutes. These tests check everything around it: missing parts are reported, no step is
+repeated, an interrupted set-up is resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TOOLS = "bash sh env awk cat chmod cp cut date df du find grep head ln ls mkdir 
 TOOLS += " sha256sum sleep sort tail touch tr wc xargs"
 
 FAKE_PYTHON = r"""#!/usr/bin/env bash
-# Interpreter for tests: real for scripts, pretending for venv, pip, and the first start.
+# Interpreter for tests: real for scripts, a stub for venv, pip and the first start.
 case "$1 $2" in
 "-m venv")
   echo venv >>"$FAKE_LOG"
@@ -45,7 +44,7 @@ esac
 
 
 class Clone:
-    """A clone with only what the set-up reads, and a PATH with only what the test puts there."""
+    """A clone with only the files that the set-up reads, and a PATH with only the programs of the test."""
 
     def __init__(self, directory: Path) -> None:
         self.root = directory / "a clone"
@@ -98,7 +97,7 @@ class Clone:
         return process.returncode, out, err
 
     def calls(self) -> list[str]:
-        """What the pretending Python was asked since the last call of this."""
+        """Arguments of the stub Python since the last call of this method."""
         lines = self.log.read_text().splitlines()
         self.log.write_text("")
         return lines
@@ -198,7 +197,7 @@ def test_a_script_is_found_from_its_own_directory(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt", "native/src/deep/a.cc"])
-def test_what_was_changed_is_set_up_again(clone: Clone, changed: str) -> None:
+def test_a_changed_input_triggers_a_new_set_up(clone: Clone, changed: str) -> None:
     clone.run()
     clone.calls()
     with (clone.root / changed).open("a") as file:
@@ -344,7 +343,7 @@ def test_an_unknown_argument_is_refused(clone: Clone) -> None:
     assert clone.calls() == []
 
 
-def test_two_at_once_do_the_work_once(clone: Clone) -> None:
+def test_two_concurrent_set_ups_do_the_work_once(clone: Clone) -> None:
     first = clone.start(FAKE_PIP="sleep 0.5")
     clone.wait_for_call()
     status, _, err = clone.run()
@@ -355,7 +354,7 @@ def test_two_at_once_do_the_work_once(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_set_up_that_was_cut_off_is_resumed(clone: Clone, number: signal.Signals) -> None:
+def test_an_interrupted_set_up_is_resumed(clone: Clone, number: signal.Signals) -> None:
     process = clone.start(FAKE_PIP="sleep 30")
     clone.wait_for_call()
     os.killpg(process.pid, number)
@@ -366,14 +365,14 @@ def test_a_set_up_that_was_cut_off_is_resumed(clone: Clone, number: signal.Signa
     assert kinds(clone.calls()) == AGAIN
 
 
-def test_half_an_environment_is_replaced(clone: Clone) -> None:
+def test_an_incomplete_environment_is_replaced(clone: Clone) -> None:
     (clone.root / ".venv" / "bin").mkdir(parents=True)
     (clone.root / ".venv" / "bin" / "python").symlink_to("/nonexistent")
     assert clone.run()[0] == 0
     assert kinds(clone.calls()) == FULL
 
 
-def test_packages_that_do_not_import_are_installed_anew_once(clone: Clone, tmp_path: Path) -> None:
+def test_packages_that_do_not_import_are_reinstalled_once(clone: Clone, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     assert clone.run(FAKE_TRY=f"[[ -e {flag} ]] || {{ touch {flag}; false; }}")[0] == 0
     assert sorted(kinds(clone.calls())) == sorted([*FULL, *FULL])
@@ -397,7 +396,7 @@ def test_a_failing_step_shows_the_end_of_its_log(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "Failed to establish a new connection: [Errno -3] Temporary failure in name resolution",
@@ -406,14 +405,16 @@ def test_a_failing_step_shows_the_end_of_its_log(clone: Clone) -> None:
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
     ],
 )
-def test_a_missing_network_and_a_full_disk_are_told_apart(clone: Clone, text: str, said: str) -> None:
+def test_a_missing_network_and_a_full_disk_have_different_errors(
+    clone: Clone, text: str, message: str
+) -> None:
     status, _, err = clone.run(FAKE_PIP=f"echo {text!r}; exit 1")
     assert status == 1
-    assert said in err
+    assert message in err
     assert "hint: " in err
 
 
-def test_a_missing_compiler_is_said_before_any_work(clone: Clone) -> None:
+def test_a_missing_compiler_is_reported_before_any_work(clone: Clone) -> None:
     clone.remove("c++")
     status, out, err = clone.run("scripts/moechat", "--version")
     assert (status, out) == (1, "")
@@ -430,11 +431,11 @@ def test_an_old_compiler_does_not_count(clone: Clone) -> None:
     assert status == 0
     assert "native core (clang++, native)" in err
     status, _, err = clone.run(CXX="c++ -flag", MOECHAT_PYTHON="python3")
-    assert status == 0  # set up already: the compiler is not asked for
+    assert status == 0  # set up already: no compiler is needed
 
 
 @pytest.mark.parametrize(
-    ("patch", "said"),
+    ("patch", "message"),
     [
         ("sys.version_info = (3, 10, 4, 'final', 0)", "is 3.10.4: too old, 3.11 to 3.13 are supported"),
         ("sys.version_info = (3, 14, 0, 'final', 0)", "is 3.14.0: too new, 3.11 to 3.13 are supported"),
@@ -443,19 +444,19 @@ def test_an_old_compiler_does_not_count(clone: Clone) -> None:
         ("sys.exit(1)", "does not run"),
     ],
 )
-def test_what_is_wrong_with_a_python_is_said(clone: Clone, patch: str, said: str) -> None:
+def test_an_unsuitable_python_is_reported_with_the_reason(clone: Clone, patch: str, message: str) -> None:
     script = f"import importlib.util, sys, sysconfig; {patch}; exec(sys.stdin.read())"
     clone.put("python3", f'#!/bin/sh\nexec {sys.executable} -c "{script}"\n')
     status, out, err = clone.run()
     assert (status, out) == (1, "")
-    assert said in err
+    assert message in err
     assert str(clone.tools / "python3") in err
     assert "MOECHAT_PYTHON" in err
     clone.put("python3.12", FAKE_PYTHON.replace("REAL_PYTHON", sys.executable))
     assert clone.run()[0] == 0
 
 
-def test_no_python_at_all_is_said(clone: Clone) -> None:
+def test_a_missing_python_is_reported(clone: Clone) -> None:
     clone.remove("python3")
     status, _, err = clone.run()
     assert status == 1
@@ -465,7 +466,7 @@ def test_no_python_at_all_is_said(clone: Clone) -> None:
     assert "/nonexistent/python does not exist" in err
 
 
-def test_too_little_disk_is_said_with_both_numbers(clone: Clone) -> None:
+def test_too_little_disk_is_reported_with_both_numbers(clone: Clone) -> None:
     clone.put("df", "#!/bin/sh\necho header\necho disk 1 1 512000 1 /\n")
     status, _, err = clone.run()
     assert status == 1
@@ -475,7 +476,7 @@ def test_too_little_disk_is_said_with_both_numbers(clone: Clone) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_clone_that_cannot_be_written_is_said(clone: Clone) -> None:
+def test_a_read_only_clone_is_reported(clone: Clone) -> None:
     clone.root.chmod(0o555)
     try:
         status, _, err = clone.run()

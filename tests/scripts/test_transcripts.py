@@ -1,4 +1,4 @@
-"""Transcripts of the real program: what they show is checked, and what does not hold is an error."""
+"""Transcripts of the real program: every shown text is checked, and a failed check is an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_documented_exit_status_is_shown_by_a_real_command(tmp_path: Path)
     assert "$WORK/damaged/experts-00003.safetensors (1.5 MiB) is damaged" in done.stdout
 
 
-def test_a_program_that_says_something_else_is_an_error(tmp_path: Path) -> None:
+def test_unexpected_program_output_is_an_error(tmp_path: Path) -> None:
     program = tmp_path / "moechat"
     program.write_text("#!/bin/sh\necho something else\n")
     program.chmod(0o755)
@@ -43,21 +43,21 @@ def test_a_program_that_says_something_else_is_an_error(tmp_path: Path) -> None:
     assert "things do not hold" in done.stderr
 
 
-def test_what_the_machine_does_not_allow_is_skipped_and_said() -> None:
+def test_steps_that_the_machine_does_not_allow_are_skipped_with_a_note() -> None:
     done = transcripts("--only", "disk", env={"PATH": "/nowhere"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped: unshare and nsenter (util-linux) are not here" in done.stdout
     assert done.stdout.endswith("; skipped: disk\n")
 
 
-def test_a_part_that_is_none_is_refused() -> None:
+def test_an_unknown_part_is_refused() -> None:
     done = transcripts("--only", "pipes,exit")
     assert done.returncode == 2
     assert "'exit' is none of session, pipes, exits" in done.stderr
     assert parts_named("b,a", ["a", "b", "c"]) == ["a", "b"]
 
 
-def test_another_status_and_a_missing_text_do_not_hold(
+def test_a_wrong_status_or_a_missing_text_fails_the_check(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.command("echo out; echo err >&2; exit 3", "out", "err", status=3)
@@ -72,7 +72,7 @@ def test_another_status_and_a_missing_text_do_not_hold(
     assert shown.count("!! DOES NOT HOLD: ") == 2
 
 
-def test_paths_have_names_also_where_the_window_broke_them(stage: Stage) -> None:
+def test_wrapped_paths_are_replaced_by_names(stage: Stage) -> None:
     home = str(stage.home)
     for text in (f"in {home}/x", f"in {home[:9]}\n{home[9:]}/x"):
         assert stage.record.masked(text) == "in ~/x"

@@ -1,4 +1,4 @@
-"""A home of its own, the program as the tests of the command line run it, and a stand-in CUDA driver."""
+"""A separate home, the program as in the tests of the command line, and a fake CUDA driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[Any]:
-    """The stand-in CUDA driver, opened by this process."""
+    """The fake CUDA driver, opened by this process."""
     with pytest.MonkeyPatch.context() as patch:
         driver = FakeCuda()
         patch.setenv(VARIABLE, str(driver.path))

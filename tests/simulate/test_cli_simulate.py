@@ -1,4 +1,4 @@
-"""``moechat simulate``: the real program, its results, and what it refuses."""
+"""``moechat simulate``: the real program, its results, and its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROFILE = ("--profile", "rtx3060-12g")
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the shape of Mixtral."""
+    """A trace in the shape of Mixtral."""
     experts = np.random.default_rng(0).random((300, 32, 8)).argsort(axis=-1)[..., :2].astype(np.int32)
     path = tmp_path_factory.mktemp("trace") / "trace.npz"
     Trace(experts, np.array([0, 150, 300]), 8).write(path)
@@ -30,7 +30,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def tiny(trace: str, cli: Cli) -> tuple[str, ...]:
-    """Arguments for a model that is quickly built."""
+    """Arguments for a model that is built quickly."""
     config = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
@@ -86,7 +86,7 @@ def test_every_key_is_described(cli: Cli, tiny: tuple[str, ...]) -> None:
         assert f"``{key}``" in str(compare.__doc__), key
 
 
-def test_the_table_says_what_was_simulated_and_what_it_assumes(cli: Cli, tiny: tuple[str, ...]) -> None:
+def test_the_table_names_the_simulated_case_and_its_assumptions(cli: Cli, tiny: tuple[str, ...]) -> None:
     done = cli.call("simulate", *tiny, "--systems", "on-demand,auto", "--fractions", "0.5", "-q")
     text = done.out.decode()
     assert done.status == 0, done.err
@@ -99,7 +99,7 @@ def test_the_table_says_what_was_simulated_and_what_it_assumes(cli: Cli, tiny: t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (("--systems", "nonsense"), 2, "system 'nonsense' is not known"),
         (("--systems", "auto,melinoe"), 2, "the system melinoe cannot be simulated yet"),
@@ -118,14 +118,14 @@ def test_the_table_says_what_was_simulated_and_what_it_assumes(cli: Cli, tiny: t
         (("--plot", "plot.bmp"), 2, "plot.bmp does not end in .png"),
     ],
 )
-def test_bad_requests_end_with_a_status_and_a_sentence(
-    cli: Cli, tiny: tuple[str, ...], arguments: tuple[str, ...], status: int, said: str
+def test_bad_requests_end_with_an_exit_status_and_a_message(
+    cli: Cli, tiny: tuple[str, ...], arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     if "/nowhere/plot.png" in arguments:
         pytest.importorskip("matplotlib")
     done = cli.call("simulate", *tiny, *arguments)
     assert done.status == status
-    assert said in done.err
+    assert message in done.err
     assert done.out == b""
     assert "Traceback" not in done.err
 
@@ -178,7 +178,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_simulated(
     assert not (cli.directory / "plot.png").exists()
 
 
-def test_ctrl_c_ends_it_quietly(cli: Cli, tiny: tuple[str, ...]) -> None:
+def test_ctrl_c_ends_the_command_without_a_traceback(cli: Cli, tiny: tuple[str, ...]) -> None:
     # Long enough that the signal comes while the native code is at work.
     experts = np.random.default_rng(0).random((30_000, 2, 8)).argsort(axis=-1)[..., :2].astype(np.int32)
     experts = np.tile(experts, (5, 1, 1))

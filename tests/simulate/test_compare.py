@@ -1,4 +1,4 @@
-"""Systems over one trace: what they are given, what they cannot see, and how they compare."""
+"""Systems over one trace: their inputs, their limits, and how they compare."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SURE = 1e-9
 
 
 def local_trace(tokens: int = 400, seed: int = 0, layers: int = LAYERS) -> Trace:
-    """Some experts are popular, and what a token used the next ones use more often."""
+    """Routing with popular experts and locality: the next tokens use the experts of a token more often."""
     rng = np.random.default_rng(seed)
     popular = rng.permuted(np.tile(1.5 * np.log(1.0 / (1 + np.arange(EXPERTS))), (layers, 1)), axis=1)
     warm = np.zeros((layers, EXPERTS))
@@ -102,7 +102,7 @@ def test_there_is_one_result_for_each_system_and_fraction(cases: list[dict[str, 
         assert 0 <= case["far_busy"] <= 1
 
 
-def test_nobody_hits_more_often_or_is_faster_than_the_oracle(cases: list[dict[str, Any]]) -> None:
+def test_no_system_has_more_hits_or_is_faster_than_the_oracle(cases: list[dict[str, Any]]) -> None:
     for fraction in (0.25, 0.5):
         oracle = of(cases, "oracle", fraction)
         for system in SYSTEMS:
@@ -111,7 +111,7 @@ def test_nobody_hits_more_often_or_is_faster_than_the_oracle(cases: list[dict[st
             assert other["tpot_ms"] >= oracle["tpot_ms"] - SURE, system
 
 
-def test_systems_do_what_they_are_known_for(cases: list[dict[str, Any]]) -> None:
+def test_systems_behave_as_published(cases: list[dict[str, Any]]) -> None:
     assert of(cases, "on-demand")["prefetch_bytes_per_token"] == 0
     assert of(cases, "mixtral-offloading")["prefetch_bytes_per_token"] > 0
     for still in ("fiddler", "static"):
@@ -122,7 +122,7 @@ def test_systems_do_what_they_are_known_for(cases: list[dict[str, Any]]) -> None
     assert of(cases, "fiddler")["hit_rate"] > 0.3
     assert of(cases, "moepic")["top_hit_rate"] + of(cases, "moepic")["prefetch_hit_rate"] > 0
     assert of(cases, "auto")["far_blocks_per_token"] > 0
-    # What keeps nothing does not become better with memory, nor does it take any.
+    # A system that keeps nothing takes no memory and gains nothing from it.
     small, large = of(cases, "pregated", 0.25), of(cases, "pregated", 0.5)
     assert small["tpot_ms"] == large["tpot_ms"]
     settings = settings_for("pregated")
@@ -130,7 +130,7 @@ def test_systems_do_what_they_are_known_for(cases: list[dict[str, Any]]) -> None
     assert of(cases, "on-demand", 0.5)["hit_rate"] > of(cases, "on-demand", 0.25)["hit_rate"]
 
 
-def test_where_the_far_tier_cannot_compute_everything_is_fetched() -> None:
+def test_without_far_computing_every_miss_is_fetched() -> None:
     cases = compare(near="ram", systems=("fiddler", "auto"), fractions=(0.25,))
     for case in cases:
         assert case["near"] == "ram"
@@ -160,7 +160,7 @@ def test_results_repeat_and_follow_the_seed() -> None:
     assert compare(**options)[0]["tpot_ms"] != compare(**options, seed=1)[0]["tpot_ms"]
 
 
-def test_what_another_system_looks_at_changes_no_result() -> None:
+def test_the_lookahead_of_another_system_changes_no_result() -> None:
     alone = compare(systems=("moepic",), fractions=(0.25,))
     beside = compare(systems=("auto:lookahead=3,prefetch_experts=5", "moepic"), fractions=(0.25,))
     assert beside[1] == alone[0]
@@ -191,7 +191,7 @@ def test_a_short_trace_is_used_as_far_as_it_goes() -> None:
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_systems_that_come_later_say_so(name: str) -> None:
+def test_systems_that_cannot_be_simulated_yet_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"the system {name} cannot be simulated yet"):
         SimulateOptions((name,))
 
@@ -240,7 +240,7 @@ def test_the_first_layers_predict_worse_and_the_mean_is_kept(mean: float) -> Non
         assert by_layer[0] < by_layer[-1]
 
 
-def test_predictions_are_as_right_as_was_asked_for() -> None:
+def test_drawn_predictions_have_the_requested_accuracy() -> None:
     trace = local_trace(1000)
     accuracy = accuracy_by_layer(LAYERS, 0.7)
     found = draw_rankings(trace, accuracy, width=5, lookahead=2)
@@ -273,7 +273,7 @@ def test_rankings_can_be_as_wide_as_a_layer() -> None:
 # ---- times
 
 
-def test_blocks_take_their_share_of_an_expert() -> None:
+def test_a_block_takes_its_share_of_an_experts_time() -> None:
     costs = Costs(attention=1.0, moe=8.0, head=2.0, load=6.0, latency=0.5, compute_far=4.0, load_together=9.0)
     timing = timing_of(costs, top_k=2, blocks=2, block_bytes=1 << 19, call=1.0)
     assert timing.call == 1.0
@@ -294,7 +294,7 @@ def test_impossible_times_are_refused(changes: dict[str, Any]) -> None:
         dataclasses.replace(timing, **changes)
 
 
-def test_a_trace_finds_the_model_that_it_is_of() -> None:
+def test_the_model_is_found_from_the_trace() -> None:
     def trace(layers: int, experts: int, k: int) -> Trace:
         chosen = np.broadcast_to(np.arange(k, dtype=np.int32), (2, layers, k))
         return Trace(np.ascontiguousarray(chosen), np.array([0, 2]), experts)

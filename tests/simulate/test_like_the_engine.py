@@ -226,7 +226,7 @@ def random_case(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("miss", ["fetch", "compute"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_blocks_and_hits_are_those_of_the_engine_where_time_decides_nothing(
+def test_blocks_and_hits_equal_the_engines_when_timing_has_no_influence(
     cuda: Any, miss: str, launch: str, data: st.DataObject
 ) -> None:
     case = random_case(data.draw)

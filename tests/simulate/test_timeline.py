@@ -1,4 +1,4 @@
-"""Timelines worked out by hand, and what holds for every timeline."""
+"""Timelines computed by hand, and properties of every timeline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def play(line: _native.Timeline, chosen: list[Any], expected: Any = None) -> dic
 
 def test_a_block_is_computed_while_the_next_one_arrives() -> None:
     found = play(timeline(), [[[0]], [[0]]])
-    # 0.5 until the router speaks; blocks at 1.5 and 2.5, the second is computed at 2.75; then the head.
+    # 0.5 until the router has chosen; blocks at 1.5 and 2.5, the second is computed at 2.75; then the head.
     # The second token finds both.
     assert found["seconds"] == [2.875, 0.5 + 0.5 + 0.125]
     assert found["stall"] == [1.0 + 0.75, 0.0]
@@ -103,13 +103,13 @@ def test_starting_the_kernels_costs_each_time() -> None:
     ]
 
 
-def test_computing_follows_its_curve_and_goes_on_with_the_last_step() -> None:
+def test_compute_time_follows_its_curve_and_extrapolates_the_last_step() -> None:
     line = timeline(blocks=4, compute=[0.5, 0.625])
     times = play(line, [[[0]], [[0]]])["seconds"]
     assert times[1] == 0.5 + 0.625 + 2 * 0.125 + 0.125
 
 
-def test_a_prefetch_moves_while_the_layer_before_works() -> None:
+def test_a_prefetch_moves_while_the_previous_layer_computes() -> None:
     # Layer 0 needs expert 0, layer 1 expert 1, which is expected. The demand goes first: 1.5 and 2.5, then
     # the prefetch: 3.5 and 4.5. Layer 0 is done at 2.75, layer 1 begins at 3.25: nothing is missing but on
     # its way; computed at 3.75, waited for to 4.5.
@@ -121,7 +121,7 @@ def test_a_prefetch_moves_while_the_layer_before_works() -> None:
     assert line.stats()["hits_miss"] == 1
 
 
-def test_a_wrong_prefetch_is_cancelled_but_for_what_has_started() -> None:
+def test_a_wrong_prefetch_is_cancelled_except_for_started_transfers() -> None:
     # As before, but layer 1 needs expert 0. A third of the link's 300 bytes is a block: prefetches go one by
     # one. At 3.25 the first one is under way until 3.5; the other is cancelled. Demands: 4.5 and 5.5.
     line = timeline(layers=2, ahead="ranked", in_flight_bytes=2 * BLOCK - 1)
@@ -131,10 +131,10 @@ def test_a_wrong_prefetch_is_cancelled_but_for_what_has_started() -> None:
     assert line.stats()["link_cancelled"] == 1
 
 
-def test_a_demand_overtakes_prefetches_that_wait() -> None:
+def test_a_demand_overtakes_waiting_prefetches() -> None:
     line = timeline(layers=2, experts=4, ahead="ranked", ahead_experts=2, in_flight_bytes=2 * BLOCK - 1)
     found = play(line, [[[0], [3]]], [[[[0, 1], [1, 2]]]])
-    # Prefetches of experts 1 and 2 begin at 2.5: one block until 3.5; the layer asks for expert 3 at 3.25.
+    # Prefetches of experts 1 and 2 begin at 2.5: one block until 3.5; the layer demands expert 3 at 3.25.
     assert found["seconds"] == [3.5 + 2 + 0.25 + 0.125]
 
 
@@ -148,7 +148,7 @@ def test_the_far_tier_computes_missing_blocks() -> None:
     assert line.stats()["blocks_far"] == 4
 
 
-def test_the_link_brings_once_what_targets_keep_while_the_far_tier_computes_the_rest() -> None:
+def test_the_link_fetches_target_blocks_once_while_the_far_tier_computes_the_rest() -> None:
     line = timeline(miss="compute", far_block=0.5, far_block_shared=1.0, keep=(2, 1))
     found = play(line, [[[0]], [[0]]])
     # The first block comes over the link in a second, while the second is computed far in as much.
@@ -260,7 +260,7 @@ def test_demands_of_a_gpu_are_copied_at_once_and_behind_the_kernels_that_read_th
     assert found["seconds"] == [3.0 + 2 + 0.5 + 0.125]
 
 
-def test_a_chosen_set_is_there_from_the_beginning() -> None:
+def test_a_fixed_set_is_resident_from_the_beginning() -> None:
     ranks = np.array([[1.0, 2.0]])
     chosen = timeline(
         keep=(1, 2),
@@ -276,7 +276,7 @@ def test_a_chosen_set_is_there_from_the_beginning() -> None:
     assert chosen.check() == ""
 
 
-def test_hurried_passes_take_no_time() -> None:
+def test_untimed_passes_take_no_time() -> None:
     line = timeline()
     experts = np.array([[[0]], [[1]]], np.int32)
     starts = np.arange(3, dtype=np.int64)
@@ -288,7 +288,7 @@ def test_hurried_passes_take_no_time() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_nothing_is_lost_and_no_time_runs_backwards(data: st.DataObject) -> None:
+def test_no_block_is_lost_and_time_never_decreases(data: st.DataObject) -> None:
     draw = data.draw
     layers, count, blocks = draw(st.integers(1, 4)), draw(st.integers(2, 6)), draw(st.integers(1, 5))
     k, tokens = draw(st.integers(1, min(3, count))), 30
@@ -360,7 +360,7 @@ def test_a_faster_link_is_never_slower_without_speculation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"miss": "guess"}, "miss is"),
         ({"ahead": "guess"}, "ahead is"),
@@ -379,8 +379,8 @@ def test_a_faster_link_is_never_slower_without_speculation() -> None:
         ({"far_threads": 0}, "far_threads is 0"),
     ],
 )
-def test_impossible_options_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         timeline(**changes)
 
 
@@ -388,7 +388,7 @@ def test_impossible_passes_are_refused() -> None:
     experts = np.zeros((3, 1, 1), np.int32)
     starts = np.arange(4, dtype=np.int64)
     rankings = np.zeros((1, 2, 1, 1), np.int32)
-    for arguments, said in (
+    for arguments, message in (
         ((experts, starts, rankings), "rankings has shape"),
         ((experts, starts[::-1].copy(), None), "starts does not ascend"),
         ((experts, starts + 1, None), "starts does not ascend"),
@@ -396,11 +396,11 @@ def test_impossible_passes_are_refused() -> None:
         ((experts.astype(np.int64), starts, None), "dtype"),
         ((experts, starts, None, 2, 1), "passes 2 to 1"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             timeline().run(*arguments)  # type: ignore[arg-type]
 
 
-def test_an_expert_that_is_expected_twice_or_does_not_exist_is_refused() -> None:
+def test_duplicate_and_unknown_experts_in_a_ranking_are_refused() -> None:
     for ranking in ([1, 1], [0, 2]):
         line = timeline(layers=2, ahead="ranked", ahead_experts=2)
         with pytest.raises(ValueError, match="expert"):

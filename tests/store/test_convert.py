@@ -33,7 +33,7 @@ def converted(
 
 
 def floats(array: np.ndarray) -> np.ndarray:
-    """float32 of float32, float16, or bf16 given as uint16."""
+    """float32 values of a float32, float16 or bf16 (as uint16) array."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
@@ -182,7 +182,7 @@ def test_padding_for_hqq_does_not_widen_the_last_group() -> None:
 def fused_checkpoint(
     directory: Path, packing: str
 ) -> tuple[Checkpoint, CheckpointPlan, dict[str, np.ndarray]]:
-    """A layer in the manner of gpt-oss: 3-D tensors, gate and up interleaved, biases; layers 1 and 3 of 4."""
+    """A layer as in gpt-oss: 3-D tensors, gate and up interleaved, biases; layers 1 and 3 of 4."""
     generator = np.random.default_rng(3)
     hidden, intermediate, experts = 96, 64, 3
     tensors: dict[str, tuple[str, np.ndarray]] = {"norm": ("F32", np.ones(hidden, "f4"))}

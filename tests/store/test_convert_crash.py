@@ -1,4 +1,4 @@
-"""A conversion may be killed, starved of disk, interrupted or doubled anywhere: the library stays whole."""
+"""Conversions that are killed, interrupted, run twice or out of disk space leave a whole library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def child(source: Path, destination: Path, *options: str, check: bool = True) ->
 
 
 def assert_nothing_or_complete(destination: Path) -> bool:
-    """Whether there is a store; half of one is an error."""
+    """Whether there is a store; asserts that it is not incomplete."""
     if not destination.exists():
         return False
     Store.open(destination).verify()

@@ -1,4 +1,4 @@
-"""Durable files: what is written, in which pieces, and what is left when writing ends early."""
+"""Durable files: their content, the pieces of their writes, and the result of a write that ends early."""
 
 from __future__ import annotations
 
@@ -110,19 +110,17 @@ def test_a_file_that_cannot_be_mapped_is_still_hashed(
     assert hash_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_hashing_asks_for_every_piece_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
+def test_hashing_requests_read_ahead_of_every_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
     huge: list[int] = []
     real = _native.read_ahead
     monkeypatch.setattr(_native, "prefer_huge_pages", lambda data: huge.append(data.nbytes))
-    monkeypatch.setattr(_native, "read_ahead", lambda data: asked.append(data.nbytes) or real(data))
+    monkeypatch.setattr(_native, "read_ahead", lambda data: sizes.append(data.nbytes) or real(data))
     path = tmp_path / "file"
     path.write_bytes(os.urandom(5 * HUGE_PAGE + 5))
     hash_file(path)
     assert huge == [5 * HUGE_PAGE + 5]
-    assert asked == [2 * HUGE_PAGE, 2 * HUGE_PAGE, HUGE_PAGE + 5]
+    assert sizes == [2 * HUGE_PAGE, 2 * HUGE_PAGE, HUGE_PAGE + 5]
 
 
 def test_a_hashed_file_does_not_stay_in_the_memory_of_the_process(tmp_path: Path) -> None:

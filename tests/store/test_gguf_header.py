@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what gguf's own reader finds, and nothing but clear errors for what is damaged."""
+"""Headers of GGUF files: equal to those of gguf's own reader, and clear errors for damaged files."""
 
 from __future__ import annotations
 

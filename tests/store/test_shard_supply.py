@@ -1,4 +1,4 @@
-"""Shards that come one after the other: order, what is put aside, what the disk holds at most."""
+"""Shards fetched one at a time: order, saved dense tensors, peak use of the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = 12
 
 
 class Shelf:
-    """Copies shards from a directory; keeps count, and looks at the disk when it may be at its fullest."""
+    """Copies shards from a directory; counts them, and measures disk use at its peaks."""
 
     def __init__(self, source: Path, here: Path, *, ahead: bool = False) -> None:
         self.source, self.here = source, here
@@ -178,7 +178,7 @@ def test_leftovers_of_an_interrupted_run_count_once_in_the_peak(
     plan = mixtral_plan(checkpoint)
     files = outline_store(checkpoint, plan, 4).files
     done = finished_files(checkpoint, plan, tmp_path / "store", bits=4)
-    # Another shard lies there than the layer needs that comes next.
+    # The shard on disk is not the one that the next layer needs.
     lost = "model-00006-of-00007.safetensors"
     (here / lost).write_bytes((source / lost).read_bytes())
     bound = peak_disk_bytes(

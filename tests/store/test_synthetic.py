@@ -1,4 +1,4 @@
-"""Synthetic stores: complete, hashed, loadable, and their weights of sensible size."""
+"""Synthetic stores: complete, hashed, loadable, with weights of sensible size."""
 
 from __future__ import annotations
 

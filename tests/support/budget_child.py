@@ -1,6 +1,6 @@
-"""Loads a model within a budget, answers a long prompt, and reports what it took: MODEL BUDGET TOKENS.
+"""Loads a model within a budget, answers a long prompt, and reports the memory it took: MODEL BUDGET TOKENS.
 
-A budget of 0 asks for the least that works, as a fresh process sees it.
+A budget of 0 prints the least that works in a fresh process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Doubles for the tests of the chat: an engine that says what the test wrote down, and its voice."""
+"""Doubles for the tests of the chat: an engine with scripted answers, scripted input, recorded output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Messages = list[dict[str, str]]
 
 
 class Tokens(list[int]):
-    """One token a character of all messages, which it still knows."""
+    """One token for each character of all messages; keeps the messages."""
 
     messages: Messages
 
@@ -54,23 +54,23 @@ class Step:
 
 @dataclass
 class ScriptedEngine:
-    """Answers with what the test wrote down; a piece that is an exception is raised.
+    """Gives scripted answers; a piece that is an exception is raised.
 
     Attributes:
         answers: The pieces of one answer after the other.
-        room: Most characters of all messages together, with what is reserved for the answer.
-        reserves: What every call reserved.
-        asked: The messages of every answer that was begun.
+        room: Most characters of all messages and the reserve for the answer together.
+        reserves: The reserve of every call.
+        prompts: The messages of every answer that was started.
         given: The settings of every such answer.
         pause_s: Before each piece.
         prompt_s: For reading the prompt, in two parts.
-        template_end: What the chat template puts at the end of a prompt.
-        encoded: How often messages or texts were cut into tokens.
+        template_end: Text that the chat template adds at the end of a prompt.
+        encoded: Number of calls that encode messages or texts.
     """
 
     answers: list[list[str | BaseException]]
     room: int = 10**9
-    asked: list[Messages] = field(default_factory=list)
+    prompts: list[Messages] = field(default_factory=list)
     given: list[dict[str, Any]] = field(default_factory=list)
     name: str = "scripted"
     context_length: int = 100
@@ -111,7 +111,7 @@ class ScriptedEngine:
         return []
 
     def describe(self) -> Any:
-        """The facts of an engine that a chat shows."""
+        """The properties of an engine that a chat shows."""
         return SimpleNamespace(
             model_type="scripted",
             bits=4,
@@ -125,7 +125,7 @@ class ScriptedEngine:
         pass
 
     def _steps(self, prompt: Tokens, progress: Any, settings: dict[str, Any]) -> Iterator[Step]:
-        self.asked.append(prompt.messages)
+        self.prompts.append(prompt.messages)
         self.given.append(settings)
         if progress is not None:
             progress(0, len(prompt))
@@ -156,8 +156,8 @@ class OneModel:
 
 
 @dataclass
-class Heard:
-    """Everything that a chat said beside its answers."""
+class RecordedOutput:
+    """Records the output of a chat except its answers."""
 
     notices: list[str] = field(default_factory=list)
     errors: list[tuple[str, str | None]] = field(default_factory=list)
@@ -182,8 +182,8 @@ class Heard:
         self.notices.append("replanned")
 
 
-class Typist:
-    """Types what the test wrote down, then Ctrl-D."""
+class ScriptedReader:
+    """Returns scripted lines, then Ctrl-D."""
 
     def __init__(self, lines: Sequence[str | BaseException]) -> None:
         self._lines = iter([*lines, EOFError()])
@@ -214,21 +214,21 @@ def talk(
     chat: dict[str, Any] | None = None,
     models: OneModel | None = None,
     **options: Any,
-) -> Heard:
-    """Run a chat in which the user types these lines, then Ctrl-D."""
-    heard, typist = Heard(), Typist(lines)
+) -> RecordedOutput:
+    """Run a chat with these lines of the user, then Ctrl-D; returns its recorded output."""
+    output, reader = RecordedOutput(), ScriptedReader(lines)
     made = Chat(
         models or OneModel(engine),
         ChatOptions(generation=Generation(given or {}), **options),
-        heard,
+        output,
         sessions=sessions,
-        reader=typist,
+        reader=reader,
         **(chat or {}),
     )
     assert made.run() == 0
-    if not typist.all_read:
+    if not reader.all_read:
         pytest.fail("the chat was left before all lines were read")
-    return heard
+    return output
 
 
 def user(text: str) -> dict[str, str]:

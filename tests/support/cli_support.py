@@ -74,7 +74,7 @@ class Cli:
         return Result(process.returncode, out, err.decode())
 
     def call(self, *arguments: str, stdin: bytes = b"") -> Result:
-        """The same as :meth:`run` inside this process: no seconds for importing torch each time."""
+        """Like :meth:`run`, inside this process: avoids the seconds of importing torch."""
         from moechat.cli.main import main
 
         streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (stdin, b"", b"")]
@@ -130,7 +130,7 @@ class Cli:
 
 @dataclass(frozen=True)
 class Result:
-    """What the program left behind."""
+    """Exit status and output of a finished program."""
 
     status: int
     out: bytes

@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels for GPUs that need not be there; prints what became of each as JSON."""
+"""Compiles the GPU kernels for GPUs that need not be present; prints the result of each as JSON."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ SCALARS = {
     ),
 }  # fmt: skip
 POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
-# Sizes that are multiples of 16 in the models that there are, which the compiler is told.
+# Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
 EVEN = ("hidden", "rows", "cols", "sz")
 
 

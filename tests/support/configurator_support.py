@@ -1,4 +1,4 @@
-"""Statistics and costs for the configurator's tests: written down, or drawn."""
+"""Statistics and costs for the configurator's tests: given or random."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def curves(hit, accuracy=None, cached=None, *, top_k=1):
 
 
 def drawn(seed, layers, experts, top_k, *, depth=None, tokens=1000, concave=True):
-    """Any statistics: concave ones as policies give, or such that no order holds."""
+    """Random statistics: concave as those of policies, or without any order."""
     rng = np.random.default_rng(seed)
     depth = min(experts, 2 * top_k) if depth is None else depth
     ranks = rng.integers(0, 1000, (layers, experts))
@@ -78,7 +78,7 @@ def drawn(seed, layers, experts, top_k, *, depth=None, tokens=1000, concave=True
 
 
 def realistic(seed, layers, experts, top_k, *, accuracy=0.8, tokens=5000):
-    """Statistics as long runs give: skewed, falling with the place, different by layer."""
+    """Statistics as of long runs: skewed, decreasing with the place, different in each layer."""
     rng = np.random.default_rng(seed)
     depth = min(experts, 2 * top_k)
     share = np.exp(-rng.uniform(1.5, 4.5, (layers, 1)) * np.arange(experts) / experts)

@@ -1,4 +1,4 @@
-"""Converts a checkpoint in its own process and may kill itself at a chosen change of the file system.
+"""Converts a checkpoint in its own process and kills itself at a chosen change of the file system.
 
 usage: convert_child.py SOURCE DESTINATION BITS [--kill-at N] [--count] [--limit BYTES] [--slow SECONDS]
     [--memory]

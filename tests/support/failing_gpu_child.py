@@ -1,4 +1,4 @@
-"""The command over a GPU that is not there (see ``interpreted_gpu.py``) and that fails after some copies.
+"""The command over a simulated GPU (see ``interpreted_gpu.py``) that fails after some copies.
 
 Usage: ``python failing_gpu_child.py COPIES ARGUMENTS...``; the arguments are moechat's.
 """

@@ -1,4 +1,4 @@
-"""Builds ``native/tests/fake_cuda.cc``, NVIDIA's driver over host memory, and talks to it."""
+"""Builds ``native/tests/fake_cuda.cc``, a driver over host memory, and calls it."""
 
 import ctypes
 import hashlib
@@ -55,7 +55,7 @@ class FakeCuda:
         return self._library.fake_cuda_get(name.encode())
 
     def adopt(self, address: int, nbytes: int) -> None:
-        """Call host memory the GPU's."""
+        """Register host memory as the GPU's."""
         self._library.fake_cuda_adopt(address, nbytes)
 
     def disown(self, address: int) -> None:

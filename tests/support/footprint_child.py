@@ -1,4 +1,4 @@
-"""Measures what passes of models take, in a process of its own: CONTEXT [[FAMILY, DTYPE, SIZES], ...].
+"""Measures the memory of passes of models, in its own process: CONTEXT [[FAMILY, DTYPE, SIZES], ...].
 
 Prints a list for each: [tokens in the pass, tokens in the cache, measured bytes, estimated bytes], ...
 """
@@ -26,7 +26,7 @@ Figures = tuple[int, int, int, int]
 
 
 class Experts:
-    """What every expert layer allocates, without the experts."""
+    """Allocates like an expert layer, without its experts."""
 
     def forward(self, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         x = hidden.to(torch.float32).contiguous()

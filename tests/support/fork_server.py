@@ -65,7 +65,7 @@ def serve(path: str) -> None:
     listener.bind(path)
     listener.listen()
     listener.settimeout(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes between
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the intermediate processes are not waited for
     # Keep the garbage collector from copying the pages of all modules in every process.
     gc.collect()
     gc.freeze()

@@ -55,7 +55,7 @@ def shape_of(family: str, **changes: Any) -> dict[str, Any]:
             "rope_theta": 1e6,
         },
         "olmoe": {
-            "num_key_value_heads": 4,  # llama.cpp knows no others
+            "num_key_value_heads": 4,  # llama.cpp supports no others
             "intermediate_size": 256,
             "num_experts": 6,
             "norm_topk_prob": False,

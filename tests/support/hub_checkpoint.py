@@ -8,8 +8,8 @@ LAYERS = 5
 
 
 def write_hub_checkpoint(directory: Path) -> None:
-    """Write a random chat model of five layers in several shards, with a card and files that nobody should
-    load."""
+    """Write a random chat model of five layers in several shards, with a model card and files that must
+    not be loaded."""
     import tiny
 
     config = tiny.tiny_config(

@@ -13,7 +13,7 @@ from hub_server import REPOSITORY, Hub
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random chat model of five layers in several shards, with a card and files that nobody should load."""
+    """A random chat model of five layers in several shards, with a model card and files not to load."""
     directory = tmp_path_factory.mktemp("hub") / "moe-chat"
     write_hub_checkpoint(directory)
     return directory
@@ -28,7 +28,7 @@ def served(checkpoint: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(served: Hub) -> Iterator[Hub]:
-    """The hub, without faults and with no request yet."""
+    """The hub, without faults and without earlier requests."""
     served.reset()
     yield served
     served.reset()

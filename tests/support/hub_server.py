@@ -1,6 +1,6 @@
-"""A model hub on this machine: a real HTTP server that speaks the hub's protocol, and can fail in many ways.
+"""A model hub on this machine: a real HTTP server with the hub's protocol, which can fail in many ways.
 
-What huggingface_hub asks for: ``/api/models/ID[/revision/REV]?blobs=true`` and ``/ID/resolve/COMMIT/FILE``;
+Requests of huggingface_hub: ``/api/models/ID[/revision/REV]?blobs=true`` and ``/ID/resolve/COMMIT/FILE``;
 files in large file storage are redirected to another address, as the real hub does it.
 """
 
@@ -28,7 +28,7 @@ REPOSITORY = "tiny/moe-chat"
 
 @dataclass
 class Faults:
-    """What goes wrong; tests set it.
+    """Faults of the server; tests set them.
 
     Attributes:
         cuts: How many more bodies of shards end early, each after ``cut_after`` bytes.
@@ -71,7 +71,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: path, range, whether there was a token, bytes sent."""
+    """A request: path, range, whether it had a token, bytes sent."""
 
     path: str
     range: str
@@ -85,10 +85,10 @@ class Hub:
     Attributes:
         repositories: Files by repository and name.
         commit: Of every repository.
-        say: What the description of a model says otherwise than it should.
-        say_raw: The description instead of it.
-        events: Shards that were asked for (``asked``, name) and sent to their end (``sent``, name), headers
-            apart, in their order; tests add what else happens.
+        say: Keys of a model's description with wrong values.
+        say_raw: The whole description, in place of the correct one.
+        events: Shards that were requested (``requested``, name) and sent completely (``sent``, name), without
+            requests of headers, in order; tests add other events.
     """
 
     def __init__(self) -> None:
@@ -216,8 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
             "cardData": card,
             "tags": [],
         }
-        said = self.owner.say_raw or json.dumps({**body, **self.owner.say}).encode()
-        self._send(200, said, {"Content-Type": "application/json"})
+        body_bytes = self.owner.say_raw or json.dumps({**body, **self.owner.say}).encode()
+        self._send(200, body_bytes, {"Content-Type": "application/json"})
 
     def _resolve(self, repository: str, revision: str, name: str) -> None:
         data = self.owner.repositories.get(repository, {}).get(name)
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         chosen = not is_header and faults.only in ("", name)
         if not is_header:
-            self.owner.events.append(("asked", name))
+            self.owner.events.append(("requested", name))
         if faults.mute and chosen:
             self._keep_waiting(faults)
             return

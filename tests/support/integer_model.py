@@ -1,4 +1,4 @@
-"""The integer kernels in numpy, bit by bit what native/src/kernels/isa/kernel_api.h says."""
+"""The integer kernels in numpy, bit by bit as specified in native/src/kernels/isa/kernel_api.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An accelerator whose GPU is the fake driver: pages in host memory that the driver calls its own,
+"""An accelerator over the fake driver: pages in host memory that the driver treats as its own,
 kernels in Triton's interpreter, everything else torch on the CPU.
 
 Copies run on the driver's streams, with its delays. Kernels wait for their stream and for nothing else: a
@@ -74,7 +74,7 @@ class InterpretedGpu(Accelerator):
         """The interpreter builds nothing."""
 
     def before_kernels(self) -> None:
-        # What a lost GPU says is told by the next call of the link.
+        # The next call of the link raises the error of a lost GPU.
         self._stream.synchronize()
 
     def pages(self, count: int, page_bytes: int) -> torch.Tensor:

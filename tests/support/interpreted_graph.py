@@ -1,7 +1,7 @@
 """CUDA graphs without a GPU: every operation of torch, and every launch of an interpreted kernel, is noted
 with its tensors, and executed again.
 
-What Python decided stays decided, and the tensors stay the same, as on a GPU. As there, recording computes
+Decisions of Python and the tensors stay the same, as on a GPU. As there, recording computes
 nothing: what was computed on the way, which the next operations need to be called at all, is overwritten.
 """
 

@@ -1,4 +1,4 @@
-"""What tests of downloads look at."""
+"""Helpers for tests of downloads: requests, hashes and disk use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hashes(store: Path) -> dict[str, str]:
 
 
 def shard_requests(hub: Hub) -> list[str]:
-    """Shards of which more than the header was asked for."""
+    """Shards of which more than the header was requested."""
     return [
         request.path.rpartition("/")[2]
         for request in hub.requests
@@ -72,7 +72,7 @@ def disk_usage(directory: Path) -> int:
 
 
 def planned(program: Cli, *options: str) -> dict[str, Any]:
-    """What a dry run says, as JSON."""
+    """The JSON output of a dry run."""
     done = program.call("download", REPOSITORY, "--dry-run", "--json", *options)
     assert done.status == 0, done.err
     plan: dict[str, Any] = json.loads(done.out)
@@ -95,7 +95,7 @@ def finished(program: Cli, done: Result, reference: dict[str, str]) -> None:
 def wait_until(true: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not true():
-        assert time.monotonic() < until, "it never came"
+        assert time.monotonic() < until, "the condition never became true"
         time.sleep(0.002)
 
 
@@ -119,7 +119,7 @@ def before_each_expert(monkeypatch: pytest.MonkeyPatch, call: Callable[[int, int
 
 
 def shards_until(hub: Hub, layer: int) -> int:
-    """How many shards have to be here before a layer can be converted, after those before it."""
+    """Number of shards that must have arrived before this layer and all before it can be converted."""
     index = json.loads(hub.repositories[REPOSITORY]["model.safetensors.index.json"])["weight_map"]
     names = sorted(set(index.values()))
     return max(names.index(name) + 1 for key, name in index.items() if f"layers.{layer}.mlp.experts" in key)

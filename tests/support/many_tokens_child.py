@@ -39,7 +39,7 @@ def run(call: Call, activation_bits: int) -> np.ndarray:
 
 
 def run_alone(call: Call, activation_bits: int) -> np.ndarray:
-    """The same, a call for every token: no row has many of them."""
+    """The same with one call for each token, so that no row has many tokens."""
     out = np.empty_like(call.x)
     for token in range(len(call.x)):
         chosen = [np.flatnonzero(t == token) for t in call.tokens_of]
@@ -81,7 +81,7 @@ def experts(equal: dict[str, bool], digests: dict[str, str]) -> None:
 
 
 def repeated(close: dict[str, bool]) -> None:
-    """An expert that is given the same token many times adds to its row every time."""
+    """An expert that gets the same token many times adds to its row each time."""
     for bits in (4, 8):
         often = Call.random(bits, 200, 130, bits, bias=True, tokens=2, experts=1)
         weights = np.linspace(0.5, 1.5, 40, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""A machine to plan for, written down here so that no test depends on the shipped ones."""
+"""A machine to plan for, so that no test depends on the shipped profiles."""
 
 from __future__ import annotations
 

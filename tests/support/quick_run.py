@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class SlowRecorder:
-    """Adds up the processor time of the first case of every test, and writes the slow ones down."""
+    """Measures the processor time of the first case of every test, and writes the list of slow ones."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A chat in a process of its own, for a pseudo-terminal: the real one but for the model.
+"""A chat in its own process, for a pseudo-terminal: the real chat over a scripted model.
 
 Usage: ``python scripted_chat.py JSON``: answers, pause_s, options of the chat, save.
 """
@@ -19,25 +19,25 @@ from moechat.cli.main import Terminated, end_on_signals
 
 
 def main() -> int:
-    told = json.loads(sys.argv[1])
+    script = json.loads(sys.argv[1])
     end_on_signals()
     engine = ScriptedEngine(
-        told["answers"],
-        pause_s=told.get("pause_s", 0),
-        prompt_s=told.get("prompt_s", 0),
+        script["answers"],
+        pause_s=script.get("pause_s", 0),
+        prompt_s=script.get("prompt_s", 0),
         context_length=1000,
         finish_reason="stop",
     )
-    options = ChatOptions(**told.get("options", {}))
-    path = sessions_path() if told.get("save") else None
-    voice = StderrStatus()
+    options = ChatOptions(**script.get("options", {}))
+    path = sessions_path() if script.get("save") else None
+    status_output = StderrStatus()
     going_on = (
         None
         if path is None
-        else resume_conversation(path, options, engine.name, lambda text, _: voice.notice(text))
+        else resume_conversation(path, options, engine.name, lambda text, _: status_output.notice(text))
     )
     try:
-        status = Chat(OneModel(engine), options, voice, conversation=going_on, sessions=path).run()
+        status = Chat(OneModel(engine), options, status_output, conversation=going_on, sessions=path).run()
     except Terminated as ended:
         status = ended.status
     assert "torch" not in sys.modules

@@ -1,4 +1,4 @@
-"""Adds statistics in a process of its own: DIRECTORY NUMBER TIMES."""
+"""Adds statistics in its own process: DIRECTORY NUMBER TIMES."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pexpect
 import pyte
 
-# What the editor writes when it begins to read a line, and when it gives the terminal back.
+# Output of the editor when it begins to read a line, and when it releases the terminal.
 EDITOR_BEGINS, EDITOR_ENDS = "\x1b[?2004h", "\x1b[?2004l"
 PROMPT = ">>>"
 
 
 @contextmanager
 def hanging_up_ends_it() -> Iterator[None]:
-    """Programs started meanwhile do not ignore that their terminal is gone, even where we do (nohup)."""
+    """Restores SIGHUP for programs started meanwhile, even where this process ignores it (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,7 +31,7 @@ def hanging_up_ends_it() -> Iterator[None]:
 
 
 class Terminal:
-    """A program on a pseudo-terminal, and what its screen shows.
+    """A program on a pseudo-terminal, and its screen.
 
     Args:
         command: The program and its arguments.
@@ -101,10 +101,12 @@ class Terminal:
             if not self._read():
                 assert condition(), f"the program has ended:\n{self.shown}"
                 return
-            assert time.monotonic() < deadline, f"never came; the screen shows:\n{self.shown}"
+            assert time.monotonic() < deadline, (
+                f"the condition never became true; the screen shows:\n{self.shown}"
+            )
 
     def end(self) -> int | None:
-        """Read all that comes until the program has ended; its exit status."""
+        """Read all output until the program has ended; returns its exit status."""
         deadline = time.monotonic() + self._patience_s
         while self._read():
             assert time.monotonic() < deadline, f"it does not end; the screen shows:\n{self.shown}"
@@ -113,7 +115,7 @@ class Terminal:
         return self.child.exitstatus
 
     def _read(self) -> bool:
-        """Show what the program has written; whether more may come."""
+        """Show the output of the program; returns whether more may follow."""
         try:
             piece = self.child.read_nonblocking(4096, 0.05)
         except pexpect.TIMEOUT:

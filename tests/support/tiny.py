@@ -348,7 +348,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-# Families that moechat has never heard of: transformers decorates their experts, and that is enough.
+# Families without code in moechat: it suffices that transformers decorates their experts.
 _SPARSE = {
     **_SMALL,
     "head_dim": 16,

@@ -1,4 +1,4 @@
-"""A GPU that is not there: the fake driver, Triton's interpreter, and torch on the CPU."""
+"""A simulated GPU: the fake driver, Triton's interpreter, and torch on the CPU."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def test_an_engine_closed_by_another_thread_ends_its_answer(model: Path, gpu) ->
 def test_a_prefetched_block_that_fails_to_read_is_never_used(
     model: Path, gpu, expected: torch.Tensor
 ) -> None:
-    """Its page holds what it held before; the block is demanded again, and that is told."""
+    """Its page holds what it held before; the block is demanded again, with a notice."""
     with load(model, gpu, ram="64K", pages=12) as engine:
         assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
         store = engine.loaded.store
