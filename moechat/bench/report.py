@@ -21,7 +21,7 @@ and their keys; each key has double backquotes, and a test compares them with th
 - ``link``: ``kind``, ``bandwidth`` in bytes a second (measured, or programmed), ``compute_rate``: bytes of
   expert blocks computed a second, their quotient ``compute_to_link``, and whether bytes move at all:
   ``copy``. ``slows_computing``: by what share a token takes longer while a file link is busy with blocks that
-  nobody needs; null where that was not measured.
+  no layer needs; null where that was not measured.
 - ``resident``: ``ttft_s`` and ``tpot_s`` with everything in memory; null where it does not fit.
 - ``cases``: a list with one entry for each fraction and system:
 

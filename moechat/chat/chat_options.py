@@ -122,14 +122,14 @@ class ChatOptions:
 
     Attributes:
         generation: Settings of answers at the start.
-        system: What the model is told before the conversation.
+        system: The system prompt; ``None`` for none.
         raw: Answers as the model writes them, without markdown rendered.
         hide_thinking: Thinking is not shown.
-        save: Conversations and lines that were typed are kept.
-        resume: The conversation to go on with: its number, or ``True`` for the last one.
+        save: Save conversations and typed lines.
+        resume: The conversation to continue: its number, or ``True`` for the last one.
         stats: Statistics after each answer.
         quiet: Only answers and errors.
-        verbose: Say what happens meanwhile.
+        verbose: Report progress and details.
         loading: How the model was loaded, as far as somebody said: option, value, and who said it.
     """
 

@@ -143,12 +143,12 @@ class Commands:
             self._say("(the previous answer stays)")
 
     def _undo(self, text: str) -> None:
-        turn = self._session.conversation.take_back()
+        turn = self._session.conversation.undo()
         if turn is None:
-            raise UsageError("there is nothing to take back")
+            raise UsageError("there is nothing to undo")
         self._session.changed()
         self._session.record()
-        self._say(f"taken back: {title_of(turn.question)}")
+        self._say(f"undone: {title_of(turn.question)}")
 
     def _save(self, text: str) -> None:
         path, conversation = path_of(unquoted(text)), self._session.conversation

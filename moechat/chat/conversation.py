@@ -50,7 +50,7 @@ class Conversation:
         key: Number in the database; ``None`` before the first turn is stored.
         title: The beginning of the first question, or the title from a file.
         model: Name of the model that answered last.
-        taken_back: Keys of stored turns that were taken back since.
+        undone: Keys of stored turns that were undone since.
         kept: Title and system prompt in the database when last stored or read; empty before.
     """
 
@@ -61,7 +61,7 @@ class Conversation:
     title: str = ""
     model: str = ""
     created: float = field(default_factory=time.time)
-    taken_back: list[int] = field(default_factory=list)
+    undone: list[int] = field(default_factory=list)
     kept: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
     # The model before any turn is added: turns from files may name none.
     _model_before: str = field(init=False, repr=False, compare=False)
@@ -91,7 +91,7 @@ class Conversation:
         self.title = self.title or title_of(turn.question)
         self.model = turn.model or self.model
 
-    def take_back(self) -> Turn | None:
+    def undo(self) -> Turn | None:
         """Remove the last turn; ``None`` if there is none.
 
         A title that came from it is cleared, and the model becomes that of the remaining turns.
@@ -101,7 +101,7 @@ class Conversation:
         turn = self.turns.pop()
         self.first_sent = min(self.first_sent, len(self.turns))
         if turn.key is not None:
-            self.taken_back.append(turn.key)
+            self.undone.append(turn.key)
         if self.title == title_of(turn.question) and all(
             self.title != title_of(other.question) for other in self.turns
         ):

@@ -133,7 +133,7 @@ class ChatSession:
         if not reply.text:
             return  # the question goes too: turns are pairs
         if replace_last:
-            self.conversation.take_back()
+            self.conversation.undo()
         self.conversation.first_sent = first_sent
         name = self.models.engine.name
         self.conversation.add(Turn(question, reply.text, reply.thinking, mark, name, time.time()))

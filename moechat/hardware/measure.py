@@ -60,7 +60,7 @@ def measure_machine(report: Report = lambda _: None, *, budget: Budget | None = 
     try:
         save_measurement(measurement)
     except MoechatError as problem:
-        report(f"the profile is not kept: {problem}")
+        report(f"the profile was not saved: {problem}")
     return measurement.profile
 
 

@@ -252,9 +252,9 @@ class Upkeep:
         """Knowledge with the newest statistics and costs."""
         notes: list[str] = []
         knowledge = self._knowledge
-        statistics, told = knowledge.statistics, knowledge.statistics_from
+        statistics, source = knowledge.statistics, knowledge.statistics_from
         if self._counts:
-            statistics, told = self._latest_statistics(notes)
+            statistics, source = self._latest_statistics(notes)
         costs, costs_from = knowledge.costs, knowledge.costs_from
         if self._taken_tokens >= _OBSERVED_TOKENS:
             tokens, seconds = self._taken_tokens, self._taken_seconds
@@ -267,7 +267,7 @@ class Upkeep:
             self._taken_seconds, self._taken_tokens = 0.0, 0
         self._notes.extend(notes)
         return replace(
-            knowledge, statistics=statistics, statistics_from=told, costs=costs, costs_from=costs_from
+            knowledge, statistics=statistics, statistics_from=source, costs=costs, costs_from=costs_from
         )
 
     def _latest_statistics(self, notes: list[str]) -> tuple[RoutingStatistics | None, str]:

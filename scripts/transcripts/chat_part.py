@@ -39,7 +39,7 @@ def session(stage: Stage) -> None:
         )
         for line, *says in (
             ("/regen", "of 1,024 tokens"),
-            ("/undo", "taken back: Tell me a story about a dog"),
+            ("/undo", "undone: Tell me a story about a dog"),
             ("/save talk.md", "saved as"),
         ):
             chat.enter(line)

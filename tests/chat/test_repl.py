@@ -179,7 +179,7 @@ def test_undo_removes_the_last_turn() -> None:
     engine = ScriptedEngine([["a"], ["b"], ["c"]])
     output = talk(engine, ["/undo", "first", "second", "/undo", "third"])
     assert engine.prompts[2] == [user("first"), assistant("a"), user("third")]
-    assert output.errors == [("there is nothing to take back", None)]
+    assert output.errors == [("there is nothing to undo", None)]
 
 
 def test_set_changes_sampling_and_shows_the_source_of_values() -> None:

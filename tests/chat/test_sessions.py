@@ -63,10 +63,10 @@ def test_only_new_turns_are_written_and_undone_ones_stay_readable(path: Path) ->
     with Sessions(path) as sessions:
         sessions.keep(kept)
         kept.add(Turn("second", "two"))
-        kept.take_back()
+        kept.undo()
         kept.add(Turn("third", "three"))
         sessions.keep(kept)
-        kept.take_back()
+        kept.undo()
         sessions.keep(kept)
         assert [turn.answer for turn in sessions.get(1).turns] == ["one"]
         assert [turn.answer for turn in sessions.get(1, all_turns=True).turns] == ["one", "three"]
@@ -85,13 +85,13 @@ def test_undone_turns_do_not_set_the_title_or_the_model(path: Path) -> None:
     with Sessions(path) as sessions:
         kept = conversation(("Hello there", "one"))
         sessions.keep(kept)
-        kept.take_back()
+        kept.undo()
         sessions.keep(kept)
         kept.add(Turn("Who are you?", "two", model="demo"))
         sessions.keep(kept)
         kept.add(Turn("And now?", "three", model="other"))
         sessions.keep(kept)
-        kept.take_back()
+        kept.undo()
         sessions.keep(kept)
         assert [(line.title, line.model) for line in sessions.summaries()] == [("Who are you?", "demo")]
         sessions.keep(conversation(("hello", "four"), model="other"))
@@ -106,9 +106,9 @@ def test_a_title_and_a_model_from_a_file_survive_undo() -> None:
         "file",
     )
     loaded.add(Turn("c", "d", model="demo"))
-    loaded.take_back()
+    loaded.undo()
     assert (loaded.title, loaded.model) == ("Foxes", "theirs")
-    loaded.take_back()
+    loaded.undo()
     assert (loaded.title, loaded.model) == ("Foxes", "theirs")
 
 
@@ -123,7 +123,7 @@ def test_a_search_finds_words_with_and_without_an_index(
         sessions.keep(conversation(("a fox", "elsewhere"), ("garden", 'a "quoted" word')))
         taken = conversation(("kept", "y"), ("fox garden", "z"))
         sessions.keep(taken)
-        taken.take_back()
+        taken.undo()
         sessions.keep(taken)
         assert [line.key for line in sessions.search("garden fox")] == [1]
         assert [line.key for line in sessions.search("FOX")] == [2, 1]
@@ -166,7 +166,7 @@ def test_a_conversation_without_turns_is_neither_listed_nor_continued(path: Path
         sessions.keep(conversation(("first", "one")))
         empty = conversation(("second", "two"))
         sessions.keep(empty)
-        empty.take_back()
+        empty.undo()
         sessions.keep(empty)
         assert [line.key for line in sessions.summaries()] == [1]
         last = sessions.last("demo")
@@ -194,7 +194,7 @@ def test_turns_after_a_deletion_elsewhere_start_a_new_conversation(path: Path) -
         assert [(line.key, line.title) for line in sessions.summaries()] == [(2, "next")]
         assert [turn.answer for turn in sessions.get(2).turns] == ["two", "three"]
     recorder.close()
-    assert notices == ["(conversation 1 was deleted; what follows is kept as number 2)"]
+    assert notices == ["(conversation 1 was deleted; new turns are saved as 2)"]
     assert len(kept.turns) == 3
     assert b"unmentionable" not in path.read_bytes()
 
@@ -231,7 +231,7 @@ def test_a_chat_keeps_changes_of_another_chat_to_the_same_conversation(path: Pat
         sessions.keep(first)
         second = sessions.get(1)
         second.system = "be kind"
-        second.take_back()
+        second.undo()
         second.add(Turn("second", "two", model="other"))
         sessions.keep(second)
         first.add(Turn("third", "three", model="demo"))
@@ -239,11 +239,11 @@ def test_a_chat_keeps_changes_of_another_chat_to_the_same_conversation(path: Pat
         now = sessions.get(1)
         assert (now.title, now.system, now.model) == ("second", "be kind", "demo")
         assert [turn.answer for turn in now.turns] == ["two", "three"]
-        first.take_back()
+        first.undo()
         sessions.keep(first)
         assert sessions.get(1).model == "other"
         first.system = None
-        first.take_back()
+        first.undo()
         sessions.keep(first)
         assert sessions.get(1).title == "second"
         second.add(Turn("fourth", "four", model="other"))

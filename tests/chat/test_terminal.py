@@ -83,7 +83,7 @@ def test_a_chat_is_rendered_shows_the_context_and_is_saved(terminal: Callable[..
     assert "Hello you\n\n • a\n • b" in chat.shown
     assert "24 of 1,000 tokens, 2%" in chat.last_line
     chat.say("/regen", "bye")
-    chat.say("/undo", "taken back: hi")
+    chat.say("/undo", "undone: hi")
     assert chat.leave() == 0
     with closing(Sessions(sessions_path())) as sessions:
         assert sessions.get(1).turns == []

@@ -124,7 +124,7 @@ def test_a_chat_resumed_during_an_answer_controls_the_keys_again(
     chat.wait("... while")
     assert chat.shown.count("mean") == 1
     assert chat.shown.count("alpha") == 1
-    assert "*omega*" in chat.shown  # of a block that could not be taken back
+    assert "*omega*" in chat.shown  # of a block that could not be erased
     chat.type("\r", "second")
     chat.wait_prompt()
     chat.type("\x04", "shell$ ")

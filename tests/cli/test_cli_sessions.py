@@ -56,13 +56,13 @@ def test_a_conversation_is_shown_and_exported(own: Cli) -> None:
 def test_undone_turns_are_marked_in_a_pipe(own: Cli) -> None:
     with Sessions(own.home / "state" / "sessions.db") as sessions:
         conversation = sessions.get(2)
-        conversation.take_back()
+        conversation.undo()
         conversation.add(Turn("news", "none", model="demo"))
         sessions.keep(conversation)
     shown = own.call("sessions", "show", "2", "--all").out.decode()
-    assert "rain\n\n*(stopped by the user, taken back)*\n\n## User\n\nnews" in shown
+    assert "rain\n\n*(stopped by the user, undone)*\n\n## User\n\nnews" in shown
     assert shown.endswith("## Assistant\n\nnone\n")
-    assert "taken back" not in own.call("sessions", "show", "2").out.decode()
+    assert "undone" not in own.call("sessions", "show", "2").out.decode()
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd/x.md", "new/", "x.txt", "a" * 300 + ".md"])

@@ -174,7 +174,7 @@ def test_a_profile_that_cannot_be_stored_is_still_returned(
     (tmp_path / "data" / "profiles").write_text("a file in the way")
     said: list[str] = []
     assert measure_machine(said.append, budget=SHORT).expert_rate
-    assert said[-1].startswith("the profile is not kept: ")
+    assert said[-1].startswith("the profile was not saved: ")
 
 
 def test_with_a_full_disk_only_the_link_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ MIGRATIONS: list[str] = [
         mark TEXT NOT NULL,                    -- why the answer is incomplete; empty if it is not
         model TEXT NOT NULL,
         created REAL NOT NULL,
-        taken_back REAL                        -- when the user took it back; the row stays
+        taken_back REAL                        -- when the user undid it; the row stays
     );
     CREATE INDEX turns_of_conversation ON turns (conversation, id);
     CREATE INDEX conversations_by_time ON conversations (updated);

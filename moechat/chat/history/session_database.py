@@ -46,7 +46,7 @@ class Summary:
     Attributes:
         created: Seconds since 1970.
         updated: Time of the last turn, in seconds since 1970.
-        turns: Number of turns, without those taken back.
+        turns: Number of turns, without undone ones.
         found: Text around the words of a search; empty without a search.
     """
 
@@ -162,10 +162,10 @@ class Sessions:
                 turn if turn.key is not None else self._insert(connection, key or 0, turn) for turn in turns
             ]
             if not new:
-                for taken in conversation.taken_back:
-                    connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, taken))
+                for undone in conversation.undone:
+                    connection.execute("UPDATE turns SET taken_back = ? WHERE id = ?", (now, undone))
                 changed = {"updated": now, **_changed(heading, conversation.kept)}
-                if conversation.taken_back or any(turn.key is None for turn in turns):
+                if conversation.undone or any(turn.key is None for turn in turns):
                     changed["model"] = _last_model(connection, key) or encodable(conversation.model)
                 if changed.get("title") == "":  # remaining turns, if any, came from other processes
                     changed["title"] = _first_title(connection, key)
@@ -174,7 +174,7 @@ class Sessions:
                     f"UPDATE conversations SET {assigned} WHERE id = ?", (*changed.values(), key)
                 )
         before = conversation.turns[: len(conversation.turns) - len(kept)]
-        conversation.key, conversation.turns[:], conversation.taken_back = key, [*before, *kept], []
+        conversation.key, conversation.turns[:], conversation.undone = key, [*before, *kept], []
         conversation.title, conversation.kept = title, heading
         return deleted and following
 
@@ -195,7 +195,7 @@ class Sessions:
 
         Args:
             key: Its number.
-            all_turns: Include turns that were taken back.
+            all_turns: Include undone turns.
 
         Raises:
             SessionNotFoundError: There is no conversation with this number.
@@ -223,7 +223,7 @@ class Sessions:
     def last(self, model: str) -> Conversation | None:
         """The last conversation with this model, else with any model; ``None`` if there is none.
 
-        Conversations whose turns were all taken back do not count, here and in lists.
+        Conversations with only undone turns do not count, here and in lists.
         """
         with self._translated_errors():
             row = self._connection.execute(

@@ -51,7 +51,7 @@ class Recorder:
             before = conversation.key
             if self._sessions.keep(conversation):
                 self._warn(
-                    f"(conversation {before} was deleted; what follows is kept as number {conversation.key})",
+                    f"(conversation {before} was deleted; new turns are saved as {conversation.key})",
                     None,
                 )
         except (MoechatError, ImportError) as error:

@@ -35,15 +35,15 @@ def format_of(path: Path) -> Format:
     return form
 
 
-def write_as(conversation: Conversation, form: Format, *, taken_back: Collection[int | None] = ()) -> str:
+def write_as(conversation: Conversation, form: Format, *, undone: Collection[int | None] = ()) -> str:
     """Format a conversation as the content of a file.
 
     Args:
         conversation: All of its turns are written.
         form: The file format.
-        taken_back: Keys of turns that were taken back; Markdown marks them.
+        undone: Keys of undone turns; Markdown marks them.
     """
-    return _as_markdown(conversation, taken_back) if form == "md" else _as_json(conversation)
+    return _as_markdown(conversation, undone) if form == "md" else _as_json(conversation)
 
 
 def _as_json(conversation: Conversation) -> str:
@@ -68,7 +68,7 @@ def _as_json(conversation: Conversation) -> str:
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
 
-def _as_markdown(conversation: Conversation, taken_back: Collection[int | None]) -> str:
+def _as_markdown(conversation: Conversation, undone: Collection[int | None]) -> str:
     parts = [
         f"# {conversation.title or 'Conversation'}",
         ", ".join(filter(None, (conversation.model, _iso_time(conversation.created)))),
@@ -81,16 +81,14 @@ def _as_markdown(conversation: Conversation, taken_back: Collection[int | None])
             quoted = "\n".join(f"> {line}".rstrip() for line in turn.thinking.strip().split("\n"))
             parts.append(quoted)
         parts.append(embed_markdown(turn.answer.strip("\n")))
-        if notes := notes_on(turn, taken_back=turn.key in taken_back):
+        if notes := notes_on(turn, undone=turn.key in undone):
             parts.append(f"*({notes})*")
     return "\n\n".join(parts) + "\n"
 
 
-def notes_on(turn: Turn, *, taken_back: bool) -> str:
-    """The remarks below a turn: why its answer is incomplete, and whether it was taken back."""
-    return ", ".join(
-        [*([describe_mark(turn.mark)] if turn.mark else []), *(["taken back"] if taken_back else [])]
-    )
+def notes_on(turn: Turn, *, undone: bool) -> str:
+    """The remarks below a turn: why its answer is incomplete, and whether it was undone."""
+    return ", ".join([*([describe_mark(turn.mark)] if turn.mark else []), *(["undone"] if undone else [])])
 
 
 def _iso_time(seconds: float) -> str:

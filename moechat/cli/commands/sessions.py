@@ -54,19 +54,19 @@ def show_session(key: int, *, everything: bool, raw: bool) -> int:
     with _open() as sessions:
         conversation = sessions.get(key, all_turns=everything)
         now = {turn.key for turn in sessions.get(key).turns}
-    taken_back = {turn.key for turn in conversation.turns} - now
+    undone = {turn.key for turn in conversation.turns} - now
     if not (sys.stdout.isatty() and is_animated()):
-        write_output(sys.stdout, write_as(conversation, "md", taken_back=taken_back))
+        write_output(sys.stdout, write_as(conversation, "md", undone=undone))
         return 0
     print_notice(f"{key}: {one_line(conversation.title)} ({one_line(conversation.model)})")
     if conversation.system is not None:
         print_notice(f"system prompt: {conversation.system}")
     for turn in conversation.turns:
-        _show_turn(turn, raw=raw, taken_back=turn.key in taken_back)
+        _show_turn(turn, raw=raw, undone=turn.key in undone)
     return 0
 
 
-def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
+def _show_turn(turn: Turn, *, raw: bool, undone: bool) -> None:
     from moechat.chat.terminal.live_answer import MarkdownAnswer
 
     question = PlainAnswer(sys.stdout)
@@ -77,7 +77,7 @@ def _show_turn(turn: Turn, *, raw: bool, taken_back: bool) -> None:
     answer = PlainAnswer(sys.stdout) if raw else MarkdownAnswer(sys.stdout)
     answer.write(turn.answer)
     answer.end()
-    if notes := notes_on(turn, taken_back=taken_back):
+    if notes := notes_on(turn, undone=undone):
         print_notice(f"({notes})")
 
 

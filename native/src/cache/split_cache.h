@@ -12,14 +12,14 @@
 //   plan made before the last change. Neither starts a transfer: the caller hands the fetches to a link and
 //   reports what became of them through `landed` and `cancelled`.
 //
-// Protection. Each layer has a target of C experts and b = round(theta * B) blocks of each. Of the experts
-// that were admitted (see `release`), the C with the highest policy keys are *protected*: their first b
-// blocks are not evicted. Everything else that is resident is *surplus*: it stays, and counts as a hit, until
-// a page is needed. Victims are taken from the layer whose next turn is farthest away (the one at work first,
-// then backwards from it), there from the expert with the lowest key, last block first. So no page stays
-// unused, and a smaller target costs nothing until its pages are wanted. A prefetch takes free and surplus
-// pages only, and never those of layers whose turn comes before its own layer's; in its own layer, never
-// those of experts that it names or that hold blocks of an earlier prefetch.
+// Protection. The *target* of a layer is C and theta. Of its admitted experts (see `release`), the C with the
+// highest keys of the policy are *protected*: the first b = round(theta * B) blocks of each are not evicted.
+// Resident blocks that are not protected are *surplus*: they stay, and count as hits, until a page is needed.
+// Victims are taken from the layer whose next turn is farthest away (the one at work first, then backwards
+// from it), there from the expert with the lowest key, last block first. So no page stays unused, and a
+// smaller target costs nothing until its pages are wanted. A prefetch takes free and surplus pages only, and
+// never those of layers whose turn comes before its own layer's; in its own layer, never those of experts
+// that it names or that hold blocks of an earlier prefetch.
 //
 // Not thread-safe; the schedule's owner serialises.
 #pragma once
