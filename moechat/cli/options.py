@@ -120,8 +120,7 @@ class PlaceOptions(MemoryOptions):
         str | None,
         option(
             "DEVICE",
-            "Where to compute: cpu, or cuda (cuda:1) for a GPU; the GPU if a budget for it "
-            "is given.",
+            "Where to compute: cpu, or cuda (cuda:1) for a GPU; the GPU if a budget for it is given.",
             complete_devices,
         ),
     ] = None
