@@ -35,7 +35,7 @@ class ScriptedChat(Terminal):
         rows: int = 24,
         term: str = "xterm-256color",
         env: dict[str, str] | None = None,
-        **script: Any,
+        **settings: Any,
     ) -> None:
         pieces = [list(answer) for answer in answers]
         dropped = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
@@ -45,7 +45,7 @@ class ScriptedChat(Terminal):
             [
                 sys.executable,
                 str(SUPPORT / "scripted_chat.py"),
-                json.dumps({"answers": pieces, **script}),
+                json.dumps({"answers": pieces, **settings}),
             ],
             cwd=home.parent,
             environment={**environment, "MOECHAT_HOME": str(home), "LC_ALL": "C.UTF-8"},
@@ -62,8 +62,8 @@ def terminal(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
     home.mkdir()
     started: list[ScriptedChat] = []
 
-    def start(*answers: str, **script: Any) -> ScriptedChat:
-        started.append(ScriptedChat(home, *answers, **script))
+    def start(*answers: str, **settings: Any) -> ScriptedChat:
+        started.append(ScriptedChat(home, *answers, **settings))
         return started[-1]
 
     yield start

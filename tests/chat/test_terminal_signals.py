@@ -23,7 +23,7 @@ from moechat.chat.history.session_database import Sessions, sessions_path
 class InShell(ScriptedChat):
     """The same as a job of a shell, which has the terminal while the chat is stopped."""
 
-    def __init__(self, home: Path, *answers: str, columns: int = 70, rows: int = 24, **script: Any) -> None:
+    def __init__(self, home: Path, *answers: str, columns: int = 70, rows: int = 24, **settings: Any) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
         Terminal.__init__(
             self,
@@ -42,7 +42,7 @@ class InShell(ScriptedChat):
         )
         self.wait("shell$")
         script = SUPPORT / "scripted_chat.py"
-        described = json.dumps({"answers": [list(answer) for answer in answers], **script})
+        described = json.dumps({"answers": [list(answer) for answer in answers], **settings})
         command = home.parent / "command"
         command.write_text("exec " + shlex.join([sys.executable, str(script), described]))
         self.type("clear; sh ./command\r")
@@ -54,8 +54,8 @@ def start(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
     home.mkdir()
     started: list[ScriptedChat] = []
 
-    def begin(*answers: str, kind: type[ScriptedChat] = ScriptedChat, **script: Any) -> ScriptedChat:
-        started.append(kind(home, *answers, **script))
+    def begin(*answers: str, kind: type[ScriptedChat] = ScriptedChat, **settings: Any) -> ScriptedChat:
+        started.append(kind(home, *answers, **settings))
         return started[-1]
 
     yield begin

@@ -23,8 +23,8 @@ def start(home: Path) -> Iterator[Callable[..., ScriptedChat]]:
     home.mkdir()
     started: list[ScriptedChat] = []
 
-    def begin(*answers: str, **script: Any) -> ScriptedChat:
-        started.append(ScriptedChat(home, *answers, **script))
+    def begin(*answers: str, **settings: Any) -> ScriptedChat:
+        started.append(ScriptedChat(home, *answers, **settings))
         return started[-1]
 
     yield begin
