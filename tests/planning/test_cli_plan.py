@@ -26,7 +26,7 @@ def test_a_missing_model_is_reported_before_the_machine_is_examined(cli: Cli) ->
     result = cli.call("plan", "./missing.json", "--vram", "12G")
     assert result.status == 3
     assert "missing.json" in result.err
-    assert "graphics card" not in result.err
+    assert "needs a GPU" not in result.err
 
 
 def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
@@ -228,7 +228,7 @@ def test_help_documents_the_keys(cli: Cli, config: str) -> None:
     text = " ".join(result.out.decode().split())
     assert "--list-gpus" in text
     keys = text.partition("--json: ")[2].partition("Units:")[0]
-    plan = json.loads(cli.call("plan", config, "--vram", "900M", "--json", *CARD).out)
+    plan = json.loads(cli.call("plan", config, "--vram", "900M", "--json", *GPU).out)
     for name, value in plan.items():
         listed = re.search(rf"\b{name}\b(?: \(([^)]*)\))?", keys)
         assert listed, name
