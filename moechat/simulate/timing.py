@@ -36,7 +36,7 @@ class Timing:
         far_call: Handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of the near tier's times while the link is busy.
         far_threads: Threads of the far tier.
-        launch: How the near tier computes: ``host``, blocks as they arrive, or ``GPU``, resident blocks
+        launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
             first, then the others behind their copies.
 
     Raises:

@@ -201,7 +201,7 @@ def test_a_trace_that_is_too_short_is_left_out_and_named() -> None:
         ([str(SCRIPTS / "bench")], "there is no trace (.npz) in"),
     ],
 )
-def test_impossible_requests_are_refused_in_words(arguments: list[str], says: str) -> None:
+def test_impossible_requests_are_refused_with_a_message(arguments: list[str], says: str) -> None:
     done = choice(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
