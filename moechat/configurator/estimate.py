@@ -247,7 +247,7 @@ def link_rate(link: LinkFigures, nbytes: int) -> Figure:
     sizes = sorted(link.bandwidth)
     below = max((size for size in sizes if size <= nbytes), default=sizes[0])
     above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
-    return replace(_weaker(link.bandwidth[below], link.bandwidth[above]), value=link.rate(nbytes))
+    return _weaker(link.bandwidth[below], link.bandwidth[above]).derived(link.rate(nbytes))
 
 
 def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
@@ -259,7 +259,7 @@ def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
         return None
     alone, largest = link_rate(link, nbytes), link.bandwidth[max(link.bandwidth)]
     share = min(1.0, link.together.value / largest.value)
-    return replace(_weaker(link.together, alone), value=share * alone.value)
+    return _weaker(link.together, alone).derived(share * alone.value)
 
 
 def _weaker(first: Figure, second: Figure) -> Figure:
@@ -273,7 +273,7 @@ def _first_byte(link: LinkFigures) -> Figure:
     """
     smallest = min(link.bandwidth)
     seconds = link.latency.value - smallest / link.bandwidth[smallest].value
-    return replace(link.latency, value=max(0.0, seconds))
+    return link.latency.derived(max(0.0, seconds))
 
 
 def expert_rate(profile: HardwareProfile, bits: int) -> Figure:

@@ -7,11 +7,13 @@ figure has a source. Units are bytes, bytes per second and seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 Origin = Literal["measured", "datasheet", "published", "estimate"]
+# End of a range.
+End = Literal["low", "high"]
 # Range of all figures of real machines. Values outside mean a damaged file and would lead to infinite times.
 LEAST_VALUE, MOST_VALUE = 1e-9, 1e21
 
@@ -25,11 +27,35 @@ class Figure:
         origin: ``measured`` on that machine by moechat, ``datasheet`` of the vendor, ``published`` by others,
             or ``estimate`` by the rule in ``source``.
         source: URL, tool and settings, or the rule of an estimate.
+        low: The least that the value may be; ``None``, like ``high``, if no range is known.
+        high: The most that it may be.
+
+    Raises:
+        ValueError: One end of the range is missing, or the value is outside.
     """
 
     value: float
     origin: Origin
     source: str = ""
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            return
+        if self.low is None or self.high is None:
+            raise ValueError(f"a range from {self.low} to {self.high} has only one end")
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.value:.6g} is outside of its range, {self.low:.6g} to {self.high:.6g}")
+
+    def derived(self, value: float) -> Figure:
+        """Another value with the origin and source of this one, without its range."""
+        return Figure(value, self.origin, self.source)
+
+    def at(self, end: End) -> Figure:
+        """The figure at one end of its range, without a range; itself if it has none."""
+        value = self.low if end == "low" else self.high
+        return self if value is None else self.derived(value)
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,7 @@ class HardwareProfile:
         gpu: Its GPU, if any.
         created: Time of measurement or writing, ISO 8601.
         key: Key of the :class:`~moechat.hardware.identity.Identity` it is valid for; empty for ``profiles/``.
+        clock: Clock of a core under load, in Hz, ranging from base to boost clock; ``None``: unknown.
     """
 
     name: str
@@ -127,6 +154,20 @@ class HardwareProfile:
     gpu: GpuFigures | None = None
     created: str = ""
     key: str = ""
+    clock: Figure | None = None
+
+    def with_experts_at(self, end: End) -> HardwareProfile:
+        """The machine if all its rates of experts on the CPU are at one end of their ranges."""
+
+        def ends(rates: Mapping[int, Figure]) -> dict[int, Figure]:
+            return {number: rate.at(end) for number, rate in rates.items()}
+
+        return replace(
+            self,
+            expert_rate={bits: ends(rates) for bits, rates in self.expert_rate.items()},
+            expert_rate_together=ends(self.expert_rate_together),
+            expert_flops=ends(self.expert_flops),
+        )
 
 
 @dataclass(frozen=True)

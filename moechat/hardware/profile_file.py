@@ -88,6 +88,7 @@ def _profile(path: Path, values: Mapping[str, Any]) -> HardwareProfile:
     if isa not in _INSTRUCTION_SETS:
         raise cpu.error("isa", f"is {isa!r}", hint=f"choose one of: {', '.join(_INSTRUCTION_SETS)}")
     cores = cpu.number("cores", range(1, 1025))
+    clock = cpu.figure("clock_ghz", _GIGA) if "clock_ghz" in cpu.values else None
     by_bits = cpu.table("expert_gb_per_s")
     rates = {bits: _by_threads(by_bits.table(key), cores) for bits, key in _bits(by_bits)}
     together = _by_bits(cpu.optional("expert_together_gb_per_s"), rates)
@@ -119,6 +120,7 @@ def _profile(path: Path, values: Mapping[str, Any]) -> HardwareProfile:
         links=links,
         gpu=gpu,
         created=created,
+        clock=clock,
     )
 
 

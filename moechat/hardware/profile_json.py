@@ -18,6 +18,8 @@ from moechat.hardware.profile import (
 )
 
 _LINK_KINDS = ("file", "gpu")
+_RANGE = ("low", "high")
+_FIGURE_KEYS = {field.name for field in fields(Figure)}
 
 
 def profile_to_json(profile: HardwareProfile) -> dict[str, Any]:
@@ -28,7 +30,9 @@ def profile_to_json(profile: HardwareProfile) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        # A figure without a range has no keys for it.
+        without = _RANGE if value.keys() == _FIGURE_KEYS and value["low"] is None else ()
+        return {str(key): _plain(item) for key, item in value.items() if key not in without}
     return value
 
 
@@ -47,6 +51,8 @@ def profile_from_json(data: Mapping[str, Any]) -> HardwareProfile:
         for name in ("expert_rate_together", "expert_flops"):
             known[name] = _numbered(known[name])
         known["links"] = {kind: _link(kind, link) for kind, link in dict(known["links"]).items()}
+        if known.get("clock") is not None:  # missing in profiles of earlier versions
+            known["clock"] = _figure(known["clock"])
         if known["gpu"] is not None:
             known["gpu"] = _gpu_of(known["gpu"])
         for name in ("name", "title", "cpu", "isa", "created", "key"):
@@ -64,14 +70,17 @@ def _whole(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def _figure(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> Figure:
-    if set(data) != {field.name for field in fields(Figure)}:
+    numbers = ("value", *(_RANGE if len(data) == len(_FIGURE_KEYS) else ()))
+    if data.keys() != {*numbers, "origin", "source"}:
         raise ValueError(f"a figure has {', '.join(sorted(data))}")
-    value = data["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_VALUE:
-        raise ValueError(f"a figure is {value!r}")
+    for name in numbers:
+        value = data[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_VALUE:
+            raise ValueError(f"a figure is {value!r}")
     if data["origin"] not in get_args(Origin) or not isinstance(data["source"], str):
         raise ValueError(f"a figure comes from {data['origin']!r}, {data['source']!r}")
-    return Figure(float(value), data["origin"], data["source"])
+    value, *ends = (float(data[name]) for name in numbers)
+    return Figure(value, data["origin"], data["source"], *ends)
 
 
 def _numbered(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> dict[int, Figure]:

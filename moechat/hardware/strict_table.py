@@ -64,18 +64,23 @@ class StrictTable:
         return self.table(key) if key in self.values else None
 
     def figure(self, key: str, scale: float) -> Figure:
-        """A table with value, origin and source; the value is multiplied by ``scale``."""
+        """A table with value, origin, source and perhaps ``low`` and ``high``; numbers are multiplied by
+        ``scale``.
+        """
         entry = self.table(key)
-        value = entry._value("value", (int, float), "a number")
-        # TOML integers can be too large for a float.
-        if not (0 < value < sys.float_info.max and LEAST_VALUE <= float(value) * scale <= MOST_VALUE):
-            raise entry.error("value", f"is {str(value)[:20]}; it must be above 0 and of a possible size")
+        value = entry._scaled("value", scale)
+        low = high = None
+        if "low" in entry.values or "high" in entry.values:
+            low, high = entry._scaled("low", scale), entry._scaled("high", scale)
+            if not low <= value <= high:
+                whole = f"is outside of its range, {low / scale:g} to {high / scale:g}"
+                raise entry.error("value", f"{value / scale:g} {whole}")
         origin = entry.text("origin")
         if origin not in get_args(Origin):
             raise entry.error("origin", f"is {origin!r}", hint=f"choose from: {', '.join(get_args(Origin))}")
         source = entry.cited("source")
         entry.finish()
-        return Figure(float(value) * scale, origin, source)  # type: ignore[arg-type]
+        return Figure(value, origin, source, low, high)  # type: ignore[arg-type]
 
     def cited(self, key: str) -> str:
         """A string; a leading ``@name`` is replaced by that source."""
@@ -114,6 +119,13 @@ class StrictTable:
         for key in self.values:
             if key not in self._read:
                 raise self.error(key, "is not known", hint=_near(key, self._read))
+
+    def _scaled(self, key: str, scale: float) -> float:
+        value = self._value(key, (int, float), "a number")
+        # TOML integers can be too large for a float.
+        if not (0 < value < sys.float_info.max and LEAST_VALUE <= float(value) * scale <= MOST_VALUE):
+            raise self.error(key, f"is {str(value)[:20]}; it must be above 0 and of a possible size")
+        return float(value) * scale
 
     def _value(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
         self._read.add(key)

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
+from profile_rates import rewritten
 
 from moechat.errors import UsageError
 from moechat.hardware import profile_file
@@ -143,7 +145,66 @@ def test_memory_and_processor_are_within_what_they_can_do(name: str) -> None:
         assert 3 * GB <= values[0] <= 20 * GB
         assert values[-1] < profile.ram_bandwidth.value
         assert 3 * GB < profile.expert_rate_together[bits].value <= values[-1]
-        assert 100e9 <= profile.expert_flops[bits].value <= 2e12
+        assert 100e9 <= profile.expert_flops[bits].value <= 5e12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cpu_rates_are_those_of_their_derivation(name: str) -> None:
+    text = (SHIPPED / f"{name}.toml").read_text(encoding="utf-8")
+    assert rewritten(name, text) == text, "run scripts/bench/profile_rates.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derived_cpu_rates_have_ranges_that_the_memory_allows(name: str) -> None:
+    profile = reference_profile(name)
+    assert profile.clock is not None
+    for bits, rates in profile.expert_rate.items():
+        derived = [*rates.values(), profile.expert_rate_together[bits], profile.expert_flops[bits]]
+        for figure in derived:
+            assert figure.low is not None
+            assert figure.high is not None
+            assert 0.3 * figure.value <= figure.low <= figure.value <= figure.high <= 3 * figure.value
+        whole = rates[profile.cores]
+        assert whole.high is not None
+        assert whole.low is not None
+        assert whole.low < whole.value < whole.high < profile.ram_bandwidth.value
+        together = profile.expert_rate_together[bits]
+        for end in ("low", "high"):
+            assert together.at(end).value <= whole.at(end).value
+
+
+def test_a_profile_at_one_end_has_no_ranges_and_changes_nothing_else() -> None:
+    profile = reference_profile("rtx3060-12g")
+    for end in ("low", "high"):
+        there = profile.with_experts_at(end)
+        for bits, rates in profile.expert_rate.items():
+            for threads, rate in rates.items():
+                found = there.expert_rate[bits][threads]
+                assert found.value == getattr(rate, end)
+                assert found.low is None
+            assert there.expert_rate_together[bits].value == getattr(profile.expert_rate_together[bits], end)
+            assert there.expert_flops[bits].value == getattr(profile.expert_flops[bits], end)
+        assert (there.links, there.ram_bandwidth) == (profile.links, profile.ram_bandwidth)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 3.0), (0.1, 0.9), (0.5, None), (None, 2.0), (nan, 2.0)])
+def test_a_figure_outside_of_its_range_is_an_error(low: float | None, high: float | None) -> None:
+    with pytest.raises(ValueError, match="range"):
+        Figure(1.0, "estimate", "a rule", low, high)
+
+
+def test_json_of_a_figure_without_a_range_has_no_keys_for_it() -> None:
+    found = profile_to_json(reference_profile("rtx3060-12g"))
+    assert set(found["ram"]) == {"value", "origin", "source"}
+    assert set(found["expert_rate"]["4"]["6"]) == {"value", "origin", "source", "low", "high"}
+    with pytest.raises(UsageError, match="a figure has low, origin, source, value"):
+        profile_from_json({**found, "ram": {**found["ram"], "low": 1.0}})
+
+
+def test_json_of_earlier_versions_is_read() -> None:
+    found = profile_to_json(reference_profile("rtx3060-12g"))
+    del found["clock"]
+    assert profile_from_json(found).clock is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -298,6 +359,42 @@ REFUSED = [
         "gpu.vram_mib.peak: is not known",
         "",
     ),
+    (
+        "one end",
+        "{ value = 12288,",
+        "{ value = 12288, low = 12000,",
+        "gpu.vram_mib.high: is missing",
+        None,
+    ),
+    (
+        "the other end",
+        "{ value = 12288,",
+        "{ value = 12288, high = 13000,",
+        "gpu.vram_mib.low: is missing",
+        None,
+    ),
+    (
+        "above its range",
+        "{ value = 12288,",
+        "{ value = 12288, low = 1, high = 12000,",
+        "gpu.vram_mib.value: 12288 is outside of its range, 1 to 12000",
+        None,
+    ),
+    (
+        "below its range",
+        "{ value = 12288,",
+        "{ value = 12288, low = 12300, high = 13000,",
+        "gpu.vram_mib.value: 12288 is outside of its range, 12300 to 13000",
+        None,
+    ),
+    (
+        "end of a range",
+        "{ value = 12288,",
+        "{ value = 12288, low = -1, high = 13000,",
+        "gpu.vram_mib.low: is -1",
+        None,
+    ),
+    ("clock", "clock_ghz = { value = 3.95", "clock_ghz = { value = 0", "cpu.clock_ghz.value: is 0", None),
     ("unknown name", '"@ssd4"', '"@ssd5"', "[sources] has no 'ssd5'", "ssd4"),
     ("unused name", "[sources]", '[sources]\nidle = "nobody"', "sources.idle: is cited by no figure", None),
     ("source is a text", "[sources]", "[sources]\nidle = 3", "sources.idle: is 3, not a text", None),
@@ -378,7 +475,9 @@ def test_units_become_bytes_and_seconds() -> None:
     assert profile.gpu.launch.value == pytest.approx(5e-6)
     assert profile.links["file"].latency.value == pytest.approx(247e-6)
     assert profile.links["file"].bandwidth[16 << 20].value == pytest.approx(6.4e9)
-    assert profile.expert_flops[4].value == pytest.approx(198e9)
+    assert profile.clock is not None
+    assert profile.clock.value == pytest.approx(3.95e9)
+    assert profile.expert_rate[4][6].low == pytest.approx(0.6 * 40.96e9, rel=1e-3)
 
 
 def test_a_named_source_is_replaced_by_its_text() -> None:

@@ -56,7 +56,7 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
 
 
 def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
-    result = cli.call("plan", "qwen3", "--vram", "7G", *GPU)
+    result = cli.call("plan", "qwen3", "--vram", "6G", *GPU)
     assert result.status == 0, result.err
     lines = result.out.decode().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("experts kept in VRAM"))
@@ -71,7 +71,7 @@ def test_many_different_layers_are_drawn_as_a_picture(cli: Cli) -> None:
 
 def test_without_unicode_the_picture_is_ascii(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moechat.cli.commands.plan._is_utf8", lambda: False)
-    for model, vram in (("qwen3", "8G"), ("mixtral", "12G")):
+    for model, vram in (("qwen3", "6G"), ("mixtral", "12G")):
         result = cli.call("plan", model, "--vram", vram, *GPU)
         assert result.status == 0, result.err
         assert set(result.out.decode()) - set(map(chr, range(128))) <= {"θ"}
