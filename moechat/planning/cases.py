@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -145,6 +146,19 @@ class Cases:
         decode = decode_speed(costs, self.shape, statistics, found, exposed)
         return Case(memory, found, exposed, costs, decode, remarks)
 
+    def on(self, machine: Machine) -> Cases:
+        """The same model on a machine that differs only in its rates."""
+        other = copy.copy(self)
+        other.machine = machine
+        return other
+
+    def decode_with(self, allocation: Allocation, costs: Costs) -> Decode:
+        """Time of a decoded token with the targets of an allocation that was made with other costs."""
+        found = self._evaluated(allocation.method, allocation.targets, costs)
+        statistics = self.routing.statistics
+        exposed = expected_exposed(self.settings, costs, self.shape, statistics, found)
+        return decode_speed(costs, self.shape, statistics, found, exposed)
+
     def resident(self, memory: MemoryPlan) -> float:
         """Share of all experts that the tier that computes holds."""
         return min(1.0, memory.expert_bytes / self.shape.all_expert_bytes)
@@ -204,16 +218,19 @@ class Cases:
 
     def _as_the_engine_does(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
         settings, statistics = self.settings, self.routing.statistics
-        top_k, blocks = self.outline.top_k, self.geometry.blocks_per_expert
         knowledge = Knowledge(statistics, costs, self.routing.source, self.machine.name)
-        made = plan_tier(self.geometry, self.shape.layers, pages, top_k, settings, knowledge)
+        made = plan_tier(self.geometry, self.shape.layers, pages, self.outline.top_k, settings, knowledge)
         if made.allocation is not None:
             return made.allocation, made.notes
         # Every layer keeps the same, for which the engine computes no expected times.
-        curves = RoutingCurves.of(statistics, settings, top_k)
-        model = EngineModel.of(settings, costs, curves.top_k, blocks)
-        expected = evaluate(made.targets, curves, model, blocks)
-        return Allocation(made.method, made.targets, expected.loaded, expected.exposed), made.notes
+        return self._evaluated(made.method, made.targets, costs), made.notes
+
+    def _evaluated(self, method: str, targets: npt.NDArray[np.int32], costs: Costs) -> Allocation:
+        blocks = self.geometry.blocks_per_expert
+        curves = RoutingCurves.of(self.routing.statistics, self.settings, self.outline.top_k)
+        model = EngineModel.of(self.settings, costs, curves.top_k, blocks)
+        expected = evaluate(targets, curves, model, blocks)
+        return Allocation(method, targets, expected.loaded, expected.exposed)
 
     def _measured_times(self, found: PlannedModel, options: LoadOptions) -> ModelTimes | None:
         profile, store = self.machine.profile, found.store

@@ -12,6 +12,7 @@ from moechat.offload.budget import least_budget
 from moechat.offload.needs import SPEED_CONTEXT
 from moechat.options import LoadKeywords, LoadOptions
 from moechat.planning.cases import Case, Cases
+from moechat.planning.cpu_range import cpu_range
 from moechat.planning.machine import find_machine
 from moechat.planning.memory import Far, Tier, far_in_ram, other_budgets
 from moechat.planning.result import LayerTargets, OtherBudget, Plan, RatedFigure, Speed
@@ -104,7 +105,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         layers=_layers(cases, case),
         statistics_tokens=cases.routing.tokens,
         statistics_source=cases.routing.source,
-        speed=None if machine.figures is None else _speed(cases, case, machine.figures, far),
+        speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share),
         other_budgets=() if machine.figures is None else _others(cases, case, ram_share),
         notes=notes(machine, far, options.ram, remarks),
     )
@@ -130,7 +131,7 @@ def _layers(cases: Cases, case: Case) -> tuple[LayerTargets, ...]:
     )
 
 
-def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None) -> Speed:
+def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None, ram_share: float) -> Speed:
     near = cases.machine.near
     disk = far is not None and far.kind != "ram"
     costs = cases.cost_figures(profile, case.memory).figures
@@ -145,12 +146,14 @@ def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None) 
         bottleneck=bottleneck(case.decode, far, cases.settings),
         figures=_rated(figures_used(profile, cases.shape, near, far=far is not None, disk=disk)),
         costs=_rated(costs),
+        cpu_range=cpu_range(cases, case, far, ram_share),
     )
 
 
 def _rated(figures: Mapping[str, Figure]) -> tuple[RatedFigure, ...]:
     return tuple(
-        RatedFigure(name, figure.value, figure.origin, figure.source) for name, figure in figures.items()
+        RatedFigure(name, figure.value, figure.origin, figure.source, figure.low, figure.high)
+        for name, figure in figures.items()
     )
 
 

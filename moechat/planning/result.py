@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from moechat.planning.cpu_range import CpuRange
 from moechat.planning.memory import Far, Tier
 from moechat.planning.speed import Decode
 
@@ -55,12 +56,16 @@ class RatedFigure:
         value: Value in that unit.
         origin: See :class:`moechat.hardware.profile.Figure`.
         source: See there.
+        low: The least that it may be; ``None``: no range is known.
+        high: The most that it may be.
     """
 
     name: str
     value: float
     origin: str
     source: str
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Speed:
         figures: Figures of the machine, with their origins.
         costs: Costs of this model that follow from them, in seconds, by the names of
             :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
+        cpu_range: Speed and choice at the ends of the range of the CPU's experts; ``None`` where their rate
+            has no range, or where the CPU computes none.
     """
 
     basis: Literal["estimate"]
@@ -88,6 +95,7 @@ class Speed:
     bottleneck: str
     figures: tuple[RatedFigure, ...]
     costs: tuple[RatedFigure, ...]
+    cpu_range: CpuRange | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -238,6 +246,12 @@ def _speed(speed: Speed) -> dict[str, Any]:
         if speed.ttft_s is None
         else {str(tokens): seconds for tokens, seconds in speed.ttft_s.items()},
         "bottleneck": speed.bottleneck,
-        "figures": [asdict(figure) for figure in speed.figures],
-        "costs_s": [asdict(figure) for figure in speed.costs],
+        "figures": [_figure(figure) for figure in speed.figures],
+        "costs_s": [_figure(figure) for figure in speed.costs],
+        "cpu_range": None if speed.cpu_range is None else asdict(speed.cpu_range),
     }
+
+
+def _figure(figure: RatedFigure) -> dict[str, Any]:
+    without = ("low", "high") if figure.low is None else ()
+    return {key: value for key, value in asdict(figure).items() if key not in without}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moechat.planning import Plan
+    from moechat.planning.cpu_range import CpuEnd, CpuRange
     from moechat.planning.result import LayerTargets, Speed
 
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
@@ -32,6 +33,8 @@ _BAR = 16
 _MOST_ROWS = 10
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _PLAIN_HEIGHTS = "._-=+*%#"
+# Gain of another plan that is worth a word; the search for targets leaves less than that to chance.
+_WORTH_NAMING = 0.01
 _BUDGETS = {"half": "half", "all_experts": "all experts"}
 
 
@@ -231,6 +234,8 @@ def _speed(made: Plan, speed: Speed) -> Table:
         )
         place = {"ram": "RAM", "disk": "the disk", "ram+disk": "RAM and the disk"}[made.far.kind]
         table.add_row(f"from {place}", f"{format_bytes(decode.far_bytes)} of experts a token")
+    if speed.cpu_range is not None:
+        table.add_row("CPU rate", _cpu_range(made, speed.cpu_range))
     table.add_row("bottleneck", speed.bottleneck)
     table.add_row("routing", made.statistics_source)
     for number, figure in enumerate(speed.figures):
@@ -245,6 +250,36 @@ def _speed(made: Plan, speed: Speed) -> Table:
             "figures" if number == 0 else "", f"{name} {shown}, {_ORIGINS[figure.origin]}", style="dim"
         )
     return table
+
+
+def _cpu_range(made: Plan, found: CpuRange) -> str:
+    low, high = found.low, found.high
+    rates = [end.bytes_per_s / 1e9 for end in (low, high)]
+    speeds = [_rate(end.tokens_per_s) for end in (low, high)]
+    changes = [_change(made, end) for end in (low, high) if _gain(end) >= _WORTH_NAMING]
+    if made.speed is not None:
+        changes += [
+            f"at {end.bytes_per_s / 1e9:.0f} GB/s the bottleneck is {end.bottleneck}"
+            for end in (low, high)
+            if end.bottleneck.partition(":")[0] != made.speed.bottleneck.partition(":")[0]
+        ]
+    rate = f"{found.bytes_per_s / 1e9:.0f} GB/s ({rates[0]:.0f} to {rates[1]:.0f})"
+    if not changes:
+        same = not (low.changed_layers or high.changed_layers)
+        changes = ["the plan stays the same" if same else "this plan stays within 1 % of the best"]
+    return f"{rate}: {' to '.join(speeds)} tokens a second; {'; '.join(changes)}"
+
+
+def _change(made: Plan, end: CpuEnd) -> str:
+    return (
+        f"at {end.bytes_per_s / 1e9:.0f} GB/s another C or θ in {end.changed_layers} of "
+        f"{made.expert_layers} layers would be {100 * _gain(end):.1f} % faster"
+    )
+
+
+def _gain(end: CpuEnd) -> float:
+    """Speed that the plan made for this end has over the plan as it is."""
+    return end.tokens_per_s / end.same_plan_tokens_per_s - 1
 
 
 def _basis(made: Plan, speed: Speed) -> str:

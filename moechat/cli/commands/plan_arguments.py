@@ -21,9 +21,11 @@ model need not be downloaded: the shapes of known models are built in; others ne
 experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, context (tokens, \
 limited_by_memory), memory (near, tiers, far, pages, resident_share), layers (layer, experts, blocks, \
 split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, context, tokens_per_s, \
-tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s), \
-other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to 1. speed is null \
-if the machine's speed is unknown.
+tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, costs_s, \
+cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to 1. \
+speed is null if the machine's speed is unknown. cpu_range is null unless the rate of experts on the CPU is \
+an estimate with a range; it has bytes_per_s, and low and high: the same plan made with the ends of the \
+range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck).
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g
@@ -41,10 +43,11 @@ Measures disk, memory and expert kernels, alone and together, in about 20 second
 plans and tuning, and shown without measuring the next time. With --model, also times that model's layers.
 
 --json: format, kind, key, profile (name, title, cpu, cores, isa, ram, ram_bandwidth, expert_rate, \
-expert_rate_together, expert_flops, links, gpu, created, key), missing, remarks, facts, seconds, age_s, \
-fresh, model_times; with --list: format, kind, saved, reference. A link has kind, bandwidth and latencies by \
-request size, latency (of the smallest request) and together (its rate while the CPU computes). Figures are \
-objects with value, origin and source, in bytes, seconds, bytes a second or operations a second.
+expert_rate_together, expert_flops, links, gpu, created, key, clock), missing, remarks, facts, seconds, \
+age_s, fresh, model_times; with --list: format, kind, saved, reference. A link has kind, bandwidth and \
+latencies by request size, latency (of the smallest request) and together (its rate while the CPU computes). \
+Figures are objects with value, origin, source and, where there is a range, low and high, in bytes, seconds, \
+bytes a second or operations a second.
 """
 _PROFILE_EXAMPLES = """\
 moechat profile

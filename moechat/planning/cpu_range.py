@@ -1,0 +1,90 @@
+"""The range of a plan's speed where the rate of the CPU's experts is an estimate with a range.
+
+Rates of a reference machine are derived, not measured, and the plan rests on them twice: in the time of a
+token, and in the choice of C and θ. So the plan is made again at both ends of the range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moechat.configurator.estimate import expert_rate
+from moechat.hardware.profile import End
+from moechat.planning.cases import Case, Cases
+from moechat.planning.memory import Far
+from moechat.planning.words import bottleneck
+
+
+@dataclass(frozen=True)
+class CpuEnd:
+    """One end of the range.
+
+    Attributes:
+        bytes_per_s: Bytes of expert blocks that the CPU computes a second.
+        tokens_per_s: Speed of the plan made for that rate.
+        same_plan_tokens_per_s: Speed there with the targets of the plan as it is.
+        changed_layers: Layers for which the plan made for that rate has other targets.
+        bottleneck: Largest part of a token's time there, for people.
+    """
+
+    bytes_per_s: float
+    tokens_per_s: float
+    same_plan_tokens_per_s: float
+    changed_layers: int
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class CpuRange:
+    """The rate of the CPU's experts, and its range.
+
+    Attributes:
+        bytes_per_s: The rate that the plan rests on.
+        low: With the lowest rate.
+        high: With the highest.
+    """
+
+    bytes_per_s: float
+    low: CpuEnd
+    high: CpuEnd
+
+
+def cpu_range(cases: Cases, case: Case, far: Far | None, ram_share: float) -> CpuRange | None:
+    """The speed at both ends of the range of the CPU's experts.
+
+    Args:
+        cases: The model on the machine.
+        case: The outcome of the plan's budget.
+        far: Place of the experts that are not near.
+        ram_share: Share of all experts that RAM holds behind a GPU.
+
+    Returns:
+        ``None`` where the rate has no range, or where the CPU computes no experts.
+    """
+    profile = cases.machine.figures
+    computes = cases.machine.near == "ram" or (far is not None and cases.settings.miss != "fetch")
+    if profile is None or not computes:
+        return None
+    rate = expert_rate(profile, cases.shape.bits)
+    if rate.low is None or rate.high is None:
+        return None
+    low = _end(cases, case, "low", rate.low, far, ram_share)
+    high = _end(cases, case, "high", rate.high, far, ram_share)
+    return CpuRange(rate.value, low, high)
+
+
+def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_share: float) -> CpuEnd:
+    machine = cases.machine
+    assert machine.profile is not None  # cpu_range() has looked
+    there = cases.on(replace(machine, profile=machine.profile.with_experts_at(end)))
+    memory = case.memory
+    made = there.case(memory.budget, given=True, ctx=memory.context, ram_share=ram_share)
+    kept, changed = made.decode, 0
+    if case.allocation is not None and made.allocation is not None:
+        changed = int(np.any(case.allocation.targets != made.allocation.targets, axis=1).sum())
+        if changed:
+            kept = cases.decode_with(case.allocation, made.costs)
+    words = bottleneck(made.decode, far, cases.settings)
+    return CpuEnd(rate, made.decode.rate, kept.rate, changed, words)
