@@ -49,6 +49,8 @@ class CacheSettings:
         omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.
         gamma: ``discount``: factor of the counts at each token.
+        choose: The settings are a start: the fastest of a few variations is chosen by simulation, for the
+            machine, the model and the budget (:mod:`moechat.simulate.strategy`).
 
     Raises:
         UsageError: A value is out of range.
@@ -67,6 +69,7 @@ class CacheSettings:
     omega: float = 128.0
     rho: float = 0.25
     gamma: float = 0.9
+    choose: bool = False
 
     def __post_init__(self) -> None:
         require_choice("policy", self.policy, get_args(Policy))
@@ -122,7 +125,7 @@ class CacheSettings:
 _LRU_WHOLE = CacheSettings(policy="lru", whole_experts=True)
 
 SYSTEMS: Mapping[str, CacheSettings] = {
-    "auto": CacheSettings(policy="forecast", split=None, allocation="auto", miss="both"),
+    "auto": CacheSettings(policy="forecast", split=None, allocation="auto", miss="both", choose=True),
     "moepic": CacheSettings(policy="lcp", split=None, allocation="moepic"),
     "mixtral-offloading": _LRU_WHOLE,
     "adapmoe": replace(_LRU_WHOLE, allocation="dp"),
@@ -166,6 +169,8 @@ def parse_settings(text: str) -> CacheSettings:
                 f"{item!r} is not a setting", hint=f"write KEY=VALUE with one of: {', '.join(types)}"
             )
         changes[key] = _parsed(key, value, types[key])
+    if changes:
+        changes.setdefault("choose", False)  # settings that are given are not to be changed
     return replace(settings, **changes)  # type: ignore[arg-type]
 
 

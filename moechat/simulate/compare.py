@@ -13,7 +13,8 @@ Keys of the results, one object per system and fraction:
   the far tier's sums; ``compute_ms``: computing experts; ``dense_ms``: the rest of the model.
 - ``bytes_per_token`` over the link: ``demand_bytes_per_token`` plus ``prefetch_bytes_per_token``, of which
   ``wasted_bytes_per_token`` were never used. ``far_blocks_per_token`` were computed in the far tier instead.
-- ``link_busy`` and ``far_busy``: shares of the time.
+- ``link_busy`` and ``far_busy``: shares of the time. ``strategy``: that which ``auto`` has chosen, or ``as
+  given``.
 - Input, the same in all objects of a run: ``trace``, ``mapping`` (null if the trace has the model's shape),
   ``model``, ``bits``, ``expert_bytes``, ``experts_total_bytes`` of all experts, ``profile``, ``near`` (tier
   that computes), ``link_bandwidth`` (bytes per second for an expert), ``accuracy`` as requested,
@@ -51,6 +52,7 @@ from moechat.simulate.predictions import (
 )
 from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
+from moechat.simulate.strategy import Strategy, choose_strategy
 from moechat.simulate.systems import kept_share, pages_for, settings_for, tier_for
 from moechat.simulate.timing import Timing, timing_of
 
@@ -59,6 +61,8 @@ DEFAULT_FRACTIONS = (0.125, 0.25, 0.5)
 _USUAL_WARMUP = 1000
 # Kernels for any number of experts, as counted in moechat.configurator.estimate.
 _EXPERT_KERNELS = 3
+# Tokens before timing from which ``auto`` chooses its strategy on them.
+_LEAST_CHOICE = 30
 
 
 @dataclass(frozen=True)
@@ -165,9 +169,21 @@ class Comparison:
 
     def case(self, name: str, fraction: float) -> dict[str, Any]:
         """Simulate one system at one size."""
-        settings = settings_for(name)
+        strategy = self.strategy(settings_for(name), fraction)
+        settings, tier = strategy.settings, self.tier(strategy.settings, fraction)
+        # Cached, because a system that cannot use more memory has the same result at every size.
+        key = (settings, tier.pages, tier.targets.tobytes())
+        if key not in self._done:
+            rankings = self.rankings_for(settings)
+            done = simulate(self.trace, settings, tier, self.timing, rankings=rankings, warmup=self.warmup)
+            self._done[key] = _figures(done, tier)
+        figures = {**self._done[key], "strategy": strategy.title}
+        return {"system": name, "fraction": fraction, **figures, **self.facts}
+
+    def tier(self, settings: CacheSettings, fraction: float) -> Tier:
+        """Plan the near tier of a system."""
         geometry, shape = self.model.geometry, self.model.shape
-        tier = tier_for(
+        return tier_for(
             settings,
             self.statistics(settings),
             self.costs,
@@ -175,13 +191,21 @@ class Comparison:
             pages=pages_for(geometry, shape.layers, shape.top_k, settings, fraction),
             top_k=shape.top_k,
         )
-        # Cached, because a system that cannot use more memory has the same result at every size.
-        key = (settings, tier.pages, tier.targets.tobytes())
-        if key not in self._done:
-            rankings = self.rankings_for(settings)
-            done = simulate(self.trace, settings, tier, self.timing, rankings=rankings, warmup=self.warmup)
-            self._done[key] = _figures(done, tier)
-        return {"system": name, "fraction": fraction, **self._done[key], **self.facts}
+
+    def strategy(self, settings: CacheSettings, fraction: float) -> Strategy:
+        """The strategy of a system: its settings, or what it chooses on the tokens before timing."""
+        if not settings.choose:
+            return Strategy("given", "as given", settings)
+        if self.warmup < _LEAST_CHOICE:
+            return Strategy("computed", "the computed plan", replace(settings, choose=False))
+        rankings = self.rankings_for(settings)
+        return choose_strategy(
+            settings,
+            lambda candidate: self.tier(candidate, fraction),
+            self.timing,
+            self.trace.head(self.warmup),
+            None if rankings is None else rankings[:, : self.warmup],
+        ).strategy
 
     def rankings_for(self, settings: CacheSettings) -> Ints | None:
         """Predictions for a system; the same for all systems."""
