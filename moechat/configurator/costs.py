@@ -22,6 +22,8 @@ class Costs:
         compute_far: One expert computed by the far tier; infinite if it cannot compute.
         load_together: ``load`` while missing experts are computed.
         compute_together: ``compute_far`` while the link is busy.
+        call: Part of ``moe`` that computing any number of blocks takes.
+        far_call: Handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of ``attention``, ``moe`` and ``head`` while the link is busy; above 1 where the
             near tier and the link share the memory.
 
@@ -37,6 +39,8 @@ class Costs:
     compute_far: float = math.inf
     load_together: float | None = None
     compute_together: float | None = None
+    call: float = 0.0
+    far_call: float = 0.0
     near_slowdown: float = 1.0
 
     def __post_init__(self) -> None:

@@ -180,8 +180,12 @@ def cost_figures(
             else _times_in_ram(profile, shape, dense, far)
         )
     costs = Costs(**{name: figure.value for name, figure in figures.items()})
-    if near == "ram":
-        costs = replace(costs, near_slowdown=_near_slowdown(profile, shape.bits, link_rate(link, each).value))
+    if profile.gpu is not None and near == "gpu":
+        launch = profile.gpu.launch.value
+        costs = replace(costs, call=_EXPERT_KERNELS * launch, far_call=2 * costs.latency + launch)
+    else:
+        slowdown = _near_slowdown(profile, shape.bits, link_rate(link, each).value)
+        costs = replace(costs, near_slowdown=slowdown)
     return CostFigures(costs, figures)
 
 

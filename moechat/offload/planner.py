@@ -30,6 +30,9 @@ from moechat.hardware.measured_file import load_measured
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import load_statistics, model_key
+from moechat.simulate.run import Tier
+from moechat.simulate.strategy import Chosen, Strategy, choose_by_statistics
+from moechat.simulate.timing import Launch
 
 # Assumed for a machine that was not measured: experts read from an NVMe disk on PCIe 3.0, two channels of
 # DDR4 memory, fixed time in Python and torch. Rates are bytes a second. The plan depends only on their
@@ -42,6 +45,11 @@ _LAYER_SECONDS = 100e-6
 _ASSUMED_GPU = 250e9
 _ASSUMED_PCIE = 20e9
 _GPU_LAYER_SECONDS = 150e-6
+# Three kernels for any number of experts; two copies and a kernel where the CPU computes a part.
+_GPU_CALL_SECONDS, _GPU_FAR_CALL_SECONDS = 15e-6, 35e-6
+
+# How each tier computes.
+_LAUNCHES: Mapping[Near, Launch] = {"ram": "host", "gpu": "card"}
 
 _T = TypeVar("_T")
 
@@ -56,6 +64,8 @@ class Knowledge:
         statistics_from: Origin of the statistics, for people.
         costs_from: Origin of the costs, for people.
         notes: Reasons why statistics or costs could not be used.
+        near: Tier that keeps the experts.
+        threads: Threads of the CPU.
     """
 
     statistics: RoutingStatistics | None
@@ -63,6 +73,8 @@ class Knowledge:
     statistics_from: str
     costs_from: str
     notes: tuple[str, ...] = ()
+    near: Near = "ram"
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,7 @@ class TierTargets:
         allocation: The configurator's allocation with its expected times; ``None`` if the pages are divided
             evenly without it.
         notes: Reasons why another method than that of the settings was used.
+        strategy: The strategy that was chosen for the settings; ``None``: they are as given.
     """
 
     targets: npt.NDArray[np.int32]
@@ -83,6 +96,11 @@ class TierTargets:
     method: str
     allocation: Allocation | None = None
     notes: tuple[str, ...] = ()
+    strategy: Chosen | None = None
+
+    def settings_for(self, wanted: CacheSettings) -> CacheSettings:
+        """The settings to run by, where ``wanted`` may leave a choice."""
+        return replace(wanted, choose=False) if self.strategy is None else self.strategy.strategy.settings
 
 
 def plan_tier(
@@ -94,8 +112,9 @@ def plan_tier(
     knowledge: Knowledge | None,
     *,
     reserve: int | None = None,
+    strategy: Strategy | None = None,
 ) -> TierTargets:
-    """Divide the pages among the layers.
+    """Divide the pages among the layers, and choose the strategy where the settings leave a choice.
 
     Args:
         geometry: Geometry of the experts.
@@ -105,7 +124,10 @@ def plan_tier(
         settings: Settings of the cache; they name the method.
         knowledge: Statistics and costs; ``None`` gives every layer the same.
         reserve: Pages left for blocks in transit; ``None`` takes the usual number.
+        strategy: The strategy, where the settings leave a choice; ``None``: the fastest in a simulation.
     """
+    if settings.choose:
+        return _chosen(geometry, layers, pages, top_k, settings, knowledge, reserve, strategy)
     targets, usual = uniform_targets(geometry, layers, pages, top_k, settings)
     reserve = usual if reserve is None else reserve
     kept = int((pages - reserve) * settings.keep)
@@ -127,6 +149,86 @@ def plan_tier(
     except Exception as error:  # damaged files must not prevent a chat
         return replace(evenly, notes=(f"no {settings.allocation} plan could be made: {error!r}",))
     return TierTargets(np.ascontiguousarray(found.targets, dtype=np.int32), reserve, found.method, found)
+
+
+def _chosen(
+    geometry: ExpertGeometry,
+    layers: int,
+    pages: int,
+    top_k: int,
+    settings: CacheSettings,
+    knowledge: Knowledge | None,
+    reserve: int | None,
+    strategy: Strategy | None,
+) -> TierTargets:
+    """The targets of the strategy that is fastest in a simulation over drawn routing."""
+
+    def planned(candidate: CacheSettings) -> TierTargets:
+        return plan_tier(geometry, layers, pages, top_k, candidate, knowledge, reserve=reserve)
+
+    as_given = replace(settings, choose=False)
+    usual = planned(as_given)
+    everything = layers * geometry.num_experts * geometry.blocks_per_expert
+    if knowledge is None or knowledge.statistics is None or pages >= everything or usual.notes:
+        return usual
+    plans = {as_given: usual}
+
+    def tier_for(candidate: CacheSettings) -> Tier:
+        if candidate not in plans:
+            plans[candidate] = planned(candidate)
+        return _tier(geometry, pages, top_k, plans[candidate])
+
+    try:
+        chosen = choose_by_statistics(
+            settings,
+            tier_for,
+            knowledge.costs,
+            knowledge.statistics,
+            threads=knowledge.threads,
+            launch=_LAUNCHES[knowledge.near],
+            only=strategy,
+        )
+    except Exception as error:  # damaged files must not prevent a chat
+        return replace(usual, notes=(f"no strategy could be chosen: {error!r}",))
+    return replace(plans[chosen.strategy.settings], strategy=chosen)
+
+
+def simulated_seconds(
+    geometry: ExpertGeometry, pages: int, top_k: int, plan: TierTargets, knowledge: Knowledge
+) -> float:
+    """Seconds of a token with the targets and the strategy of a plan, simulated with other knowledge.
+
+    Args:
+        geometry: Geometry of the experts.
+        pages: Pages of the slab.
+        top_k: Experts per token.
+        plan: A plan with a strategy.
+        knowledge: Costs and statistics.
+    """
+    assert plan.strategy is not None
+    assert knowledge.statistics is not None
+    strategy = plan.strategy.strategy
+    return choose_by_statistics(
+        strategy.settings,
+        lambda _: _tier(geometry, pages, top_k, plan),
+        knowledge.costs,
+        knowledge.statistics,
+        threads=knowledge.threads,
+        launch=_LAUNCHES[knowledge.near],
+        only=strategy,
+    ).seconds_of_choice
+
+
+def _tier(geometry: ExpertGeometry, pages: int, top_k: int, plan: TierTargets) -> Tier:
+    return Tier(
+        experts=geometry.num_experts,
+        top_k=top_k,
+        blocks=geometry.blocks_per_expert,
+        block_bytes=geometry.record_bytes,
+        pages=pages,
+        targets=plan.targets,
+        reserve=plan.reserve,
+    )
 
 
 def _shrunk(targets: npt.NDArray[np.int32], pages: int) -> npt.NDArray[np.int32]:
@@ -180,7 +282,7 @@ def gather(
         costs, costs_from = _costs_on_gpu(shape, notes)
         if not far_computes:
             costs = replace(costs, compute_far=math.inf, compute_together=None)
-        return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
+        return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes), near, threads)
     costs, costs_from = _costs(
         shape,
         lambda profile: TimesKey(
@@ -194,7 +296,7 @@ def gather(
         ),
         notes,
     )
-    return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes))
+    return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes), near, threads)
 
 
 def defaults(shape: ModelShape, model_type: str, policy: Policy) -> Knowledge:
@@ -304,6 +406,8 @@ def assumed_on_gpu(shape: ModelShape) -> Costs:
         load=shape.expert_bytes / _ASSUMED_PCIE,
         latency=15e-6,
         compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
+        call=_GPU_CALL_SECONDS,
+        far_call=_GPU_FAR_CALL_SECONDS,
     )
 
 

@@ -118,7 +118,8 @@ class ExpertTier:
             ``None`` takes the package's own for the family.
 
     Attributes:
-        settings: Settings in effect; ``first_settings``: those at first.
+        settings: Settings in effect; ``first_settings``: those at first; ``wanted``: those asked for, which
+            may leave a choice.
         plan: Targets in effect and their origin.
         runner: The native runner; another one after :meth:`shrink`.
 
@@ -149,13 +150,13 @@ class ExpertTier:
         self.replay = config.replay
         self.counters = ExpertCounters() if counters is None else counters
         self.knowledge = _family_knowledge(store, top_k, settings) if knowledge is None else knowledge
-        self.first_settings = settings
+        self.wanted = settings
         try:
             self._open(pages, settings)
         except BaseException:
             placement.close()
             raise
-        self._run_by(settings)
+        self.first_settings = self.settings
         self.stream_tokens = stream_tokens(top_k, self.geometry.num_experts)
 
     def _open(self, pages: int, settings: CacheSettings) -> None:
@@ -202,6 +203,7 @@ class ExpertTier:
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
         self.pages, self.plan, self.reserve = pages, plan, plan.reserve
+        self._run_by(plan.settings_for(settings))
 
     def layer(self, ordinal: int) -> RunsExperts:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""

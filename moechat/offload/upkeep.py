@@ -171,13 +171,16 @@ class Upkeep:
         started = time.perf_counter()
         near, blocks = self._near, self._shape.blocks_per_expert
         knowledge = self._latest()
-        settings, old = near.settings, near.plan
-        plan = near.plan_for(settings, knowledge)
+        old = near.plan
+        # A strategy that was chosen is chosen again, one that was given or timed stays.
+        chosen = old.settings_for(near.wanted) == near.settings
+        plan = near.plan_for(near.wanted if chosen else near.settings, knowledge)
+        settings = plan.settings_for(near.wanted) if chosen else near.settings
         before = expected_seconds(old, settings, knowledge, near.top_k, blocks)
         after = expected_seconds(plan, settings, knowledge, near.top_k, blocks)
         self._notes.extend(plan.notes)
         changed = int((old.targets != plan.targets).any(axis=1).sum())
-        near.apply(plan)
+        near.switch(settings, plan)
         near.knowledge = self._knowledge = knowledge
         tokens, self._tokens = self._tokens, 0
         self.replans += 1

@@ -10,20 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.configurator.allocate import allocate
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import CostFigures, cost_figures
 from moechat.configurator.exposure import EngineModel
+from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
-from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
 from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape
-from moechat.offload.planner import Knowledge, assumed_costs, plan_tier
+from moechat.offload.planner import Knowledge, TierTargets, assumed_costs, plan_tier, simulated_seconds
 from moechat.options import LoadOptions
 from moechat.planning.machine import Machine
 from moechat.planning.routing import Routing, routing_of
@@ -36,7 +35,9 @@ from moechat.planning.speed import (
     expected_exposed,
     prefill_rates,
     prompt_seconds,
+    scaled_to,
 )
+from moechat.simulate.strategy import Strategy
 
 if TYPE_CHECKING:
     from moechat.models.model_outline import ModelOutline
@@ -54,6 +55,7 @@ class Case:
         costs: Costs that the allocation was made with.
         decode: Time of a decoded token.
         remarks: Why another allocation than that of the settings was made, if one was.
+        made: Targets and strategy as the engine takes them; ``None`` if all experts are near.
     """
 
     memory: MemoryPlan
@@ -62,6 +64,14 @@ class Case:
     costs: Costs
     decode: Decode
     remarks: tuple[str, ...] = ()
+    made: TierTargets | None = None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy that was chosen by simulation; ``None`` if the settings leave no choice."""
+        if self.made is None or self.made.strategy is None:
+            return None
+        return self.made.strategy.strategy
 
 
 class Cases:
@@ -116,7 +126,15 @@ class Cases:
         """Type that the dense part computes in."""
         return str(self.outline.dtype).removeprefix("torch.")
 
-    def case(self, budget: int, *, given: bool, ctx: int | None, ram_share: float) -> Case:
+    def case(
+        self,
+        budget: int,
+        *,
+        given: bool,
+        ctx: int | None,
+        ram_share: float,
+        strategy: Strategy | None = None,
+    ) -> Case:
         """The outcome of a budget.
 
         Args:
@@ -124,6 +142,7 @@ class Cases:
             given: Whether the user gave it.
             ctx: Context, or ``None`` for the usual rule.
             ram_share: Share of all experts that RAM holds behind a GPU.
+            strategy: The strategy, where the settings leave a choice; ``None``: the fastest.
 
         Raises:
             DoesNotFitError: It is too small.
@@ -141,10 +160,22 @@ class Cases:
         statistics = self.routing.statistics
         if memory.mapped:
             return Case(memory, None, None, costs, decode_speed(costs, self.shape, statistics))
-        found, remarks = self._allocation(memory.pages, costs)
-        exposed = expected_exposed(self.settings, costs, self.shape, statistics, found)
-        decode = decode_speed(costs, self.shape, statistics, found, exposed)
-        return Case(memory, found, exposed, costs, decode, remarks)
+        found, made = self._allocation(memory.pages, costs, strategy)
+        seconds = None if made.strategy is None else made.strategy.seconds_of_choice
+        decode, exposed = self._decode(found, costs, made.settings_for(self.settings), seconds)
+        return Case(memory, found, exposed, costs, decode, made.notes, made)
+
+    def _decode(
+        self, found: Allocation, costs: Costs, settings: CacheSettings, simulated: float | None
+    ) -> tuple[Decode, npt.NDArray[np.float64]]:
+        """Time of a token, and of each layer what nothing hides."""
+        statistics = self.routing.statistics
+        exposed = expected_exposed(settings, costs, self.shape, statistics, found)
+        if simulated is not None:
+            # A simulation counts what the expectation leaves out: queues, and tokens that differ.
+            rest = costs.head + self.shape.layers * (costs.attention + costs.moe)
+            exposed = scaled_to(exposed, max(0.0, simulated - rest))
+        return decode_speed(costs, self.shape, statistics, found, exposed), exposed
 
     def on(self, machine: Machine) -> Cases:
         """The same model on a machine that differs only in its rates."""
@@ -152,12 +183,17 @@ class Cases:
         other.machine = machine
         return other
 
-    def decode_with(self, allocation: Allocation, costs: Costs) -> Decode:
-        """Time of a decoded token with the targets of an allocation that was made with other costs."""
-        found = self._evaluated(allocation.method, allocation.targets, costs)
-        statistics = self.routing.statistics
-        exposed = expected_exposed(self.settings, costs, self.shape, statistics, found)
-        return decode_speed(costs, self.shape, statistics, found, exposed)
+    def decode_with(self, case: Case, costs: Costs) -> Decode:
+        """Time of a decoded token with targets and strategy of a case that was made with other costs."""
+        assert case.allocation is not None
+        assert case.made is not None
+        settings, simulated = case.made.settings_for(self.settings), None
+        if case.made.strategy is not None:
+            simulated = simulated_seconds(
+                self.geometry, case.memory.pages, self.outline.top_k, case.made, self._knowledge(costs)
+            )
+        found = self._evaluated(case.allocation.method, case.allocation.targets, costs, settings)
+        return self._decode(found, costs, settings, simulated)[0]
 
     def resident(self, memory: MemoryPlan) -> float:
         """Share of all experts that the tier that computes holds."""
@@ -200,35 +236,42 @@ class Cases:
             disk_rate=profile.links["file"].rate(self.shape.expert_bytes),
         )
 
-    def _allocation(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
-        """The division of the pages, and the reasons if another method than the settings' was used."""
-        if self.machine.near == "ram":
-            return self._as_the_engine_does(pages, costs)
-        top_k = self.outline.top_k
-        _, reserve = uniform_targets(self.geometry, self.shape.layers, pages, top_k, self.settings)
-        found = allocate(
-            self.settings,
+    def _allocation(
+        self, pages: int, costs: Costs, strategy: Strategy | None
+    ) -> tuple[Allocation, TierTargets]:
+        """The division of the pages and the strategy, as loading makes them."""
+        settings = self.settings
+        made = plan_tier(
+            self.geometry,
+            self.shape.layers,
+            pages,
+            self.outline.top_k,
+            settings,
+            self._knowledge(costs),
+            strategy=strategy,
+        )
+        if made.allocation is not None:
+            return made.allocation, made
+        # Every layer keeps the same, for which the engine computes no expected times.
+        return self._evaluated(made.method, made.targets, costs, made.settings_for(settings)), made
+
+    def _knowledge(self, costs: Costs) -> Knowledge:
+        profile = self.machine.figures
+        return Knowledge(
             self.routing.statistics,
             costs,
-            blocks=self.geometry.blocks_per_expert,
-            pages=int((pages - reserve) * self.settings.keep),
-            top_k=top_k,
+            self.routing.source,
+            self.machine.name,
+            near=self.machine.near,
+            threads=_native.num_threads() if profile is None else profile.cores,
         )
-        return found, ()
 
-    def _as_the_engine_does(self, pages: int, costs: Costs) -> tuple[Allocation, tuple[str, ...]]:
-        settings, statistics = self.settings, self.routing.statistics
-        knowledge = Knowledge(statistics, costs, self.routing.source, self.machine.name)
-        made = plan_tier(self.geometry, self.shape.layers, pages, self.outline.top_k, settings, knowledge)
-        if made.allocation is not None:
-            return made.allocation, made.notes
-        # Every layer keeps the same, for which the engine computes no expected times.
-        return self._evaluated(made.method, made.targets, costs), made.notes
-
-    def _evaluated(self, method: str, targets: npt.NDArray[np.int32], costs: Costs) -> Allocation:
+    def _evaluated(
+        self, method: str, targets: npt.NDArray[np.int32], costs: Costs, settings: CacheSettings
+    ) -> Allocation:
         blocks = self.geometry.blocks_per_expert
-        curves = RoutingCurves.of(self.routing.statistics, self.settings, self.outline.top_k)
-        model = EngineModel.of(self.settings, costs, curves.top_k, blocks)
+        curves = RoutingCurves.of(self.routing.statistics, settings, self.outline.top_k)
+        model = EngineModel.of(settings, costs, curves.top_k, blocks)
         expected = evaluate(targets, curves, model, blocks)
         return Allocation(method, targets, expected.loaded, expected.exposed)
 

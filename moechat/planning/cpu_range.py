@@ -85,6 +85,6 @@ def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_s
     if case.allocation is not None and made.allocation is not None:
         changed = int(np.any(case.allocation.targets != made.allocation.targets, axis=1).sum())
         if changed:
-            kept = cases.decode_with(case.allocation, made.costs)
+            kept = there.decode_with(case, made.costs)
     words = bottleneck(made.decode, far, cases.settings)
     return CpuEnd(rate, made.decode.rate, kept.rate, changed, words)

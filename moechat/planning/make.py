@@ -95,6 +95,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         machine=machine.name,
         machine_title=machine.title,
         system=options.system,
+        strategy="" if case.strategy is None else case.strategy.title,
         near=near,
         context=memory.context,
         context_limited=memory.context_limited,
@@ -166,7 +167,9 @@ def _others(cases: Cases, case: Case, ram_share: float) -> tuple[OtherBudget, ..
 
     def rate(budget: int) -> float | None:
         try:
-            other = cases.case(budget, given=True, ctx=memory.context, ram_share=ram_share)
+            other = cases.case(
+                budget, given=True, ctx=memory.context, ram_share=ram_share, strategy=case.strategy
+            )
         except DoesNotFitError:
             return None
         return other.decode.rate

@@ -124,6 +124,7 @@ class Plan:
         machine: Name of the profile, or ``this machine``.
         machine_title: Name of the machine for people.
         system: Name of the system that keeps and fetches experts.
+        strategy: The strategy that ``auto`` chooses by simulation, for people; empty where nothing is chosen.
         near: Tier that computes: ``vram`` or ``ram``.
         context: Tokens of prompt and answer together.
         context_limited: Whether memory made it shorter than the model allows.
@@ -156,6 +157,7 @@ class Plan:
     machine: str
     machine_title: str
     system: str
+    strategy: str
     near: Literal["vram", "ram"]
     context: int
     context_limited: bool
@@ -190,6 +192,7 @@ class Plan:
             },
             "machine": {"name": self.machine, "title": self.machine_title},
             "system": self.system,
+            "strategy": self.strategy or None,
             "context": {"tokens": self.context, "limited_by_memory": self.context_limited},
             "memory": {
                 "near": self.near,

@@ -109,6 +109,12 @@ def expected_exposed(
     return np.maximum(expected, allocation.exposed)
 
 
+def scaled_to(exposed: Floats, seconds: float) -> Floats:
+    """The exposed times, scaled so that they add up to ``seconds``; spread evenly if all are 0."""
+    total = float(exposed.sum())
+    return exposed * (seconds / total) if total > 0 else np.full_like(exposed, seconds / len(exposed))
+
+
 def decode_speed(
     costs: Costs,
     shape: ModelShape,

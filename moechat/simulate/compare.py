@@ -59,8 +59,6 @@ from moechat.simulate.timing import Timing, timing_of
 Report = Callable[[str], None]
 DEFAULT_FRACTIONS = (0.125, 0.25, 0.5)
 _USUAL_WARMUP = 1000
-# Kernels for any number of experts, as counted in moechat.configurator.estimate.
-_EXPERT_KERNELS = 3
 # Tokens before timing from which ``auto`` chooses its strategy on them.
 _LEAST_CHOICE = 30
 
@@ -252,8 +250,6 @@ class Comparison:
             block_bytes=shape.block_bytes,
             link=profile.links["gpu" if self.near == "gpu" else "file"],
             bandwidth=self.options.bandwidth,
-            call=0.0 if gpu is None else _EXPERT_KERNELS * gpu.launch.value,
-            far_call=0.0 if gpu is None else 2 * self.costs.latency + gpu.launch.value,
             far_threads=profile.cores,
             launch="host" if gpu is None else "card",
         )

@@ -12,19 +12,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moechat.configurator.costs import Costs
 from moechat.configurator.systems import CacheSettings
+from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
-from moechat.simulate.predictions import draw_rankings, perfect_rankings
+from moechat.simulate.drawn_routing import draw_routing
+from moechat.simulate.predictions import draw_rankings
 from moechat.simulate.run import Ints, Tier, simulate
-from moechat.simulate.timing import Timing
+from moechat.simulate.timing import Launch, Timing, timing_of
 
 # Another candidate than the computed one must be faster by this share: what a simulation cannot tell apart
 # stays as it is.
 _LEAST_GAIN = 0.005
-# Tokens that fill the cache, without taking time, and tokens that are timed: fewer for many experts, so that a
-# choice takes a second.
-_FILLING = 300
-_TIMED_EXPERTS, _LEAST_TIMED, _MOST_TIMED = 400_000, 100, 600
+# Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
+# more blocks, so that a choice takes a second or less.
+_FILLING = 200
+_TIMED_BLOCKS, _LEAST_TIMED, _MOST_TIMED = 1_200_000, 100, 600
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Chosen:
 
     strategy: Strategy
     seconds: dict[str, float]
+
+    @property
+    def seconds_of_choice(self) -> float:
+        """Simulated seconds of a token with the strategy."""
+        return self.seconds[self.strategy.name]
 
 
 def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]:
@@ -91,9 +99,15 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     return found
 
 
-def lengths(layers: int, experts: int) -> tuple[int, int]:
-    """Tokens that fill the cache before timing, and tokens that are timed, for layers of so many experts."""
-    timed = _TIMED_EXPERTS // (layers * experts)
+def lengths(layers: int, top_k: int, blocks: int) -> tuple[int, int]:
+    """Tokens that fill the cache before timing, and tokens that are timed.
+
+    Args:
+        layers: Number of expert layers.
+        top_k: Experts per token.
+        blocks: Blocks per expert.
+    """
+    timed = _TIMED_BLOCKS // (layers * top_k * blocks)
     return _FILLING, min(max(timed, _LEAST_TIMED), _MOST_TIMED)
 
 
@@ -103,6 +117,8 @@ def choose_strategy(
     timing: Timing,
     trace: Trace,
     rankings: Ints | None,
+    *,
+    only: Strategy | None = None,
 ) -> Chosen:
     """Simulate the candidates over one trace and take the fastest.
 
@@ -112,9 +128,11 @@ def choose_strategy(
         timing: Times of the machine.
         trace: Routing; its last tokens, half of them at most, are timed.
         rankings: Predictions for its tokens; ``None``: nothing is predicted.
+        only: The one candidate; ``None``: all of them.
 
     """
-    filling, timed = lengths(trace.layers, trace.num_experts)
+    found = [only] if only else strategies(settings, far_computes=timing.far_block is not None)
+    filling, timed = lengths(trace.layers, trace.top_k, tier_for(found[0].settings).blocks)
     timed = min(timed, -(-trace.tokens // 2))
     filling = min(filling, trace.tokens - timed)
     start = trace.tokens - timed - filling
@@ -122,7 +140,6 @@ def choose_strategy(
     part = Trace(last, np.array([0, len(last)], dtype=np.int64), trace.num_experts)
     ahead = None if rankings is None else np.ascontiguousarray(rankings[:, start:])
     seconds: dict[str, float] = {}
-    found = strategies(settings, far_computes=timing.far_block is not None)
     for strategy in found:
         run = simulate(
             part,
@@ -140,20 +157,40 @@ def choose_strategy(
     return Chosen(next(each for each in found if each.name == best), seconds)
 
 
-def predictions_for(
-    settings: CacheSettings, trace: Trace, accuracy: np.ndarray, *, width: int, seed: int = 0
-) -> Ints | None:
-    """Predictions of the experts of a trace, as the settings ask for them.
+def choose_by_statistics(
+    settings: CacheSettings,
+    tier_for: Callable[[CacheSettings], Tier],
+    costs: Costs,
+    statistics: RoutingStatistics,
+    *,
+    threads: int,
+    launch: Launch,
+    only: Strategy | None = None,
+) -> Chosen:
+    """:func:`choose_strategy` over routing that is drawn from statistics.
 
     Args:
-        settings: Settings of the near tier.
-        trace: The trace.
-        accuracy: float64 ``[layers]``.
-        width: Experts to rank.
-        seed: Random seed.
+        settings: Settings with ``choose``.
+        tier_for: The near tier of a candidate, with the same pages for all.
+        costs: Times of the machine.
+        statistics: Counts, or the defaults of a family.
+        threads: Threads of the CPU.
+        launch: As :class:`moechat.simulate.timing.Timing`.
+        only: The one candidate; ``None``: all of them.
     """
-    if settings.prefetch == "perfect":
-        return perfect_rankings(trace, settings.lookahead)
-    if not settings.ranks:
-        return None
-    return draw_rankings(trace, accuracy, width=width, lookahead=settings.lookahead, seed=seed)
+    tier = tier_for(replace(settings, choose=False))
+    trace = draw_routing(statistics, sum(lengths(statistics.layers, statistics.top_k, tier.blocks)))
+    timing = timing_of(
+        costs,
+        top_k=statistics.top_k,
+        blocks=tier.blocks,
+        block_bytes=tier.block_bytes,
+        far_threads=threads,
+        launch=launch,
+    )
+    rankings = None
+    if settings.predicts:
+        accuracy = statistics.prediction_accuracy[:, : statistics.top_k].mean(axis=1)
+        width = settings.ranked_experts(statistics.top_k)
+        rankings = draw_rankings(trace, accuracy, width=width, lookahead=settings.lookahead)
+    return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)

@@ -9,6 +9,7 @@ from typing import Literal
 from moechat.configurator.costs import Costs
 from moechat.hardware.profile import LinkFigures
 
+Launch = Literal["host", "card"]
 # As in native/src/link/file_link.cc: the smallest value with nearly the full bandwidth of a disk.
 IN_FLIGHT_BYTES = 6 << 20
 # Most prefetched bytes in flight on the link to a GPU; as in native/src/link/cuda_link.cc.
@@ -56,7 +57,7 @@ class Timing:
     far_call: float = 0.0
     near_slowdown: float = 1.0
     far_threads: int = 1
-    launch: Literal["host", "card"] = "host"
+    launch: Launch = "host"
 
     def __post_init__(self) -> None:
         if not self.compute or not self.link:
@@ -82,10 +83,8 @@ def timing_of(
     block_bytes: int,
     link: LinkFigures | None = None,
     bandwidth: float | None = None,
-    call: float = 0.0,
-    far_call: float = 0.0,
     far_threads: int = 1,
-    launch: Literal["host", "card"] = "host",
+    launch: Launch = "host",
 ) -> Timing:
     """Derive times of single blocks from the costs of a token.
 
@@ -97,13 +96,11 @@ def timing_of(
         link: Figures by size, for transfers of one or a few blocks; ``None``: every block takes its share of
             ``costs.load``.
         bandwidth: Bytes per second, replacing both.
-        call: Fixed part of ``costs.moe``, which computing a single block takes too.
-        far_call: As :class:`Timing`.
         far_threads: As :class:`Timing`.
         launch: As :class:`Timing`.
     """
     pairs = top_k * blocks
-    call = min(call, costs.moe / 2)
+    call = min(costs.call, costs.moe / 2)
     block = (costs.moe - call) / pairs
     merged = max(1, OPERATION_BYTES // block_bytes)
     shared = costs.both_loads / costs.load
@@ -126,7 +123,7 @@ def timing_of(
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),
         in_flight_bytes=GPU_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
-        far_call=far_call,
+        far_call=costs.far_call,
         near_slowdown=costs.near_slowdown,
         far_threads=far_threads,
         launch=launch,

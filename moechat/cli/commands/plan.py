@@ -237,6 +237,8 @@ def _speed(made: Plan, speed: Speed) -> Table:
     if speed.cpu_range is not None:
         table.add_row("CPU rate", _cpu_range(made, speed.cpu_range))
     table.add_row("bottleneck", speed.bottleneck)
+    if made.strategy:
+        table.add_row("strategy", f"{made.strategy}: the fastest in a simulation")
     table.add_row("routing", made.statistics_source)
     for number, figure in enumerate(speed.figures):
         name, _, unit = figure.name.partition(", ")
