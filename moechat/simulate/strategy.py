@@ -88,10 +88,11 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
         ]
     if far_computes and fixed.miss == "both":
         found += [
+            Strategy("cpu", "the CPU computes what is missing", replace(fixed, miss="compute")),
             Strategy(
-                "cpu",
-                "the CPU computes what is missing",
-                replace(found[-2].settings, miss="compute"),
+                "cpu-nothing-ahead",
+                "the CPU computes what is missing, nothing fetched ahead",
+                replace(fixed, miss="compute", prefetch="none", prefetch_experts=None),
             ),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]

@@ -98,6 +98,9 @@ class TransferQueue {
   void fail_queued(int error);
   void operation_begun() { ++stats_.operations; }
 
+  // Forgets what the bandwidth estimate has not absorbed yet: it moved in no time.
+  void forget_window() { window_busy_ = 0, window_bytes_ = 0; }
+
   std::int64_t started() const { return started_; }
   bool has_completions() const { return !completions_.empty(); }
   // Appends all completions; returns how many.

@@ -44,7 +44,10 @@ class VirtualLink final : public Link {
   std::int64_t poll(std::vector<Completion>* out) override;
   // Never waits: the owner of the clock moves it to next_end().
   bool wait(std::chrono::microseconds limit) override;
-  void hurry(bool on) override { hurried_ = on; }
+  void hurry(bool on) override {
+    if (hurried_ && !on) queue_.forget_window();
+    hurried_ = on;
+  }
   std::string failure() const override { return {}; }
   LinkStats stats() const override { return queue_.stats(*now_); }
   double now() const override { return *now_; }
