@@ -52,7 +52,7 @@ from moechat.simulate.predictions import (
 )
 from moechat.simulate.run import Ints, SimulatedRun, Tier, simulate
 from moechat.simulate.simulated_model import SimulatedModel
-from moechat.simulate.strategy import Strategy, choose_strategy
+from moechat.simulate.strategy import LOOKAHEAD, Strategy, choose_strategy
 from moechat.simulate.systems import kept_share, pages_for, settings_for, tier_for
 from moechat.simulate.timing import Timing, timing_of
 
@@ -196,7 +196,7 @@ class Comparison:
             return Strategy("given", "as given", settings)
         if self.warmup < _LEAST_CHOICE:
             return Strategy("computed", "the computed plan", replace(settings, choose=False))
-        rankings = self.rankings_for(settings)
+        rankings = self.rankings_for(replace(settings, lookahead=max(settings.lookahead, LOOKAHEAD)))
         return choose_strategy(
             settings,
             lambda candidate: self.tier(candidate, fraction),
@@ -218,7 +218,7 @@ class Comparison:
         if not self.rankings:
             everyone = [settings_for(name) for name in self.options.systems]
             widest = max([self.model.shape.top_k, *(each.prefetch_experts or 0 for each in everyone)])
-            for ahead in range(max(each.lookahead for each in everyone)):
+            for ahead in range(max(LOOKAHEAD, *(each.lookahead for each in everyone))):
                 # One seed per distance, so that a larger lookahead does not change the nearer predictions.
                 self.rankings[ahead] = draw_rankings(
                     self.trace,

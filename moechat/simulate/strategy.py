@@ -21,6 +21,8 @@ from moechat.simulate.predictions import draw_rankings
 from moechat.simulate.run import Ints, Tier, simulate
 from moechat.simulate.timing import Launch, Timing, timing_of
 
+# Most layers ahead that a candidate predicts, unless the settings look further.
+LOOKAHEAD = 2
 # Another candidate than the computed one must be faster by this share: what a simulation cannot tell apart
 # stays as it is.
 _LEAST_GAIN = 0.005
@@ -86,6 +88,8 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
                 replace(whole, **quiet),  # type: ignore[arg-type]
             ),
         ]
+    if fixed.ranks and fixed.lookahead < LOOKAHEAD:
+        found.append(Strategy("two-ahead", "fetched two layers ahead", replace(fixed, lookahead=LOOKAHEAD)))
     if far_computes and fixed.miss == "both":
         found += [
             Strategy("cpu", "the CPU computes what is missing", replace(fixed, miss="compute")),
@@ -128,7 +132,8 @@ def choose_strategy(
         tier_for: The near tier of a candidate, with the same pages for all.
         timing: Times of the machine.
         trace: Routing; its last tokens, half of them at most, are timed.
-        rankings: Predictions for its tokens; ``None``: nothing is predicted.
+        rankings: Predictions for its tokens, at least :data:`LOOKAHEAD` layers ahead; ``None``: nothing is
+            predicted.
         only: The one candidate; ``None``: all of them.
 
     """
@@ -139,7 +144,7 @@ def choose_strategy(
     start = trace.tokens - timed - filling
     last = np.ascontiguousarray(trace.experts[start:])
     part = Trace(last, np.array([0, len(last)], dtype=np.int64), trace.num_experts)
-    ahead = None if rankings is None else np.ascontiguousarray(rankings[:, start:])
+    ahead = None if rankings is None else rankings[:, start:]
     seconds: dict[str, float] = {}
     for strategy in found:
         run = simulate(
@@ -147,7 +152,7 @@ def choose_strategy(
             strategy.settings,
             tier_for(strategy.settings),
             timing,
-            rankings=ahead if strategy.settings.ranks else None,
+            rankings=None if ahead is None or not strategy.settings.ranks else _depth(ahead, strategy),
             warmup=filling,
             hurried=filling,
         )
@@ -156,6 +161,10 @@ def choose_strategy(
     if seconds[best] > (1 - _LEAST_GAIN) * seconds[found[0].name]:
         best = found[0].name
     return Chosen(next(each for each in found if each.name == best), seconds)
+
+
+def _depth(rankings: Ints, strategy: Strategy) -> Ints:
+    return np.ascontiguousarray(rankings[: strategy.settings.lookahead])
 
 
 def choose_by_statistics(
@@ -193,5 +202,5 @@ def choose_by_statistics(
     if settings.predicts:
         accuracy = statistics.prediction_accuracy[:, : statistics.top_k].mean(axis=1)
         width = settings.ranked_experts(statistics.top_k)
-        rankings = draw_rankings(trace, accuracy, width=width, lookahead=settings.lookahead)
+        rankings = draw_rankings(trace, accuracy, width=width, lookahead=max(settings.lookahead, LOOKAHEAD))
     return choose_strategy(settings, tier_for, timing, trace, rankings, only=only)
