@@ -39,7 +39,8 @@ class OtherBudget:
     Attributes:
         name: ``half``, ``less``, ``more``, ``much_more`` or ``all_experts``.
         nbytes: The budget in bytes.
-        tokens_per_s: Expected speed; ``None`` if the model does not run with it.
+        tokens_per_s: Expected speed with the strategy of this plan; ``None`` if the model does not run with
+            it.
     """
 
     name: str

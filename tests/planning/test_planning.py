@@ -113,7 +113,10 @@ def test_other_budgets_match_their_own_plans(olmoe: Plan) -> None:
     for entry in rest:
         again = moechat.plan("olmoe", vram=entry.nbytes, profile=desktop(), ctx=olmoe.context)
         assert again.speed is not None
-        assert again.speed.tokens_per_s == entry.tokens_per_s
+        assert entry.tokens_per_s is not None
+        # A plan of its own may choose another strategy, which can only be faster.
+        assert entry.tokens_per_s <= again.speed.tokens_per_s * 1.005
+        assert entry.tokens_per_s > again.speed.tokens_per_s * 0.97
         assert bool(again.layers) == (entry.name != "all_experts")
 
 
@@ -563,6 +566,7 @@ def test_json_has_only_plain_values_and_every_field(olmoe: Plan) -> None:
         "model",
         "machine",
         "system",
+        "strategy",
         "context",
         "memory",
         "layers",

@@ -5,7 +5,6 @@ A reduced form of ``scripts/bench/choice``.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from functools import cache
 
 import pytest
@@ -26,19 +25,6 @@ ROUTING = {
 PROFILES = ("laptop-rtx4060-8g", "rtx3060-12g", "rtx4090-24g", "ssd-only-16g")
 SHARES = (0.125, 0.25, 0.5)
 CELLS = [f"{name}-{profile}-{share:g}" for name in ROUTING for profile in PROFILES for share in SHARES]
-
-# Cells that fail today. Take them off when they pass; add none.
-SLOWER_THAN_A_PRESET = {"many-ssd-only-16g-0.5"}
-SLOWER_THAN_A_FIXED_STRATEGY = SLOWER_THAN_A_PRESET | {
-    "few-rtx4090-24g-0.5",
-    "some-laptop-rtx4060-8g-0.25",
-    "some-rtx4090-24g-0.25",
-    "some-rtx4090-24g-0.5",
-    # By 1.1 and 1.3 %, since the rates of this processor are derived from the kernels as they are.
-    "many-rtx3060-12g-0.25",
-    "many-rtx3060-12g-0.5",
-}
-ORACLE_BEATEN: Set[str] = frozenset()
 
 
 @cache
@@ -70,28 +56,22 @@ def cell_named(name: str) -> Cell:
     return cells_of(routing, profile)[share]
 
 
-def cells_but(known: Set[str]) -> pytest.MarkDecorator:
-    """All cells as parameters; those of the list must fail, so that it cannot outlive its reason."""
-    assert known <= set(CELLS)
-    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason="known: see the list")
-    return pytest.mark.parametrize(
-        "cell", [pytest.param(name, marks=fails if name in known else ()) for name in CELLS]
-    )
+every_cell = pytest.mark.parametrize("cell", CELLS)
 
 
-@cells_but(SLOWER_THAN_A_PRESET)
+@every_cell
 def test_auto_is_as_fast_as_the_best_preset(cell: str) -> None:
     found = cell_named(cell)
     assert found.against(found.best_preset) <= LIMIT, found.best_preset
 
 
-@cells_but(SLOWER_THAN_A_FIXED_STRATEGY)
+@every_cell
 def test_auto_is_as_fast_as_the_best_fixed_strategy(cell: str) -> None:
     found = cell_named(cell)
     assert found.against(found.best_fixed) <= LIMIT, found.best_fixed
 
 
-@cells_but(ORACLE_BEATEN)
+@every_cell
 def test_nothing_is_faster_than_the_oracle(cell: str) -> None:
     times = cell_named(cell).times
     assert set(times) == set(EVERYTHING)

@@ -275,12 +275,13 @@ def test_rankings_can_be_as_wide_as_a_layer() -> None:
 
 def test_a_block_takes_its_share_of_an_experts_time() -> None:
     costs = Costs(attention=1.0, moe=8.0, head=2.0, load=6.0, latency=0.5, compute_far=4.0, load_together=9.0)
-    timing = timing_of(costs, top_k=2, blocks=2, block_bytes=1 << 19, call=1.0)
+    costs = dataclasses.replace(costs, call=1.0, far_call=0.25)
+    timing = timing_of(costs, top_k=2, blocks=2, block_bytes=1 << 19)
     assert timing.call == 1.0
     assert timing.compute == (7.0 / 4,)
     assert timing.link == (3.0, 6.0)
     assert timing.link_shared == (4.5, 9.0)
-    assert (timing.far_block, timing.far_block_shared) == (2.0, 2.0)
+    assert (timing.far_block, timing.far_block_shared, timing.far_call) == (2.0, 2.0, 0.25)
     assert timing_of(costs, top_k=2, blocks=2, block_bytes=1 << 22).link == (3.0,)
 
 
