@@ -7,7 +7,9 @@ and the fastest is taken. The choice is among settings that one native runner ca
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,8 +147,8 @@ def choose_strategy(
     last = np.ascontiguousarray(trace.experts[start:])
     part = Trace(last, np.array([0, len(last)], dtype=np.int64), trace.num_experts)
     ahead = None if rankings is None else rankings[:, start:]
-    seconds: dict[str, float] = {}
-    for strategy in found:
+
+    def seconds_of(strategy: Strategy) -> float:
         run = simulate(
             part,
             strategy.settings,
@@ -156,7 +158,10 @@ def choose_strategy(
             warmup=filling,
             hurried=filling,
         )
-        seconds[strategy.name] = run.tpot
+        return run.tpot
+
+    with ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as pool:
+        seconds = dict(zip((each.name for each in found), pool.map(seconds_of, found), strict=True))
     best = min(seconds, key=lambda name: seconds[name])
     if seconds[best] > (1 - _LEAST_GAIN) * seconds[found[0].name]:
         best = found[0].name
