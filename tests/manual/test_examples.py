@@ -147,8 +147,8 @@ def require_options(program: str, arguments: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             # Python programs declare options as strings, shell scripts compare with them.
-                shell = rf"(!= {argument} |^\s*{argument}\))"
-                named = f'"{argument}"' in text or re.search(shell, text, re.MULTILINE) is not None
+            shell = rf"(!= {argument} |^\s*{argument}\))"
+            named = f'"{argument}"' in text or re.search(shell, text, re.MULTILINE) is not None
             assert named, f"{program} has no option {argument}"
 
 
