@@ -56,6 +56,7 @@ class Description:
         plan_experts_by_layer: Experts to keep in each layer.
         plan_blocks_by_layer: Blocks to keep of each of them.
         plan_exposed_ms: Load time of a token that nothing hides, as the plan expects it.
+        strategy: The strategy that was chosen for ``auto`` by simulation; ``None`` where nothing was chosen.
         plan_statistics: Origin of the plan's routing statistics.
         plan_costs: Origin of the plan's costs.
     """
@@ -99,6 +100,7 @@ class Description:
     plan_experts_by_layer: list[int] | None = None
     plan_blocks_by_layer: list[int] | None = None
     plan_exposed_ms: float | None = None
+    strategy: str | None = None
     plan_statistics: str | None = None
     plan_costs: str | None = None
 
@@ -166,6 +168,7 @@ def _describe_pages(near: ExpertTier) -> dict[str, Any]:
         "split": settings.split,
         "prefetch": settings.prefetch,
         "plan": near.plan.method,
+        "strategy": None if near.plan.strategy is None else near.plan.strategy.strategy.title,
         "plan_experts_by_layer": near.targets[:, EXPERTS].tolist(),
         "plan_blocks_by_layer": near.targets[:, BLOCKS].tolist(),
     }

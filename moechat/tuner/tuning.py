@@ -238,7 +238,8 @@ class Tuner:
             bits=store.geometry.bits,
             threads=_native.num_threads(),
             dtype=str(self._loaded.dtype).removeprefix("torch."),
-            settings=f"{self._settings} {self._link} replayed={self._near.replay is not None}",
+            # As asked for: what is chosen for them may change with the routing that has been seen.
+            settings=f"{self._near.wanted} {self._link} replayed={self._near.replay is not None}",
             version=moechat.__version__,
             dense_bits=self._loaded.form.bits,
             activation_bits=self._loaded.form.activation_bits,
