@@ -80,7 +80,7 @@ def _size(label: str, value: Any) -> int:
     # The bound of file offsets means nothing to the user, so both ends have their own words.
     number = require_whole_type(label, size, hint=hint)
     if number < 1:
-        raise UsageError(f"{label} is {number}; it must be more than 0 bytes", hint=hint)
+        raise UsageError(f"{label} is {shown(number)}; it must be more than 0 bytes", hint=hint)
     if number > _MOST_BYTES:
         raise UsageError(f"{label} is {shown(value)}; that is larger than any memory", hint=hint)
     return number
