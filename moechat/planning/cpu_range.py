@@ -24,9 +24,10 @@ class CpuEnd:
     Attributes:
         bytes_per_s: Bytes of expert blocks that the CPU computes a second.
         tokens_per_s: Speed of the plan made for that rate.
-        same_plan_tokens_per_s: Speed there with the targets of the plan as it is.
+        same_plan_tokens_per_s: Speed there with the targets and the strategy of the plan as it is.
         changed_layers: Layers for which the plan made for that rate has other targets.
         bottleneck: Largest part of a token's time there, for people.
+        strategy: Strategy that ``auto`` chooses there, for people; empty where nothing is chosen.
     """
 
     bytes_per_s: float
@@ -34,6 +35,7 @@ class CpuEnd:
     same_plan_tokens_per_s: float
     changed_layers: int
     bottleneck: str
+    strategy: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def _end(cases: Cases, case: Case, end: End, rate: float, far: Far | None, ram_s
     kept, changed = made.decode, 0
     if case.allocation is not None and made.allocation is not None:
         changed = int(np.any(case.allocation.targets != made.allocation.targets, axis=1).sum())
-        if changed:
+        if changed or case.strategy != made.strategy:
             kept = there.decode_with(case, made.costs)
     words = bottleneck(made.decode, far, cases.settings)
-    return CpuEnd(rate, made.decode.rate, kept.rate, changed, words)
+    title = "" if made.strategy is None else made.strategy.title
+    return CpuEnd(rate, made.decode.rate, kept.rate, changed, words, title)

@@ -69,12 +69,11 @@ def test_description_lists_the_parts_of_the_plan(paged: Engine, engine: Engine) 
     described = paged.describe().to_json()
     assert described["pages"] == 6
     assert described["memory_experts_bytes"] == 6 * described["page_bytes"]
-    usual = settings_of("auto")
-    assert (described["policy"], described["prefetch"], described["split"]) == (
-        usual.policy,
-        usual.prefetch,
-        usual.split,
-    )
+    # auto chooses all but the policy.
+    chosen = paged.loaded.near.settings
+    assert described["policy"] == chosen.policy == settings_of("auto").policy
+    assert (described["prefetch"], described["split"]) == (chosen.prefetch, chosen.split)
+    assert described["strategy"] == paged.loaded.near.plan.strategy.strategy.title
     mapped = engine.describe().to_json()
     assert mapped["experts"].startswith("mapped")
     parts = ("process", "dense", "attention_cache", "workspace", "scratch", "margin", "experts")

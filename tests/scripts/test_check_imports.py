@@ -103,7 +103,7 @@ def test_downward_imports_are_accepted(tmp_path: Path) -> None:
         ("store/__init__.py", "from moechat.hub import names\n", 1),
         ("hub/names.py", "from moechat.store import store\n", 1),
         ("chat/a.py", "from moechat.serve import x\n", 1),
-        ("offload/a.py", "from moechat.simulate import x\n", 1),
+        ("simulate/a.py", "from moechat.offload import x\n", 1),
         ("models/a.py", "from moechat.offload import x\n", 1),
         ("engine.py", "from moechat.chat import x\n", 1),
         ("geometry.py", "from moechat.store import x\n", 1),

@@ -267,16 +267,16 @@ def _cpu_range(made: Plan, found: CpuRange) -> str:
         ]
     rate = f"{found.bytes_per_s / 1e9:.0f} GB/s ({rates[0]:.0f} to {rates[1]:.0f})"
     if not changes:
-        same = not (low.changed_layers or high.changed_layers)
+        same = all(not end.changed_layers and end.strategy == made.strategy for end in (low, high))
         changes = ["the plan stays the same" if same else "this plan stays within 1 % of the best"]
     return f"{rate}: {' to '.join(speeds)} tokens a second; {'; '.join(changes)}"
 
 
 def _change(made: Plan, end: CpuEnd) -> str:
-    return (
-        f"at {end.bytes_per_s / 1e9:.0f} GB/s another C or θ in {end.changed_layers} of "
-        f"{made.expert_layers} layers would be {100 * _gain(end):.1f} % faster"
-    )
+    other = f"another C or θ in {end.changed_layers} of {made.expert_layers} layers"
+    if end.strategy != made.strategy:
+        other = f"another strategy ({end.strategy})"
+    return f"at {end.bytes_per_s / 1e9:.0f} GB/s {other} would be {100 * _gain(end):.1f} % faster"
 
 
 def _gain(end: CpuEnd) -> float:

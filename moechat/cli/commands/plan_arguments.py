@@ -25,7 +25,8 @@ tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, 
 cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to 1. \
 speed is null if the machine's speed is unknown. cpu_range is null unless the rate of experts on the CPU is \
 an estimate with a range; it has bytes_per_s, and low and high: the same plan made with the ends of the \
-range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck).
+range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, \
+strategy).
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g

@@ -180,7 +180,7 @@ def test_a_chat_and_later_answers_use_the_same_graphs(
 
 
 def test_replays_share_missing_blocks_with_the_cpu(model: Path, gpu, without) -> None:
-    few = {"system": "auto", "vram": None}
+    few = {"system": "auto:miss=both", "vram": None}
     with without(model, gpu, pages=8, **few) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
     with load(model, gpu, pages=8, **few) as engine:
