@@ -137,7 +137,7 @@ SYSTEMS: Mapping[str, CacheSettings] = {
     "brainstorm": replace(_LRU_WHOLE, policy="lfu", allocation="model", prefetch="none"),
     "fiddler": CacheSettings(policy="static", allocation="model", prefetch="none", miss="compute"),
     "static": CacheSettings(policy="static", allocation="layers", prefetch="none", miss="compute"),
-    "oracle": CacheSettings(policy="belady", prefetch="perfect", miss="both"),
+    "oracle": CacheSettings(policy="belady", prefetch="perfect", miss="both", choose=True),
 }
 
 

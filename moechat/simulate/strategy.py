@@ -75,6 +75,8 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
         far_computes: Missing experts can be computed where they lie.
     """
     fixed = replace(settings, choose=False)
+    if settings.needs_future:
+        return _with_the_future(fixed, far_computes=far_computes)
     whole = replace(fixed, allocation="uniform", split=1.0)
     found = [
         Strategy("computed", "the computed plan", fixed),
@@ -103,6 +105,19 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]
     found.append(Strategy("dp", "whole experts, most hits", replace(fixed, allocation="dp", split=1.0)))
+    return found
+
+
+def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strategy]:
+    """Candidates of the oracle: whole experts, parts, and parts with the CPU at work in every layer."""
+    parts = replace(fixed, allocation="auto", split=None)
+    found = [
+        Strategy("computed", "the computed plan", fixed),
+        Strategy("parts", "parts of experts", parts),
+    ]
+    if far_computes:
+        quiet = replace(parts, miss="compute", prefetch="none", prefetch_experts=None)
+        found.append(Strategy("cpu-nothing-ahead", "the CPU computes what is missing", quiet))
     return found
 
 
