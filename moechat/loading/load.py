@@ -21,10 +21,10 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import plan_memory
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
 from moechat.offload.host import HostPlacement
+from moechat.offload.knowledge import Knowledge, gather
 from moechat.offload.needs import memory_needs, model_shape, uses_graphs
 from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.placement import ModelPlacement
-from moechat.offload.planner import Knowledge, gather
 from moechat.offload.settings import OffloadOptions
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.offload.upkeep import Upkeep

@@ -25,9 +25,10 @@ from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.offload.experts import ExpertCounters, RunsExperts
+from moechat.offload.knowledge import Knowledge, defaults
 from moechat.offload.limits import MIN_PAGES
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
-from moechat.offload.planner import Knowledge, TierTargets, defaults, plan_tier
+from moechat.offload.planner import TierTargets, plan_tier
 from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
 from moechat.routing import Replay

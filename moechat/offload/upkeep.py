@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moechat.configurator.estimate import ModelShape
-from moechat.offload.planner import (
+from moechat.offload.knowledge import (
     Knowledge,
     blend,
-    expected_seconds,
     family_statistics,
     key_of,
     observed_costs,
     saved_statistics,
 )
+from moechat.offload.planner import expected_seconds
 from moechat.offload.tier import ExpertTier
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics

@@ -21,8 +21,9 @@ from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
+from moechat.offload.knowledge import Knowledge, assumed_costs
 from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape
-from moechat.offload.planner import Knowledge, TierTargets, assumed_costs, plan_tier, simulated_seconds
+from moechat.offload.planner import TierTargets, plan_tier, simulated_seconds
 from moechat.options import LoadOptions
 from moechat.planning.machine import Machine
 from moechat.planning.routing import Routing, routing_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.warm_start import default_statistics
-from moechat.offload.planner import blend, saved_statistics
+from moechat.offload.knowledge import blend, saved_statistics
 from moechat.planning.source import PlannedModel
 from moechat.routing.statistics import RoutingStatistics
 

@@ -33,7 +33,7 @@ from moechat.hardware.times_file import TimesKey, save_times
 from moechat.offload import planner
 from moechat.offload.budget import plan_memory
 from moechat.offload.host import HostPlacement
-from moechat.offload.planner import gather
+from moechat.offload.knowledge import gather
 from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.options import LoadOptions
 from moechat.planning import Plan

@@ -12,14 +12,8 @@ from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
-from moechat.offload.planner import (
-    Knowledge,
-    assumed_costs,
-    defaults,
-    expected_seconds,
-    observed_costs,
-    plan_tier,
-)
+from moechat.offload.knowledge import Knowledge, assumed_costs, defaults, observed_costs
+from moechat.offload.planner import expected_seconds, plan_tier
 
 # Qwen3-30B-A3B.
 GEOMETRY = ExpertGeometry(2048, 768, 128, 4)

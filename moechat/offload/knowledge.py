@@ -1,0 +1,264 @@
+"""What is known of a model's routing and of the machine's times, before and while a model runs.
+
+Statistics and costs are read from the user's files and from the package. Missing, unreadable or damaged ones
+are replaced: recorded statistics by the package's defaults for the family, measured costs by assumed ones.
+:attr:`Knowledge.notes` lists the reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from moechat.configurator.costs import Costs
+from moechat.configurator.estimate import ModelShape, Near, costs_of
+from moechat.configurator.systems import Policy
+from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.hardware.measured_file import load_measured
+from moechat.hardware.times_file import TimesKey, load_times
+from moechat.routing.statistics import RoutingStatistics
+from moechat.routing.statistics_file import load_statistics, model_key
+
+# Assumed for a machine that was not measured: experts read from an NVMe disk on PCIe 3.0, two channels of
+# DDR4 memory, fixed time in Python and torch. Rates are bytes a second. The plan depends only on their
+# ratios, and the first replan replaces them with costs observed while decoding.
+_ASSUMED_LINK = 2.0e9
+_ASSUMED_EXPERTS = 12.0e9
+_ASSUMED_DENSE = 10.0e9
+_LAYER_SECONDS = 100e-6
+# The same for a mid-range GPU on PCIe 4.0 x16.
+_ASSUMED_GPU = 250e9
+_ASSUMED_PCIE = 20e9
+_GPU_LAYER_SECONDS = 150e-6
+# Three kernels for any number of experts; two copies and a kernel where the CPU computes a part.
+_GPU_CALL_SECONDS, _GPU_FAR_CALL_SECONDS = 15e-6, 35e-6
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """The statistics and costs that a plan is made from.
+
+    Attributes:
+        statistics: Routing statistics, or ``None`` if there are none.
+        costs: Costs of a token.
+        statistics_from: Origin of the statistics, for people.
+        costs_from: Origin of the costs, for people.
+        notes: Reasons why statistics or costs could not be used.
+        near: Tier that keeps the experts.
+        threads: Threads of the CPU.
+    """
+
+    statistics: RoutingStatistics | None
+    costs: Costs
+    statistics_from: str
+    costs_from: str
+    notes: tuple[str, ...] = ()
+    near: Near = "ram"
+    threads: int = 1
+
+
+def gather(
+    shape: ModelShape,
+    model_type: str,
+    fingerprint: str,
+    policy: Policy,
+    *,
+    dtype: str,
+    threads: int,
+    dense_bits: int = 16,
+    activation_bits: int = 16,
+    near: Near = "ram",
+    far_computes: bool = False,
+) -> Knowledge:
+    """Read the statistics and costs of a model that has not run yet; fast, raises nothing.
+
+    Args:
+        shape: Shape of the model.
+        model_type: Its family, as named in transformers.
+        fingerprint: Fingerprint of its weights, the key of saved statistics and measured times.
+        policy: Eviction policy whose priorities rank the experts in the statistics.
+        dtype: Type of the dense weights, part of the key of measured times.
+        threads: Threads that compute, part of that key as well.
+        dense_bits: Bits of a dense weight.
+        activation_bits: Bits of the inputs of quantised weights.
+        near: Tier that keeps the experts: ``ram``, or ``gpu``, for which no layer times are measured.
+        far_computes: With ``gpu``: missing experts are in RAM, where the CPU can compute them.
+    """
+    notes: list[str] = []
+    statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
+    if near == "gpu":
+        costs, costs_from = _costs_on_gpu(shape, notes)
+        if not far_computes:
+            costs = replace(costs, compute_far=math.inf, compute_together=None)
+        return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes), near, threads)
+    costs, costs_from = _costs(
+        shape,
+        lambda profile: TimesKey(
+            profile=profile,
+            model=fingerprint,
+            dtype=dtype,
+            threads=threads,
+            bits=shape.bits,
+            dense_bits=dense_bits,
+            activation_bits=activation_bits,
+        ),
+        notes,
+    )
+    return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes), near, threads)
+
+
+def defaults(shape: ModelShape, model_type: str, policy: Policy) -> Knowledge:
+    """The defaults of the package; reads none of the user's files."""
+    notes: list[str] = []
+    statistics, origin = _statistics(shape, model_type, None, policy, notes)
+    return Knowledge(statistics, assumed_costs(shape), origin, "assumed", tuple(notes))
+
+
+def assumed_costs(shape: ModelShape) -> Costs:
+    """Costs on a machine that was not measured."""
+    far = shape.expert_bytes / _ASSUMED_EXPERTS
+    return Costs(
+        attention=shape.layer_dense_bytes / _ASSUMED_DENSE + _LAYER_SECONDS,
+        moe=shape.top_k * far,
+        head=shape.head_bytes / _ASSUMED_DENSE + _LAYER_SECONDS,
+        load=shape.expert_bytes / _ASSUMED_LINK,
+        latency=100e-6,
+    )
+
+
+def _statistics(
+    shape: ModelShape, model_type: str, fingerprint: str | None, policy: Policy, notes: list[str]
+) -> tuple[RoutingStatistics | None, str]:
+    default = family_statistics(shape, model_type, policy, notes)
+    seen = None if fingerprint is None else saved_statistics(shape, fingerprint, policy, notes)
+    return blend(default, seen, notes)
+
+
+def saved_statistics(
+    shape: ModelShape, fingerprint: str, policy: str, notes: list[str]
+) -> RoutingStatistics | None:
+    """Statistics of earlier runs; ``None`` if there are none, or, with a note, if they cannot be used."""
+
+    def saved() -> RoutingStatistics | None:
+        return load_statistics(key_of(shape, fingerprint), policy, warn=notes.append)
+
+    seen = tried("saved routing statistics", saved, notes)
+    if seen is not None and (seen.layers, seen.experts) != (shape.layers, shape.experts):
+        notes.append(f"saved routing statistics are not used: they are for {seen.describe()}")
+        return None
+    return seen
+
+
+def key_of(shape: ModelShape, fingerprint: str) -> str:
+    """Name of a model's saved statistics."""
+    return model_key(fingerprint, layers=shape.layers, experts=shape.experts, top_k=shape.top_k)
+
+
+def family_statistics(
+    shape: ModelShape, model_type: str, policy: Policy, notes: list[str]
+) -> RoutingStatistics | None:
+    """The package's defaults for a family; ``None``, with a note, if they cannot be computed."""
+
+    def usual() -> RoutingStatistics:
+        return default_statistics(model_type, shape.layers, shape.experts, shape.top_k, policy=policy)
+
+    return tried("the family's routing statistics", usual, notes)
+
+
+def blend(
+    default: RoutingStatistics | None, seen: RoutingStatistics | None, notes: list[str]
+) -> tuple[RoutingStatistics | None, str]:
+    """Blend defaults with recorded statistics.
+
+    Returns:
+        The statistics, and their origin for people.
+    """
+    if default is None:
+        return seen, "none" if seen is None else f"{seen.tokens:,} tokens of this model"
+
+    def both() -> RoutingStatistics:
+        return blended_statistics(default, seen)
+
+    origin = "defaults" if seen is None else f"defaults and {seen.tokens:,} tokens of this model"
+    return tried("routing statistics", both, notes) or seen or default, origin
+
+
+def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[str]) -> tuple[Costs, str]:
+    def measured() -> tuple[Costs, str] | None:
+        profile = load_measured(notes.append)
+        if profile is None:
+            return None
+        times = load_times(key_for(profile.key), notes.append)
+        origin = "the machine's profile" if times is None else "the machine's profile and the model's times"
+        return costs_of(profile, shape, times=times, near="ram"), origin
+
+    return tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
+
+
+def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
+    def measured() -> tuple[Costs, str] | None:
+        profile = load_measured(notes.append)
+        if profile is None or profile.gpu is None or "gpu" not in profile.links:
+            return None
+        return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
+
+    return tried("the machine's profile", measured, notes) or (assumed_on_gpu(shape), "assumed")
+
+
+def assumed_on_gpu(shape: ModelShape) -> Costs:
+    """Costs on a GPU that was not measured: a mid-range one on PCIe 4.0 x16."""
+    return Costs(
+        attention=shape.layer_dense_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
+        moe=shape.top_k * shape.expert_bytes / _ASSUMED_GPU,
+        head=shape.head_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
+        load=shape.expert_bytes / _ASSUMED_PCIE,
+        latency=15e-6,
+        compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
+        call=_GPU_CALL_SECONDS,
+        far_call=_GPU_FAR_CALL_SECONDS,
+    )
+
+
+def observed_costs(
+    shape: ModelShape, before: Costs, counted: Mapping[str, float], tokens: int, seconds: float
+) -> Costs | None:
+    """Costs observed while decoding; ``None`` if no expert was computed or no block was moved.
+
+    The time outside the experts is divided between layers and head in the ratio of ``before``. The link's
+    rate is that of all its transfers over the time that it was busy.
+
+    Args:
+        shape: Shape of the model.
+        before: Costs that these replace.
+        counted: Differences of the native runner's counters over these tokens.
+        tokens: Tokens decoded.
+        seconds: Seconds that they took.
+    """
+    computed, computing = counted["bytes_computed"], counted["compute_seconds"]
+    moved, busy = counted["link_bytes"], counted["link_busy_seconds"]
+    if min(computed, computing, moved, busy, tokens) <= 0:
+        return None
+    rest = max(0.0, seconds - computing - counted["stall_seconds"] - counted["begin_seconds"]) / tokens
+    layers = before.attention * shape.layers
+    share = layers / (layers + before.head) if layers + before.head > 0 else 1.0
+    return replace(
+        before,
+        attention=rest * share / shape.layers,
+        head=rest * (1 - share),
+        moe=shape.top_k * shape.expert_bytes * computing / computed,
+        load=shape.expert_bytes * busy / moved,
+        load_together=None,
+    )
+
+
+def tried(name: str, source: Callable[[], _T], notes: list[str]) -> _T | None:
+    """The result of ``source``; ``None``, with a note, if it raises."""
+    try:
+        return source()
+    except Exception as error:  # damaged files must not prevent a chat
+        notes.append(f"{name} cannot be used: {error!r}")
+        return None
