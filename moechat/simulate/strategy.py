@@ -25,9 +25,9 @@ from moechat.simulate.timing import Launch, Timing, timing_of
 
 # Most layers ahead that a candidate predicts, unless the settings look further.
 LOOKAHEAD = 2
-# Another candidate than the computed one must be faster by this share: what a simulation cannot tell apart
-# stays as it is.
-_LEAST_GAIN = 0.005
+# A simulation of a few hundred tokens cannot tell smaller differences apart: of such candidates the first is
+# taken.
+_EQUAL = 0.007
 # Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
 # more blocks, so that a choice takes a second or less.
 _FILLING = 200
@@ -81,7 +81,10 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     found = [
         Strategy("computed", "the computed plan", fixed),
         Strategy("whole", "whole experts, as many in each layer", whole),
+        Strategy("dp", "whole experts, most hits", replace(whole, allocation="dp")),
     ]
+    if fixed.ranks and fixed.lookahead < LOOKAHEAD:
+        found.append(Strategy("two-ahead", "fetched two layers ahead", replace(fixed, lookahead=LOOKAHEAD)))
     if fixed.prefetch != "none":
         quiet = {"prefetch": "none", "prefetch_experts": None}
         found += [
@@ -92,8 +95,6 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
                 replace(whole, **quiet),  # type: ignore[arg-type]
             ),
         ]
-    if fixed.ranks and fixed.lookahead < LOOKAHEAD:
-        found.append(Strategy("two-ahead", "fetched two layers ahead", replace(fixed, lookahead=LOOKAHEAD)))
     if far_computes and fixed.miss == "both":
         found += [
             Strategy("cpu", "the CPU computes what is missing", replace(fixed, miss="compute")),
@@ -104,7 +105,6 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             ),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]
-    found.append(Strategy("dp", "whole experts, most hits", replace(fixed, allocation="dp", split=1.0)))
     return found
 
 
@@ -177,10 +177,9 @@ def choose_strategy(
 
     with ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as pool:
         seconds = dict(zip((each.name for each in found), pool.map(seconds_of, found), strict=True))
-    best = min(seconds, key=lambda name: seconds[name])
-    if seconds[best] > (1 - _LEAST_GAIN) * seconds[found[0].name]:
-        best = found[0].name
-    return Chosen(next(each for each in found if each.name == best), seconds)
+    least = min(seconds.values())
+    best = next(each for each in found if seconds[each.name] <= (1 + _EQUAL) * least)
+    return Chosen(best, seconds)
 
 
 def _depth(rankings: Ints, strategy: Strategy) -> Ints:
