@@ -1208,6 +1208,11 @@ class ExpertRunner:
         Counts passes of one token, and predictions one layer ahead that had scores.
         """
     def reset_routing_counts(self) -> None: ...
+    def hard_activations(self) -> int:
+        """Return the activations so far, in passes of one token, of experts that no cache would have had that
+        keeps as many experts in each layer as an even share of the pages holds. Never reset.
+        """
+
     def hurry_link(self, on: bool) -> None:
         """Make a simulated link copy at memory speed while this is on; for filling a cache."""
 
@@ -1282,6 +1287,7 @@ class Timeline:
         near_slowdown: Factor of the near tier's times while the link is busy, at least 1.
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
             then the others behind their copies, and demands are copied at once.
+        counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
 
     Raises:
         ValueError: A size or a time is out of range.
@@ -1320,7 +1326,24 @@ class Timeline:
         far_call: float = 0.0,
         near_slowdown: float = 1.0,
         launch: str = "host",
+        counts_hard: bool = False,
     ) -> None: ...
+    def switch_to(
+        self,
+        *,
+        targets: _I32,
+        miss: str,
+        ahead: str,
+        lookahead: int,
+        ahead_experts: int,
+        ahead_bytes: int | None,
+        stream_tokens: int,
+    ) -> None:
+        """Go on from the next pass with other targets and another way to load; arguments as at first.
+
+        Raises:
+            ValueError: A size is out of range; nothing has changed.
+        """
     def preload(self, layer: int, experts: _I32, blocks: int) -> int:
         """Place the first blocks of experts int32 [n] in free pages at no cost; returns their number."""
     def run(

@@ -32,7 +32,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"options"}),
     frozenset({"models", "configurator", "predict"}),
     frozenset({"store", "hub", "hardware", "routing", "manual"}),
-    frozenset({"geometry"}),
+    frozenset({"geometry", "trials"}),
     frozenset({"atomic_file", "config", "validation"}),
     frozenset({"errors"}),
 )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
-from moechat.configurator.systems import Prefetch
+from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
@@ -125,6 +125,10 @@ class GpuPlacement:
         address = self.pages.open(pages)
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
         return PageMemory(link, address, self.pages.far_records)
+
+    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
+        """See :meth:`Placement.may_take_turns`: recorded graphs make one form of requests."""
+        return self.pages.request_form(one) == self.pages.request_form(other)
 
     def layer(self, tier: ExpertTier, ordinal: int) -> GpuExpertLayer:
         """See :meth:`Placement.layer`."""

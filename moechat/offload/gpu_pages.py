@@ -79,6 +79,11 @@ class GpuPages:
         """Treatment of the blocks that a pass of so many tokens misses."""
         return settings.miss if self.far_records and tokens <= SHARED_TOKENS else "fetch"
 
+    def request_form(self, settings: CacheSettings) -> tuple[bool, int, bool]:
+        """What a layer asks for when one token decodes: predictions, how many layers ahead, and its inputs."""
+        predicts = settings.predicts and bool(self.routers)
+        return predicts, settings.lookahead if predicts else 0, self.miss(settings, 1) != "fetch"
+
     def far_out(self, tokens: int) -> torch.Tensor:
         """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.
 

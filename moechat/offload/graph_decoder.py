@@ -125,7 +125,7 @@ class GraphDecoder:
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make the
-    # requests of tier and settings in _recorded_for.
+    # requests of the tier and of the form in _recorded_for.
     def __init__(
         self,
         model: nn.Module,
@@ -263,11 +263,12 @@ class GraphDecoder:
             for keys, values, _ in places
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
-        tier = experts[0].tier
-        if addresses == self._addresses and self._recorded_for == (tier, tier.settings):
+        tier, pages = experts[0].tier, experts[0].pages
+        form = (tier, pages.request_form(tier.settings))
+        if addresses == self._addresses and self._recorded_for == form:
             return
         self._forget()
-        self._addresses, self._recorded_for = addresses, (tier, tier.settings)
+        self._addresses, self._recorded_for = addresses, form
 
     def _set(self, input_ids: torch.Tensor, position: int, places: Sequence[Place]) -> None:
         """Write the token, its position and its slot in each layer to the memory that the graphs read."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from moechat import _native
 from moechat.configurator.estimate import Near
-from moechat.configurator.systems import Prefetch
+from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules, install_native_modules
 from moechat.models.dense_form import DenseForm
@@ -80,6 +80,10 @@ class HostPlacement:
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
         """See :meth:`Placement.open_pages`."""
         return PageMemory(open_link(config.store, config.link))
+
+    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
+        """See :meth:`Placement.may_take_turns`."""
+        return True
 
     def layer(self, tier: ExpertTier, ordinal: int) -> HostExpertLayer:
         """See :meth:`Placement.layer`."""

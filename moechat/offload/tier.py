@@ -33,6 +33,7 @@ from moechat.offload.settings import LinkSettings
 from moechat.predict import Predictor
 from moechat.routing import Replay
 from moechat.routing.statistics import RoutingStatistics
+from moechat.simulate.strategy import loads_as
 from moechat.store.store import Store
 
 
@@ -91,6 +92,10 @@ class Placement(Protocol):
             DoesNotFitError: The memory is not available.
             MoechatError: Files of the store cannot be opened.
         """
+        ...
+
+    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
+        """Whether it costs nothing to change between two ways to load from one token to the next."""
         ...
 
     def layer(self, tier: ExpertTier, ordinal: int) -> RunsExperts:
@@ -290,6 +295,12 @@ class ExpertTier:
         if (settings.policy, settings.whole_experts) != (self.settings.policy, self.settings.whole_experts):
             raise ValueError("another policy, or whole experts instead of blocks, need another tier")
         self.apply(plan)
+        self._run_by(settings)
+
+    def load_by(self, settings: CacheSettings) -> None:
+        """Like :meth:`switch`, for settings that differ only in how missing experts are loaded."""
+        if loads_as(self.settings, settings) != settings:
+            raise ValueError("settings that keep other experts need other targets: use switch")
         self._run_by(settings)
 
     def _run_by(self, settings: CacheSettings) -> None:

@@ -27,10 +27,15 @@ from moechat.offload.knowledge import (
 )
 from moechat.offload.planner import expected_seconds
 from moechat.offload.tier import ExpertTier
+from moechat.offload.watching import TierWatch
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics
+from moechat.trials import Switch
 
 REPLAN_TOKENS = 5000
+# The first plans are made from little, so the next ones come earlier: after so many tokens, then four times as
+# many, and so on.
+_FIRST_REPLAN, _REPLAN_GROWTH = 500, 4
 # Decoded tokens from which measured costs replace those of the profile.
 _OBSERVED_TOKENS = 64
 # Seconds between two writes: at the end of an answer, and while the chat waits.
@@ -116,6 +121,7 @@ class Upkeep:
         self._notes: deque[str] = deque(knowledge.notes + near.plan.notes, maxlen=_MOST_NOTES)
         self._default: RoutingStatistics | None = None
         self._tokens = 0  # decoded since the last plan
+        self._watch = TierWatch(near)
         # Of the current answer, after its first token.
         self._mark: Mapping[str, float] | None = None
         self._answer_tokens, self._seconds = 0, 0.0
@@ -133,9 +139,11 @@ class Upkeep:
         if self._mark is None:
             self._mark = self._near.stats()
             self._answer_tokens, self._seconds = 0, 0.0
+            self._watch.begin()
         else:
             self._answer_tokens += 1
             self._seconds += seconds
+            self._watch.token(seconds)
 
     def answer_done(self) -> None:
         """End the answer, complete or not; cheap except for a rare write."""
@@ -153,6 +161,11 @@ class Upkeep:
         if time.monotonic() - self._saved_at >= _SAVE_AFTER_ANSWER_S:
             self.save()
 
+    @property
+    def switches(self) -> list[Switch]:
+        """Changes of the way to load that the watch has made."""
+        return self._watch.switches
+
     # ---- between answers
 
     def idle(self) -> Replanned | None:
@@ -161,7 +174,9 @@ class Upkeep:
         Returns:
             The new plan, if one was made.
         """
-        done = self.replan() if self._every and self._tokens >= self._every else None
+        self._watch.settle()
+        due = min(self._every, _FIRST_REPLAN * _REPLAN_GROWTH**self.replans)
+        done = self.replan() if self._every and self._tokens >= due else None
         if time.monotonic() - self._saved_at >= _SAVE_IDLE_S:
             self.save()
         return done
@@ -172,8 +187,8 @@ class Upkeep:
         near, blocks = self._near, self._shape.blocks_per_expert
         knowledge = self._latest()
         old = near.plan
-        # A strategy that was chosen is chosen again, one that was given or timed stays.
-        chosen = old.settings_for(near.wanted) == near.settings
+        # A strategy that was only simulated is chosen again; one that was given, timed or watched stays.
+        chosen = old.settings_for(near.wanted) == near.settings and not self._watch.kept
         plan = near.plan_for(near.wanted if chosen else near.settings, knowledge)
         settings = plan.settings_for(near.wanted) if chosen else near.settings
         before = expected_seconds(old, settings, knowledge, near.top_k, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from moechat.configurator.transit_reserve import stream_tokens
 from moechat.errors import UsageError
 from moechat.routing.trace import Trace
 from moechat.simulate.timing import Timing
+from moechat.trials import Watch
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -86,6 +88,14 @@ class SimulatedRun:
         return float((self.demand_bytes + self.prefetch_bytes).mean())
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A watch, and the settings of its ways, which differ only in how experts are loaded."""
+
+    watch: Watch
+    ways: Mapping[str, CacheSettings]
+
+
 def simulate(
     trace: Trace,
     settings: CacheSettings,
@@ -99,6 +109,7 @@ def simulate(
     settled: bool = False,
     timed: int | None = None,
     group_items: int = 0,
+    watched: Watched | None = None,
 ) -> SimulatedRun:
     """Play a trace on a near tier.
 
@@ -116,6 +127,8 @@ def simulate(
         settled: Complete all transfers before timing begins.
         timed: Timed passes; ``None``: all that remain.
         group_items: (token, expert) pairs that the engine sums up at a time; 0: all of a pass.
+        watched: Watch that may change the settings after each pass that takes time; ``rankings`` have to be
+            deep enough for all of its ways.
 
     Raises:
         UsageError: No pass remains to be timed, or an input that the settings need is missing.
@@ -132,12 +145,20 @@ def simulate(
         )
     if settings.ranks and rankings is None:
         raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
-    timeline = _timeline(trace, settings, tier, timing, group_items)
+    timeline = _timeline(trace, settings, tier, timing, group_items, watched is not None)
     if tier.ranks is not None:
         _preload(timeline, tier)
 
     def play(start: int, stop: int, hurry: bool = False) -> dict[str, Floats]:
-        return timeline.run(trace.experts, starts, rankings, start, stop, hurry)
+        if watched is None or hurry:
+            return timeline.run(trace.experts, starts, rankings, start, stop, hurry)
+        parts = []
+        for each in range(start, stop):
+            parts.append(timeline.run(trace.experts, starts, rankings, each, each + 1, False))
+            if watched.watch.token(float(parts[-1]["seconds"][0]), float(parts[-1]["hard"][0])):
+                changed = watched.ways[watched.watch.way]
+                timeline.switch_to(targets=tier.targets, **loading_of(changed, tier, timing))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     if hurried:
         play(0, hurried, True)
@@ -148,13 +169,32 @@ def simulate(
         timeline.drain()
     timeline.reset_stats()
     figures = play(warmup, end)
+    figures.pop("hard")
     return SimulatedRun(**figures, counters=timeline.stats())
 
 
+def loading_of(settings: CacheSettings, tier: Tier, timing: Timing) -> dict[str, Any]:
+    """How a timeline loads experts, as arguments of it."""
+    return {
+        # If the far tier cannot compute, everything is fetched.
+        "miss": "fetch" if timing.far_block is None else settings.miss,
+        "ahead": settings.ahead,
+        "lookahead": settings.lookahead,
+        "ahead_experts": min(settings.ranked_experts(tier.top_k), tier.experts),
+        "ahead_bytes": settings.prefetch_bytes,
+        "stream_tokens": stream_tokens(tier.top_k, tier.experts),
+    }
+
+
 def _timeline(
-    trace: Trace, settings: CacheSettings, tier: Tier, timing: Timing, group_items: int
+    trace: Trace,
+    settings: CacheSettings,
+    tier: Tier,
+    timing: Timing,
+    group_items: int,
+    counts_hard: bool,
 ) -> _native.Timeline:
-    far = timing.far_block if settings.miss != "fetch" else None
+    far = timing.far_block
     shared = far if timing.far_block_shared is None else timing.far_block_shared
     return _native.Timeline(
         layers=tier.layers,
@@ -166,13 +206,8 @@ def _timeline(
         reserve=tier.reserve,
         policy=_policy(trace, settings, tier),
         whole_experts=settings.whole_experts,
-        # If the far tier cannot compute, everything is fetched.
-        miss="fetch" if far is None else settings.miss,
-        ahead=settings.ahead,
-        lookahead=settings.lookahead,
-        ahead_experts=min(settings.ranked_experts(tier.top_k), tier.experts),
-        ahead_bytes=settings.prefetch_bytes,
-        stream_tokens=stream_tokens(tier.top_k, tier.experts),
+        **loading_of(settings, tier, timing),
+        counts_hard=counts_hard,
         group_items=group_items,
         attention=timing.attention,
         head=timing.head,

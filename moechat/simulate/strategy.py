@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.predictions import draw_rankings
-from moechat.simulate.run import Ints, Tier, simulate
+from moechat.simulate.run import Ints, Tier, Watched, simulate
 from moechat.simulate.timing import Launch, Timing, timing_of
+from moechat.trials import Watch
 
 # Most layers ahead that a candidate predicts, unless the settings look further.
 LOOKAHEAD = 2
@@ -106,6 +108,70 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]
     return found
+
+
+def loadings(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]:
+    """The candidates with the targets of the first; between these an engine can change at every token."""
+    found = strategies(settings, far_computes=far_computes)
+    first = found[0].settings
+    return [each for each in found if replace(each.settings, **_loading(first)) == first]
+
+
+def loads_as(settings: CacheSettings, loading: CacheSettings) -> CacheSettings:
+    """``settings``, but what is missing is loaded as ``loading`` says."""
+    return replace(settings, **_loading(loading))
+
+
+def watched(
+    settings: CacheSettings,
+    chosen: Chosen | None,
+    at_work: CacheSettings,
+    *,
+    far_computes: bool,
+    may_take_turns: Callable[[CacheSettings, CacheSettings], bool] = lambda one, other: True,
+) -> Watched | None:
+    """A watch over the loadings of settings that leave a choice; ``None``: there is nothing to watch.
+
+    Args:
+        settings: Settings with ``choose``.
+        chosen: What was chosen for them: expected times; ``None``: all are taken to be equal.
+        at_work: The settings at work.
+        far_computes: Missing experts can be computed where they lie.
+        may_take_turns: Whether an engine can change between two settings at any token. Where it cannot stop
+            predicting, it fetches none of what is predicted instead.
+    """
+    if not settings.choose or settings.needs_future:
+        return None
+    ways: dict[str, CacheSettings] = {}
+    expected: dict[str, float] = {}
+    name = None
+    for each in loadings(settings, far_computes=far_computes):
+        way = loads_as(at_work, each.settings)
+        if way == at_work:
+            name = each.name
+        elif not may_take_turns(way, at_work):
+            way = replace(at_work, miss=way.miss, prefetch_experts=0)
+            if each.settings.prefetch != "none" or not may_take_turns(way, at_work):
+                continue
+        ways[each.name] = way
+        if chosen is not None:
+            alike = [
+                chosen.seconds[other.name]
+                for other in strategies(settings, far_computes=far_computes)
+                if _loading(other.settings) == _loading(each.settings) and other.name in chosen.seconds
+            ]
+            expected |= {each.name: min(alike)} if alike else {}
+    if name is None or len(ways) < 2:
+        return None
+    return Watched(Watch(list(ways), name, expected), ways)
+
+
+def _loading(settings: CacheSettings) -> dict[str, Any]:
+    """The settings of how missing experts are loaded or computed."""
+    return {
+        name: getattr(settings, name)
+        for name in ("prefetch", "lookahead", "prefetch_experts", "prefetch_bytes", "miss")
+    }
 
 
 def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strategy]:

@@ -393,6 +393,10 @@ void bind_offload(py::module_& m) {
       .def("reset_stats",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_stats(); }); })
       .def("routing_counts", &routing_counts_py)
+      .def("hard_activations",
+           [](const Self& self) {
+             return self.call([](ExpertRunner& runner) { return runner.hard_activations(); });
+           })
       .def("reset_routing_counts",
            [](const Self& self) { self.call([](ExpertRunner& runner) { runner.reset_routing_counts(); }); })
       .def("drain",

@@ -54,6 +54,17 @@ class TimelineObject {
   std::atomic<bool> busy_{false};
 };
 
+Loading loading_of(const std::string& miss, const std::string& ahead, std::int32_t lookahead,
+                   std::int64_t stream_tokens, std::int32_t ahead_experts,
+                   std::optional<std::int64_t> ahead_bytes, std::int64_t block_bytes) {
+  if (block_bytes < 1) refuse("block_bytes is " + std::to_string(block_bytes) + "; it must be at least 1");
+  if (ahead_bytes && *ahead_bytes < 0) refuse("ahead_bytes cannot be negative");
+  return {miss_of(miss),
+          {ahead_of(ahead), lookahead, stream_tokens},
+          ahead_experts,
+          ahead_bytes ? *ahead_bytes / block_bytes : std::numeric_limits<std::int64_t>::max()};
+}
+
 std::unique_ptr<TimelineObject> make_timeline(
     std::int32_t layers, std::int32_t experts, std::int32_t blocks, std::int64_t block_bytes,
     std::int64_t pages, const py::array& targets, std::int64_t reserve, PolicyHolder& policy,
@@ -62,7 +73,7 @@ std::unique_ptr<TimelineObject> make_timeline(
     std::int64_t group_items, double attention, double head, double call, std::vector<double> compute,
     double far_block, double far_block_shared, std::int64_t far_threads, double far_call,
     double near_slowdown, double latency, std::vector<double> link, std::vector<double> link_shared,
-    std::int64_t in_flight_bytes, const std::string& launch) {
+    std::int64_t in_flight_bytes, const std::string& launch, bool counts_hard) {
   TimelineOptions options;
   options.layers = layers;
   options.experts = experts;
@@ -72,13 +83,10 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.targets = targets_of(targets, layers);
   options.reserve = reserve;
   options.whole_experts = whole_experts;
-  options.miss = miss_of(miss);
+  options.loading =
+      loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes, block_bytes);
+  options.counts_hard = counts_hard;
   options.launch = launch_of(launch);
-  options.speculation = {ahead_of(ahead), lookahead, stream_tokens};
-  options.ahead_experts = ahead_experts;
-  if (block_bytes < 1) refuse("block_bytes is " + std::to_string(block_bytes) + "; it must be at least 1");
-  if (ahead_bytes && *ahead_bytes < 0) refuse("ahead_bytes cannot be negative");
-  options.ahead_blocks = ahead_bytes ? *ahead_bytes / block_bytes : std::numeric_limits<std::int64_t>::max();
   options.group_items = group_items;
   options.attention = attention;
   options.head = head;
@@ -158,7 +166,18 @@ py::dict run_py(TimelineObject& self, const py::array& experts, const py::array&
   result["stall"] = column(&PassFigures::stall);
   result["demand_bytes"] = column(&PassFigures::demand_bytes);
   result["prefetch_bytes"] = column(&PassFigures::prefetch_bytes);
+  result["hard"] = column(&PassFigures::hard);
   return result;
+}
+
+void switch_to_py(TimelineObject& self, const py::array& targets, const std::string& miss,
+                  const std::string& ahead, std::int32_t lookahead, std::int32_t ahead_experts,
+                  std::optional<std::int64_t> ahead_bytes, std::int64_t stream_tokens) {
+  const TimelineOptions& options = self.options();
+  const Loading loading = loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes,
+                                     options.record_bytes);
+  const std::vector<LayerTarget> list = targets_of(targets, options.layers);
+  self.call([&](Timeline& timeline) { timeline.switch_to(loading, list); });
 }
 
 py::dict stats_py(TimelineObject& self) {
@@ -189,7 +208,10 @@ void bind_simulate(py::module_& m) {
            py::arg("group_items"), py::arg("attention"), py::arg("head"), py::arg("call"), py::arg("compute"),
            py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1,
            py::arg("far_call") = 0.0, py::arg("near_slowdown") = 1.0, py::arg("latency"), py::arg("link"),
-           py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host")
+           py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host",
+           py::arg("counts_hard") = false)
+      .def("switch_to", &switch_to_py, py::kw_only(), py::arg("targets"), py::arg("miss"), py::arg("ahead"),
+           py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"))
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)

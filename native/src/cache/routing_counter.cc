@@ -5,14 +5,18 @@
 #include <string>
 
 namespace moechat {
-RoutingCounter::RoutingCounter(std::int32_t layers, std::int32_t experts, std::int32_t top_k)
-    : layers_(layers), experts_(experts), depth_(depth_of(experts, top_k)) {
+RoutingCounter::RoutingCounter(std::int32_t layers, std::int32_t experts, std::int32_t top_k,
+                               std::int64_t even_share)
+    : layers_(layers), experts_(experts), depth_(depth_of(experts, top_k)), even_share_(even_share) {
   constexpr std::int64_t kMost = std::int64_t{1} << 28;
   if (layers < 1 || experts < 1 || top_k < 1 || std::int64_t{layers} * experts > kMost) {
     throw std::invalid_argument("layers, experts and top_k are " + std::to_string(layers) + ", " +
                                 std::to_string(experts) + " and " + std::to_string(top_k) +
                                 "; each must be at least 1, and layers * experts at most " +
                                 std::to_string(kMost));
+  }
+  if (even_share < 0) {
+    throw std::invalid_argument("even_share is " + std::to_string(even_share) + "; it cannot be negative");
   }
   const std::size_t all = at(std::int64_t{layers} * experts);
   counts_.predicted.resize(at(layers));
@@ -53,6 +57,7 @@ void RoutingCounter::access(std::int32_t layer, const double* keys, const std::i
   const std::int32_t* rank = rank_.data() + row;
   for (std::int64_t i = 0; i < count; ++i) {
     ++counts_.ranks[at(row + rank[experts[i]])];
+    hard_ += rank[experts[i]] >= even_share_ ? 1 : 0;
     ++counts_.activations[at(row + experts[i])];
   }
   if (places == 0) return;

@@ -10,6 +10,10 @@
 // is counted at the access that it was made for, with the ranks of that moment. Before a layer's first access
 // the order is that of the keys, as if its experts had been there.
 //
+// An activation of rank `even_share` or more is hard: no cache of so many experts a layer has the expert. Their
+// number tells how hard the routing was, whatever the cache at work did; so times can be compared that were
+// taken over different tokens.
+//
 // Only passes of one token count: in a longer one most of a layer is wanted whatever is cached. Longer ones
 // change what is kept, and drop the prediction that was made for their layer.
 //
@@ -33,8 +37,9 @@ struct RoutingCounts {
 
 class RoutingCounter {
  public:
-  // Throws std::invalid_argument: a number below 1, or more than 2^28 layers * experts.
-  RoutingCounter(std::int32_t layers, std::int32_t experts, std::int32_t top_k);
+  // even_share: experts a layer that an even share of the pages holds. Throws std::invalid_argument: a number
+  // below 1 (even_share: 0), or more than 2^28 layers * experts.
+  RoutingCounter(std::int32_t layers, std::int32_t experts, std::int32_t top_k, std::int64_t even_share = 0);
 
   // Places of a prediction that are counted: four times what a token uses, at least 16 and at most 64.
   static std::int32_t depth_of(std::int32_t experts, std::int32_t top_k);
@@ -53,6 +58,8 @@ class RoutingCounter {
   void keep(std::int32_t layer, const double* keys, const std::int32_t* experts, std::int64_t count);
 
   const RoutingCounts& counts() const { return counts_; }
+  // Hard activations so far; `reset` leaves it.
+  std::int64_t hard() const { return hard_; }
   // Sets the counts to 0. Predictions that wait for their access stay.
   void reset();
 
@@ -67,6 +74,8 @@ class RoutingCounter {
   std::int32_t layers_;
   std::int32_t experts_;
   std::int32_t depth_;
+  std::int64_t even_share_;
+  std::int64_t hard_ = 0;
   RoutingCounts counts_;
   std::vector<std::int64_t> seen_;         // [layers]: passes of one token
   std::vector<std::int32_t> predictions_;  // [layers, depth]

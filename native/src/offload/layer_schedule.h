@@ -75,6 +75,12 @@ struct ScheduleOptions {
   // Memory of the pages, [pages, record_bytes]; it must outlive the schedule and all transfers in flight.
   // Null: the schedule allocates host memory.
   unsigned char* near_memory = nullptr;
+
+  // Whole experts of a layer that fit if every layer gets as many.
+  std::int64_t even_share() const {
+    const std::int64_t whole = std::int64_t{layers} * blocks;
+    return whole > 0 && pages > reserve ? (pages - reserve) / whole : 0;
+  }
 };
 
 // Figures since the last reset.

@@ -110,7 +110,7 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
                            std::unique_ptr<Link> link)
     : options_(checked(std::move(options), link.get())),
       process_(getpid()),
-      routing_(options_.layers, options_.experts, options_.top_k),
+      routing_(options_.layers, options_.experts, options_.top_k, options_.even_share()),
       schedule_(options_, std::move(policy), std::move(link), &routing_),
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
       device_(
@@ -261,6 +261,11 @@ void ExpertRunner::reset_stats() {
 RoutingCounts ExpertRunner::routing_counts() const {
   const ApiLock lock(this);
   return routing_.counts();
+}
+
+std::int64_t ExpertRunner::hard_activations() const {
+  const ApiLock lock(this);
+  return routing_.hard();
 }
 
 void ExpertRunner::reset_routing_counts() {

@@ -91,6 +91,8 @@ class ExpertRunner {
   // How routing has been since the last reset; see routing_counter.h.
   RoutingCounts routing_counts() const;
   void reset_routing_counts();
+  // Hard activations so far, never reset.
+  std::int64_t hard_activations() const;
   // Waits until nothing is queued or in flight (tests, end of a measurement). Throws LinkError at a stall.
   void drain(const Interrupted& interrupted);
   void hurry_link(bool on);                     // as Link::hurry

@@ -23,10 +23,14 @@ void check_time(const char* name, double value) {
   }
 }
 
-TimelineOptions checked(TimelineOptions options) {
-  if (options.speculation.lookahead < 1 || options.ahead_experts < 0 || options.ahead_blocks < 0) {
+void check_loading(const Loading& loading) {
+  if (loading.speculation.lookahead < 1 || loading.ahead_experts < 0 || loading.ahead_blocks < 0) {
     refuse("lookahead must be at least 1, ahead_experts and ahead_blocks at least 0");
   }
+}
+
+TimelineOptions checked(TimelineOptions options) {
+  check_loading(options.loading);
   if (options.costs.compute.empty()) refuse("compute is empty");
   for (const double value : options.costs.compute) check_time("compute", value);
   check_time("attention", options.attention);
@@ -50,8 +54,13 @@ TimelineOptions checked(TimelineOptions options) {
 
 Timeline::Timeline(TimelineOptions options, std::unique_ptr<EvictionPolicy> policy)
     : options_(checked(std::move(options))),
+      loading_(options_.loading),
       link_(new VirtualLink(options_.layers, options_.link, &now_)),
-      schedule_(options_, std::move(policy), std::unique_ptr<Link>(link_), nullptr) {
+      // Nothing asks for the predictions' places, so it does not matter how many a token uses.
+      routing_(options_.counts_hard ? std::make_unique<RoutingCounter>(options_.layers, options_.experts, 1,
+                                                                       options_.even_share())
+                                    : nullptr),
+      schedule_(options_, std::move(policy), std::unique_ptr<Link>(link_), routing_.get()) {
   if (options_.launch == LaunchPattern::kCard) {
     clock_ = std::make_unique<CardClock>(options_.costs, 0, &schedule_, link_, &now_);
   } else {
@@ -84,6 +93,12 @@ std::int64_t Timeline::preload(std::int32_t layer, const std::int32_t* experts, 
   return loaded;
 }
 
+void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {
+  check_loading(loading);
+  schedule_.set_targets(targets);
+  loading_ = loading;
+}
+
 void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, bool hurried, PassFigures* out,
                    const Interrupted& interrupted) {
   using Clock = std::chrono::steady_clock;
@@ -97,6 +112,7 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
     const double begun = now_;
     const double stalled = stall_seconds_;
     const LinkStats moved = link_->stats();
+    const std::int64_t hard = routing_ ? routing_->hard() : 0;
     for (std::int32_t layer = 0; layer < options_.layers; ++layer) run_layer(passes, layer, first, tokens);
     clock_->compute_dense(options_.head);
     const LinkStats after = link_->stats();
@@ -105,7 +121,8 @@ void Timeline::run(const Passes& passes, std::int64_t from, std::int64_t to, boo
       return static_cast<double>(after.bytes[which] - moved.bytes[which]);
     };
     out[pass - from] = {now_ - begun, stall_seconds_ - stalled, bytes(Priority::kDemand),
-                        bytes(Priority::kNext) + bytes(Priority::kLater)};
+                        bytes(Priority::kNext) + bytes(Priority::kLater),
+                        static_cast<double>((routing_ ? routing_->hard() : 0) - hard)};
     if (interrupted && Clock::now() - called >= kSlice) {
       called = Clock::now();
       interrupted();
@@ -122,7 +139,7 @@ void Timeline::run_layer(const Passes& passes, std::int32_t layer, std::int64_t 
   }
   weight_.assign(index_.size(), 1.0f);
   schedule_.begin(layer, index_.data(), weight_.data(), tokens, passes.k,
-                  hurried_ ? Miss::kFetch : options_.miss);
+                  hurried_ ? Miss::kFetch : loading_.miss);
   speculate(passes, first + tokens - 1, tokens);
   const double begun = now_;
   const double computed = clock_->compute_seconds();
@@ -134,11 +151,11 @@ void Timeline::run_layer(const Passes& passes, std::int32_t layer, std::int64_t 
 
 void Timeline::speculate(const Passes& passes, std::int64_t last_token, std::int64_t tokens) {
   const SpeculationPlan plan =
-      plan_speculation(options_.speculation, schedule_.layer(), options_.layers, tokens);
+      plan_speculation(loading_.speculation, schedule_.layer(), options_.layers, tokens);
   if (plan.whole >= 0) {
     ranked_.resize(at(options_.experts));
     std::iota(ranked_.begin(), ranked_.end(), 0);
-    schedule_.prefetch(plan.whole, ranked_.data(), options_.experts, options_.ahead_blocks, Priority::kNext);
+    schedule_.prefetch(plan.whole, ranked_.data(), options_.experts, loading_.ahead_blocks, Priority::kNext);
   }
   if (passes.rankings == nullptr || passes.width < 1) return;
   for (const Prediction& prediction : plan.ranked) prefetch_ranked(passes, last_token, prediction);
@@ -153,7 +170,7 @@ void Timeline::prefetch_ranked(const Passes& passes, std::int64_t last_token, co
       (((ahead - 1) * passes.tokens + token) * options_.layers + layer) * std::int64_t{passes.width};
   if (ranking[0] < 0) return;  // nothing was predicted
   ranked_.clear();
-  for (std::int32_t i = 0; i < std::min(passes.width, options_.ahead_experts) && ranking[i] >= 0; ++i) {
+  for (std::int32_t i = 0; i < std::min(passes.width, loading_.ahead_experts) && ranking[i] >= 0; ++i) {
     if (ranking[i] >= options_.experts) {
       refuse("a ranking of layer " + std::to_string(layer) + " names expert " + std::to_string(ranking[i]) +
              "; a layer has experts 0 to " + std::to_string(options_.experts - 1));
@@ -162,7 +179,7 @@ void Timeline::prefetch_ranked(const Passes& passes, std::int64_t last_token, co
   }
   const auto count = static_cast<std::int64_t>(ranked_.size());
   schedule_.policy().predict(layer, ranked_.data(), count);
-  schedule_.prefetch(layer, ranked_.data(), count, options_.ahead_blocks,
+  schedule_.prefetch(layer, ranked_.data(), count, loading_.ahead_blocks,
                      ahead > 1 ? Priority::kLater : Priority::kNext);
 }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cache/policy.h"
+#include "cache/routing_counter.h"
 #include "offload/layer_schedule.h"
 #include "offload/speculation.h"
 #include "simulate/clocks.h"
@@ -20,15 +21,21 @@
 
 namespace moechat {
 
+// How missing experts are fetched ahead, and what happens to those that are missing all the same.
+struct Loading {
+  Miss miss = Miss::kFetch;
+  Speculation speculation;
+  std::int32_t ahead_experts = 0;
+  std::int64_t ahead_blocks = 0;  // most blocks to fetch ahead for a layer
+};
+
 enum class LaunchPattern : std::uint8_t { kHost, kCard };
 
 // near_memory and stall_seconds are the timeline's own.
 struct TimelineOptions : ScheduleOptions {
-  Miss miss = Miss::kFetch;
+  Loading loading;
   LaunchPattern launch = LaunchPattern::kHost;  // kCard: link.card must be set too
-  Speculation speculation;
-  std::int32_t ahead_experts = 0;
-  std::int64_t ahead_blocks = 0;  // most blocks to fetch ahead for a layer
+  bool counts_hard = false;                     // hard activations are counted (routing_counter.h)
   std::int64_t group_items = 0;   // (token, expert) pairs whose sums fit in memory at a time; 0: all
 
   // Seconds.
@@ -57,6 +64,7 @@ struct PassFigures {
   double stall;  // the near tier waited for link or far tier
   double demand_bytes;
   double prefetch_bytes;
+  double hard;  // hard activations; 0 unless they are counted
 };
 
 class Timeline {
@@ -77,6 +85,9 @@ class Timeline {
   // second and may throw: the timeline can then only be destroyed.
   void run(const Passes& passes, std::int64_t from, std::int64_t to, bool hurried, PassFigures* out,
            const Interrupted& interrupted);
+  // Goes on from the next pass with other targets and another way to load, as ExpertTier::switch does. Throws
+  // std::invalid_argument, and nothing has changed.
+  void switch_to(const Loading& loading, const std::vector<LayerTarget>& targets);
   // Lets everything that is on its way arrive.
   void drain() { schedule_.drain(clock_.get()); }
 
@@ -94,8 +105,10 @@ class Timeline {
   void prefetch_ranked(const Passes& passes, std::int64_t last_token, const Prediction& prediction);
 
   const TimelineOptions options_;
+  Loading loading_;
   double now_ = 0;
   VirtualLink* link_;  // the schedule's
+  std::unique_ptr<RoutingCounter> routing_;  // null: nothing is counted
   LayerSchedule schedule_;
   std::unique_ptr<HostClock> clock_;
   bool hurried_ = false;

@@ -1,0 +1,92 @@
+"""Watches how a tier loads what is missing, while answers are given; see :mod:`moechat.trials.watch`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from moechat.configurator.systems import CacheSettings
+from moechat.offload.tier import ExpertTier
+from moechat.simulate.run import Watched
+from moechat.simulate.strategy import watched
+from moechat.trials import Switch
+
+
+class TierWatch:
+    """Counts the tokens of one tier and switches between ways to load, between tokens.
+
+    Nothing is watched where the settings leave no choice. On a GPU the ways are those that ask the GPU for
+    the same things, because its recorded graphs serve only these.
+
+    Args:
+        near: The tier.
+    """
+
+    def __init__(self, near: ExpertTier) -> None:
+        self._near = near
+        self._runner = near.runner
+        self._watched: Watched | None = None
+        self._settings: CacheSettings | None = None  # as this watch has left them
+        self._hard = 0
+        self._switches: list[Switch] = []
+
+    @property
+    def switches(self) -> list[Switch]:
+        """Changes so far."""
+        now = [] if self._watched is None else self._watched.watch.switches
+        return self._switches + now
+
+    @property
+    def kept(self) -> bool:
+        """Whether trials have chosen or confirmed the way at work."""
+        return self._watched is not None and self._watched.watch.rounds > 0
+
+    def begin(self) -> None:
+        """An answer begins; its first token, computed with the prompt, does not count."""
+        near = self._near
+        if near.settings != self._settings or near.runner is not self._runner:
+            self._restart()
+        elif self._watched is not None:
+            self._watched.watch.pause()
+        self._hard = near.runner.hard_activations()
+
+    def token(self, seconds: float) -> None:
+        """Count a token of an answer, after the first; may switch for the next one."""
+        if self._watched is None:
+            return
+        before, self._hard = self._hard, self._near.runner.hard_activations()
+        watch = self._watched.watch
+        if watch.token(seconds, self._hard - before):
+            self._load_by(self._watched.ways[watch.way])
+
+    def settle(self) -> None:
+        """Between answers: end a trial, and take what a graph could not switch to during one."""
+        if self._watched is None or self._near.settings != self._settings:
+            return
+        watch = self._watched.watch
+        watch.abandon()
+        wanted = self._watched.ways[watch.at_work]
+        if wanted.predicts and wanted.prefetch_experts == 0:
+            wanted = replace(wanted, prefetch="none", prefetch_experts=None)
+        if wanted != self._near.settings:
+            self._load_by(wanted)
+        if wanted != self._watched.ways[watch.at_work]:
+            self._restart()
+
+    def _restart(self) -> None:
+        near = self._near
+        self._switches = self.switches
+        self._runner, self._settings = near.runner, near.settings
+        costs = None if near.knowledge is None else near.knowledge.costs
+        found = watched(
+            near.wanted,
+            near.plan.strategy,
+            near.settings,
+            far_computes=costs is not None and math.isfinite(costs.compute_far),
+            may_take_turns=near.placement.may_take_turns,
+        )
+        self._watched = found
+
+    def _load_by(self, settings: CacheSettings) -> None:
+        self._near.load_by(settings)
+        self._settings = self._near.settings

@@ -1,0 +1,124 @@
+"""Compares times of tokens that were taken under several ways to run. Pure: times in, differences out.
+
+A token takes longer where more of its experts are missing, whichever way the engine runs, and this explains
+most of the spread between tokens. So each token comes with its hardness, a number that does not depend on the
+way, and the ways are compared at equal hardness: an analysis of covariance with one slope for all ways. That
+is nearly as good as pairing each token with itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Spread that single tokens are taken to have at equal hardness, and the number of tokens that this counts
+# for: a few tokens cannot show their own spread.
+_USUAL_SPREAD, _USUAL_TOKENS = 0.08, 6
+# Neighbouring tokens share what disturbs the machine, so their mean is less certain than that of as many
+# independent ones.
+_DEPENDENCE = 1.5
+# A token that takes this many times the mean was disturbed by something else, and counts as this much.
+_MOST_TIMES_MEAN = 2.5
+_FEWEST_FOR_MEAN = 4
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How much longer a token takes with one way than with another.
+
+    Attributes:
+        share: Difference, as a share of the other way's time; negative: faster.
+        error: Standard error of the share.
+    """
+
+    share: float
+    error: float
+
+    def surely_below(self, share: float, errors: float) -> bool:
+        """Whether the gap is below ``share``, with a margin of so many standard errors."""
+        return self.share + errors * self.error < share
+
+    def surely_above(self, share: float, errors: float) -> bool:
+        """Whether the gap is above ``share``, with a margin of so many standard errors."""
+        return self.share - errors * self.error > share
+
+
+@dataclass
+class _Sums:
+    tokens: int = 0
+    seconds: float = 0.0
+    hardness: float = 0.0
+    seconds_squared: float = 0.0
+    hardness_squared: float = 0.0
+    product: float = 0.0
+
+    def add(self, seconds: float, hardness: float) -> None:
+        self.tokens += 1
+        self.seconds += seconds
+        self.hardness += hardness
+        self.seconds_squared += seconds * seconds
+        self.hardness_squared += hardness * hardness
+        self.product += seconds * hardness
+
+    # Sums of squares and products about the means.
+    @property
+    def of_seconds(self) -> float:
+        return max(0.0, self.seconds_squared - self.seconds * self.seconds / self.tokens)
+
+    @property
+    def of_hardness(self) -> float:
+        return max(0.0, self.hardness_squared - self.hardness * self.hardness / self.tokens)
+
+    @property
+    def of_product(self) -> float:
+        return self.product - self.seconds * self.hardness / self.tokens
+
+
+class Comparison:
+    """Times of single tokens, by way to run."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+
+    def add(self, way: str, seconds: float, hardness: float) -> None:
+        """Add one token.
+
+        Args:
+            way: How it was computed.
+            seconds: Its time.
+            hardness: Any measure that grows with the experts that it misses and does not depend on the way.
+        """
+        tokens = sum(sums.tokens for sums in self._sums.values())
+        if tokens >= _FEWEST_FOR_MEAN:
+            mean = sum(sums.seconds for sums in self._sums.values()) / tokens
+            seconds = min(seconds, _MOST_TIMES_MEAN * mean)
+        self._sums.setdefault(way, _Sums()).add(seconds, hardness)
+
+    def tokens(self, way: str) -> int:
+        """Tokens of one way."""
+        return self._sums[way].tokens if way in self._sums else 0
+
+    def seconds(self, way: str) -> float:
+        """Mean seconds of a token of one way, at its own hardness; 0 without tokens."""
+        return self._sums[way].seconds / self._sums[way].tokens if way in self._sums else 0.0
+
+    def gap(self, way: str, reference: str) -> Gap | None:
+        """How much longer a token takes with one way; ``None``: one of the two has no tokens."""
+        if way == reference or not (self.tokens(way) and self.tokens(reference)):
+            return None
+        one, other, everyone = self._sums[way], self._sums[reference], self._sums.values()
+        tokens = sum(sums.tokens for sums in everyone)
+        hardness = sum(sums.of_hardness for sums in everyone)
+        product = sum(sums.of_product for sums in everyone)
+        slope = max(0.0, product / hardness) if hardness > 0 else 0.0
+        left = sum(sums.of_seconds for sums in everyone) - 2 * slope * product + slope * slope * hardness
+        usual = _USUAL_SPREAD * sum(sums.seconds for sums in everyone) / tokens
+        freedom = max(0, tokens - len(everyone) - 1)
+        variance = (max(0.0, left) + _USUAL_TOKENS * usual * usual) / (freedom + _USUAL_TOKENS)
+        harder = one.hardness / one.tokens - other.hardness / other.tokens
+        base = other.seconds / other.tokens
+        difference = one.seconds / one.tokens - base - slope * harder
+        spread = 1 / one.tokens + 1 / other.tokens + (harder * harder / hardness if hardness > 0 else 0.0)
+        # The reference's time at the hardness of both.
+        at = max(base + slope * harder / 2, base / _MOST_TIMES_MEAN)
+        return Gap(difference / at, _DEPENDENCE * math.sqrt(variance * spread) / at)

@@ -1,0 +1,199 @@
+"""Watches whether the way to run that is at work is the fastest, by short trials of its rivals.
+
+A plan chooses the way by a model of the machine and by what was known of the routing; both can be wrong, and
+both can change. So while answers are given, a rival takes over for a few tokens now and then, in turns with
+the way at work, and replaces it when it is surely faster. The tokens are the same with every way. Pure: no
+clock, no engine.
+
+What it costs is bounded: a trial ends as soon as the rival is surely slower, and none begins whose expected
+loss exceeds what the tokens so far allow (:data:`ALLOWED_SHARE` of their time and :data:`ALLOWED_TOKENS`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moechat.trials.comparison import Comparison, Gap
+
+# Time that trials may lose: this share of all time, and so many tokens.
+ALLOWED_SHARE, ALLOWED_TOKENS = 0.003, 8
+# A rival must gain this share to be worth a change.
+LEAST_GAIN = 0.01
+# Standard errors that make a difference sure.
+_SURE = 2.5
+# Tokens before the first trial, for the cache to fill; and between the trials of a round.
+_FIRST, _PAUSE = 24, 8
+# Tokens between rounds: doubled after each round without a change.
+_LEAST_REST, _MOST_REST = 256, 4096
+# A turn of a trial. What the turn before has in flight still arrives in its first tokens.
+_TURN, _SETTLE = 16, 2
+# Tokens of the way at work that a trial begins with, at least.
+_FEWEST_RECENT = 8
+# Tokens of each way that decide a trial that is not sure before.
+_MOST_TOKENS = 64
+_FEWEST_TOKENS = 3
+# Tokens that a trial is taken to need to drop a slow rival.
+_DROP_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A rival that replaced the way at work.
+
+    Attributes:
+        token: Tokens watched until then.
+        before: The way that was at work.
+        after: The rival.
+        gap: How much longer a token took with the rival.
+    """
+
+    token: int
+    before: str
+    after: str
+    gap: Gap
+
+
+class Watch:
+    """Decides how the next token runs. Not safe for several threads.
+
+    Args:
+        ways: All ways; the one at work among them.
+        at_work: The way at first.
+        expected: Expected seconds of a token, by way; those that lack are taken to be as fast as
+            ``at_work``. Only the ratios matter, and only for the order of trials and their expected loss.
+
+    Attributes:
+        way: The way that computes the next token: the one at work, or a rival on trial.
+        at_work: The way at work.
+        switches: Changes so far.
+        rounds: Rounds of trials that are complete.
+
+    Raises:
+        ValueError: ``at_work`` is not among the ways, or a way occurs twice.
+    """
+
+    def __init__(self, ways: Sequence[str], at_work: str, expected: Mapping[str, float]) -> None:
+        if at_work not in ways or len(set(ways)) != len(ways):
+            raise ValueError(f"{at_work!r} has to be one of {list(ways)}, each once")
+        base = expected.get(at_work, 0.0)
+        # How much longer a token takes than with the way at work.
+        self._gaps = {
+            way: expected[way] / base - 1 if base > 0 and way in expected else 0.0 for way in ways
+        }
+        self.way = self.at_work = at_work
+        self.switches: list[Switch] = []
+        self.rounds = 0
+        self._waiting: list[str] = []  # rivals of this round
+        self._rest = _FIRST  # tokens until the next trial
+        self._between = _LEAST_REST  # tokens after this round
+        # The last tokens of the way at work: seconds and hardness.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_TURN)
+        self._rival: str | None = None  # on trial
+        self._trial = Comparison()
+        self._turn = 0  # tokens of this turn
+        self._tokens = 0
+        self._seconds = self._lost = 0.0
+
+    @property
+    def lost_share(self) -> float:
+        """Share of all time that trials have lost, estimated."""
+        return self._lost / self._seconds if self._seconds > 0 else 0.0
+
+    def pause(self) -> None:
+        """An answer has ended: the tokens before do not compare with those that follow."""
+        self._recent.clear()
+        self._turn = 0
+
+    def abandon(self) -> None:
+        """End a trial without a result; it begins again later."""
+        if self._rival is not None:
+            self._waiting.insert(0, self._rival)
+            self._rival, self.way = None, self.at_work
+        self.pause()
+
+    def token(self, seconds: float, hardness: float) -> bool:
+        """Count a token that was computed by :attr:`way`.
+
+        Args:
+            seconds: Its time.
+            hardness: As for :meth:`Comparison.add`.
+
+        Returns:
+            Whether :attr:`way` has changed.
+        """
+        before = self.way
+        self._tokens += 1
+        self._seconds += seconds
+        self._turn += 1
+        if self._rival is None:
+            self._recent.append((seconds, hardness))
+            self._rest -= 1
+            if self._rest <= 0 and len(self._recent) >= _FEWEST_RECENT:
+                self._begin()
+        else:
+            self._on_trial(self._rival, seconds, hardness)
+        if self.way != before:
+            self._turn = 0
+        return self.way != before
+
+    # ---- trials
+
+    def _begin(self) -> None:
+        """Begin the next trial, or wait for one that is allowed."""
+        if not self._waiting:
+            self._waiting = sorted(
+                (way for way in self._gaps if way != self.at_work), key=lambda way: self._gaps[way]
+            )
+        mean = self._seconds / self._tokens
+        allowed = ALLOWED_SHARE * self._seconds + ALLOWED_TOKENS * mean - self._lost
+        if not self._waiting or _DROP_TOKENS * max(0.0, self._gaps[self._waiting[0]]) * mean > allowed:
+            self._end_round()
+            return
+        self._rival = self.way = self._waiting.pop(0)
+        self._trial = Comparison()
+        for seconds, hardness in self._recent:
+            self._trial.add(self.at_work, seconds, hardness)
+
+    def _on_trial(self, rival: str, seconds: float, hardness: float) -> None:
+        if self._turn > _SETTLE:
+            self._trial.add(self.way, seconds, hardness)
+        gap = self._trial.gap(rival, self.at_work)
+        tokens = self._trial.tokens(rival)
+        if gap is not None and tokens >= _FEWEST_TOKENS:
+            if gap.surely_below(0.0, _SURE) and gap.share < -LEAST_GAIN:
+                self._end(rival, gap, wins=True)
+                return
+            if gap.surely_above(-LEAST_GAIN, _SURE):
+                self._end(rival, gap, wins=False)
+                return
+            if min(tokens, self._trial.tokens(self.at_work)) >= _MOST_TOKENS:
+                self._end(rival, gap, wins=gap.share < -LEAST_GAIN and gap.surely_below(0.0, 1.0))
+                return
+        if self._turn >= _TURN:
+            self.way = self.at_work if self.way == rival else rival
+
+    def _end(self, rival: str, gap: Gap, *, wins: bool) -> None:
+        # A rival's tokens are lost as far as it is slower; if it wins, those of the way before.
+        self._lost += self._trial.tokens(rival) * max(0.0, gap.share) * self._trial.seconds(self.at_work)
+        self._gaps[rival] = gap.share
+        self._rival = None
+        self._recent.clear()
+        self._rest = _PAUSE
+        if wins:
+            self.switches.append(Switch(self._tokens, self.at_work, rival, gap))
+            for way in self._gaps:
+                self._gaps[way] = (1 + self._gaps[way]) / (1 + gap.share) - 1
+            # The rivals that lost against the way before need no second trial in this round.
+            self.at_work = rival
+            self._between = _LEAST_REST
+        self.way = self.at_work
+        if not self._waiting:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._waiting = []
+        self.rounds += 1
+        self._rest = self._between
+        self._between = min(2 * self._between, _MOST_REST)
