@@ -47,6 +47,7 @@ from moechat.predict import NextRouterPredictor, Predictor, ReplayPredictor
 from moechat.routing import MappedTrace, Replay, Trace, map_trace
 from moechat.simulate import Timing
 from moechat.simulate.run import Tier
+from moechat.simulate.strategy import LOOKAHEAD
 from moechat.store.files import format_bytes
 
 FORMAT = 1
@@ -123,7 +124,7 @@ class _Measurement:
     def _predictor(self) -> Predictor:
         if self.replay is None:
             return self.routers
-        lookahead = max(system.settings.lookahead for system in self.options.systems)
+        lookahead = max(LOOKAHEAD, *(system.settings.lookahead for system in self.options.systems))
         return ReplayPredictor(
             self.replay,
             accuracy=self.options.accuracy,

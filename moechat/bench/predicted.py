@@ -172,6 +172,9 @@ def predict(
     expected = recorded.rankings
     if expected is None and settings.ranks:
         settings = replace(settings, prefetch="none")  # the run had no predictions
+    if expected is not None:
+        # A watched run predicts nothing, or further ahead, in some of its passes.
+        settings = replace(settings, lookahead=len(expected))
     passes = len(recorded.starts) - 1
     return simulate(
         recorded.trace,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from moechat.bench.predicted import Recorder
 from moechat.bench.speeds import busy_link
 from moechat.configurator.systems import CacheSettings
 from moechat.errors import MoechatError
+from moechat.loading import gather_knowledge
 from moechat.offload.experts import RunsExperts
 from moechat.offload.host import HostPlacement
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier, TierConfig
+from moechat.offload.watching import TierWatch
 from moechat.predict import Predictor
 from moechat.routing import Replay
 
@@ -83,7 +86,12 @@ class Runs:
             replay=self.replay,
             activation_bits=self.bench.activation_bits,
         )
-        near = ExpertTier(config, HostPlacement(), pages=pages, settings=settings)
+        placement = HostPlacement()
+        knowledge = gather_knowledge(self.bench.store, self.bench.engine.loaded.outline, settings, placement)
+        if link.kind == "sim" and link.bandwidth:
+            load = self.bench.store.geometry.expert_bytes / link.bandwidth
+            knowledge = replace(knowledge, costs=replace(knowledge.costs, load=load, load_together=None))
+        near = ExpertTier(config, placement, pages=pages, settings=settings, knowledge=knowledge)
         recorder = Recorder(TimedCalls(near.runner), self.bench.layers)
         near.runner = recorder  # type: ignore[assignment]
         return near
@@ -108,24 +116,28 @@ class Runs:
         with bench.experts(layers):
             ttft, decoding = bench.start(self.tokens[: options.prompt_tokens])
             rest = self.tokens[options.prompt_tokens :]
+            watch = TierWatch(near)
+            watch.begin()
             for token in rest[: options.warmup_tokens]:
-                decoding.feed([token])
+                watch.token(decoding.feed([token]))
             with self._translate_errors(link):
                 near.drain()
             peak = near.stats()["pages_peak"]
             near.reset_stats()
             calls.reset()
-            predictor: Any = near.predictor
-            if predictor is not None:
-                predictor.seconds = 0.0
+            predictor: Any = near.config.predictor
+            predictor.seconds = 0.0
             bench.seconds_in_experts = 0.0
-            steps = tuple(decoding.feed([token]) for token in rest[options.warmup_tokens :])
+            steps = []
+            for token in rest[options.warmup_tokens :]:
+                steps.append(decoding.feed([token]))
+                watch.token(steps[-1])
         seconds = {
             **calls.seconds,
-            "predict": 0.0 if predictor is None else predictor.seconds,
+            "predict": predictor.seconds,
             "experts": bench.seconds_in_experts,
         }
-        return Run(ttft, steps, seconds, near.stats(), peak / calls.pages)
+        return Run(ttft, tuple(steps), seconds, near.stats(), peak / calls.pages)
 
     @contextmanager
     def _translate_errors(self, link: LinkSettings) -> Iterator[None]:

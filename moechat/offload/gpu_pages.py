@@ -80,7 +80,7 @@ class GpuPages:
         return settings.miss if self.far_records and tokens <= SHARED_TOKENS else "fetch"
 
     def request_form(self, settings: CacheSettings) -> tuple[bool, int, bool]:
-        """What a layer asks for when one token decodes: predictions, how many layers ahead, and its inputs."""
+        """What a layer asks for when a token decodes: predictions, how many layers ahead, and its inputs."""
         predicts = settings.predicts and bool(self.routers)
         return predicts, settings.lookahead if predicts else 0, self.miss(settings, 1) != "fetch"
 

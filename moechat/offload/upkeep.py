@@ -33,8 +33,8 @@ from moechat.routing.statistics_file import add_statistics
 from moechat.trials import Switch
 
 REPLAN_TOKENS = 5000
-# The first plans are made from little, so the next ones come earlier: after so many tokens, then four times as
-# many, and so on.
+# The first plans are made from little, so the next ones come earlier: after so many tokens, then four times
+# as many, and so on.
 _FIRST_REPLAN, _REPLAN_GROWTH = 500, 4
 # Decoded tokens from which measured costs replace those of the profile.
 _OBSERVED_TOKENS = 64

@@ -79,9 +79,7 @@ class Watch:
             raise ValueError(f"{at_work!r} has to be one of {list(ways)}, each once")
         base = expected.get(at_work, 0.0)
         # How much longer a token takes than with the way at work.
-        self._gaps = {
-            way: expected[way] / base - 1 if base > 0 and way in expected else 0.0 for way in ways
-        }
+        self._gaps = {way: expected[way] / base - 1 if base > 0 and way in expected else 0.0 for way in ways}
         self.way = self.at_work = at_work
         self.switches: list[Switch] = []
         self.rounds = 0
