@@ -1266,7 +1266,8 @@ class Timeline:
         policy: Ownership passes to the timeline.
         whole_experts: As for :class:`ExpertRunner`.
         miss: As for :meth:`ExpertRunner.begin`.
-        ahead: ``none``, ``ranked`` (by the rankings of :meth:`run`) or ``whole-layer``.
+        ahead: ``none``, ``prompts`` (only the next layer of long passes), ``ranked`` (by the rankings of
+            :meth:`run`) or ``whole-layer``.
         lookahead: Most layers ahead.
         ahead_experts: Most experts prefetched for a layer.
         ahead_bytes: Most bytes prefetched for a layer; ``None``: no limit.

@@ -14,7 +14,7 @@ from moechat.errors import UsageError
 from moechat.validation import require_choice, require_number, require_whole
 
 Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
-Prefetch = Literal["none", "next-router", "whole-layer", "perfect"]
+Prefetch = Literal["none", "prompts", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
 Miss = Literal["fetch", "compute", "both"]
 
@@ -38,8 +38,8 @@ class CacheSettings:
         keep: Share of the pages, without the reserve for blocks in transit, for protected experts; 0: no
             experts are kept between tokens deliberately.
         prefetch: ``next-router`` ranks the next layer's experts with its router (MoEpic, section 3.2);
-            ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``perfect`` uses the
-            future of a replayed trace.
+            ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``prompts`` queues the next
+            layer of long prompts and nothing for a token; ``perfect`` uses the future of a replayed trace.
         lookahead: Layers ahead that are predicted, 1 to 8.
         prefetch_experts: Most experts to prefetch per layer; ``None``: the model's top-k.
         prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.
@@ -92,8 +92,8 @@ class CacheSettings:
 
     @property
     def ahead(self) -> str:
-        """Name of the prefetches in native code: ``none``, ``ranked`` by scores, or ``whole-layer``."""
-        return {"none": "none", "whole-layer": "whole-layer"}.get(self.prefetch, "ranked")
+        """Name of the prefetches in native code; ``ranked``: by scores."""
+        return self.prefetch if self.prefetch in ("none", "prompts", "whole-layer") else "ranked"
 
     @property
     def ranks(self) -> bool:

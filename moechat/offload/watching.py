@@ -67,7 +67,7 @@ class TierWatch:
         watch.abandon()
         wanted = self._watched.ways[watch.at_work]
         if wanted.predicts and wanted.prefetch_experts == 0:
-            wanted = replace(wanted, prefetch="none", prefetch_experts=None)
+            wanted = replace(wanted, prefetch="prompts", prefetch_experts=None)
         if wanted != self._near.settings:
             self._load_by(wanted)
         if wanted != self._watched.ways[watch.at_work]:

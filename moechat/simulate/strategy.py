@@ -87,8 +87,8 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     ]
     if fixed.ranks and fixed.lookahead < LOOKAHEAD:
         found.append(Strategy("two-ahead", "fetched two layers ahead", replace(fixed, lookahead=LOOKAHEAD)))
-    if fixed.prefetch != "none":
-        quiet = {"prefetch": "none", "prefetch_experts": None}
+    if fixed.ranks:
+        quiet = {"prefetch": "prompts", "prefetch_experts": None}
         found += [
             Strategy("nothing-ahead", "nothing fetched ahead", replace(fixed, **quiet)),  # type: ignore[arg-type]
             Strategy(
@@ -103,7 +103,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             Strategy(
                 "cpu-nothing-ahead",
                 "the CPU computes what is missing, nothing fetched ahead",
-                replace(fixed, miss="compute", prefetch="none", prefetch_experts=None),
+                replace(fixed, miss="compute", prefetch="prompts", prefetch_experts=None),
             ),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]
@@ -151,7 +151,7 @@ def watched(
             name = each.name
         elif not may_take_turns(way, at_work):
             way = replace(at_work, miss=way.miss, prefetch_experts=0)
-            if each.settings.prefetch != "none" or not may_take_turns(way, at_work):
+            if each.settings.ranks or not may_take_turns(way, at_work):
                 continue
         ways[each.name] = way
         if chosen is not None:
@@ -182,7 +182,7 @@ def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strate
         Strategy("parts", "parts of experts", parts),
     ]
     if far_computes:
-        quiet = replace(parts, miss="compute", prefetch="none", prefetch_experts=None)
+        quiet = replace(parts, miss="compute", prefetch="prompts", prefetch_experts=None)
         found.append(Strategy("cpu-nothing-ahead", "the CPU computes what is missing", quiet))
     return found
 

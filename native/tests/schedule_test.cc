@@ -159,13 +159,14 @@ Case draw(Random& random) {
   }
   options.whole_experts = chance(random, 0.3);
   constexpr Miss kMisses[] = {Miss::kFetch, Miss::kCompute, Miss::kBoth, Miss::kBoth};
-  options.miss = kMisses[between(random, 0, 3)];
+  options.loading.miss = kMisses[between(random, 0, 3)];
   options.launch = chance(random, 0.5) ? LaunchPattern::kCard : LaunchPattern::kHost;
-  constexpr Ahead kAheads[] = {Ahead::kNone, Ahead::kRanked, Ahead::kRanked, Ahead::kWholeLayer};
-  options.speculation = {kAheads[between(random, 0, 3)], static_cast<std::int32_t>(between(random, 1, 3)),
-                         between(random, 0, 4)};
-  options.ahead_experts = static_cast<std::int32_t>(between(random, 1, options.experts));
-  options.ahead_blocks = chance(random, 0.5) ? between(random, 0, 6) : 1000000;
+  constexpr Ahead kAheads[] = {Ahead::kNone, Ahead::kPrompts, Ahead::kRanked, Ahead::kRanked,
+                               Ahead::kWholeLayer};
+  options.loading.speculation = {kAheads[between(random, 0, 4)],
+                                 static_cast<std::int32_t>(between(random, 1, 3)), between(random, 0, 4)};
+  options.loading.ahead_experts = static_cast<std::int32_t>(between(random, 1, options.experts));
+  options.loading.ahead_blocks = chance(random, 0.5) ? between(random, 0, 6) : 1000000;
   const auto time = [&](double most) { return std::uniform_real_distribution<double>(0, most)(random); };
   options.attention = time(300e-6);
   options.head = time(1e-3);
@@ -203,7 +204,7 @@ Case draw(Random& random) {
     std::shuffle(order.begin(), order.end(), random);
     drawn.experts.insert(drawn.experts.end(), order.begin(), order.begin() + drawn.top_k);
   }
-  for (std::int64_t i = 0; i < options.speculation.lookahead * drawn.tokens() * options.layers; ++i) {
+  for (std::int64_t i = 0; i < options.loading.speculation.lookahead * drawn.tokens() * options.layers; ++i) {
     std::shuffle(order.begin(), order.end(), random);
     drawn.rankings.insert(drawn.rankings.end(), order.begin(), order.end());
   }
@@ -225,7 +226,7 @@ Outcome simulate(const Case& drawn) {
   passes.starts = drawn.starts.data();
   passes.passes = static_cast<std::int64_t>(drawn.starts.size()) - 1;
   passes.rankings = drawn.rankings.data();
-  passes.depths = drawn.options.speculation.lookahead;
+  passes.depths = drawn.options.loading.speculation.lookahead;
   passes.width = drawn.options.experts;
   std::vector<PassFigures> figures(static_cast<std::size_t>(passes.passes));
   timeline.run(passes, 0, passes.passes, false, figures.data(), {});
@@ -238,19 +239,19 @@ Outcome simulate(const Case& drawn) {
 void speculate(const Case& drawn, LayerSchedule& schedule, std::int64_t token, std::int64_t tokens) {
   const TimelineOptions& options = drawn.options;
   const SpeculationPlan plan =
-      plan_speculation(options.speculation, schedule.layer(), options.layers, tokens);
+      plan_speculation(options.loading.speculation, schedule.layer(), options.layers, tokens);
   if (plan.whole >= 0) {
     std::vector<std::int32_t> all;
     for (std::int32_t expert = 0; expert < options.experts; ++expert) all.push_back(expert);
-    schedule.prefetch(plan.whole, all.data(), options.experts, options.ahead_blocks, Priority::kNext);
+    schedule.prefetch(plan.whole, all.data(), options.experts, options.loading.ahead_blocks, Priority::kNext);
   }
   for (const Prediction& one : plan.ranked) {
     const std::int64_t of = token + (schedule.layer() + one.ahead) / options.layers;
     if (of >= drawn.tokens()) continue;
     const std::int64_t place = ((one.ahead - 1) * drawn.tokens() + of) * options.layers + one.layer;
     const std::int32_t* const ranked = drawn.rankings.data() + place * options.experts;
-    schedule.policy().predict(one.layer, ranked, options.ahead_experts);
-    schedule.prefetch(one.layer, ranked, options.ahead_experts, options.ahead_blocks,
+    schedule.policy().predict(one.layer, ranked, options.loading.ahead_experts);
+    schedule.prefetch(one.layer, ranked, options.loading.ahead_experts, options.loading.ahead_blocks,
                       one.ahead > 1 ? Priority::kLater : Priority::kNext);
   }
 }
@@ -297,7 +298,7 @@ Outcome run_engine(const Case& drawn) {
         index.insert(index.end(), chosen, chosen + drawn.top_k);
       }
       const std::vector<float> weight(index.size(), 1.0f);
-      schedule.begin(layer, index.data(), weight.data(), tokens, drawn.top_k, options.miss);
+      schedule.begin(layer, index.data(), weight.data(), tokens, drawn.top_k, options.loading.miss);
       speculate(drawn, schedule, first + tokens - 1, tokens);
       executor.start(nullptr, &schedule.rows(), nullptr, work, &launch);
       schedule.finish(&executor);

@@ -167,7 +167,7 @@ class Case:
         runner.finish_on_device(handle, tokens, 1 << 20, lists, 0, lambda *_: 0, x=x, out=np.empty_like(x))
 
     def _prefetch(self, runner: _native.ExpertRunner, layer: int, token: int, tokens: int) -> None:
-        if self.ahead == "none" or self.layers == 1:
+        if self.ahead in ("none", "prompts") or self.layers == 1:
             return
         if self.ahead == "whole-layer":
             runner.prefetch((layer + 1) % self.layers, None, self.count, None)
@@ -214,7 +214,7 @@ def random_case(draw: st.DrawFn) -> Case:
         reserve=transit,
         policy=draw(st.sampled_from(["lcp", "lru", "lfu", "blend", "two_level_lru", "belady"])),
         whole=draw(st.booleans()),
-        ahead=draw(st.sampled_from(["none", "ranked", "whole-layer"])),
+        ahead=draw(st.sampled_from(["none", "prompts", "ranked", "whole-layer"])),
         lookahead=lookahead,
         width=width,
         starts=starts,

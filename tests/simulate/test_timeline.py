@@ -313,7 +313,7 @@ def test_no_block_is_lost_and_time_never_decreases(data: st.DataObject) -> None:
         launch=draw(st.sampled_from(["host", "card"])),
         policy=draw(st.sampled_from(["lru", "lcp", "blend"])),
         miss=draw(st.sampled_from(["fetch", "compute", "both"])),
-        ahead=draw(st.sampled_from(["none", "ranked", "whole-layer"])),
+        ahead=draw(st.sampled_from(["none", "prompts", "ranked", "whole-layer"])),
         lookahead=lookahead,
         ahead_experts=draw(st.integers(0, count)),
         ahead_bytes=draw(st.sampled_from([None, 0, BLOCK, 3 * BLOCK])),

@@ -115,7 +115,7 @@ any_settings = st.builds(
     policy=st.just("lcp"),
     split=st.none(),
     allocation=st.just("auto"),
-    prefetch=st.sampled_from(["none", "next-router", "perfect", "whole-layer"]),
+    prefetch=st.sampled_from(["none", "prompts", "next-router", "perfect", "whole-layer"]),
     miss=st.sampled_from(["fetch", "compute", "both"]),
     whole_experts=st.booleans(),
 )

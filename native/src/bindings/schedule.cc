@@ -17,9 +17,10 @@ Miss miss_of(const std::string& name) {
 
 Ahead ahead_of(const std::string& name) {
   if (name == "none") return Ahead::kNone;
+  if (name == "prompts") return Ahead::kPrompts;
   if (name == "ranked") return Ahead::kRanked;
   if (name == "whole-layer") return Ahead::kWholeLayer;
-  refuse("ahead is \"" + name + "\"; it must be none, ranked or whole-layer");
+  refuse("ahead is \"" + name + "\"; it must be none, prompts, ranked or whole-layer");
 }
 
 py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,

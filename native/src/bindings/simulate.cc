@@ -174,8 +174,8 @@ void switch_to_py(TimelineObject& self, const py::array& targets, const std::str
                   const std::string& ahead, std::int32_t lookahead, std::int32_t ahead_experts,
                   std::optional<std::int64_t> ahead_bytes, std::int64_t stream_tokens) {
   const TimelineOptions& options = self.options();
-  const Loading loading = loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes,
-                                     options.record_bytes);
+  const Loading loading =
+      loading_of(miss, ahead, lookahead, stream_tokens, ahead_experts, ahead_bytes, options.record_bytes);
   const std::vector<LayerTarget> list = targets_of(targets, options.layers);
   self.call([&](Timeline& timeline) { timeline.switch_to(loading, list); });
 }

@@ -10,9 +10,9 @@
 // is counted at the access that it was made for, with the ranks of that moment. Before a layer's first access
 // the order is that of the keys, as if its experts had been there.
 //
-// An activation of rank `even_share` or more is hard: no cache of so many experts a layer has the expert. Their
-// number tells how hard the routing was, whatever the cache at work did; so times can be compared that were
-// taken over different tokens.
+// An activation of rank `even_share` or more is hard: no cache of so many experts a layer has the expert.
+// Their number tells how hard the routing was, whatever the cache at work did; so times can be compared that
+// were taken over different tokens.
 //
 // Only passes of one token count: in a longer one most of a layer is wanted whatever is cached. Longer ones
 // change what is kept, and drop the prediction that was made for their layer.

@@ -13,7 +13,7 @@ SpeculationPlan plan_speculation(const Speculation& speculation, std::int32_t la
   const bool stream = speculation.stream_tokens > 0 && tokens >= speculation.stream_tokens && !last;
   if (speculation.ahead == Ahead::kWholeLayer || stream) {
     plan.whole = (layer + 1) % layers;
-  } else if (tokens == 1 || last) {
+  } else if (speculation.ahead == Ahead::kRanked && (tokens == 1 || last)) {
     for (std::int32_t ahead = 1; ahead <= depth; ++ahead)
       plan.ranked.push_back({ahead, (layer + ahead) % layers});
   }

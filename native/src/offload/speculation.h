@@ -9,6 +9,7 @@ namespace moechat {
 
 enum class Ahead : std::uint8_t {
   kNone,
+  kPrompts,    // nothing but the next layer of long passes
   kRanked,     // experts that a predictor ranks highest
   kWholeLayer  // all of the next layer
 };

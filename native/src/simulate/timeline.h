@@ -36,7 +36,7 @@ struct TimelineOptions : ScheduleOptions {
   Loading loading;
   LaunchPattern launch = LaunchPattern::kHost;  // kCard: link.card must be set too
   bool counts_hard = false;                     // hard activations are counted (routing_counter.h)
-  std::int64_t group_items = 0;   // (token, expert) pairs whose sums fit in memory at a time; 0: all
+  std::int64_t group_items = 0;  // (token, expert) pairs whose sums fit in memory at a time; 0: all
 
   // Seconds.
   double attention = 0;  // a layer without its experts
@@ -107,7 +107,7 @@ class Timeline {
   const TimelineOptions options_;
   Loading loading_;
   double now_ = 0;
-  VirtualLink* link_;  // the schedule's
+  VirtualLink* link_;                        // the schedule's
   std::unique_ptr<RoutingCounter> routing_;  // null: nothing is counted
   LayerSchedule schedule_;
   std::unique_ptr<HostClock> clock_;
