@@ -102,6 +102,19 @@ class Comparison:
         """Mean seconds of a token of one way, at its own hardness; 0 without tokens."""
         return self._sums[way].seconds / self._sums[way].tokens if way in self._sums else 0.0
 
+    def expected(self, way: str, hardness: float) -> float:
+        """Expected seconds of a token of one way, which has tokens, at a hardness."""
+        sums = self._sums[way]
+        mean = sums.seconds / sums.tokens
+        return max(mean + self._slope * (hardness - sums.hardness / sums.tokens), mean / _MOST_TIMES_MEAN)
+
+    @property
+    def _slope(self) -> float:
+        """Seconds for each unit of hardness, with every way."""
+        hardness = sum(sums.of_hardness for sums in self._sums.values())
+        product = sum(sums.of_product for sums in self._sums.values())
+        return max(0.0, product / hardness) if hardness > 0 else 0.0
+
     def gap(self, way: str, reference: str) -> Gap | None:
         """How much longer a token takes with one way; ``None``: one of the two has no tokens."""
         if way == reference or not (self.tokens(way) and self.tokens(reference)):
@@ -110,7 +123,7 @@ class Comparison:
         tokens = sum(sums.tokens for sums in everyone)
         hardness = sum(sums.of_hardness for sums in everyone)
         product = sum(sums.of_product for sums in everyone)
-        slope = max(0.0, product / hardness) if hardness > 0 else 0.0
+        slope = self._slope
         left = sum(sums.of_seconds for sums in everyone) - 2 * slope * product + slope * slope * hardness
         usual = _USUAL_SPREAD * sum(sums.seconds for sums in everyone) / tokens
         freedom = max(0, tokens - len(everyone) - 1)

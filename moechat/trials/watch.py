@@ -5,8 +5,9 @@ both can change. So while answers are given, a rival takes over for a few tokens
 the way at work, and replaces it when it is surely faster. The tokens are the same with every way. Pure: no
 clock, no engine.
 
-What it costs is bounded: a trial ends as soon as the rival is surely slower, and none begins whose expected
-loss exceeds what the tokens so far allow (:data:`ALLOWED_SHARE` of their time and :data:`ALLOWED_TOKENS`).
+What it costs is bounded: none begins whose expected loss exceeds what the tokens so far allow
+(:data:`ALLOWED_SHARE` of their time and :data:`ALLOWED_TOKENS`), and a trial ends as soon as the rival is
+surely slower, or has lost more than that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _MOST_TOKENS = 64
 _FEWEST_TOKENS = 3
 # Tokens that a trial is taken to need to drop a slow rival.
 _DROP_TOKENS = 6
+# A trial may lose this many tokens' time beyond what is allowed, so that a little noise does not end it; and
+# has at least this many tokens, of which the slowest counts as this many times the expected time: a single
+# disturbed token says nothing of the rival.
+_SLACK_TOKENS, _FEWEST_LOSING, _MOST_TIMES_EXPECTED = 1, 2, 2.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Watch:
         way: The way that computes the next token: the one at work, or a rival on trial.
         at_work: The way at work.
         switches: Changes so far.
-        rounds: Rounds of trials that are complete.
+        rounds: Rounds of trials that are complete; those without a trial do not count.
 
     Raises:
         ValueError: ``at_work`` is not among the ways, or a way occurs twice.
@@ -91,6 +96,11 @@ class Watch:
         self._rival: str | None = None  # on trial
         self._trial = Comparison()
         self._turn = 0  # tokens of this turn
+        # By token of the rival on trial: expected seconds with the way at work, and by how many times it took
+        # longer.
+        self._excess: list[tuple[float, float]] = []
+        self._allowed = 0.0  # what the trial may lose, in seconds
+        self._tried = False  # a trial of this round has ended
         self._tokens = 0
         self._seconds = self._lost = 0.0
 
@@ -107,6 +117,7 @@ class Watch:
     def abandon(self) -> None:
         """End a trial without a result; it begins again later."""
         if self._rival is not None:
+            self._lost += self._losing
             self._waiting.insert(0, self._rival)
             self._rival, self.way = None, self.at_work
         self.pause()
@@ -149,12 +160,17 @@ class Watch:
         if not self._waiting or _DROP_TOKENS * max(0.0, self._gaps[self._waiting[0]]) * mean > allowed:
             self._end_round()
             return
+        self._allowed = allowed + _SLACK_TOKENS * mean
+        self._excess = []
         self._rival = self.way = self._waiting.pop(0)
         self._trial = Comparison()
         for seconds, hardness in self._recent:
             self._trial.add(self.at_work, seconds, hardness)
 
     def _on_trial(self, rival: str, seconds: float, hardness: float) -> None:
+        if self.way == rival:
+            expected = self._trial.expected(self.at_work, hardness)
+            self._excess.append((expected, seconds / expected - 1))
         if self._turn > _SETTLE:
             self._trial.add(self.way, seconds, hardness)
         gap = self._trial.gap(rival, self.at_work)
@@ -169,12 +185,26 @@ class Watch:
             if min(tokens, self._trial.tokens(self.at_work)) >= _MOST_TOKENS:
                 self._end(rival, gap, wins=gap.share < -LEAST_GAIN and gap.surely_below(0.0, 1.0))
                 return
+        if len(self._excess) >= _FEWEST_LOSING and self._losing > self._allowed:
+            # All of its tokens were at least so slow.
+            self._end(rival, Gap(min(share for _, share in self._excess), 0.0), wins=False)
+            return
         if self._turn >= _TURN:
             self.way = self.at_work if self.way == rival else rival
 
+    @property
+    def _losing(self) -> float:
+        """Seconds that the rival on trial has lost so far."""
+        if not self._excess:
+            return 0.0
+        expected, most = max(self._excess, key=lambda token: token[0] * token[1])
+        counted = min(most, _MOST_TIMES_EXPECTED - 1)
+        total = sum(expected * share for expected, share in self._excess)
+        return max(0.0, total - expected * (most - counted))
+
     def _end(self, rival: str, gap: Gap, *, wins: bool) -> None:
-        # A rival's tokens are lost as far as it is slower; if it wins, those of the way before.
-        self._lost += self._trial.tokens(rival) * max(0.0, gap.share) * self._trial.seconds(self.at_work)
+        self._lost += self._losing
+        self._tried = True
         self._gaps[rival] = gap.share
         self._rival = None
         self._recent.clear()
@@ -192,6 +222,7 @@ class Watch:
 
     def _end_round(self) -> None:
         self._waiting = []
-        self.rounds += 1
+        self.rounds += self._tried
+        self._tried = False
         self._rest = self._between
         self._between = min(2 * self._between, _MOST_REST)
