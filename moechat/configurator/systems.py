@@ -38,8 +38,8 @@ class CacheSettings:
         keep: Share of the pages, without the reserve for blocks in transit, for protected experts; 0: no
             experts are kept between tokens deliberately.
         prefetch: ``next-router`` ranks the next layer's experts with its router (MoEpic, section 3.2);
-            ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``prompts`` queues the next
-            layer of long prompts and nothing for a token; ``perfect`` uses the future of a replayed trace.
+            ``whole-layer`` queues the whole next layer; ``none`` does not prefetch; ``prompts`` only
+            the next layer of long prompts; ``perfect`` uses the future of a replayed trace.
         lookahead: Layers ahead that are predicted, 1 to 8.
         prefetch_experts: Most experts to prefetch per layer; ``None``: the model's top-k.
         prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from moechat.configurator.systems import CacheSettings
@@ -77,12 +76,11 @@ class TierWatch:
         near = self._near
         self._switches = self.switches
         self._runner, self._settings = near.runner, near.settings
-        costs = None if near.knowledge is None else near.knowledge.costs
         found = watched(
             near.wanted,
             near.plan.strategy,
             near.settings,
-            far_computes=costs is not None and math.isfinite(costs.compute_far),
+            far_computes=near.far_computes,
             may_take_turns=near.placement.may_take_turns,
         )
         self._watched = found

@@ -2,14 +2,15 @@
 
 A token takes longer where more of its experts are missing, whichever way the engine runs, and this explains
 most of the spread between tokens. So each token comes with its hardness, a number that does not depend on the
-way, and the ways are compared at equal hardness: an analysis of covariance with one slope for all ways. That
-is nearly as good as pairing each token with itself.
+way, and the ways are compared at equal hardness: an analysis of covariance of relative times with one slope
+for all ways. That is nearly as good as pairing each token with itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 # Spread that single tokens are taken to have at equal hardness, and the number of tokens that this counts
 # for: a few tokens cannot show their own spread.
@@ -51,6 +52,7 @@ class _Sums:
     seconds_squared: float = 0.0
     hardness_squared: float = 0.0
     product: float = 0.0
+    rated: float = 1.0  # 0: the hardness of some token is not known
 
     def add(self, seconds: float, hardness: float) -> None:
         self.tokens += 1
@@ -59,6 +61,20 @@ class _Sums:
         self.seconds_squared += seconds * seconds
         self.hardness_squared += hardness * hardness
         self.product += seconds * hardness
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.tokens
+
+    @property
+    def mean_hardness(self) -> float:
+        return self.hardness / self.tokens
+
+    def left(self, slope: float) -> float:
+        """Sum of squared relative deviations that the hardness does not explain."""
+        slope *= self.mean if self.rated else 0.0
+        left = self.of_seconds - 2 * slope * self.of_product + slope * slope * self.of_hardness
+        return max(0.0, left) / self.mean**2
 
     # Sums of squares and products about the means.
     @property
@@ -80,19 +96,49 @@ class Comparison:
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
 
-    def add(self, way: str, seconds: float, hardness: float) -> None:
+    def add(self, way: str, seconds: float, hardness: float | None) -> None:
         """Add one token.
 
         Args:
             way: How it was computed.
             seconds: Its time.
-            hardness: Any measure that grows with the experts that it misses and does not depend on the way.
+            hardness: Any measure that grows with the experts that it misses and does not depend on the way;
+                ``None``: unknown, and the way is compared without it.
         """
         tokens = sum(sums.tokens for sums in self._sums.values())
         if tokens >= _FEWEST_FOR_MEAN:
             mean = sum(sums.seconds for sums in self._sums.values()) / tokens
             seconds = min(seconds, _MOST_TIMES_MEAN * mean)
-        self._sums.setdefault(way, _Sums()).add(seconds, hardness)
+        sums = self._sums.setdefault(way, _Sums())
+        sums.rated = float(sums.rated and hardness is not None)
+        sums.add(seconds, hardness or 0.0)
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Sequence[float]]) -> Comparison:
+        """The comparison that :meth:`sums` describes.
+
+        Raises:
+            ValueError: The numbers are not those of any tokens.
+        """
+        found = cls()
+        for way, values in sums.items():
+            count, *others = values
+            if len(others) != 6:
+                raise ValueError(f"{list(values)} are not the sums of any tokens")
+            made = _Sums(int(count), *map(float, others))
+            numbers = astuple(made)
+            if made.tokens != count or made.tokens < 1 or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"{list(values)} are not the sums of any tokens")
+            if made.seconds <= 0 or min(numbers[3:5]) < 0:
+                raise ValueError(f"{list(values)} are not the sums of any tokens")
+            found._sums[way] = made
+        return found
+
+    def sums(self) -> dict[str, tuple[float, ...]]:
+        """Of each way: tokens, then the sums of seconds, hardness, their squares and product, and
+        whether all hardness is known.
+        """
+        return {way: astuple(sums) for way, sums in self._sums.items()}
 
     def tokens(self, way: str) -> int:
         """Tokens of one way."""
@@ -119,19 +165,26 @@ class Comparison:
         """How much longer a token takes with one way; ``None``: one of the two has no tokens."""
         if way == reference or not (self.tokens(way) and self.tokens(reference)):
             return None
-        one, other, everyone = self._sums[way], self._sums[reference], self._sums.values()
-        tokens = sum(sums.tokens for sums in everyone)
-        hardness = sum(sums.of_hardness for sums in everyone)
-        product = sum(sums.of_product for sums in everyone)
-        slope = self._slope
-        left = sum(sums.of_seconds for sums in everyone) - 2 * slope * product + slope * slope * hardness
-        usual = _USUAL_SPREAD * sum(sums.seconds for sums in everyone) / tokens
-        freedom = max(0, tokens - len(everyone) - 1)
-        variance = (max(0.0, left) + _USUAL_TOKENS * usual * usual) / (freedom + _USUAL_TOKENS)
-        harder = one.hardness / one.tokens - other.hardness / other.tokens
-        base = other.seconds / other.tokens
-        difference = one.seconds / one.tokens - base - slope * harder
-        spread = 1 / one.tokens + 1 / other.tokens + (harder * harder / hardness if hardness > 0 else 0.0)
-        # The reference's time at the hardness of both.
-        at = max(base + slope * harder / 2, base / _MOST_TIMES_MEAN)
-        return Gap(difference / at, _DEPENDENCE * math.sqrt(variance * spread) / at)
+        one, other, everyone = self._sums[way], self._sums[reference], list(self._sums.values())
+        slope = _slope(everyone)
+        left = sum(sums.left(slope) for sums in everyone)
+        freedom = max(0, sum(sums.tokens for sums in everyone) - len(everyone) - 1)
+        variance = (left + _USUAL_TOKENS * _USUAL_SPREAD**2) / (freedom + _USUAL_TOKENS)
+        harder = one.mean_hardness - other.mean_hardness if one.rated and other.rated else 0.0
+        # Both at the hardness between them.
+        most = 1 - 1 / _MOST_TIMES_MEAN
+        step = min(most, max(-most, slope * harder / 2))
+        ratio = one.mean / other.mean * (1 - step) / (1 + step)
+        spread = 1 / one.tokens + 1 / other.tokens
+        known = sum(sums.of_hardness for sums in everyone if sums.rated)
+        spread += harder * harder / known if known > 0 else 0.0
+        return Gap(ratio - 1, _DEPENDENCE * ratio * math.sqrt(variance * spread))
+
+
+def _slope(everyone: Sequence[_Sums]) -> float:
+    """Share of a token's time that a unit of hardness adds, at least 0."""
+    rated = [sums for sums in everyone if sums.rated]
+    hardness = sum(sums.of_hardness for sums in rated)
+    if hardness <= 0:
+        return 0.0
+    return max(0.0, sum(sums.of_product / sums.mean for sums in rated) / hardness)

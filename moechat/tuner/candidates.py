@@ -7,6 +7,7 @@ tier.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moechat.configurator.systems import CacheSettings
 
@@ -31,59 +32,48 @@ class Candidate:
     settings: CacheSettings | None
 
 
-def candidates(settings: CacheSettings, top_k: int, *, may_map: bool) -> list[Candidate]:
-    """The computed plan, the plain one, and variations, most promising first.
+def candidates(
+    settings: CacheSettings, top_k: int, *, may_map: bool, far_computes: bool = False
+) -> list[Candidate]:
+    """The computed plan, the plain one, and others that run in another way, most promising first.
 
     Args:
         settings: Of the near tier as it was loaded.
         top_k: Experts a token.
         may_map: No budget was given, so the store may be mapped, and the mapped store is the plain plan. Else
-            the plain plan fetches whole experts when they are needed.
+            the plain plan is a reactive cache: it fetches whole experts when they are needed.
+        far_computes: Missing experts can be computed where they lie.
 
     Returns:
         The first is :data:`DEFAULT`, the second :data:`MAPPED` or :data:`PLAIN`.
     """
     found = [Candidate(DEFAULT, "the computed plan", settings)]
-    nothing_ahead = replace(settings, allocation="uniform", split=1.0, prefetch="none")
-    plain = Candidate(PLAIN, "whole experts, nothing fetched ahead", nothing_ahead)
     if may_map:
         found.append(Candidate(MAPPED, "the store mapped, kept by the page cache", None))
-    found.append(plain)
-    found.append(
-        Candidate(
-            "uniform",
-            "whole experts, as many in each layer",
-            replace(nothing_ahead, prefetch=settings.prefetch),
-        )
-    )
+
+    def add(name: str, title: str, **changes: Any) -> None:
+        found.append(Candidate(name, title, replace(settings, **changes)))
+
+    quiet = {"prefetch": "prompts", "prefetch_experts": None}
+    whole = {"allocation": "uniform", "split": 1.0}
+    add(PLAIN, "whole experts, nothing fetched ahead", **whole, **quiet)
+    add("nothing-ahead", "the computed plan, nothing fetched ahead", **quiet)
+    if settings.prefetch in ("none", "prompts"):
+        add("ahead", "the computed plan, fetched one layer ahead", prefetch="next-router")
+    if far_computes:
+        add("cpu", "the CPU computes what is missing", miss="compute", **quiet)
+        add("link", "everything is fetched", miss="fetch")
+        add("both", "link and CPU share what is missing", miss="both")
     if settings.predicts:
-        found.append(
-            Candidate(
-                "nothing-ahead",
-                "the computed plan, nothing fetched ahead",
-                replace(settings, prefetch="none"),
-            )
-        )
         usual = settings.ranked_experts(top_k)
+        other = 2 if settings.lookahead == 1 else 1
+        layers = {1: "one layer", 2: "two layers"}[other]
+        add(f"ahead-{other}", f"the computed plan, fetched {layers} ahead", lookahead=other)
         if usual > 1:
-            half = replace(settings, prefetch_experts=-(-usual // 2))
-            found.append(Candidate("half-ahead", "the computed plan, half as much fetched ahead", half))
-        if settings.lookahead == 1:
-            found.append(
-                Candidate(
-                    "two-ahead", "the computed plan, fetched two layers ahead", replace(settings, lookahead=2)
-                )
+            add(
+                "half-ahead", "the computed plan, half as much fetched ahead", prefetch_experts=-(-usual // 2)
             )
-    found.append(
-        Candidate(
-            "dp",
-            "whole experts, most hits (dynamic programming)",
-            replace(settings, allocation="dp", split=1.0),
-        )
-    )
-    found.append(
-        Candidate(
-            "halves", "half of twice as many experts", replace(settings, allocation="uniform", split=0.5)
-        )
-    )
+    add("uniform", "whole experts, as many in each layer", **whole)
+    add("dp", "whole experts, most hits (dynamic programming)", allocation="dp", split=1.0)
+    add("halves", "half of twice as many experts", allocation="uniform", split=0.5)
     return found

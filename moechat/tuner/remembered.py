@@ -1,4 +1,4 @@
-"""Keeps choices between starts: one small file for each machine and model, one entry for each budget.
+"""Keeps times between starts: one small file for each machine and model, one entry for each budget.
 
 Of two processes that write at the same time, one loses its choice and makes it again later; the
 file stays whole.
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from moechat.atomic_file import TEMPORARY, replacing
-from moechat.tuner.choice import Timing
+from moechat.trials import Comparison
 
-FORMAT = 1
+FORMAT = 2
 # Numbers of pages this close are one budget: the process's own memory differs a little at each start.
 _SAME_BUDGET = 0.05
 _MOST_ENTRIES = 16
@@ -62,25 +62,19 @@ class TuningKey:
 
 @dataclass(frozen=True)
 class Remembered:
-    """One choice.
+    """What was timed for one budget.
 
     Attributes:
         pages: Of the near tier.
         may_map: Whether the mapped store was among the candidates.
-        winner: Name of the candidate.
-        why: For people.
-        decided: There were enough rounds; if not, later rounds are added.
-        measured: When, ISO 8601 in UTC.
-        timings: Of all candidates.
+        measured: When at last, ISO 8601 in UTC.
+        sessions: Times of tokens, by start.
     """
 
     pages: int
     may_map: bool
-    winner: str
-    why: str
-    decided: bool
     measured: str
-    timings: tuple[Timing, ...]
+    sessions: tuple[Comparison, ...]
 
     def is_for(self, pages: int, may_map: bool) -> bool:
         """Whether it is valid for this budget."""
@@ -107,7 +101,9 @@ def remember(directory: Path, key: TuningKey, entry: Remembered) -> None:
     """
     path = _path(directory, key)
     others = [old for old in _read(path, key) if not old.is_for(entry.pages, entry.may_map)]
-    entries = [asdict(kept) for kept in (entry, *others)][:_MOST_ENTRIES]
+    entries = [
+        {**vars(kept), "sessions": [session.sums() for session in kept.sessions]} for kept in (entry, *others)
+    ][:_MOST_ENTRIES]
     text = json.dumps({"format": FORMAT, "key": asdict(key), "entries": entries}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, mode=0o600) as file:
@@ -147,15 +143,12 @@ def _read(path: Path, key: TuningKey) -> list[Remembered]:
 
 
 def _entry(value: dict[str, Any]) -> Remembered:
-    timings = tuple(
-        Timing(str(item["name"]), tuple(map(float, item["decode"])), tuple(map(float, item["prefill"])))
-        for item in value["timings"]
+    sessions = tuple(
+        Comparison.of({str(name): list(map(float, sums)) for name, sums in session.items()})
+        for session in value["sessions"]
     )
-    entry = Remembered(**{**value, "timings": timings})
-    types = {"pages": int, "may_map": bool, "winner": str, "why": str, "decided": bool, "measured": str}
-    for name, kind in types.items():
+    entry = Remembered(**{**value, "sessions": sessions})
+    for name, kind in {"pages": int, "may_map": bool, "measured": str}.items():
         if type(getattr(entry, name)) is not kind:
             raise TypeError(name)
-    if entry.winner not in {timing.name for timing in timings}:
-        raise ValueError(entry.winner)
     return entry

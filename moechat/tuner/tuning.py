@@ -19,13 +19,19 @@ from moechat.loading import LoadedModel
 from moechat.offload.planner import TierTargets
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
+from moechat.trials import Comparison
 from moechat.tuner.candidates import DEFAULT, MAPPED, PLAIN, Candidate, candidates
 from moechat.tuner.choice import Choice, Timing, choose
 from moechat.tuner.passes import Sequences
+from moechat.tuner.racing import race
 from moechat.tuner.remembered import Remembered, TuningKey, recall, remember
-from moechat.tuner.timing import Timed, time_candidates
 
 State = Literal["measured", "remembered", "skipped"]
+# Starts whose times are kept.
+MOST_SESSIONS = 8
+# Tokens before a turn counts: with the targets of the turn before, what it has in flight still arrives; with
+# others the cache has to change.
+_SETTLE, _SETTLE_OTHER_TARGETS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Tuning:
         why: For people, a sentence without a period.
         measured: When the timings were taken, ISO 8601 in UTC; empty if there are none.
         timings: Of the candidates.
-        left_out: Candidates for which there was no time.
+        decided: No other candidate can be much faster; else the next start goes on.
         same_as: Candidates left out because they equal another one: name, and the other's name.
         seconds: Time taken now.
         kept: The choice was written to the user's directory, or came from there.
@@ -51,13 +57,13 @@ class Tuning:
     why: str
     measured: str = ""
     timings: tuple[Timing, ...] = ()
-    left_out: tuple[str, ...] = ()
+    decided: bool = False
     same_as: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     kept: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; medians and spreads in milliseconds."""
+        """Plain values; ``slower`` is a share of the computed plan's time, with its standard error."""
         return {
             "state": self.state,
             "winner": self.winner,
@@ -66,15 +72,15 @@ class Tuning:
             "measured": self.measured,
             "seconds": self.seconds,
             "kept": self.kept,
-            "left_out": list(self.left_out),
+            "decided": self.decided,
             "same_as": dict(self.same_as),
             "candidates": [
                 {
                     "name": timing.name,
-                    "rounds": timing.rounds,
-                    "token_ms": 1000 * timing.token_seconds if timing.rounds else None,
-                    "spread_ms": 1000 * timing.token_spread,
-                    "prompt_ms": 1000 * timing.prompt_seconds if timing.prefill else None,
+                    "tokens": timing.tokens,
+                    "token_ms": 1000 * timing.token_seconds if timing.token_seconds else None,
+                    "slower": None if timing.gap is None else timing.gap.share,
+                    "slower_error": None if timing.gap is None else timing.gap.error,
                 }
                 for timing in self.timings
             ],
@@ -113,8 +119,14 @@ class Tuner:
         self._sequences = sequences
         self._may_map = not loaded.plan.given if may_map is None else may_map
         self._directory = directory
+        self._mapped = False
         self._settings = self._near.first_settings
-        found = candidates(self._settings, self._near.top_k, may_map=self._may_map)
+        found = candidates(
+            self._settings,
+            self._near.top_k,
+            may_map=self._may_map,
+            far_computes=self._near.far_computes,
+        )
         self._candidates, self._plans, self._same_as = _distinct(found, self._near)
 
     @property
@@ -138,29 +150,39 @@ class Tuner:
         candidate = {candidate.name: candidate for candidate in self._candidates}[name]
         if candidate.settings is None:
             self._loaded.map_experts()
+            self._mapped = True
             return candidate
         self._near.switch(candidate.settings, self._plans[name])
         self._loaded.page_experts()
+        self._mapped = False
         return candidate
 
     def recall(self) -> Tuning | None:
-        """Apply the choice of an earlier start, if there is one."""
+        """Apply the choice of earlier starts, if it is decided."""
         entry = self._recalled()
-        if entry is None or not entry.decided:
+        if entry is None:
             return None
-        try:
-            candidate = self.use(entry.winner)
-        except KeyError:
+        choice = self._choose(entry.sessions)
+        if choice is None or not choice.decided:
             return None
+        candidate = self.use(choice.winner)
         return Tuning(
-            "remembered", candidate.name, candidate.title, entry.why, entry.measured, entry.timings, kept=True
+            "remembered",
+            candidate.name,
+            candidate.title,
+            choice.why,
+            entry.measured,
+            choice.timings,
+            decided=True,
+            same_as=self._same_as,
+            kept=True,
         )
 
     def run(self, limit_s: float, report: Callable[[float], None] = lambda _: None) -> Tuning:
-        """Time the candidates, apply the winner and remember it.
+        """Race the candidates, apply the winner and remember what was timed.
 
-        An earlier start may have ended after too few rounds; the new ones are added to these. If not even one
-        round fits into the time, the method ends at once, and the computed plan stays.
+        What earlier starts have timed counts too, and candidates that were surely slower then are left out.
+        If a token takes too long for two turns, the method ends at once, and the computed plan stays.
 
         Args:
             limit_s: Seconds after which no further token is begun.
@@ -172,26 +194,31 @@ class Tuner:
         upkeep = self._loaded.upkeep
         if upkeep is not None:
             upkeep.collect()
+        entry = self._recalled()
+        earlier = () if entry is None or self._choose(entry.sessions) is None else entry.sessions
         try:
-            timed = time_candidates(
+            raced = race(
                 self._candidates,
                 self._sequences(),
                 lambda candidate: self._take_turns(candidate.name),
                 limit_s=limit_s,
-                hardness=self._hardness,
+                earlier=earlier,
+                hardness=lambda: float(self._near.runner.hard_activations()),
                 report=report,
             )
-            timings, choice = self._decide(timed)
         except BaseException:
             self.use(DEFAULT)
             raise
         finally:
             if upkeep is not None:
                 upkeep.discard()
-        if not any(timing.rounds for timing in timed.timings):
+        sessions = (*earlier, raced.session)[-MOST_SESSIONS:]
+        choice = self._choose(sessions)
+        assert choice is not None  # the candidates are those at hand
+        if not any(timing.gap for timing in choice.timings):
             self.use(DEFAULT)
-            why = f"a token takes {timed.pace:.2g} s, too long to time plans within {limit_s:g} s"
-            return replace(skipped(why), seconds=timed.seconds)
+            why = f"a token takes {raced.pace:.2g} s, too long to time plans within {limit_s:g} s"
+            return replace(skipped(why), seconds=raced.seconds)
         winner = self.use(choice.winner)
         measured = datetime.now(UTC).isoformat(timespec="seconds")
         return Tuning(
@@ -200,33 +227,30 @@ class Tuner:
             winner.title,
             choice.why,
             measured,
-            timings,
-            timed.left_out,
+            choice.timings,
+            choice.decided,
             self._same_as,
-            timed.seconds,
-            self._keep(choice, timings, measured),
+            raced.seconds,
+            self._keep(sessions, measured),
         )
 
-    def _hardness(self) -> float | None:
-        """Activations so far that would have missed the experts of the computed plan.
-
-        The near tier ranks experts by the policy, which sees the same text under every plan.
-        """
-        ranks = self._near.routing_statistics().ranks
-        kept = self._plans[DEFAULT].targets[:, :1]
-        return float(ranks[np.arange(ranks.shape[1])[None, :] >= kept].sum())
-
-    def _take_turns(self, name: str) -> None:
+    def _take_turns(self, name: str) -> int:
+        """Make a candidate take effect; returns the tokens that it needs to settle."""
+        before = None if self._mapped else self._near.targets.copy()
         # Transfers that the previous turn has queued must not count for this one.
         self._near.drain()
         self.use(name)
+        plan = self._plans.get(name)
+        if before is None or plan is None or not np.array_equal(before, plan.targets):
+            return _SETTLE_OTHER_TARGETS
+        return _SETTLE
 
-    def _decide(self, timed: Timed) -> tuple[tuple[Timing, ...], Choice]:
-        timings = timed.timings
-        before = self._recalled()
-        if before is not None and not before.decided:
-            timings = _together(before.timings, timings)
-        return timings, choose(timings, default=DEFAULT, plain=self.plain)
+    def _choose(self, sessions: Sequence[Comparison]) -> Choice | None:
+        """``None``: the sessions timed other candidates."""
+        names = [candidate.name for candidate in self._candidates]
+        if any(way not in names for session in sessions for way in session.sums()):
+            return None
+        return choose(sessions, names, default=DEFAULT, plain=self.plain)
 
     # ---- memory
 
@@ -254,21 +278,8 @@ class Tuner:
         except Exception:  # identifying the machine may fail anywhere; the chat must start
             return None
 
-    def _keep(self, choice: Choice, timings: Sequence[Timing], measured: str) -> bool:
-        if not any(timing.rounds for timing in timings):
-            return False
-        before = self._recalled()
-        if not choice.decided and before is not None and before.decided:
-            return False
-        entry = Remembered(
-            self._near.pages,
-            self._may_map,
-            choice.winner,
-            choice.why,
-            choice.decided,
-            measured,
-            tuple(timings),
-        )
+    def _keep(self, sessions: Sequence[Comparison], measured: str) -> bool:
+        entry = Remembered(self._near.pages, self._may_map, measured, tuple(sessions))
         try:
             remember(self._place(), self._key(), entry)
         except Exception:  # the directory cannot be written; the choice is used once
@@ -309,16 +320,3 @@ def _distinct(
 def _alike(one: CacheSettings, other: CacheSettings) -> bool:
     """Whether two settings are equal except for the derivation of their targets."""
     return replace(one, allocation="uniform", split=1.0) == replace(other, allocation="uniform", split=1.0)
-
-
-def _together(before: Sequence[Timing], now: Sequence[Timing]) -> tuple[Timing, ...]:
-    """Both timings joined, if they are of the same candidates; else the new ones."""
-    old = {timing.name: timing for timing in before}
-    if old.keys() != {timing.name for timing in now}:
-        return tuple(now)
-    return tuple(
-        Timing(
-            timing.name, old[timing.name].decode + timing.decode, old[timing.name].prefill + timing.prefill
-        )
-        for timing in now
-    )

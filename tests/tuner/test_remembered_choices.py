@@ -1,4 +1,4 @@
-"""Tests of the file of saved choices: budgets, damage, versions, unwritable directories."""
+"""Tests of the file of saved times: budgets, damage, versions, unwritable directories."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moechat.tuner import Remembered, Timing, TuningKey, recall, remember, remembered
+from moechat.trials import Comparison
+from moechat.tuner import Remembered, TuningKey, recall, remember, remembered
 
 KEY = TuningKey("machine", "weights", 4, 2, "float32", "auto", "0.1.0")
+
+
+def session(seed: int) -> Comparison:
+    times = Comparison()
+    for number in range(10):
+        times.add("computed", 0.02 + 0.001 * (number + seed), number % 3)
+        times.add("dp", 0.01 + 0.002 * (number % 4), number % 5)
+    return times
+
+
 ENTRY = Remembered(
     pages=1000,
     may_map=False,
-    winner="dp",
-    why="5.0 % faster than computed",
-    decided=True,
     measured="2026-11-21T20:00:00+00:00",
-    timings=(Timing("computed", (0.01, 0.02, 0.03), (0.5,)), Timing("dp", (0.01, 0.01, 0.01))),
+    sessions=(session(0), session(5)),
 )
+
+
+def plain(entry: Remembered | None) -> object:
+    """Values that compare."""
+    return entry and (entry.pages, entry.may_map, entry.measured, [each.sums() for each in entry.sessions])
 
 
 def recalled(
@@ -34,7 +47,10 @@ def recalled(
 def test_a_saved_choice_is_found_again(tmp_path: Path) -> None:
     assert recalled(tmp_path / "tuning") is None
     remember(tmp_path / "tuning", KEY, ENTRY)
-    assert recalled(tmp_path / "tuning") == ENTRY
+    found = recalled(tmp_path / "tuning")
+    assert plain(found) == plain(ENTRY)
+    assert found is not None
+    assert found.sessions[0].gap("dp", "computed") == ENTRY.sessions[0].gap("dp", "computed")
     assert [path.suffix for path in (tmp_path / "tuning").iterdir()] == [".json"]
 
 
@@ -49,9 +65,9 @@ def test_a_choice_holds_for_slightly_different_budgets(tmp_path: Path, pages: in
 
 def test_each_budget_has_its_own_choice_and_the_newest_replaces_it(tmp_path: Path) -> None:
     for pages in (1000, 2000, 4000):
-        remember(tmp_path, KEY, replace(ENTRY, pages=pages, why=str(pages)))
-    remember(tmp_path, KEY, replace(ENTRY, pages=2010, why="newer"))
-    assert [getattr(recalled(tmp_path, pages=pages), "why", None) for pages in (1000, 2000, 4000)] == [
+        remember(tmp_path, KEY, replace(ENTRY, pages=pages, measured=str(pages)))
+    remember(tmp_path, KEY, replace(ENTRY, pages=2010, measured="newer"))
+    assert [getattr(recalled(tmp_path, pages=pages), "measured", None) for pages in (1000, 2000, 4000)] == [
         "1000",
         "newer",
         "4000",
@@ -112,21 +128,23 @@ def damaged(text: str) -> list[bytes]:
         b"null",
         b"[]",
         b"[" * 100_000,
-        changed(format=2),
+        changed(format=1),
         changed(key="another"),
         changed(entries=None),
         changed(entries=[None]),
         changed(entries=[{}]),
         entry(pages="many"),
         entry(pages=True),
-        entry(decided=1),
-        entry(winner="nobody"),
+        entry(measured=1),
         entry(unknown=1),
-        entry(timings=[{"name": "dp"}]),
-        entry(timings=[{"name": "dp", "decode": [-1], "prefill": []}]),
-        entry(timings=[{"name": "dp", "decode": ["x"], "prefill": []}]),
-        entry(timings={"name": "dp"}),
-        entry(timings=[{"name": "dp", "decode": [10**400], "prefill": []}]),
+        entry(sessions=[{"dp": [1, 2]}]),
+        entry(sessions=[{"dp": [3, -1.0, 0, 1, 1, 1, 1]}]),
+        entry(sessions=[{"dp": [0, 1.0, 0, 1, 1, 1, 1]}]),
+        entry(sessions=[{"dp": [2.5, 1.0, 0, 1, 1, 1, 1]}]),
+        entry(sessions=[{"dp": [3, "x", 0, 1, 1, 1, 1]}]),
+        entry(sessions={"dp": []}),
+        entry(sessions=[{"dp": [3, 10**400, 0, 1, 1, 1, 1]}]),
+        entry(sessions=[{"dp": [3, float("nan"), 0, 1, 1, 1, 1]}]),
     ]
 
 
@@ -137,7 +155,7 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path: Path) -> None:
         path.write_bytes(data)
         assert recalled(tmp_path) is None, data[:80]
         remember(tmp_path, KEY, ENTRY)
-        assert recalled(tmp_path) == ENTRY
+        assert plain(recalled(tmp_path)) == plain(ENTRY)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
@@ -150,7 +168,9 @@ def test_changing_any_byte_raises_no_error(tmp_path: Path, data: st.DataObject) 
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
     found = recalled(tmp_path)
-    assert found is None or found.winner in {timing.name for timing in found.timings}
+    for each in () if found is None else found.sessions:
+        gap = each.gap("dp", "computed")
+        assert gap is None or gap.error >= 0
 
 
 def test_a_file_in_place_of_the_directory_raises_oserror(tmp_path: Path) -> None:
@@ -168,6 +188,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="full"):
-        remember(tmp_path, KEY, replace(ENTRY, why="lost"))
-    assert recalled(tmp_path) == ENTRY
+        remember(tmp_path, KEY, replace(ENTRY, measured="lost"))
+    assert plain(recalled(tmp_path)) == plain(ENTRY)
     assert len(list(tmp_path.iterdir())) == 1

@@ -89,18 +89,18 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
     table.add_column()
     for _ in range(4):
         table.add_column(justify="right")
-    table.add_row("candidate", "ms a token", "spread", "prompt ms", "rounds", style="dim")
+    table.add_row("candidate", "ms a token", "to computed", "±", "tokens", style="dim")
     for entry in tuning["candidates"]:
         table.add_row(
             ("* " if entry["name"] == tuning["winner"] else "  ") + entry["name"],
             _milliseconds(entry["token_ms"]),
-            _milliseconds(entry["spread_ms"]),
-            _milliseconds(entry["prompt_ms"]),
-            str(entry["rounds"]),
+            "" if entry["slower"] is None else f"{100 * entry['slower']:+.1f} %",
+            "" if entry["slower_error"] is None else f"{100 * entry['slower_error']:.1f} %",
+            str(entry["tokens"]),
         )
     console().print(table)
-    if tuning["left_out"]:
-        print_notice(f"not timed within the limit: {', '.join(tuning['left_out'])}")
+    if not tuning["decided"]:
+        print_notice("the next start goes on with the timing")
     for name, other in tuning["same_as"].items():
         print_notice(f"{name} is the same as {other}")
 
