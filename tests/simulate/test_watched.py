@@ -104,7 +104,7 @@ def in_parts(line: _native.Timeline, tokens: int, changes: dict[int, dict[str, A
     return {**figures, "stats": line.stats(), "residency": line.residency().tolist()}
 
 
-# A switch chooses anew which experts are kept, although the targets are the same; ExpertTier.load_by does not.
+# A switch chooses anew which experts are kept, even for the same targets; ExpertTier.load_by does not.
 @pytest.mark.xfail(strict=True, reason="Timeline.switch_to sets targets that are set already")
 @pytest.mark.parametrize("loading", [LOADING, {**LOADING, "miss": "both", "lookahead": 2}, QUIET])
 def test_switching_to_the_same_settings_changes_nothing(loading: dict[str, Any]) -> None:
