@@ -18,6 +18,8 @@ _FEWEST_TOKENS = 3
 # The first turn shows how long a token takes, and fills the near tier: at most so many tokens, and this share
 # of the limit.
 _FIRST_TOKENS, _FIRST_SHARE = 12, 0.15
+# Tokens that fill the near tier.
+_FILL_TOKENS = 6
 # Most rounds of one start: more would not tell candidates apart that are equal.
 MOST_ROUNDS = 24
 # Turns that a start should have time for, and tokens that one takes to settle.
@@ -151,7 +153,10 @@ def race(
     while len(first) < 2 or (len(first) < _FIRST_TOKENS and clock() - started < _FIRST_SHARE * limit_s):
         if clock() >= deadline:
             break
+        last = hardness()
         first.append(decode())
+        if len(first) > _FILL_TOKENS:
+            session.add(candidates[0].name, first[-1], _hard(candidates[0], hardness() - last))
     pace = statistics.median(first[len(first) // 2 :]) if first else limit_s
     extra = _prompts(candidates, passes, use, limit_s, pace)
     # Slow tokens: shorter turns, so that several candidates have one.
@@ -171,9 +176,7 @@ def race(
             before = hardness()
             if number < settle:
                 continue
-            # While the store is mapped nothing counts the hardness.
-            hard = None if candidate.settings is None else before - last
-            session.add(candidate.name, seconds, hard)
+            session.add(candidate.name, seconds, _hard(candidate, before - last))
             counted = number - settle + 1
             leader = evidence.leader(names)
             if counted >= _FEWEST_TOKENS and evidence.surely_slower(candidate.name, leader, _HOPELESS):
@@ -197,6 +200,11 @@ def race(
         if not evidence.open_against(leader, [each.name for each in alive]):
             break
     return Raced(session, pace, clock() - started)
+
+
+def _hard(candidate: Candidate, counted: float) -> float | None:
+    """While the store is mapped nothing counts the hardness."""
+    return None if candidate.settings is None else counted
 
 
 def _prompts(

@@ -31,7 +31,7 @@ State = Literal["measured", "remembered", "skipped"]
 MOST_SESSIONS = 8
 # Tokens before a turn counts: with the targets of the turn before, what it has in flight still arrives; with
 # others the cache has to change.
-_SETTLE, _SETTLE_OTHER_TARGETS = 2, 8
+_SETTLE, _SETTLE_OTHER_TARGETS = 2, 4
 
 
 @dataclass(frozen=True)
