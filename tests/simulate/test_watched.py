@@ -104,8 +104,6 @@ def in_parts(line: _native.Timeline, tokens: int, changes: dict[int, dict[str, A
     return {**figures, "stats": line.stats(), "residency": line.residency().tolist()}
 
 
-# A switch chooses anew which experts are kept, even for the same targets; ExpertTier.load_by does not.
-@pytest.mark.xfail(strict=True, reason="Timeline.switch_to sets targets that are set already")
 @pytest.mark.parametrize("loading", [LOADING, {**LOADING, "miss": "both", "lookahead": 2}, QUIET])
 def test_switching_to_the_same_settings_changes_nothing(loading: dict[str, Any]) -> None:
     chosen, ranked = routing(60)
@@ -296,8 +294,7 @@ def test_a_run_whose_ways_are_the_same_is_as_fast_as_one_without_a_watch(
     way = ways()["computed"]
     watch = Watch(["one", "other"], "one", {})
     found = played(way, Watched(watch, {"one": way, "other": way}))
-    # Not the same to the last figure: a switch chooses anew which experts are kept.
-    assert found.tpot == pytest.approx(played(way, None).tpot, rel=0.005)
+    assert found.tpot == played(way, None).tpot
     assert watch.rounds > 0
 
 
@@ -308,7 +305,7 @@ def test_a_watch_finds_the_fastest_way_from_the_slowest(profile: str) -> None:
     watching = watched(AUTO, None, ways()[slowest], far_computes=True)
     assert watching is not None
     found = played(ways()[slowest], watching, profile)
-    assert times[watching.watch.at_work] < 1.02 * times[fastest]
+    assert times[watching.watch.at_work] < 1.03 * times[fastest]
     # The last half of the tokens are about as fast as with the fastest.
     late = played(ways()[fastest], None, profile).seconds[TOKENS // 2 :].sum()
     assert found.seconds[TOKENS // 2 :].sum() < 1.03 * late

@@ -55,6 +55,7 @@ TimelineOptions checked(TimelineOptions options) {
 Timeline::Timeline(TimelineOptions options, std::unique_ptr<EvictionPolicy> policy)
     : options_(checked(std::move(options))),
       loading_(options_.loading),
+      targets_(options_.targets),
       link_(new VirtualLink(options_.layers, options_.link, &now_)),
       // Nothing asks for the predictions' places, so it does not matter how many a token uses.
       routing_(options_.counts_hard ? std::make_unique<RoutingCounter>(options_.layers, options_.experts, 1,
@@ -95,7 +96,14 @@ std::int64_t Timeline::preload(std::int32_t layer, const std::int32_t* experts, 
 
 void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {
   check_loading(loading);
-  schedule_.set_targets(targets);
+  const auto same = [](const LayerTarget& one, const LayerTarget& other) {
+    return one.experts == other.experts && one.blocks == other.blocks;
+  };
+  // As the engine, which leaves targets alone that stay.
+  if (!std::equal(targets.begin(), targets.end(), targets_.begin(), targets_.end(), same)) {
+    schedule_.set_targets(targets);
+    targets_ = targets;
+  }
   loading_ = loading;
 }
 

@@ -106,6 +106,7 @@ class Timeline {
 
   const TimelineOptions options_;
   Loading loading_;
+  std::vector<LayerTarget> targets_;
   double now_ = 0;
   VirtualLink* link_;                        // the schedule's
   std::unique_ptr<RoutingCounter> routing_;  // null: nothing is counted
