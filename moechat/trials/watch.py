@@ -5,7 +5,7 @@ both can change. So while answers are given, a rival takes over for a few tokens
 the way at work, and replaces it when it is surely faster. The tokens are the same with every way. Pure: no
 clock, no engine.
 
-What it costs is bounded: none begins whose expected loss exceeds what the tokens so far allow
+What it costs is bounded: no trial begins whose expected loss exceeds what the tokens so far allow
 (:data:`ALLOWED_SHARE` of their time and :data:`ALLOWED_TOKENS`), and a trial ends as soon as the rival is
 surely slower, or has lost more than that.
 """
@@ -83,7 +83,8 @@ class Watch:
         if at_work not in ways or len(set(ways)) != len(ways):
             raise ValueError(f"{at_work!r} has to be one of {list(ways)}, each once")
         base = expected.get(at_work, 0.0)
-        # How much longer a token takes than with the way at work.
+        # How much longer a token takes than with the way at work; 0 for those of which nothing is known.
+        self._known = {way for way in ways if way in expected and base > 0} | {at_work}
         self._gaps = {way: expected[way] / base - 1 if base > 0 and way in expected else 0.0 for way in ways}
         self.way = self.at_work = at_work
         self.switches: list[Switch] = []
@@ -95,6 +96,7 @@ class Watch:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_TURN)
         self._rival: str | None = None  # on trial
         self._trial = Comparison()
+        self._since = Comparison()  # its tokens from the rival's first on
         self._turn = 0  # tokens of this turn
         # By token of the rival on trial: expected seconds with the way at work, and by how many times it took
         # longer.
@@ -163,7 +165,7 @@ class Watch:
         self._allowed = allowed + _SLACK_TOKENS * mean
         self._excess = []
         self._rival = self.way = self._waiting.pop(0)
-        self._trial = Comparison()
+        self._trial, self._since = Comparison(), Comparison()
         for seconds, hardness in self._recent:
             self._trial.add(self.at_work, seconds, hardness)
 
@@ -173,17 +175,28 @@ class Watch:
             self._excess.append((expected, seconds / expected - 1))
         if self._turn > _SETTLE:
             self._trial.add(self.way, seconds, hardness)
+            self._since.add(self.way, seconds, hardness)
         gap = self._trial.gap(rival, self.at_work)
         tokens = self._trial.tokens(rival)
         if gap is not None and tokens >= _FEWEST_TOKENS:
+            # Tokens may have become faster by themselves, for example while the cache fills. So the rival
+            # also has to be faster than the way at work is afterwards.
+            since = self._since.gap(rival, self.at_work)
+            faster = gap.share < -LEAST_GAIN and since is not None and since.surely_below(0.0, 1.0)
             if gap.surely_below(0.0, _SURE) and gap.share < -LEAST_GAIN:
-                self._end(rival, gap, wins=True)
-                return
+                if self._since.tokens(self.at_work) < _FEWEST_TOKENS:
+                    self.way = self.at_work
+                    return
+                if faster:
+                    self._end(rival, gap, wins=True)
+                    return
             if gap.surely_above(-LEAST_GAIN, _SURE):
                 self._end(rival, gap, wins=False)
                 return
             if min(tokens, self._trial.tokens(self.at_work)) >= _MOST_TOKENS:
-                self._end(rival, gap, wins=gap.share < -LEAST_GAIN and gap.surely_below(0.0, 1.0))
+                # One error is enough, unless a model or an earlier trial says the contrary.
+                errors = 1.0 if self._gaps[rival] <= 0 else _SURE
+                self._end(rival, gap, wins=faster and gap.surely_below(0.0, errors))
                 return
         if len(self._excess) >= _FEWEST_LOSING and self._losing > self._allowed:
             # All of its tokens were at least so slow.
@@ -205,14 +218,18 @@ class Watch:
     def _end(self, rival: str, gap: Gap, *, wins: bool) -> None:
         self._lost += self._losing
         self._tried = True
-        self._gaps[rival] = gap.share
+        # A gap that is not sure may be smaller, and a rival that lost by chance is tried again.
+        self._gaps[rival] = gap.share - gap.error
+        self._known.add(rival)
         self._rival = None
         self._recent.clear()
         self._rest = _PAUSE
         if wins:
             self.switches.append(Switch(self._tokens, self.at_work, rival, gap))
-            for way in self._gaps:
-                self._gaps[way] = (1 + self._gaps[way]) / (1 + gap.share) - 1
+            gained = min(0.0, gap.share + gap.error)
+            for way in self._known:
+                self._gaps[way] = (1 + self._gaps[way]) / (1 + gained) - 1
+            self._gaps[rival] = 0.0
             # The rivals that lost against the way before need no second trial in this round.
             self.at_work = rival
             self._between = _LEAST_REST

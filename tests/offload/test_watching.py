@@ -130,7 +130,7 @@ def test_a_faster_way_is_at_work_after_some_tokens(engine: Engine) -> None:
     watching = TierWatch(near)
     watching.begin()
     slow = near.settings
-    for _ in range(300):
+    for _ in range(200):  # before the next round
         watching.token(0.02 if near.settings == slow else 0.01)
     assert near.settings != slow
     assert near.settings == replace(slow, prefetch=near.settings.prefetch, lookahead=near.settings.lookahead)

@@ -109,6 +109,38 @@ def test_slower_rivals_never_take_over() -> None:
         assert set(found.at_work) == {"one"}
 
 
+def test_tokens_that_become_faster_by_themselves_are_no_gain_of_a_rival() -> None:
+    """While the cache fills, for example."""
+    fooled = 0
+    for seed in range(20):
+        watch = Watch(["one", "other"], "one", {})
+
+        def times(token: int) -> Times:
+            filling = 1 + 2 * math.exp(-token / 25)
+            return {"one": filling, "other": 1.05 * filling}
+
+        found = Machine(watch, times, seed=seed).play(120)
+        fooled += bool(watch.switches)
+        assert "other" in found.used
+    assert fooled <= 2
+
+
+def test_a_rival_that_is_expected_to_be_slower_has_to_be_surely_faster() -> None:
+    """A difference of little more than a standard error is enough for one that nothing is said against."""
+    times = {"one": 1.0, "other": 0.97}
+
+    def taken(expected: float) -> int:
+        found = 0
+        for seed in range(60):
+            watch = Watch(["one", "other"], "one", {"one": 1.0, "other": expected})
+            Machine(watch, times, noise=0.15, seed=seed).play(260)
+            found += watch.at_work == "other"
+        return found
+
+    assert taken(1.0) >= taken(1.1) + 10
+    assert taken(1.1) > 0
+
+
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0, 10.0, 100.0])
 def test_a_much_slower_rival_costs_little_and_is_not_tried_again_soon(slower: float) -> None:
     for seed in range(10):
