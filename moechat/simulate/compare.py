@@ -169,9 +169,12 @@ class Comparison:
         """Simulate one system at one size."""
         settings = settings_for(name)
         if settings.choose and settings.needs_future:
-            found = strategies(settings, far_computes=self.timing.far_block is not None)
-            # Who knows the future can also do what auto would.
-            found.append(self.strategy(settings_for("auto"), fraction))
+            # Who knows the future can also do whatever auto could.
+            found = [
+                each
+                for system in (name, "auto")
+                for each in strategies(settings_for(system), far_computes=self.timing.far_block is not None)
+            ]
         else:
             found = [self.strategy(settings, fraction)]
         # The oracle chooses in hindsight.
