@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_routing import MadeRouting
 from places import TESTS
 
 from moechat import _native
@@ -16,6 +17,9 @@ DATA = TESTS / "data"
 HALF_LIVES = (4.0, 64.0, 1000.0)
 NEVER = -1e300
 MASK = (1 << 64) - 1
+
+# Ends of the spans of idle tokens, after one each up to 15.
+SPAN_ENDS = [19, 23, 27, 31, 39, 47, 55, 63, 79, 95, 111, 127, 159, 191, 223, 255]
 
 # Experts and tokens that chose them, tokens of the pass, layer.
 Pass = tuple[list[int], list[int], int, int]
@@ -53,6 +57,10 @@ class Plain:
         self.features = np.zeros((layers, self.size))
         self.forecast = np.zeros((layers, experts))
         self.before: list[list[int] | None] = [None] * layers
+        self.idle = np.full((layers, experts), 255)
+        self.idle_odds = np.zeros((layers, 32))
+        self.idle_uses = np.zeros((layers, 32), int)
+        self.spans = np.zeros((layers, experts), int)
 
     def access(self, chosen: list[int], tokens: list[int], pass_tokens: int, layer: int) -> np.ndarray:
         share = np.zeros(self.experts)
@@ -78,6 +86,11 @@ class Plain:
         odds = odds + features @ self.readout[layer]
         for expert in chosen:
             odds = odds + share[expert] * self.table[layer, expert % self.rows]
+        self.idle[layer] = np.minimum(self.idle[layer] + pass_tokens, 255)
+        for expert, count in zip(chosen, tokens, strict=True):
+            self.idle[layer, expert] = min(max(0, pass_tokens - count) // (count + 1), 255)
+        spans = np.searchsorted([*range(16), *SPAN_ENDS], self.idle[layer])
+        odds = odds + self.idle_odds[layer, spans]
         forecast = 1 / (1 + np.exp(-np.clip(odds, -30, 30)))
 
         if self.before[layer] is not None and pass_tokens == 1:
@@ -92,8 +105,13 @@ class Plain:
             self.steps[layer] = min(self.steps[layer] + 1, 3000)
             step = 1 / (1 + self.steps[layer] / 1000)
             self.postponed[layer] = step * np.outer(self.features[layer], error)
+            for span in set(self.spans[layer]):
+                uses = self.idle_uses[layer, span] = min(self.idle_uses[layer, span] + 1, 300)
+                those = error[self.spans[layer] == span]
+                self.idle_odds[layer, span] += those.sum() / (len(those) + 8) / (1 + uses / 100)
         self.before[layer] = list(chosen) if pass_tokens == 1 else None
         self.features[layer] = features
+        self.spans[layer] = spans
         self.forecast[layer] = forecast
         return odds
 
@@ -145,6 +163,26 @@ def test_a_cyclic_pattern_that_lru_never_keeps_is_learned() -> None:
     trace = (np.arange(1200) % 12)[:, None, None]
     assert hit_rate("lru", trace, 12, 6) == 0.0
     assert hit_rate("forecast", trace, 12, 6) > 0.35  # the best is 6 / 12, or 5 / 11 of what may stay
+
+
+def repeating(probability: float) -> np.ndarray:
+    """150 tokens and 8 layers of 6 of 64 experts, each of the token before again with a probability."""
+    return MadeRouting(8, 64, 6, 0.3, probability).trace(150).experts
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.9])
+def test_a_layer_that_repeats_its_choices_is_known_within_tens_of_tokens(probability: float) -> None:
+    # Little more than the last token's experts fit, so the best is to keep these, as LRU does.
+    trace = repeating(probability)
+    lru = hit_rate("lru", trace, 64, 8, admit=True)
+    assert lru > probability - 0.02
+    assert hit_rate("forecast", trace, 64, 8) > lru - 0.02
+
+
+def test_a_layer_that_never_repeats_its_choices_is_known_within_tens_of_tokens() -> None:
+    trace = repeating(0.0)
+    assert hit_rate("lru", trace, 64, 8, admit=True) < 0.05
+    assert hit_rate("forecast", trace, 64, 8) > 0.12  # 8 of the 58 others, drawn nearly evenly
 
 
 def test_the_choice_of_one_layer_predicts_the_next() -> None:

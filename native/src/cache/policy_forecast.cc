@@ -4,7 +4,7 @@
 // that can be learned is v = E[gamma^(d - 1)], with d tokens until the expert's next use: 1 for the next
 // token, and smaller the longer the wait. v satisfies v = P(used next) + gamma * (not used next) * v', so it
 // is learned token by token by temporal differences (Sutton, 1988), without fitting in advance or storing the
-// past. The key is the log-odds z of the forecast, v = 1 / (1 + exp(-z)), a sum of three parts:
+// past. The key is the log-odds z of the forecast, v = 1 / (1 + exp(-z)), a sum of four parts:
 // 1. How often the expert was chosen recently, over three spans of time: the logarithm of its rates (those of
 //    the policy "blend"), as a prior that needs no learning.
 // 2. What this layer's router just chose: a table [chosen expert, expert] of learned log-odds, initially 0,
@@ -15,11 +15,15 @@
 //    readout [state, expert] maps the state to log-odds. Random signs preserve distances between states
 //    (Johnson and Lindenstrauss, 1984; echo state networks, Jaeger, 2001), at a cost that does not grow with
 //    the number of layers.
-// Parts 2 and 3 learn by normalised least mean squares (Widrow and Hoff, 1960). The step is large at first,
+// 4. How many tokens ago the expert was chosen last: learned log-odds for each span of idle tokens, the same
+//    for all experts of the layer (hit density by age: LHD, Beckmann et al., 2018). Every token teaches them
+//    as many times as there are experts, so after some tens of them the policy knows whether this layer
+//    repeats its choices or avoids them. Parts 2 and 3 learn that one expert at a time.
+// Parts 2 to 4 learn by normalised least mean squares (Widrow and Hoff, 1960). The step is large at first,
 // then decreases to a quarter, so that the policy keeps adapting to its user.
 //
-// A pass of many tokens gives the chosen experts but not their order. It updates rates and state, each expert
-// by its share of the tokens; table and readout learn nothing from it.
+// A pass of many tokens gives the chosen experts but not their order. It updates rates, state and idle
+// tokens, each expert by its share of the tokens; the learned parts learn nothing from it.
 //
 // On recorded routing (scripts/policy_table) the constants lie on a plateau: halving or doubling any of them
 // changes the share of the gap between LRU and Belady that is closed by at most two points. Only the size of
@@ -30,6 +34,7 @@
 #include "cache/policy_forecast.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -53,6 +58,7 @@ constexpr std::int32_t kMostOddsBits = 0x41f00000;  // 30.0f, bound of |z|
 // The step is 1 / (1 + n / span) after n steps; n stops at three spans.
 constexpr std::int32_t kTableSpan = 300;
 constexpr std::int32_t kReadoutSpan = 1000;
+constexpr std::int32_t kIdleSpan = 100;
 constexpr std::int32_t kMostPasses = 4096;  // over which the mean of the state is computed
 // Bounds of the tables of a layer, in numbers.
 constexpr std::int32_t kReadoutSize = 8192;  // half of it for a layer with more than kFewExperts
@@ -60,8 +66,26 @@ constexpr std::int32_t kFewExperts = 64;
 constexpr std::int32_t kTableSize = 16384;
 constexpr std::int32_t kLeastState = 16;
 constexpr std::int32_t kMostState = 128;
+// Spans of idle tokens: one each up to 15, then four for each doubling up to 255 and more.
+constexpr int kIdleSpans = 32;
+constexpr std::int64_t kMostIdle = 255;
+// Experts that the mean error of a span counts besides its own, each with no error: a span of few experts
+// learns little from one token.
+constexpr float kCalmExperts = 8;
 
 std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+// Spans by idle tokens.
+std::array<std::uint8_t, kMostIdle + 1> idle_spans() {
+  std::array<std::uint8_t, kMostIdle + 1> spans{};
+  for (std::size_t idle = 0; idle < spans.size(); ++idle) {
+    int doublings = 0;
+    while (idle >> (doublings + 5) != 0) ++doublings;  // of 16
+    spans[idle] =
+        static_cast<std::uint8_t>(idle < 16 ? idle : 12 + 4 * doublings + (idle >> (doublings + 2)));
+  }
+  return spans;
+}
 
 std::uint64_t mixed(std::uint64_t value) {  // splitmix64 (Steele et al., 2014)
   value += 0x9e3779b97f4a7c15u;
@@ -270,6 +294,9 @@ class Forecast final : public EvictionPolicy {
       layer.v.resize(size_of(experts_));
       layer.error.resize(size_of(experts_));
       layer.chosen.resize(size_of(experts_));
+      layer.idle.resize(size_of(experts_));
+      layer.span.resize(size_of(experts_));
+      layer.span_before.resize(size_of(experts_));
     }
     reset();
   }
@@ -309,6 +336,7 @@ class Forecast final : public EvictionPolicy {
     for (std::int64_t i = 0; i < count; ++i) {
       loops_.add(share(i), row(layer, experts[i] % rows_), z_.data(), experts_);
     }
+    add_idle(layer, experts, tokens, count, pass_tokens);
     loops_.forecast(z_.data(), layer.v.data(), layer.error.data(),
                     keys_.data() + std::int64_t{index} * experts_, experts_);
     if (layer.follows && pass_tokens == 1) {
@@ -333,6 +361,9 @@ class Forecast final : public EvictionPolicy {
         std::fill(values->begin(), values->end(), 0.0f);
       }
       std::fill(layer.uses.begin(), layer.uses.end(), 0);
+      std::fill(layer.idle.begin(), layer.idle.end(), static_cast<std::uint8_t>(kMostIdle));
+      layer.idle_odds.fill(0.0f);
+      layer.idle_uses.fill(0);
       layer.steps = layer.passes = 0;
       layer.count = 0;
       layer.follows = false;
@@ -353,6 +384,11 @@ class Forecast final : public EvictionPolicy {
     Floats old;                      // [state]: and of the one before that
     Floats v;                        // [experts]: forecast of the latest pass
     Floats error;  // [experts]: of the forecast before v; the readout learns it at the next access
+    std::vector<std::uint8_t> idle;         // [experts]: tokens since the expert was chosen, up to a limit
+    std::vector<std::uint8_t> span;         // [experts]: its span in the latest pass,
+    std::vector<std::uint8_t> span_before;  // [experts]: and in the pass before
+    std::array<float, kIdleSpans> idle_odds{};
+    std::array<std::int32_t, kIdleSpans> idle_uses{};  // steps of each span, up to a limit
     std::vector<std::int32_t> chosen;  // the first `count`: experts of the latest pass if it had one token
     std::int64_t count = 0;
     std::int32_t steps = 0;   // of the readout, up to a limit
@@ -403,7 +439,27 @@ class Forecast final : public EvictionPolicy {
     for (float& value : layer.now) value *= scale;
   }
 
-  // Updates the table now; the readout is updated at the next access, in the same loop that uses it.
+  // Counts idle tokens, and adds the odds of their spans to z_.
+  void add_idle(Layer& layer, const std::int32_t* experts, const std::int32_t* tokens, std::int64_t count,
+                std::int64_t pass_tokens) {
+    const auto limited = [](std::int64_t idle) {
+      return static_cast<std::uint8_t>(std::min<std::int64_t>(idle, kMostIdle));
+    };
+    const std::int64_t step = std::min(pass_tokens, kMostIdle);
+    for (std::uint8_t& idle : layer.idle) idle = limited(idle + step);
+    for (std::int64_t i = 0; i < count; ++i) {
+      // The last of its tokens, if they are evenly spread over the pass.
+      const std::int64_t others = std::max<std::int64_t>(0, pass_tokens - tokens[i]);
+      layer.idle[size_of(experts[i])] = limited(others / (std::int64_t{tokens[i]} + 1));
+    }
+    layer.span_before.swap(layer.span);
+    for (std::size_t e = 0; e < layer.idle.size(); ++e) {
+      layer.span[e] = span_of_[layer.idle[e]];
+      z_[e] += layer.idle_odds[layer.span[e]];
+    }
+  }
+
+  // Updates table and odds now; the readout is updated at the next access, in the same loop that uses it.
   void learn(Layer* layer) {
     for (std::int64_t i = 0; i < layer->count; ++i) {
       const std::int32_t index = layer->chosen[size_of(i)] % rows_;
@@ -412,10 +468,23 @@ class Forecast final : public EvictionPolicy {
       const float step = 1 / (1 + static_cast<float>(uses) / kTableSpan);
       loops_.add(step / static_cast<float>(layer->count), layer->error.data(), row(*layer, index), experts_);
     }
+    std::array<float, kIdleSpans> errors{};
+    std::array<std::int32_t, kIdleSpans> counts{};
+    for (std::size_t e = 0; e < layer->span_before.size(); ++e) {
+      errors[layer->span_before[e]] += layer->error[e];
+      ++counts[layer->span_before[e]];
+    }
+    for (std::size_t span = 0; span < errors.size(); ++span) {
+      if (counts[span] == 0) continue;
+      if (layer->idle_uses[span] < 3 * kIdleSpan) ++layer->idle_uses[span];
+      const float step = 1 / (1 + static_cast<float>(layer->idle_uses[span]) / kIdleSpan);
+      layer->idle_odds[span] += step * errors[span] / (static_cast<float>(counts[span]) + kCalmExperts);
+    }
     if (layer->steps < 3 * kReadoutSpan) ++layer->steps;
   }
 
   Loops loops_;
+  const std::array<std::uint8_t, kMostIdle + 1> span_of_ = idle_spans();
   std::int32_t state_ = 0;  // numbers in the state
   std::int32_t rows_ = 0;   // of a table; in a layer with many experts, several share a row
   double gamma_[kSpans];
