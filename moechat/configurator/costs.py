@@ -52,6 +52,11 @@ class Costs:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
 
     @property
+    def far_computes(self) -> bool:
+        """Whether the far tier can compute."""
+        return math.isfinite(self.compute_far)
+
+    @property
     def both_loads(self) -> float:
         """``load_together``, or ``load`` if it was not measured."""
         return self.load if self.load_together is None else self.load_together

@@ -7,7 +7,6 @@ done.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,7 +114,7 @@ class EngineModel:
     @classmethod
     def of(cls, settings: CacheSettings, costs: Costs, top_k: int, blocks: int) -> EngineModel:
         """The model for given settings."""
-        miss = settings.miss if math.isfinite(costs.compute_far) else "fetch"
+        miss = settings.miss if costs.far_computes else "fetch"
         return cls(costs, top_k, miss, 1.0 if settings.whole_experts else 1.0 / blocks)
 
     def times(self, loaded: Floats) -> tuple[Floats, Floats]:

@@ -80,7 +80,8 @@ def plan_tier(
     """
     if settings.choose:
         return _chosen(geometry, layers, pages, top_k, settings, knowledge, reserve, strategy)
-    targets, usual = uniform_targets(geometry, layers, pages, top_k, settings)
+    far_computes = knowledge is not None and knowledge.costs.far_computes
+    targets, usual = uniform_targets(geometry, layers, pages, top_k, settings, far_computes=far_computes)
     reserve = usual if reserve is None else reserve
     kept = int((pages - reserve) * settings.keep)
     evenly = TierTargets(targets, reserve, "uniform")

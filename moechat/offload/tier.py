@@ -11,7 +11,6 @@ cache and schedule stand in ``native/src/cache/split_cache.h`` and ``native/src/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -286,7 +285,7 @@ class ExpertTier:
     @property
     def far_computes(self) -> bool:
         """Whether missing experts can be computed where they lie."""
-        return self.knowledge is not None and math.isfinite(self.knowledge.costs.compute_far)
+        return self.knowledge is not None and self.knowledge.costs.far_computes
 
     def switch(self, settings: CacheSettings, plan: TierTargets) -> None:
         """Run the same pages by other settings from the next layer on, without moving a block.

@@ -175,15 +175,20 @@ def _loading(settings: CacheSettings) -> dict[str, Any]:
 
 
 def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strategy]:
-    """Candidates of the oracle: whole experts, parts, and parts with the CPU at work in every layer."""
+    """Candidates of the oracle: whole experts or parts, fetched ahead or not, and the CPU alone."""
     parts = replace(fixed, allocation="auto", split=None)
     found = [
         Strategy("computed", "the computed plan", fixed),
         Strategy("parts", "parts of experts", parts),
+        Strategy("nothing-kept", "all pages for what is fetched", replace(fixed, keep=0.0)),
+        Strategy("nothing-ahead", "nothing fetched ahead", replace(fixed, prefetch="none")),
+        Strategy("parts-nothing-ahead", "parts, nothing fetched ahead", replace(parts, prefetch="none")),
     ]
     if far_computes:
-        quiet = replace(parts, miss="compute", prefetch="prompts", prefetch_experts=None)
-        found.append(Strategy("cpu-nothing-ahead", "the CPU computes what is missing", quiet))
+        found += [
+            Strategy(f"{name}-cpu", "the CPU computes what is missing", replace(settings, miss="compute"))
+            for name, settings in ((each.name, each.settings) for each in found[-2:])
+        ]
     return found
 
 

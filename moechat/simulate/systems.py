@@ -80,12 +80,11 @@ def tier_for(
         top_k: Experts per token.
     """
     layers = statistics.layers
-    targets, reserve = uniform_targets(geometry, layers, pages, top_k, settings)
-    no_transfers = settings.miss == "compute" and settings.prefetch == "none"
-    if no_transfers:
-        reserve = 1
+    targets, reserve = uniform_targets(
+        geometry, layers, pages, top_k, settings, far_computes=costs.far_computes
+    )
     kept = int((pages - reserve) * settings.keep)
-    if no_transfers or (settings.allocation != "uniform" and kept >= layers):
+    if settings.allocation != "uniform" and kept >= layers:
         found = allocate(
             settings,
             statistics,

@@ -111,14 +111,13 @@ def timing_of(
         moving = tuple(size / link.rate(size) for size in sizes)
     else:
         moving = tuple(count * costs.load / blocks for count in range(1, merged + 1))
-    computes = math.isfinite(costs.compute_far)
     return Timing(
         attention=costs.attention,
         head=costs.head,
         call=call,
         compute=(block,),
-        far_block=costs.compute_far / blocks if computes else None,
-        far_block_shared=costs.both_computes / blocks if computes else None,
+        far_block=costs.compute_far / blocks if costs.far_computes else None,
+        far_block_shared=costs.both_computes / blocks if costs.far_computes else None,
         latency=costs.latency,
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),

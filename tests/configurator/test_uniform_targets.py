@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moechat.configurator.systems import CacheSettings
-from moechat.configurator.transit_reserve import uniform_targets
+from moechat.configurator.transit_reserve import uniform_targets, usual_reserve
 from moechat.configurator.uniform import first_layers, kept_blocks, most_popular, same_for_all
 from moechat.geometry import ExpertGeometry
 
@@ -31,13 +31,23 @@ def test_remaining_pages_enlarge_the_share():
 def test_transfers_in_flight_have_a_reserve_and_layers_share_the_rest_equally():
     geometry = ExpertGeometry(hidden_size=64, intermediate_size=4 * 64, num_experts=3, bits=4)
     settings = CacheSettings(split=0.5, prefetch_experts=0)
-    # One expert a token: 4 pages. Of 19, 15 are left: 2 blocks of each of 3 experts take 12.
-    targets, reserve = uniform_targets(geometry, 2, 19, 1, settings)
+    # Two experts a token: up to 8 pages, of which half are reserved. Of 19, 15 are left: 2 blocks of each
+    # of 3 experts take 12.
+    targets, reserve = uniform_targets(geometry, 2, 19, 2, settings, far_computes=False)
     assert (targets.tolist(), reserve) == ([[3, 3], [3, 2]], 4)
-    targets, reserve = uniform_targets(geometry, 2, 7, 1, settings)  # never more than half
+    targets, reserve = uniform_targets(geometry, 2, 7, 2, settings, far_computes=False)  # at most half
     assert (targets.tolist(), reserve) == ([[1, 2], [1, 2]], 3)
-    targets, reserve = uniform_targets(geometry, 2, 26, 1, settings)  # all experts, and what is over
+    targets, reserve = uniform_targets(geometry, 2, 26, 2, settings, far_computes=False)  # what is over
     assert (targets.tolist(), reserve) == ([[3, 4], [3, 4]], 2)
+
+
+def test_nothing_is_reserved_where_nothing_moves():
+    geometry = ExpertGeometry(hidden_size=64, intermediate_size=4 * 64, num_experts=3, bits=4)
+    still = CacheSettings(miss="compute", prefetch="none")
+    assert usual_reserve(geometry, 2, 19, 2, still, far_computes=True) == 1
+    assert usual_reserve(geometry, 2, 19, 2, still, far_computes=False) == 4  # all that is missing is fetched
+    fetching = CacheSettings(miss="both", prefetch="none")
+    assert usual_reserve(geometry, 2, 19, 2, fetching, far_computes=True) == 4
 
 
 def test_first_layers_are_full():

@@ -61,6 +61,8 @@ class Plain:
         self.idle_odds = np.zeros((layers, 32))
         self.idle_uses = np.zeros((layers, 32), int)
         self.spans = np.zeros((layers, experts), int)
+        self.learned = np.zeros((layers, experts))
+        self.trust = np.full(layers, 0.5)
 
     def access(self, chosen: list[int], tokens: list[int], pass_tokens: int, layer: int) -> np.ndarray:
         share = np.zeros(self.experts)
@@ -83,9 +85,10 @@ class Plain:
             self.readout[layer] += self.postponed[layer]
             self.postponed[layer] = None
         odds = (0.5 / 3) * np.log((self.rates[layer] + 0.02) / (even + 0.02)).sum(axis=0)
-        odds = odds + features @ self.readout[layer]
+        learned = features @ self.readout[layer]
         for expert in chosen:
-            odds = odds + share[expert] * self.table[layer, expert % self.rows]
+            learned = learned + share[expert] * self.table[layer, expert % self.rows]
+        odds = odds + self.trust[layer] * learned
         self.idle[layer] = np.minimum(self.idle[layer] + pass_tokens, 255)
         for expert, count in zip(chosen, tokens, strict=True):
             self.idle[layer, expert] = min(max(0, pass_tokens - count) // (count + 1), 255)
@@ -105,6 +108,8 @@ class Plain:
             self.steps[layer] = min(self.steps[layer] + 1, 3000)
             step = 1 / (1 + self.steps[layer] / 1000)
             self.postponed[layer] = step * np.outer(self.features[layer], error)
+            right = (error * self.learned[layer]).sum() / (1e-2 + (self.learned[layer] ** 2).sum())
+            self.trust[layer] = min(max(self.trust[layer] + 0.05 * right, 0), 1)
             for span in set(self.spans[layer]):
                 uses = self.idle_uses[layer, span] = min(self.idle_uses[layer, span] + 1, 300)
                 those = error[self.spans[layer] == span]
@@ -112,6 +117,7 @@ class Plain:
         self.before[layer] = list(chosen) if pass_tokens == 1 else None
         self.features[layer] = features
         self.spans[layer] = spans
+        self.learned[layer] = learned
         self.forecast[layer] = forecast
         return odds
 

@@ -48,7 +48,7 @@ def test_targets_fit_and_use_the_pages(allocation: str, share: float) -> None:
     settings = CacheSettings(allocation=allocation)  # type: ignore[arg-type]
     plan = plan_tier(GEOMETRY, LAYERS, pages, TOP_K, settings, family())
     taken = int((plan.targets[:, 0] * plan.targets[:, 1]).sum())
-    _, reserve = uniform_targets(GEOMETRY, LAYERS, pages, TOP_K, settings)
+    _, reserve = uniform_targets(GEOMETRY, LAYERS, pages, TOP_K, settings, far_computes=False)
     assert (plan.reserve, plan.notes) == (reserve, ())
     assert taken <= pages - reserve
     assert plan.method == allocation
@@ -57,7 +57,7 @@ def test_targets_fit_and_use_the_pages(allocation: str, share: float) -> None:
 
 def test_without_statistics_all_layers_get_equal_targets() -> None:
     plan = plan_tier(GEOMETRY, LAYERS, PAGES, TOP_K, AUTO, None)
-    targets, reserve = uniform_targets(GEOMETRY, LAYERS, PAGES, TOP_K, AUTO)
+    targets, reserve = uniform_targets(GEOMETRY, LAYERS, PAGES, TOP_K, AUTO, far_computes=False)
     assert (plan.method, plan.reserve) == ("uniform", reserve)
     assert (plan.targets == targets).all()
 

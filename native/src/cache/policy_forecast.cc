@@ -19,6 +19,8 @@
 //    for all experts of the layer (hit density by age: LHD, Beckmann et al., 2018). Every token teaches them
 //    as many times as there are experts, so after some tens of them the policy knows whether this layer
 //    repeats its choices or avoids them. Parts 2 and 3 learn that one expert at a time.
+// Parts 2 and 3 count with a weight between 0 and 1, the trust of the layer, which is learned as well: where
+// routing does not follow what was chosen before, they are noise, and the trust falls.
 // Parts 2 to 4 learn by normalised least mean squares (Widrow and Hoff, 1960). The step is large at first,
 // then decreases to a quarter, so that the policy keeps adapting to its user.
 //
@@ -72,6 +74,8 @@ constexpr std::int64_t kMostIdle = 255;
 // Experts that the mean error of a span counts besides its own, each with no error: a span of few experts
 // learns little from one token.
 constexpr float kCalmExperts = 8;
+constexpr float kFirstTrust = 0.5f;
+constexpr float kTrustStep = 0.05f;
 
 std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value); }
 
@@ -294,6 +298,8 @@ class Forecast final : public EvictionPolicy {
       layer.v.resize(size_of(experts_));
       layer.error.resize(size_of(experts_));
       layer.chosen.resize(size_of(experts_));
+      layer.learned.resize(size_of(experts_));
+      layer.learned_before.resize(size_of(experts_));
       layer.idle.resize(size_of(experts_));
       layer.span.resize(size_of(experts_));
       layer.span_before.resize(size_of(experts_));
@@ -330,12 +336,16 @@ class Forecast final : public EvictionPolicy {
     take_in(index, experts, count, static_cast<float>(faded), share);
     find_features(index);
 
-    loops_.prior(spans, even, z_.data(), experts_);
-    loops_.readout(layer.readout.data(), layer.old.data(), layer.now.data(), layer.error.data(), z_.data(),
+    layer.learned_before.swap(layer.learned);
+    float* learned = layer.learned.data();
+    std::fill_n(learned, experts_, 0.0f);
+    loops_.readout(layer.readout.data(), layer.old.data(), layer.now.data(), layer.error.data(), learned,
                    state_, experts_);
     for (std::int64_t i = 0; i < count; ++i) {
-      loops_.add(share(i), row(layer, experts[i] % rows_), z_.data(), experts_);
+      loops_.add(share(i), row(layer, experts[i] % rows_), learned, experts_);
     }
+    loops_.prior(spans, even, z_.data(), experts_);
+    loops_.add(layer.trust, learned, z_.data(), experts_);
     add_idle(layer, experts, tokens, count, pass_tokens);
     loops_.forecast(z_.data(), layer.v.data(), layer.error.data(),
                     keys_.data() + std::int64_t{index} * experts_, experts_);
@@ -357,11 +367,12 @@ class Forecast final : public EvictionPolicy {
     std::fill(keys_.begin(), keys_.end(), kNever);
     for (Layer& layer : layer_) {
       for (auto* values : {&layer.rates, &layer.table, &layer.readout, &layer.part, &layer.mean, &layer.now,
-                           &layer.before, &layer.old, &layer.v, &layer.error}) {
+                           &layer.before, &layer.old, &layer.learned, &layer.v, &layer.error}) {
         std::fill(values->begin(), values->end(), 0.0f);
       }
       std::fill(layer.uses.begin(), layer.uses.end(), 0);
       std::fill(layer.idle.begin(), layer.idle.end(), static_cast<std::uint8_t>(kMostIdle));
+      layer.trust = kFirstTrust;
       layer.idle_odds.fill(0.0f);
       layer.idle_uses.fill(0);
       layer.steps = layer.passes = 0;
@@ -383,7 +394,10 @@ class Forecast final : public EvictionPolicy {
     Floats before;                   // [state]: of the pass before,
     Floats old;                      // [state]: and of the one before that
     Floats v;                        // [experts]: forecast of the latest pass
-    Floats error;  // [experts]: of the forecast before v; the readout learns it at the next access
+    Floats error;           // [experts]: of the forecast before v; the readout learns it at the next access
+    Floats learned;         // [experts]: what table and readout add in the latest pass, without the trust,
+    Floats learned_before;  // [experts]: and in the pass before
+    float trust = kFirstTrust;
     std::vector<std::uint8_t> idle;         // [experts]: tokens since the expert was chosen, up to a limit
     std::vector<std::uint8_t> span;         // [experts]: its span in the latest pass,
     std::vector<std::uint8_t> span_before;  // [experts]: and in the pass before
@@ -459,7 +473,8 @@ class Forecast final : public EvictionPolicy {
     }
   }
 
-  // Updates table and odds now; the readout is updated at the next access, in the same loop that uses it.
+  // Updates table, trust and odds now; the readout is updated at the next access, in the same loop that uses
+  // it.
   void learn(Layer* layer) {
     for (std::int64_t i = 0; i < layer->count; ++i) {
       const std::int32_t index = layer->chosen[size_of(i)] % rows_;
@@ -468,6 +483,12 @@ class Forecast final : public EvictionPolicy {
       const float step = 1 / (1 + static_cast<float>(uses) / kTableSpan);
       loops_.add(step / static_cast<float>(layer->count), layer->error.data(), row(*layer, index), experts_);
     }
+    float gradient = 0, squares = 1e-2f;
+    for (std::size_t e = 0; e < layer->learned_before.size(); ++e) {
+      gradient += layer->error[e] * layer->learned_before[e];
+      squares += layer->learned_before[e] * layer->learned_before[e];
+    }
+    layer->trust = std::clamp(layer->trust + kTrustStep * gradient / squares, 0.0f, 1.0f);
     std::array<float, kIdleSpans> errors{};
     std::array<std::int32_t, kIdleSpans> counts{};
     for (std::size_t e = 0; e < layer->span_before.size(); ++e) {
