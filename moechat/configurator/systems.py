@@ -105,6 +105,16 @@ class CacheSettings:
         """Whether a predictor ranks the experts, from the hidden states of the model."""
         return self.ranks and self.prefetch != "perfect"
 
+    def request_form(self, *, predicts: bool, far_computes: bool) -> tuple[bool, int, bool]:
+        """What a layer requests when a token decodes: predictions, layers ahead, and inputs for the far tier.
+
+        Args:
+            predicts: The model has routers that can predict.
+            far_computes: Missing experts can be computed where they lie.
+        """
+        predicts = predicts and self.predicts
+        return predicts, self.lookahead if predicts else 0, far_computes and self.miss != "fetch"
+
     @property
     def needs_future(self) -> bool:
         """Whether the settings need the routing of later tokens, which only a replayed trace has."""

@@ -13,9 +13,9 @@ from moechat.geometry import ExpertGeometry
 
 _STREAM_SHARE = 0.5  # of a layer's experts
 # Reserved of the most pages that blocks in transit can use. They rarely use all, and what is not reserved
-# keeps experts. In simulations of recorded and made routing on six machines, with 1/16 to 1/2 of the experts
-# in memory, half took 0.3 % less time than all in the mean, and up to 2 % less (recorded) or 10 % less (made);
-# at worst 1 % more. With an eighth, recorded routing from an SSD took up to 20 % more.
+# keeps experts. Simulated on six machines with 1/16 to 1/2 of the experts in memory, half takes up to 2 %
+# less time than all for recorded routing (1 % more at worst), and up to 10 % less for made routing. With an
+# eighth, recorded routing takes up to 20 % more from an SSD.
 _RESERVED_SHARE = 0.5
 
 

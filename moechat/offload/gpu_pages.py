@@ -80,9 +80,8 @@ class GpuPages:
         return settings.miss if self.far_records and tokens <= SHARED_TOKENS else "fetch"
 
     def request_form(self, settings: CacheSettings) -> tuple[bool, int, bool]:
-        """What a layer asks for when a token decodes: predictions, how many layers ahead, and its inputs."""
-        predicts = settings.predicts and bool(self.routers)
-        return predicts, settings.lookahead if predicts else 0, self.miss(settings, 1) != "fetch"
+        """See :meth:`CacheSettings.request_form`."""
+        return settings.request_form(predicts=bool(self.routers), far_computes=bool(self.far_records))
 
     def far_out(self, tokens: int) -> torch.Tensor:
         """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from dataclasses import dataclass
 from typing import Any
 
 from moechat.configurator.systems import SYSTEMS
@@ -157,70 +154,32 @@ class Inputs:
     shares: tuple[float, ...]
     length: Length
 
-    def row(self, job: Job) -> Row:
-        """Simulate everything for one row.
 
-        One :class:`Comparison` serves all shares and systems, so predictions and statistics are drawn once.
-        """
-        name, trace = self.traces[job.trace]
-        model, profile = self.models[job.model], self.profiles[job.profile]
-        cells: tuple[Cell, ...] = ()
-        problem = ""
-        try:
-            options = SimulateOptions(
-                systems=EVERYTHING,
-                fractions=self.shares,
-                accuracy=job.accuracy,
-                tokens=self.length.tokens,
-                warmup=self.length.warmup,
-                seed=job.seed,
-            )
-            comparison = Comparison(trace, model, profile, options, name=name)
-            cells = tuple(cell_of(comparison, share) for share in self.shares)
-        except UsageError as error:
-            problem = str(error)
-        return Row(name, model.name, profile.name, job.accuracy, job.seed, cells, problem)
+def row_of(inputs: Inputs, job: Job) -> Row:
+    """Simulate everything for one row.
+
+    One :class:`Comparison` serves all shares and systems, so predictions and statistics are drawn once.
+    """
+    name, trace = inputs.traces[job.trace]
+    model, profile = inputs.models[job.model], inputs.profiles[job.profile]
+    cells: tuple[Cell, ...] = ()
+    problem = ""
+    try:
+        options = SimulateOptions(
+            systems=EVERYTHING,
+            fractions=inputs.shares,
+            accuracy=job.accuracy,
+            tokens=inputs.length.tokens,
+            warmup=inputs.length.warmup,
+            seed=job.seed,
+        )
+        comparison = Comparison(trace, model, profile, options, name=name)
+        cells = tuple(cell_of(comparison, share) for share in inputs.shares)
+    except UsageError as error:
+        problem = str(error)
+    return Row(name, model.name, profile.name, job.accuracy, job.seed, cells, problem)
 
 
 def cell_of(comparison: Comparison, share: float) -> Cell:
     """Simulate auto, the oracle, the presets and the fixed strategies at one share."""
     return Cell(share, {name: comparison.case(name, share)["tpot_ms"] for name in EVERYTHING})
-
-
-# The inputs of a worker process. Sent once, because a trace has megabytes and a job refers to it by number.
-_inputs: Inputs | None = None
-
-
-def _start_worker(inputs: Inputs) -> None:
-    global _inputs
-    _inputs = inputs
-
-
-def _work(job: Job) -> Row:
-    assert _inputs is not None
-    return _inputs.row(job)
-
-
-def rows_of(inputs: Inputs, jobs: Sequence[Job], processes: int) -> Iterator[Row]:
-    """Rows in the order of the jobs, each as soon as it and those before it are done.
-
-    Args:
-        inputs: What the jobs refer to.
-        jobs: The rows to simulate.
-        processes: Most processes at a time.
-    """
-    processes = min(processes, len(jobs))
-    if processes <= 1:
-        yield from map(inputs.row, jobs)
-        return
-    # A geometry that was used keeps a native object, which cannot be pickled; a copy has none.
-    models = tuple(replace(model, geometry=replace(model.geometry)) for model in inputs.models)
-    sent = replace(inputs, models=models)
-    # Not forked: the parent may have started threads of torch.
-    pool = ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(sent,)
-    )
-    try:
-        yield from pool.map(_work, jobs)
-    finally:
-        pool.shutdown(cancel_futures=True)

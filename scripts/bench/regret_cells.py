@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any, Literal
 
 import numpy as np
@@ -177,11 +174,10 @@ class FirstStart(Comparison):
 
     def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
         """As the engine: recorded graphs of a GPU serve ways that make the same requests."""
-        return self.near != "gpu" or self._requests(one) == self._requests(other)
-
-    def _requests(self, settings: CacheSettings) -> tuple[bool, int, bool]:
-        ahead = settings.lookahead if settings.predicts else 0
-        return settings.predicts, ahead, self.far_computes and settings.miss != "fetch"
+        if self.near != "gpu":
+            return True
+        forms = {each.request_form(predicts=True, far_computes=self.far_computes) for each in (one, other)}
+        return len(forms) == 1
 
 
 def family_of(model: SimulatedModel) -> str:
@@ -241,20 +237,6 @@ def cell_of(case: FirstStart, share: float, start: Start, *, all_ways: bool) -> 
     )
 
 
-# The inputs of a worker process. Sent once, because a trace has megabytes and a job refers to it by number.
-_inputs: Inputs | None = None
-
-
-def _start_worker(inputs: Inputs) -> None:
-    global _inputs
-    _inputs = inputs
-
-
-def _work(job: Job) -> Row:
-    assert _inputs is not None
-    return row_of(_inputs, job)
-
-
 def row_of(inputs: Inputs, job: Job) -> Row:
     """Play the first starts of one row.
 
@@ -269,33 +251,3 @@ def row_of(inputs: Inputs, job: Job) -> Row:
     case = FirstStart(trace, model, profile, options)
     cells = tuple(cell_of(case, share, inputs.start, all_ways=inputs.all_ways) for share in inputs.shares)
     return Row(name, model.name, profile.name, job.accuracy, job.seed, cells)
-
-
-def rows_of(inputs: Inputs, jobs: Sequence[Job], processes: int) -> Iterator[Row]:
-    """Rows in the order of the jobs, each as soon as it and those before it are done.
-
-    Args:
-        inputs: What the jobs refer to.
-        jobs: The rows to simulate.
-        processes: Most processes at a time.
-    """
-    processes = min(processes, len(jobs))
-    if processes <= 1:
-        yield from (row_of(inputs, job) for job in jobs)
-        return
-    # A geometry that was used keeps a native object, which cannot be pickled; a copy has none.
-    traces = tuple(
-        (name, trace, replace(model, geometry=replace(model.geometry)))
-        for name, trace, model in inputs.traces
-    )
-    # Not forked: the parent may have started threads of torch.
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(replace(inputs, traces=traces),),
-    )
-    try:
-        yield from pool.map(_work, jobs)
-    finally:
-        pool.shutdown(cancel_futures=True)

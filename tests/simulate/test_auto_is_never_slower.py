@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from choice_rows import EVERYTHING, ORACLE, Cell, Inputs, Job, Length
+from choice_rows import EVERYTHING, ORACLE, Cell, Inputs, Job, Length, row_of
 from made_routing import MadeRouting, made_model
 
 from moechat.hardware.profile_file import reference_profile
@@ -44,7 +44,7 @@ def inputs() -> Inputs:
 def cells_of(name: str, profile: str) -> dict[str, Cell]:
     """Cells of one row by share, simulated once for all tests."""
     place = list(ROUTING).index(name)
-    row = inputs().row(Job(place, place, PROFILES.index(profile), accuracy=0.7, seed=0))
+    row = row_of(inputs(), Job(place, place, PROFILES.index(profile), accuracy=0.7, seed=0))
     if row.problem:
         raise RuntimeError(row.problem)
     return {f"{cell.share:g}": cell for cell in row.cells}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config, write_tiny_checkpoint
 from triton_interpreter import list_members_once
 
 
@@ -21,6 +22,14 @@ def driver() -> Iterator[object]:
         patch.setenv(VARIABLE, str(cuda.path))
         assert _native.cuda_driver_version() == 12080
         yield cuda
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
+    """A small checkpoint."""
+    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
+    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0, moe_intermediate_size=64))
+    return directory
 
 
 @pytest.fixture(autouse=True, scope="session")

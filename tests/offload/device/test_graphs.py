@@ -30,13 +30,6 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_decoder, "LEAST_BUCKET", 8)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
-    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
-    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0, moe_intermediate_size=64))
-    return directory
-
-
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch):
     """Loads with graphs switched off."""

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
 from moechat.configurator.systems import SYSTEMS
@@ -22,13 +21,6 @@ from moechat.trials import watch as watch_module
 
 AUTO = replace(SYSTEMS["auto"], choose=False)
 NOTHING_AHEAD = replace(AUTO, prefetch="prompts")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
-    directory = tmp_path_factory.mktemp("tiny") / "qwen3"
-    write_tiny_checkpoint(directory, tiny_config("qwen3_moe", 0, moe_intermediate_size=64))
-    return directory
 
 
 @pytest.fixture
