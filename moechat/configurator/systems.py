@@ -120,6 +120,14 @@ class CacheSettings:
         """Whether the settings need the routing of later tokens, which only a replayed trace has."""
         return self.policy == "belady" or self.prefetch == "perfect"
 
+    def fetching_nothing_ahead(self) -> CacheSettings:
+        """These settings, but nothing is fetched ahead of a token; long prompts are still streamed."""
+        return replace(self, prefetch="prompts", prefetch_experts=None)
+
+    def keeping_whole_experts(self) -> CacheSettings:
+        """These settings, but every layer keeps as many whole experts."""
+        return replace(self, allocation="uniform", split=1.0)
+
     def ranked_experts(self, top_k: int) -> int:
         """Most experts that are prefetched for one layer by a ranking."""
         return top_k if self.prefetch_experts is None else self.prefetch_experts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moechat.configurator.systems import CacheSettings
 from moechat.offload.tier import ExpertTier
 from moechat.simulate.run import Watched
@@ -66,7 +64,7 @@ class TierWatch:
         watch.abandon()
         wanted = self._watched.ways[watch.at_work]
         if wanted.predicts and wanted.prefetch_experts == 0:
-            wanted = replace(wanted, prefetch="prompts", prefetch_experts=None)
+            wanted = wanted.fetching_nothing_ahead()
         if wanted != self._near.settings:
             self._load_by(wanted)
         if wanted != self._watched.ways[watch.at_work]:

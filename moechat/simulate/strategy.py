@@ -79,7 +79,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     fixed = replace(settings, choose=False)
     if settings.needs_future:
         return _with_the_future(fixed, far_computes=far_computes)
-    whole = replace(fixed, allocation="uniform", split=1.0)
+    whole = fixed.keeping_whole_experts()
     found = [
         Strategy("computed", "the computed plan", fixed),
         Strategy("whole", "whole experts, as many in each layer", whole),
@@ -88,13 +88,12 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
     if fixed.ranks and fixed.lookahead < LOOKAHEAD:
         found.append(Strategy("two-ahead", "fetched two layers ahead", replace(fixed, lookahead=LOOKAHEAD)))
     if fixed.ranks:
-        quiet = {"prefetch": "prompts", "prefetch_experts": None}
         found += [
-            Strategy("nothing-ahead", "nothing fetched ahead", replace(fixed, **quiet)),  # type: ignore[arg-type]
+            Strategy("nothing-ahead", "nothing fetched ahead", fixed.fetching_nothing_ahead()),
             Strategy(
                 "whole-nothing-ahead",
                 "whole experts, nothing fetched ahead",
-                replace(whole, **quiet),  # type: ignore[arg-type]
+                whole.fetching_nothing_ahead(),
             ),
         ]
     if far_computes and fixed.miss == "both":
@@ -103,7 +102,7 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
             Strategy(
                 "cpu-nothing-ahead",
                 "the CPU computes what is missing, nothing fetched ahead",
-                replace(fixed, miss="compute", prefetch="prompts", prefetch_experts=None),
+                replace(fixed, miss="compute").fetching_nothing_ahead(),
             ),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
         ]
@@ -118,7 +117,7 @@ def loadings(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]:
 
 
 def loads_as(settings: CacheSettings, loading: CacheSettings) -> CacheSettings:
-    """``settings``, but what is missing is loaded as ``loading`` says."""
+    """Settings that load missing experts as ``loading`` does, and are else as ``settings``."""
     return replace(settings, **_loading(loading))
 
 

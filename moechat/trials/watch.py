@@ -60,6 +60,11 @@ class Switch:
     gap: Gap
 
 
+def _surely_gains(gap: Gap) -> bool:
+    """Whether a rival with this gap is surely faster, by enough to be worth a change."""
+    return gap.share < -LEAST_GAIN and gap.surely_below(0.0, _SURE)
+
+
 class Watch:
     """Decides how the next token runs. Not safe for several threads.
 
@@ -83,8 +88,9 @@ class Watch:
         if at_work not in ways or len(set(ways)) != len(ways):
             raise ValueError(f"{at_work!r} has to be one of {list(ways)}, each once")
         base = expected.get(at_work, 0.0)
-        # How much longer a token takes than with the way at work; 0 for those of which nothing is known.
+        # Ways of which an expected time or a trial tells how fast they are.
         self._known = {way for way in ways if way in expected and base > 0} | {at_work}
+        # By how much longer a token takes than with the way at work; 0 for those that are not known.
         self._gaps = {way: expected[way] / base - 1 if base > 0 and way in expected else 0.0 for way in ways}
         self.way = self.at_work = at_work
         self.switches: list[Switch] = []
@@ -170,6 +176,7 @@ class Watch:
             self._trial.add(self.at_work, seconds, hardness)
 
     def _on_trial(self, rival: str, seconds: float, hardness: float) -> None:
+        """Count a token of a trial, then end the trial, or choose the way of its next token."""
         if self.way == rival:
             expected = self._trial.expected(self.at_work, hardness)
             self._excess.append((expected, seconds / expected - 1))
@@ -177,33 +184,39 @@ class Watch:
             self._trial.add(self.way, seconds, hardness)
             self._since.add(self.way, seconds, hardness)
         gap = self._trial.gap(rival, self.at_work)
-        tokens = self._trial.tokens(rival)
-        if gap is not None and tokens >= _FEWEST_TOKENS:
-            # Tokens may have become faster by themselves, for example while the cache fills. So the rival
-            # also has to be faster than the way at work is afterwards.
-            since = self._since.gap(rival, self.at_work)
-            faster = gap.share < -LEAST_GAIN and since is not None and since.surely_below(0.0, 1.0)
-            if gap.surely_below(0.0, _SURE) and gap.share < -LEAST_GAIN:
-                if self._since.tokens(self.at_work) < _FEWEST_TOKENS:
-                    self.way = self.at_work
-                    return
-                if faster:
-                    self._end(rival, gap, wins=True)
-                    return
-            if gap.surely_above(-LEAST_GAIN, _SURE):
-                self._end(rival, gap, wins=False)
+        if gap is not None and self._trial.tokens(rival) >= _FEWEST_TOKENS:
+            wins = self._wins(rival, gap)
+            if wins is not None:
+                self._end(rival, gap, wins=wins)
                 return
-            if min(tokens, self._trial.tokens(self.at_work)) >= _MOST_TOKENS:
-                # One error is enough, unless a model or an earlier trial says the contrary.
-                errors = 1.0 if self._gaps[rival] <= 0 else _SURE
-                self._end(rival, gap, wins=faster and gap.surely_below(0.0, errors))
+            if _surely_gains(gap) and not self._compared_since:
+                self.way = self.at_work
                 return
         if len(self._excess) >= _FEWEST_LOSING and self._losing > self._allowed:
             # All of its tokens were at least so slow.
             self._end(rival, Gap(min(share for _, share in self._excess), 0.0), wins=False)
-            return
-        if self._turn >= _TURN:
+        elif self._turn >= _TURN:
             self.way = self.at_work if self.way == rival else rival
+
+    def _wins(self, rival: str, gap: Gap) -> bool | None:
+        """Whether the rival wins its trial; ``None``: that is not decided yet."""
+        # Tokens may have become faster by themselves, for example while the cache fills. So the rival also
+        # has to be faster than the way at work is afterwards.
+        since = self._since.gap(rival, self.at_work)
+        faster = gap.share < -LEAST_GAIN and since is not None and since.surely_below(0.0, 1.0)
+        if faster and _surely_gains(gap) and self._compared_since:
+            return True
+        if gap.surely_above(-LEAST_GAIN, _SURE):
+            return False
+        if min(self._trial.tokens(rival), self._trial.tokens(self.at_work)) < _MOST_TOKENS:
+            return None
+        # One error is enough, unless a model or an earlier trial says the contrary.
+        return faster and gap.surely_below(0.0, 1.0 if self._gaps[rival] <= 0 else _SURE)
+
+    @property
+    def _compared_since(self) -> bool:
+        """Whether the way at work has had tokens since the rival's first one."""
+        return self._since.tokens(self.at_work) >= _FEWEST_TOKENS
 
     @property
     def _losing(self) -> float:
@@ -230,7 +243,7 @@ class Watch:
             for way in self._known:
                 self._gaps[way] = (1 + self._gaps[way]) / (1 + gained) - 1
             self._gaps[rival] = 0.0
-            # The rivals that lost against the way before need no second trial in this round.
+            # Rivals that lost against the way before are not tried again in this round.
             self.at_work = rival
             self._between = _LEAST_REST
         self.way = self.at_work

@@ -51,17 +51,16 @@ def candidates(
     if may_map:
         found.append(Candidate(MAPPED, "the store mapped, kept by the page cache", None))
 
-    def add(name: str, title: str, **changes: Any) -> None:
-        found.append(Candidate(name, title, replace(settings, **changes)))
+    def add(name: str, title: str, start: CacheSettings = settings, **changes: Any) -> None:
+        found.append(Candidate(name, title, replace(start, **changes)))
 
-    quiet = {"prefetch": "prompts", "prefetch_experts": None}
-    whole = {"allocation": "uniform", "split": 1.0}
-    add(PLAIN, "whole experts, nothing fetched ahead", **whole, **quiet)
-    add("nothing-ahead", "the computed plan, nothing fetched ahead", **quiet)
+    quiet, whole = settings.fetching_nothing_ahead(), settings.keeping_whole_experts()
+    add(PLAIN, "whole experts, nothing fetched ahead", whole.fetching_nothing_ahead())
+    add("nothing-ahead", "the computed plan, nothing fetched ahead", quiet)
     if settings.prefetch in ("none", "prompts"):
         add("ahead", "the computed plan, fetched one layer ahead", prefetch="next-router")
     if far_computes:
-        add("cpu", "the CPU computes what is missing", miss="compute", **quiet)
+        add("cpu", "the CPU computes what is missing", quiet, miss="compute")
         add("link", "everything is fetched", miss="fetch")
         add("both", "link and CPU share what is missing", miss="both")
     if settings.predicts:
@@ -73,7 +72,7 @@ def candidates(
             add(
                 "half-ahead", "the computed plan, half as much fetched ahead", prefetch_experts=-(-usual // 2)
             )
-    add("uniform", "whole experts, as many in each layer", **whole)
+    add("uniform", "whole experts, as many in each layer", whole)
     add("dp", "whole experts, most hits (dynamic programming)", allocation="dp", split=1.0)
     add("halves", "half of twice as many experts", allocation="uniform", split=0.5)
     return found
