@@ -27,9 +27,6 @@ from moechat.trials import Watch
 
 # Most layers ahead that a candidate predicts, unless the settings look further.
 LOOKAHEAD = 2
-# A simulation of a few hundred tokens cannot tell smaller differences apart: of such candidates the first is
-# taken.
-_EQUAL = 0.007
 # Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
 # more blocks, so that a choice takes a second or less.
 _FILLING = 200
@@ -247,9 +244,7 @@ def choose_strategy(
 
     with ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as pool:
         seconds = dict(zip((each.name for each in found), pool.map(seconds_of, found), strict=True))
-    least = min(seconds.values())
-    best = next(each for each in found if seconds[each.name] <= (1 + _EQUAL) * least)
-    return Chosen(best, seconds)
+    return Chosen(min(found, key=lambda each: seconds[each.name]), seconds)
 
 
 def _depth(rankings: Ints, strategy: Strategy) -> Ints:

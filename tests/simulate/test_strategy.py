@@ -51,7 +51,7 @@ def test_the_link_brings_everything_where_the_cpu_is_hopeless() -> None:
 @pytest.mark.parametrize("far", [0.1e-3, 1e-3, 10e-3])
 def test_the_choice_is_the_fastest_candidate_within_a_percent(load: float, far: float) -> None:
     found = chosen(replace(COSTS, load=load, compute_far=far))
-    assert found.seconds_of_choice <= 1.01 * min(found.seconds.values())
+    assert found.seconds_of_choice == min(found.seconds.values())
     assert found.strategy.settings.choose is False
 
 

@@ -95,7 +95,7 @@ def test_a_strategy_is_chosen_within_two_seconds(near: Near) -> None:
     plan = plan_tier(GEOMETRY, LAYERS, PAGES, TOP_K, AUTO, knowledge)
     took = time.process_time() - started
     assert plan.strategy is not None
-    assert plan.strategy.seconds_of_choice <= 1.01 * min(plan.strategy.seconds.values())
+    assert plan.strategy.seconds_of_choice == min(plan.strategy.seconds.values())
     assert not plan.settings_for(AUTO).choose
     assert took < 4  # twice the limit, for other load
 
