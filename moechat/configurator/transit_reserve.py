@@ -35,23 +35,6 @@ def stream_tokens(top_k: int, experts: int) -> int:
     return max(2, math.ceil(math.log(1 - _STREAM_SHARE) / math.log1p(-share))) if share < 1 else 2
 
 
-def usual_reserve(
-    geometry: ExpertGeometry,
-    layers: int,
-    pages: int,
-    top_k: int,
-    settings: CacheSettings,
-    *,
-    far_computes: bool,
-) -> int:
-    """Pages to reserve for blocks in transit; see :func:`uniform_targets`."""
-    if far_computes and settings.miss == "compute" and settings.prefetch == "none":
-        return 1  # nothing is ever in transit
-    reserve = max(1, min(int(_RESERVED_SHARE * in_transit(geometry, top_k, settings)), pages // 2))
-    everything = layers * geometry.num_experts * geometry.blocks_per_expert
-    return min(reserve, pages - everything) if pages > everything else reserve
-
-
 def uniform_targets(
     geometry: ExpertGeometry,
     layers: int,
@@ -74,7 +57,13 @@ def uniform_targets(
     Returns:
         int32 ``[layers, 2]``: experts kept and blocks kept of each; and the reserve in pages.
     """
-    reserve = usual_reserve(geometry, layers, pages, top_k, settings, far_computes=far_computes)
+    if far_computes and settings.miss == "compute" and settings.prefetch == "none":
+        reserve = 1  # nothing is ever in transit
+    else:
+        reserve = max(1, min(int(_RESERVED_SHARE * in_transit(geometry, top_k, settings)), pages // 2))
+        everything = layers * geometry.num_experts * geometry.blocks_per_expert
+        if pages > everything:
+            reserve = min(reserve, pages - everything)
     kept = int((pages - reserve) * settings.keep)
     targets = same_for_all(
         layers, geometry.num_experts, geometry.blocks_per_expert, kept, settings.first_split

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from row_processes import TableRow
+
 from moechat.configurator.systems import SYSTEMS
 from moechat.errors import UsageError
 from moechat.hardware.profile import HardwareProfile
@@ -114,21 +116,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(TableRow):
     """Cells of one trace, model and machine; none if ``problem`` says why it cannot be simulated."""
 
-    trace: str
-    model: str
-    profile: str
-    accuracy: float
-    seed: int
     cells: tuple[Cell, ...]
     problem: str = ""
-
-    @property
-    def input(self) -> str:
-        """Trace, model and assumptions, for a heading."""
-        return f"{self.trace}, {self.model}, accuracy {self.accuracy:g}, seed {self.seed}"
 
     def to_json(self) -> dict[str, Any]:
         """The row with all figures."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from row_processes import TableRow
 
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.configurator.warm_start import default_statistics
@@ -101,20 +102,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(TableRow):
     """Cells of one trace and machine."""
 
-    trace: str
-    model: str
-    profile: str
-    accuracy: float
-    seed: int
     cells: tuple[Cell, ...]
-
-    @property
-    def input(self) -> str:
-        """Trace, model and assumptions, for a heading."""
-        return f"{self.trace}, {self.model}, accuracy {self.accuracy:g}, seed {self.seed}"
 
     def to_json(self) -> dict[str, Any]:
         """The row with all figures."""

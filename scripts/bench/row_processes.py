@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -14,6 +14,31 @@ from moechat.simulate.simulated_model import SimulatedModel
 Inputs = TypeVar("Inputs")
 Job = TypeVar("Job")
 Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """What a row of a table is about.
+
+    Attributes:
+        trace: Name of the trace.
+        model: Name of the model.
+        profile: Name of the machine.
+        accuracy: Mean accuracy of the predictions.
+        seed: Random seed of the predictions.
+    """
+
+    trace: str
+    model: str
+    profile: str
+    accuracy: float
+    seed: int
+
+    @property
+    def input(self) -> str:
+        """Trace, model and assumptions, for a heading."""
+        return f"{self.trace}, {self.model}, accuracy {self.accuracy:g}, seed {self.seed}"
+
 
 # What a worker process computes a row with. Sent once, because a trace has megabytes and a job refers to
 # it by number.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moechat.configurator.systems import CacheSettings
-from moechat.configurator.transit_reserve import uniform_targets, usual_reserve
+from moechat.configurator.transit_reserve import uniform_targets
 from moechat.configurator.uniform import first_layers, kept_blocks, most_popular, same_for_all
 from moechat.geometry import ExpertGeometry
 
@@ -44,10 +44,13 @@ def test_transfers_in_flight_have_a_reserve_and_layers_share_the_rest_equally():
 def test_nothing_is_reserved_where_nothing_moves():
     geometry = ExpertGeometry(hidden_size=64, intermediate_size=4 * 64, num_experts=3, bits=4)
     still = CacheSettings(miss="compute", prefetch="none")
-    assert usual_reserve(geometry, 2, 19, 2, still, far_computes=True) == 1
-    assert usual_reserve(geometry, 2, 19, 2, still, far_computes=False) == 4  # all that is missing is fetched
-    fetching = CacheSettings(miss="both", prefetch="none")
-    assert usual_reserve(geometry, 2, 19, 2, fetching, far_computes=True) == 4
+
+    def reserve(settings, *, far_computes):
+        return uniform_targets(geometry, 2, 19, 2, settings, far_computes=far_computes)[1]
+
+    assert reserve(still, far_computes=True) == 1
+    assert reserve(still, far_computes=False) == 4  # all that is missing is fetched
+    assert reserve(CacheSettings(miss="both", prefetch="none"), far_computes=True) == 4
 
 
 def test_first_layers_are_full():

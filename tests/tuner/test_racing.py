@@ -135,7 +135,7 @@ def test_a_start_goes_on_where_the_one_before_ended() -> None:
     assert 1 < start < 8
     last = Machine(costs, draw=random.Random(99))
     last.race(30.0, *sessions)
-    assert last.decoded.keys() == {"computed", "dp"}, "what was surely slower is left out"
+    assert last.decoded.keys() == {"computed", "dp"}, "candidates that are surely slower are dropped"
 
 
 def test_equal_candidates_end_by_certainty_or_rounds_and_keep_the_default() -> None:
