@@ -49,9 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         status = parse(sys.argv[1:] if arguments is None else list(arguments))()
         sys.stdout.flush()
+        if arguments is None:
+            _ignore_signals_at_exit()
         return status
     except BaseException as error:
         return _end(error)
+
+
+def _ignore_signals_at_exit() -> None:
+    """All is done; the interpreter, with torch, takes up to a second to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 _show_python_warning = warnings.showwarning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -279,3 +280,18 @@ def test_an_unsupported_instruction_set_is_refused(cli: Cli) -> None:
     assert done.stdout == ""
     assert "MOECHAT_ISA=sse9 is not an instruction set" in done.stderr
     assert "unset MOECHAT_ISA" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 0), ("SIGTERM", -signal.SIGTERM)])
+def test_signals_while_the_interpreter_ends_leave_no_traceback(cli: Cli, number: str, status: int) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from moechat.cli.main import main\n"
+        "status = main()\n"
+        f"os.kill(os.getpid(), signal.{number})\n"
+        "sys.exit(status)\n"
+    )
+    command = [sys.executable, "-c", script, "--version"]
+    done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory)
+    assert (done.returncode, done.stderr) == (status, b"")
+    assert moechat.__version__.encode() in done.stdout
