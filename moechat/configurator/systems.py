@@ -20,6 +20,23 @@ Miss = Literal["fetch", "compute", "both"]
 
 
 @dataclass(frozen=True)
+class RequestForm:
+    """What the request of an expert layer on a GPU contains, beside the choice of its router.
+
+    Attributes:
+        ahead: Layers ahead whose scores it has; 0: none.
+        inputs: It has the layer's inputs, for the CPU.
+    """
+
+    ahead: int
+    inputs: bool
+
+    def serves(self, other: RequestForm) -> bool:
+        """Whether a request of this form has all that one of the other form has."""
+        return self.ahead >= other.ahead and self.inputs >= other.inputs
+
+
+@dataclass(frozen=True)
 class CacheSettings:
     """Settings of the split-expert cache. All combinations give the same tokens, except for the last bits
     when the CPU computes a part for a GPU.
@@ -105,15 +122,16 @@ class CacheSettings:
         """Whether a predictor ranks the experts, from the hidden states of the model."""
         return self.ranks and self.prefetch != "perfect"
 
-    def request_form(self, *, predicts: bool, far_computes: bool) -> tuple[bool, int, bool]:
-        """What a layer requests when a token decodes: predictions, layers ahead, and inputs for the far tier.
+    def request_form(self, *, predicts: bool, far_computes: bool) -> RequestForm:
+        """What a layer needs from a GPU when a token decodes.
 
         Args:
             predicts: The model has routers that can predict.
             far_computes: Missing experts can be computed where they lie.
         """
-        predicts = predicts and self.predicts
-        return predicts, self.lookahead if predicts else 0, far_computes and self.miss != "fetch"
+        return RequestForm(
+            self.lookahead if predicts and self.predicts else 0, far_computes and self.miss != "fetch"
+        )
 
     @property
     def needs_future(self) -> bool:

@@ -126,9 +126,9 @@ class GpuPlacement:
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
         return PageMemory(link, address, self.pages.far_records)
 
-    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
-        """See :meth:`Placement.may_take_turns`: recorded graphs make one form of requests."""
-        return self.pages.request_form(one) == self.pages.request_form(other)
+    def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
+        """See :meth:`Placement.may_take_turns`: the requests of recorded graphs have to serve both."""
+        return self.pages.request_form(at_work).serves(self.pages.request_form(other))
 
     def layer(self, tier: ExpertTier, ordinal: int) -> GpuExpertLayer:
         """See :meth:`Placement.layer`."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moechat.configurator.systems import RequestForm
 from moechat.offload.gpu_pages import GpuPages
 from moechat.offload.limits import WORK_PAIRS
 from moechat.offload.tier import ExpertTier
@@ -30,19 +31,27 @@ class ExpertRequest:
     Attributes:
         x: ``[tokens, hidden]``.
         packed: int32: the experts that each token chose, their weights' bits, the bits of the scores of every
-            place, and where the CPU may compute a part the bits of ``x`` in float32.
+            place, and if ``inputs`` the bits of ``x`` in float32.
         chosen: Number of (token, expert) pairs.
         places: The layers that the scores are for: distance and ordinal.
+        inputs: The CPU may compute a part.
     """
 
     x: torch.Tensor
     packed: torch.Tensor
     chosen: int
     places: tuple[tuple[int, int], ...]
+    inputs: bool
 
 
 class Capture(Protocol):
-    """Records a pass without its experts; see :mod:`moechat.offload.graph_decoder`."""
+    """Records a pass without its experts; see :mod:`moechat.offload.graph_decoder`.
+
+    Attributes:
+        form: What the requests contain; it serves the settings of the tier.
+    """
+
+    form: RequestForm
 
     def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
         """Memory for the sum of the experts of layer ``ordinal``, ``[tokens, hidden]``."""
@@ -84,32 +93,39 @@ class GpuExpertLayer:
     def _request(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> ExpertRequest:
-        tier = self.tier
+        settings = self.tier.settings
         x = hidden.detach().contiguous()
-        ranked = self._ranked(x)
+        if self.capture is not None:
+            form = self.capture.form
+            ahead, inputs = form.ahead, form.inputs
+        else:
+            ahead = settings.lookahead if settings.predicts else 0
+            inputs = self.pages.miss(settings, len(x)) != "fetch"
+        ranked = self._ranked(x, ahead)
         parts = [
             top_k_index.to(torch.int32),
             top_k_weights.detach().to(torch.float32),
             *(score for _, _, score in ranked),
-            *([x.to(torch.float32)] if self.pages.miss(tier.settings, len(x)) != "fetch" else []),
+            *([x.to(torch.float32)] if inputs else []),
         ]
         return ExpertRequest(
             x,
             torch.cat([part.reshape(-1).view(torch.int32) for part in parts]),
             top_k_index.numel(),
-            tuple((ahead, layer) for ahead, layer, _ in ranked),
+            tuple((distance, layer) for distance, layer, _ in ranked),
+            inputs,
         )
 
-    def _ranked(self, hidden: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
-        """Distance, ordinal and scores ``[experts]`` of the next layers, by their routers."""
+    def _ranked(self, hidden: torch.Tensor, ahead: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Distance, ordinal and scores ``[experts]`` of the next ``ahead`` layers, by their routers."""
         routers = self.pages.routers
-        if not self.tier.settings.predicts or not routers:
+        if ahead == 0 or not routers:
             return []
         found = []
-        for ahead, layer in self.tier.speculation(self.ordinal, len(hidden))[1]:
+        for distance, layer in self.tier.ranked_layers(self.ordinal, len(hidden), ahead):
             router = routers[layer]
             if router is not None:
-                found.append((ahead, layer, router.scores(hidden[-1:])[0]))
+                found.append((distance, layer, router.scores(hidden[-1:])[0]))
         return found
 
     def answer(self, request: ExpertRequest, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,13 +142,17 @@ class GpuExpertLayer:
         rest = 2 * chosen + experts * len(request.places)
         scores = list(packed[2 * chosen : rest].reshape(-1, experts))
         miss = self.pages.miss(tier.settings, tokens)
-        inputs = None if miss == "fetch" else packed[rest:].view(np.float32).reshape(tokens, -1)
+        inputs = None
+        if request.inputs and miss != "fetch":
+            inputs = packed[rest:].view(np.float32).reshape(tokens, -1)
         picks = index.reshape(tokens, -1).astype(np.int64)
         if tier.replay is not None:
             picks = tier.replay.route(self.ordinal, tokens)
         tier.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
+        wanted = tier.settings.lookahead if tier.settings.predicts else 0
         for (ahead, layer), score in zip(request.places, scores, strict=True):
-            tier.prefetch_ranked(ahead, layer, score.view(np.float32))
+            if ahead <= wanted:
+                tier.prefetch_ranked(ahead, layer, score.view(np.float32))
         tier.prefetch(self.ordinal, request.x)
         return self._compute(request.x, picks.size, inputs, into)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.configurator.systems import CacheSettings, Miss
+from moechat.configurator.systems import CacheSettings, Miss, RequestForm
 from moechat.errors import DoesNotFitError
 from moechat.geometry import ExpertGeometry
 from moechat.offload.accelerator import Accelerator
@@ -79,7 +79,7 @@ class GpuPages:
         """Treatment of the blocks that a pass of so many tokens misses."""
         return settings.miss if self.far_records and tokens <= SHARED_TOKENS else "fetch"
 
-    def request_form(self, settings: CacheSettings) -> tuple[bool, int, bool]:
+    def request_form(self, settings: CacheSettings) -> RequestForm:
         """See :meth:`CacheSettings.request_form`."""
         return settings.request_form(predicts=bool(self.routers), far_computes=bool(self.far_records))
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moechat.configurator.systems import RequestForm
 from moechat.models.bucket_cache import BucketCache, BucketLayer
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
@@ -31,6 +32,7 @@ from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.limits import LEAST_BUCKET, MOST_BUCKET
+from moechat.offload.tier import ExpertTier
 
 # Largest relative distance between experts' inputs, or logits, of a replay and of a pass after two layers; it
 # grows with the square root of the layers. Both compute the same products, but attention adds up in another
@@ -54,6 +56,7 @@ class _Recording:
     """
 
     new: Callable[[], Graph] | None
+    form: RequestForm
     graphs: list[Graph] = field(default_factory=list)
     requests: list[ExpertRequest] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -100,6 +103,7 @@ class _Comparison:
     expert is computed, or counted, twice.
     """
 
+    form: RequestForm
     answers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     off: list[torch.Tensor] = field(default_factory=list)
 
@@ -124,8 +128,9 @@ class GraphDecoder:
         notify: Takes a sentence for the user.
     """
 
-    # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make the
-    # requests of the tier and of the form in _recorded_for.
+    # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
+    # requests of the form _form to the tier _tier. That is the form of the settings that the tier was planned
+    # for, so that ways to load that need no more can take turns.
     def __init__(
         self,
         model: nn.Module,
@@ -144,7 +149,8 @@ class GraphDecoder:
         self._notify = notify
         self._recordings: dict[int, _Recording] = {}
         self._addresses: tuple[int, ...] = ()
-        self._recorded_for: tuple[Any, ...] = ()
+        self._tier: ExpertTier | None = None
+        self._form = RequestForm(0, False)
         self._token = self._numbers = torch.empty(0)
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
@@ -223,7 +229,7 @@ class GraphDecoder:
     ) -> Any:
         """Output of a replay after comparison with a pass; ``None``: they differ."""
         # The replay does not advance the cache: the pass writes the same token to the same place.
-        comparison = _Comparison()
+        comparison = _Comparison(recording.form)
         logits = self._replay(recording, experts, comparison)
         written = [
             (slot, slot.clone())
@@ -257,18 +263,20 @@ class GraphDecoder:
         return self._tolerance * math.sqrt(max(1.0, (place + 1) / 2))
 
     def _keep_only(self, places: Sequence[Place], experts: Sequence[GpuExpertLayer]) -> None:
-        """Forget recordings of other memory, or with other requests."""
+        """Forget recordings of other memory, or whose requests do not serve the tier."""
         addresses = tuple(
             number
             for keys, values, _ in places
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
         tier, pages = experts[0].tier, experts[0].pages
-        form = (tier, pages.request_form(tier.settings))
-        if addresses == self._addresses and self._recorded_for == form:
+        wanted, form = pages.request_form(tier.settings), pages.request_form(tier.planned_settings)
+        if not form.serves(wanted):
+            form = wanted
+        if addresses == self._addresses and self._tier is tier and self._form == form:
             return
         self._forget()
-        self._addresses, self._recorded_for = addresses, form
+        self._addresses, self._tier, self._form = addresses, tier, form
 
     def _set(self, input_ids: torch.Tensor, position: int, places: Sequence[Place]) -> None:
         """Write the token, its position and its slot in each layer to the memory that the graphs read."""
@@ -321,9 +329,9 @@ class GraphDecoder:
         with graphs.aside():
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
-            run(_Recording(None))
+            run(_Recording(None, self._form))
             graphs.make_room()
-            recording = _Recording(graphs.new)
+            recording = _Recording(graphs.new, self._form)
             run(recording)
         if recording.ordinals != list(range(len(experts))):
             raise RuntimeError(f"the expert layers ran in the order {recording.ordinals}")

@@ -81,7 +81,7 @@ class HostPlacement:
         """See :meth:`Placement.open_pages`."""
         return PageMemory(open_link(config.store, config.link))
 
-    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
+    def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """See :meth:`Placement.may_take_turns`."""
         return True
 

@@ -94,8 +94,10 @@ class Placement(Protocol):
         """
         ...
 
-    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
-        """Whether it costs nothing to change between two ways to load from one token to the next."""
+    def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
+        """Whether a tier that was planned for one way to load can change to another, and back, at any token
+        and at no cost.
+        """
         ...
 
     def layer(self, tier: ExpertTier, ordinal: int) -> RunsExperts:
@@ -162,6 +164,7 @@ class ExpertTier:
         except BaseException:
             placement.close()
             raise
+        self.planned_settings = self.settings
         self.first_settings = self.settings
         self.stream_tokens = stream_tokens(top_k, self.geometry.num_experts)
 
@@ -300,6 +303,7 @@ class ExpertTier:
         if (settings.policy, settings.whole_experts) != (self.settings.policy, self.settings.whole_experts):
             raise ValueError("another policy, or whole experts instead of blocks, need another tier")
         self.apply(plan)
+        self.planned_settings = settings
         self._run_by(settings)
 
     def load_by(self, settings: CacheSettings) -> None:
@@ -327,6 +331,10 @@ class ExpertTier:
         return _native.plan_speculation(
             settings.ahead, settings.lookahead, self.stream_tokens, ordinal, self.layers, tokens
         )
+
+    def ranked_layers(self, ordinal: int, tokens: int, ahead: int) -> list[tuple[int, int]]:
+        """Distance and ordinal of the layers, up to ``ahead`` further, that a pass predicts."""
+        return _native.plan_speculation("ranked", ahead, self.stream_tokens, ordinal, self.layers, tokens)[1]
 
     def prefetch_ranked(self, ahead: int, layer: int, scores: npt.NDArray[np.float32]) -> None:
         """Prefetch the experts of a layer that a predictor ranks highest.

@@ -12,8 +12,8 @@ from moechat.trials import Switch
 class TierWatch:
     """Counts the tokens of one tier and switches between ways to load, between tokens.
 
-    Nothing is watched where the settings leave no choice. On a GPU the ways are those that ask the GPU for
-    the same things, because its recorded graphs serve only these.
+    Nothing is watched where the settings leave no choice. On a GPU the ways are those that the requests of
+    its recorded graphs serve.
 
     Args:
         near: The tier.
@@ -57,18 +57,14 @@ class TierWatch:
             self._load_by(self._watched.ways[watch.way])
 
     def settle(self) -> None:
-        """Between answers: end a trial, and take what a graph could not switch to during one."""
+        """Between answers: end a trial."""
         if self._watched is None or self._near.settings != self._settings:
             return
         watch = self._watched.watch
         watch.abandon()
         wanted = self._watched.ways[watch.at_work]
-        if wanted.predicts and wanted.prefetch_experts == 0:
-            wanted = wanted.fetching_nothing_ahead()
         if wanted != self._near.settings:
             self._load_by(wanted)
-        if wanted != self._watched.ways[watch.at_work]:
-            self._restart()
 
     def _restart(self) -> None:
         near = self._near

@@ -133,8 +133,8 @@ def watched(
         chosen: What was chosen for them: expected times; ``None``: all are taken to be equal.
         at_work: The settings at work.
         far_computes: Missing experts can be computed where they lie.
-        may_take_turns: Whether an engine can change between two settings at any token. Where it cannot stop
-            predicting, it fetches none of what is predicted instead.
+        may_take_turns: Whether an engine that was planned for the first settings can change to the second
+            ones, and back, at any token.
     """
     if not settings.choose or settings.needs_future:
         return None
@@ -145,10 +145,8 @@ def watched(
         way = loads_as(at_work, each.settings)
         if way == at_work:
             name = each.name
-        elif not may_take_turns(way, at_work):
-            way = replace(at_work, miss=way.miss, prefetch_experts=0)
-            if each.settings.ranks or not may_take_turns(way, at_work):
-                continue
+        elif not may_take_turns(at_work, way):
+            continue
         ways[each.name] = way
         if chosen is not None:
             alike = [

@@ -163,12 +163,14 @@ class FirstStart(Comparison):
         tier = self.tier(like, share)
         return simulate(self.trace, settings, tier, self.timing, rankings=ahead, watched=watching).seconds
 
-    def may_take_turns(self, one: CacheSettings, other: CacheSettings) -> bool:
-        """As the engine: recorded graphs of a GPU serve ways that make the same requests."""
+    def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
+        """As the engine: the requests of a GPU's recorded graphs have to serve both."""
         if self.near != "gpu":
             return True
-        forms = {each.request_form(predicts=True, far_computes=self.far_computes) for each in (one, other)}
-        return len(forms) == 1
+        one, two = (
+            each.request_form(predicts=True, far_computes=self.far_computes) for each in (at_work, other)
+        )
+        return one.serves(two)
 
 
 def family_of(model: SimulatedModel) -> str:

@@ -212,33 +212,6 @@ def test_switches_are_remembered_when_a_watch_begins_anew(engine: Engine) -> Non
     assert watching.switches == before
 
 
-def test_a_stand_in_becomes_a_way_that_predicts_nothing_between_answers(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU whose graphs predict: there nothing can be ranked less than that in an answer."""
-    near = near_of(engine)
-    start = replace(AUTO, choose=False)
-    near.switch(start, near.plan_for(start))
-
-    def same_requests(one: CacheSettings, other: CacheSettings) -> bool:
-        return (one.predicts, one.lookahead) == (other.predicts, other.lookahead)
-
-    monkeypatch.setattr(near.placement, "may_take_turns", same_requests)
-    watching = TierWatch(near)
-    watching.begin()
-    for _ in range(200):
-        assert near.settings.predicts
-        assert near.settings.lookahead == 1
-        watching.token(0.02 if near.settings == start else 0.01)
-    assert (near.settings.prefetch, near.settings.prefetch_experts) == ("next-router", 0)
-    watching.settle()
-    assert (near.settings.prefetch, near.settings.prefetch_experts) == ("prompts", None)
-    assert [switch.before for switch in watching.switches] == ["computed"]
-    watching.begin()
-    assert near.settings.prefetch == "prompts"
-    assert watching._watched is None, "none of the others can take turns with it"
-
-
 def test_targets_stay_whichever_way_is_at_work(engine: Engine) -> None:
     targets = near_of(engine).targets.copy()
     on_trial(engine)

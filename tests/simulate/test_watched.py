@@ -335,22 +335,24 @@ def test_nothing_is_watched_without_a_choice() -> None:
     assert watched(AUTO, None, other, far_computes=True) is None
 
 
-def test_ways_that_cannot_take_turns_are_left_out_or_stop_fetching_what_they_predict() -> None:
+def test_ways_that_cannot_take_turns_are_left_out() -> None:
     at_work = ways()["computed"]
 
-    def same_requests(one: CacheSettings, other: CacheSettings) -> bool:
-        return all(
-            (each.predicts, each.lookahead, each.miss == "fetch")
-            == (at_work.predicts, at_work.lookahead, at_work.miss == "fetch")
-            for each in (one, other)
-        )
+    def served(one: CacheSettings, other: CacheSettings) -> bool:
+        forms = [each.request_form(predicts=True, far_computes=True) for each in (one, other)]
+        return forms[0].serves(forms[1])
 
-    watching = watched(AUTO, None, at_work, far_computes=True, may_take_turns=same_requests)
+    def names(start: str) -> set[str]:
+        watching = watched(AUTO, None, ways()[start], far_computes=True, may_take_turns=served)
+        return set() if watching is None else set(watching.ways)
+
+    assert names("two-ahead") == set(ways())
+    assert names("computed") == set(ways()) - {"two-ahead"}
+    assert names("nothing-ahead") == {"nothing-ahead", "cpu-nothing-ahead"}
+    assert names("link") == set()  # alone
+    watching = watched(AUTO, None, at_work, far_computes=True, may_take_turns=served)
     assert watching is not None
-    assert set(watching.ways) == {"computed", "nothing-ahead", "cpu", "cpu-nothing-ahead"}
-    for name in ("nothing-ahead", "cpu-nothing-ahead"):
-        assert (watching.ways[name].prefetch, watching.ways[name].prefetch_experts) == ("next-router", 0)
-        assert watching.ways[name].miss == ways()[name].miss
+    assert watching.ways["nothing-ahead"] == ways()["nothing-ahead"]
     assert watched(AUTO, None, at_work, far_computes=True, may_take_turns=lambda *_: False) is None
 
 
