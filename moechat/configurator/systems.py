@@ -21,7 +21,7 @@ Miss = Literal["fetch", "compute", "both"]
 
 @dataclass(frozen=True)
 class RequestForm:
-    """What the request of an expert layer on a GPU contains, beside the choice of its router.
+    """Contents of the request of an expert layer on a GPU, beside the choice of its router.
 
     Attributes:
         ahead: Layers ahead whose scores it has; 0: none.
