@@ -49,18 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         status = parse(sys.argv[1:] if arguments is None else list(arguments))()
         sys.stdout.flush()
-        if arguments is None:
-            _ignore_signals_at_exit()
-        return status
     except BaseException as error:
-        return _end(error)
+        status = _end(error)
+    if arguments is None:
+        _stop_handling_signals()
+    return status
 
 
-def _ignore_signals_at_exit() -> None:
-    """All is done; the interpreter, with torch, takes up to a second to end."""
+def _stop_handling_signals() -> None:
+    """Nothing is left to interrupt; the interpreter takes up to a second to end once torch is loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _on_end:
+            signal.signal(number, signal.SIG_DFL)
 
 
 _show_python_warning = warnings.showwarning

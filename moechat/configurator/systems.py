@@ -21,7 +21,7 @@ Miss = Literal["fetch", "compute", "both"]
 
 @dataclass(frozen=True)
 class RequestForm:
-    """Contents of the request of an expert layer on a GPU, beside the choice of its router.
+    """Optional parts of what an expert layer on a GPU requests.
 
     Attributes:
         ahead: Layers ahead whose scores it has; 0: none.
@@ -122,6 +122,11 @@ class CacheSettings:
         """Whether a predictor ranks the experts, from the hidden states of the model."""
         return self.ranks and self.prefetch != "perfect"
 
+    @property
+    def predicted_layers(self) -> int:
+        """Layers ahead for which a predictor ranks the experts; 0: none."""
+        return self.lookahead if self.predicts else 0
+
     def request_form(self, *, predicts: bool, far_computes: bool) -> RequestForm:
         """What a layer needs from a GPU when a token decodes.
 
@@ -129,9 +134,7 @@ class CacheSettings:
             predicts: The model has routers that can predict.
             far_computes: Missing experts can be computed where they lie.
         """
-        return RequestForm(
-            self.lookahead if predicts and self.predicts else 0, far_computes and self.miss != "fetch"
-        )
+        return RequestForm(self.predicted_layers if predicts else 0, far_computes and self.miss != "fetch")
 
     @property
     def needs_future(self) -> bool:

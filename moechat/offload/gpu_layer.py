@@ -99,7 +99,7 @@ class GpuExpertLayer:
             form = self.capture.form
             ahead, inputs = form.ahead, form.inputs
         else:
-            ahead = settings.lookahead if settings.predicts else 0
+            ahead = settings.predicted_layers
             inputs = self.pages.miss(settings, len(x)) != "fetch"
         ranked = self._ranked(x, ahead)
         parts = [
@@ -141,17 +141,14 @@ class GpuExpertLayer:
         experts = tier.geometry.num_experts
         rest = 2 * chosen + experts * len(request.places)
         scores = list(packed[2 * chosen : rest].reshape(-1, experts))
-        miss = self.pages.miss(tier.settings, tokens)
-        inputs = None
-        if request.inputs and miss != "fetch":
-            inputs = packed[rest:].view(np.float32).reshape(tokens, -1)
+        miss = self.pages.miss(tier.settings, tokens) if request.inputs else "fetch"
+        inputs = None if miss == "fetch" else packed[rest:].view(np.float32).reshape(tokens, -1)
         picks = index.reshape(tokens, -1).astype(np.int64)
         if tier.replay is not None:
             picks = tier.replay.route(self.ordinal, tokens)
         tier.runner.begin(self.ordinal, picks, weight.view(np.float32).reshape(tokens, -1), miss)
-        wanted = tier.settings.lookahead if tier.settings.predicts else 0
         for (ahead, layer), score in zip(request.places, scores, strict=True):
-            if ahead <= wanted:
+            if ahead <= tier.settings.predicted_layers:
                 tier.prefetch_ranked(ahead, layer, score.view(np.float32))
         tier.prefetch(self.ordinal, request.x)
         return self._compute(request.x, picks.size, inputs, into)

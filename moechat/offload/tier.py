@@ -126,8 +126,9 @@ class ExpertTier:
             ``None`` takes the package's own for the family.
 
     Attributes:
-        settings: Settings in effect; ``first_settings``: those at first; ``wanted``: those asked for, which
-            may leave a choice.
+        settings: Settings in effect; ``planned_settings``: those that the targets were planned for, which
+            differ from them in loading alone; ``first_settings``: those at first; ``wanted``: those asked
+            for, which may leave a choice.
         plan: Targets in effect and their origin.
         runner: The native runner; another one after :meth:`shrink`.
 
@@ -164,7 +165,6 @@ class ExpertTier:
         except BaseException:
             placement.close()
             raise
-        self.planned_settings = self.settings
         self.first_settings = self.settings
         self.stream_tokens = stream_tokens(top_k, self.geometry.num_experts)
 
@@ -212,7 +212,8 @@ class ExpertTier:
                 hint="give a smaller memory budget, so that fewer are made",
             ) from error
         self.pages, self.plan, self.reserve = pages, plan, plan.reserve
-        self._run_by(plan.settings_for(settings))
+        self.planned_settings = plan.settings_for(settings)
+        self._run_by(self.planned_settings)
 
     def layer(self, ordinal: int) -> RunsExperts:
         """Expert layer ``ordinal`` (0 is the first layer that has experts)."""

@@ -180,8 +180,10 @@ def _with_the_future(fixed: CacheSettings, *, far_computes: bool) -> list[Strate
     ]
     if far_computes:
         found += [
-            Strategy(f"{name}-cpu", "the CPU computes what is missing", replace(settings, miss="compute"))
-            for name, settings in ((each.name, each.settings) for each in found[-2:])
+            Strategy(
+                f"{each.name}-cpu", "the CPU computes what is missing", replace(each.settings, miss="compute")
+            )
+            for each in found[-2:]
         ]
     return found
 

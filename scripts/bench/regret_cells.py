@@ -165,12 +165,8 @@ class FirstStart(Comparison):
 
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """As the engine: the requests of a GPU's recorded graphs have to serve both."""
-        if self.near != "gpu":
-            return True
-        one, two = (
-            each.request_form(predicts=True, far_computes=self.far_computes) for each in (at_work, other)
-        )
-        return one.serves(two)
+        parts = {"predicts": True, "far_computes": self.far_computes}
+        return self.near != "gpu" or at_work.request_form(**parts).serves(other.request_form(**parts))
 
 
 def family_of(model: SimulatedModel) -> str:
