@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_shapes import FORMATS, GgufPlan, plan_gguf
+from llama_peer import LlamaPeer
 from worker import Worker
 
 from moechat.hub.known_shapes import shape_names, shape_values
@@ -94,45 +95,6 @@ def parse_models(text: str) -> list[Model]:
     return models
 
 
-@dataclass(frozen=True)
-class LlamaPython:
-    """An interpreter with llama-cpp-python and gguf.
-
-    Attributes:
-        path: Of the interpreter.
-        about: What it says of llama.cpp.
-    """
-
-    path: str
-    about: Mapping[str, Any]
-
-    @classmethod
-    def find(cls, path: str | None) -> LlamaPython:
-        """Check an interpreter.
-
-        Raises:
-            BenchError: It is missing, or lacks a package.
-        """
-        how = (
-            "\nmake one:  python3 -m venv llama && CMAKE_ARGS=-DGGML_NATIVE=ON llama/bin/pip install "
-            "--no-binary llama-cpp-python llama-cpp-python gguf\n"
-            "then give --llama-python llama/bin/python, or leave llama.cpp out with --only moechat"
-        )
-        if path is None:
-            raise BenchError(f"--llama-python is needed: an interpreter with llama-cpp-python and gguf{how}")
-        try:
-            subprocess.run([path, "-c", "import gguf"], check=True, capture_output=True, text=True)
-            done = subprocess.run(
-                [path, str(_HERE / "llama_worker.py"), "about"], check=True, capture_output=True, text=True
-            )
-        except OSError as error:
-            raise BenchError(f"{path} cannot be run: {error}{how}") from error
-        except subprocess.CalledProcessError as error:
-            last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise BenchError(f"{path} lacks what is needed: {last}{how}") from error
-        return cls(path, json.loads(done.stdout))
-
-
 class Files:
     """What is in the work directory.
 
@@ -181,7 +143,7 @@ def prepare(
     files: Files,
     models: Sequence[Model],
     formats: Sequence[str],
-    llama: LlamaPython | None,
+    llama: LlamaPeer | None,
     options: Mapping[str, Any],
     say: Say,
     *,
@@ -193,8 +155,8 @@ def prepare(
         files: The work directory.
         models: To be measured.
         formats: Of GGUF files.
-        llama: Writes them; ``None``: there are none.
-        options: ``dense_bits`` and ``activation_bits`` of moechat.
+        llama: Reads them; ``None``: there are none.
+        options: Of :func:`moechat.load`.
         say: For people.
         load: Load stores that are there, too: they are verified, and packed dense weights are kept.
 
@@ -238,9 +200,8 @@ def prepare(
         sizes[files.store(model).name] = sum(file.stat().st_size for file in files.store(model).iterdir())
     for path, plan in wanted:
         if not path.exists():
-            assert llama is not None
             say(f"writing {path.name}, {plan.nbytes / 1e9:.2f} GB")
-            _write_gguf(llama, plan, path)
+            _write_gguf(plan, path)
         sizes[path.name] = path.stat().st_size
     return sizes
 
@@ -250,10 +211,10 @@ def _is_complete(store: Path) -> bool:
     return (store / "manifest.json").is_file()
 
 
-def _write_gguf(llama: LlamaPython, plan: GgufPlan, path: Path) -> None:
+def _write_gguf(plan: GgufPlan, path: Path) -> None:
     described = path.with_suffix(".json")
     described.write_text(json.dumps(plan.to_json()), "utf-8")
-    command = [llama.path, str(_HERE / "gguf_files.py"), str(described), str(path)]
+    command = [sys.executable, str(_HERE / "gguf_files.py"), str(described), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         path.with_name(path.name + ".part").unlink(missing_ok=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cpu_files import BenchError, Files, LlamaPython, page_in
+from cpu_files import BenchError, Files, page_in
+from llama_peer import LlamaPeer
 from worker import Worker
 
 MEASURED = ("decode", "prompt")
-_NAME = "llama.json"
 _TOKENS, _PROMPT = 16, 128
 _SLACK = 2 << 30
 # A second copy of the weights in memory is not worth less.
@@ -42,8 +42,9 @@ _ALL = tuple(Way(repack, attention) for repack in (True, False) for attention in
 class Ways:
     """What was found so far."""
 
-    def __init__(self, files: Files) -> None:
-        self._path = files.work / _NAME
+    def __init__(self, files: Files, llama: LlamaPeer) -> None:
+        self._llama = llama
+        self._path = files.work / f"llama-{llama.variant}.json"
         self._known: dict[str, dict[str, Any]] = {}
         if self._path.exists():
             self._known = json.loads(self._path.read_text("utf-8"))
@@ -62,11 +63,10 @@ class Ways:
             )
         return {what: Way(**way) for what, way in found["best"].items()}
 
-    def find(self, llama: LlamaPython, path: Path, threads: int, rounds: int) -> dict[str, Way]:
+    def find(self, path: Path, threads: int, rounds: int) -> dict[str, Way]:
         """Try all ways in turns, and note the fastest.
 
         Args:
-            llama: The interpreter.
             path: Of the file.
             threads: Used.
             rounds: Turns of each way.
@@ -85,8 +85,8 @@ class Ways:
         with ExitStack() as stack:
             workers = {}
             for repack in (True, False):
-                workers[repack] = stack.enter_context(llama_worker(llama, f"llama.cpp {path.name}", path))
-                workers[repack].post("load", path=str(path), threads=threads, repack=repack)
+                workers[repack] = stack.enter_context(llama_worker(self._llama, f"llama.cpp {path.name}"))
+                workers[repack].post("load", path=str(path), threads=threads, context=256, repack=repack)
             for worker in workers.values():
                 worker.answer()
             for number in range(rounds + 1):
@@ -126,9 +126,8 @@ def fastest(rates: Mapping[str, Mapping[Way, float]]) -> dict[str, Way]:
     return {"decode": decode, "prompt": prompt}
 
 
-def llama_worker(llama: LlamaPython, name: str, path: Path) -> Worker:
+def llama_worker(llama: LlamaPeer, name: str) -> Worker:
     """A process for llama.cpp."""
-    script = Path(__file__).resolve().parent / "llama_worker.py"
     # What importing moechat has said to the libraries beside it is not for llama.cpp.
     ours: dict[str, str | None] = {"OMP_WAIT_POLICY": None, "MKL_CBWR": None}
-    return Worker(name, [llama.path, str(script), "serve", str(path)], ours)
+    return Worker(name, llama.command("serve"), ours)

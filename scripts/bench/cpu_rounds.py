@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from cpu_files import Files, LlamaPython, Model, Say
+from cpu_files import Files, Model, Say
 from cpu_systems import Settings, System, Systems, groups
+from llama_peer import LlamaPeer
 
 from moechat import _native
 from moechat.hardware.measure_cpu import last_cache_bytes
@@ -22,7 +23,7 @@ class Turn:
     """One measurement.
 
     Attributes:
-        system: ``moechat ISA``, ``q4_k``, ``q4_0`` or ``q4_k thin``.
+        system: ``moechat ISA``, a format of llama.cpp such as ``q4_k``, or ``q4_k thin``.
         what: ``decode``, ``prompt`` or ``experts``.
         size: Tokens of the context or prompt; 0 for experts.
         threads: Used.
@@ -161,7 +162,7 @@ def measure(
     files: Files,
     model: Model,
     settings: Settings,
-    llama: LlamaPython | None,
+    llama: LlamaPeer | None,
     ours: bool,
     streaming: Streaming,
     say: Say,

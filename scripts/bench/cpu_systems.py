@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cpu_files import THIN, BenchError, Files, LlamaPython, Model, Say, has_thin, page_in
+from cpu_files import THIN, BenchError, Files, Model, Say, has_thin, page_in
 from cpu_llama import DEFAULT_WAY, MEASURED, Way, Ways, llama_worker
 from gguf_shapes import FORMATS, GgufPlan
+from llama_peer import LlamaPeer
 from worker import Worker
 
 from moechat import _native
 
 _MEMORY_SLACK = 3 << 29
+_CONTEXT_STEP = 1024
 # Of a process, beside what it maps: code, attention cache, workspace, packed dense weights.
 _MOECHAT_BYTES, _LLAMA_BYTES = 5 << 28, 3 << 28
 
@@ -33,8 +35,9 @@ class Settings:
         tokens: Of a decode turn.
         contexts: Tokens before them: the first in every round, others once.
         prompts: Lengths: all in every round with the most threads, the first also with fewer, once.
-        dense_bits: Of moechat.
-        activation_bits: Of moechat, ascending: a system for each of them and of the instruction sets.
+        dense_bits: Of moechat; ``None``: its default.
+        activation_bits: Of moechat, a system for each of them and of the instruction sets; ``None``: its
+            default.
         best: llama.cpp runs as is fastest here, not by its own defaults.
     """
 
@@ -45,14 +48,20 @@ class Settings:
     tokens: int
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
-    dense_bits: int
-    activation_bits: tuple[int, ...]
+    dense_bits: int | None
+    activation_bits: tuple[int | None, ...]
     best: bool
 
-    def options(self, activation_bits: int | None = None) -> dict[str, int]:
-        """What moechat loads a store with; by default with the first of the activations."""
-        chosen = self.activation_bits[0] if activation_bits is None else activation_bits
-        return {"dense_bits": self.dense_bits, "activation_bits": chosen}
+    @property
+    def context(self) -> int:
+        """Tokens that a measurement holds at most; rounded up."""
+        most = max(max(self.contexts) + self.tokens + 2, max(self.prompts))
+        return -(-most // _CONTEXT_STEP) * _CONTEXT_STEP
+
+    def options(self, activation_bits: int | None) -> dict[str, int]:
+        """Options of :func:`moechat.load`: those that are not its defaults."""
+        given = {"dense_bits": self.dense_bits, "activation_bits": activation_bits}
+        return {"ctx": self.context} | {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class Systems:
         model: Model,
         settings: Settings,
         formats: tuple[str, ...],
-        llama: LlamaPython | None,
+        llama: LlamaPeer | None,
         ours: bool,
         say: Say,
     ) -> None:
@@ -144,7 +153,7 @@ class Systems:
 
     def _moechat(self, isa: str, activation_bits: int) -> _Part:
         path, settings = self._files.store(self._model), self._settings
-        name = f"moechat {isa}" if activation_bits == 16 else f"moechat {isa} a{activation_bits}"
+        name = f"moechat {isa}" if activation_bits is None else f"moechat {isa} a{activation_bits}"
         page_in(path)
         worker = self._stack.enter_context(self._files.moechat_worker(name, isa))
         options = settings.options(activation_bits)
@@ -156,14 +165,20 @@ class Systems:
         assert self._llama is not None
         path, plan = self._files.gguf(self._model, kind, neurons), self._model.plan(kind, neurons)
         name = kind if neurons is None else f"{kind} thin"
-        ways = _ways(self._files, self._model, self._settings, kind)
+        ways = _ways(self._files, self._model, self._settings, self._llama, kind)
         if neurons is not None:
             del ways["prompt"]
         page_in(path)
         parts = []
         for repack in sorted({way.repack for way in ways.values()}):
-            worker = self._stack.enter_context(llama_worker(self._llama, f"llama.cpp {name}", path))
-            worker.post("load", path=str(path), threads=max(self._settings.threads), repack=repack)
+            worker = self._stack.enter_context(llama_worker(self._llama, f"llama.cpp {name}"))
+            worker.post(
+                "load",
+                path=str(path),
+                threads=max(self._settings.threads),
+                context=self._settings.context,
+                repack=repack,
+            )
             whats = {what: {"attention": way.attention} for what, way in ways.items() if way.repack == repack}
             parts.append(_Part(name, worker, path, whats, plan))
         return parts
@@ -188,7 +203,7 @@ class Systems:
 
 
 def groups(
-    files: Files, model: Model, settings: Settings, llama: LlamaPython | None, ours: bool
+    files: Files, model: Model, settings: Settings, llama: LlamaPeer | None, ours: bool
 ) -> list[tuple[str, ...]]:
     """Formats that are measured beside moechat at the same time: all, or one after the other where the memory
     is too small for all.
@@ -200,7 +215,7 @@ def groups(
         return [()]
     store = sum(file.stat().st_size for file in files.store(model).iterdir())
     fixed = _MEMORY_SLACK + (store + len(settings.isas) * _MOECHAT_BYTES if ours else 0)
-    needed = {kind: _gguf_memory(files, model, settings, kind) for kind in settings.formats}
+    needed = {kind: _gguf_memory(files, model, settings, llama, kind) for kind in settings.formats}
     free = psutil.virtual_memory().available
     if fixed + sum(needed.values()) <= free:
         return [settings.formats]
@@ -213,19 +228,19 @@ def groups(
     return [(name,) for name in settings.formats]
 
 
-def _gguf_memory(files: Files, model: Model, settings: Settings, kind: str) -> int:
+def _gguf_memory(files: Files, model: Model, settings: Settings, llama: LlamaPeer, kind: str) -> int:
     """Of all processes with this format: the mapped file, and a copy of it where the order is another."""
-    ways = {way.repack for way in _ways(files, model, settings, kind).values()}
+    ways = {way.repack for way in _ways(files, model, settings, llama, kind).values()}
     needed = len(ways) * (model.plan(kind).nbytes + _LLAMA_BYTES)
     if kind == FORMATS[0] and has_thin(model):
         needed += model.plan(kind, THIN).nbytes + _LLAMA_BYTES
     return needed
 
 
-def _ways(files: Files, model: Model, settings: Settings, kind: str) -> dict[str, Way]:
+def _ways(files: Files, model: Model, settings: Settings, llama: LlamaPeer, kind: str) -> dict[str, Way]:
     """How llama.cpp runs, by what is measured."""
     if settings.best:
-        return Ways(files).of(files.gguf(model, kind))
+        return Ways(files, llama).of(files.gguf(model, kind))
     return dict.fromkeys(MEASURED, DEFAULT_WAY)
 
 

@@ -24,36 +24,80 @@ _POOL_BYTES = 1 << 24
 _KINDS = {
     "f32": gguf.GGMLQuantizationType.F32,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_k": gguf.GGMLQuantizationType.Q4_K,
+    "q5_k": gguf.GGMLQuantizationType.Q5_K,
+    "q6_k": gguf.GGMLQuantizationType.Q6_K,
 }
-# Of codes 0..15 that are all as likely.
-_MEAN, _SPREAD = 7.5, (255 / 12) ** 0.5
 # Q4_K scales of 6 bits: from these, so that the fp16 factor stays a normal number for every size of model.
 _SCALES = (8, 24)
+_MIDDLE_SCALE = float(np.mean(np.arange(*_SCALES, dtype=float) ** 2)) ** 0.5
+
+
+def _spread(bits: int) -> float:
+    """Standard deviation of codes that are all as likely."""
+    return float(((1 << 2 * bits) - 1) / 12) ** 0.5
 
 
 def q4_0_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Random blocks ``[count, 18]`` of ``d * (q - 8)``; the sign of d is drawn, so that the mean is 0."""
     blocks = generator.integers(0, 256, (count, 18), dtype=np.uint8)
-    size = generator.uniform(0.75, 1.25, count) / (_SPREAD * inputs**0.5)
+    size = generator.uniform(0.75, 1.25, count) / (_spread(4) * inputs**0.5)
     scale = (size * generator.choice((-1.0, 1.0), count)).astype(np.float16)
     blocks[:, :2] = scale.view(np.uint8).reshape(count, 2)
     return blocks
 
 
+def q8_0_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 34]`` of ``d * q`` with q -128 to 127."""
+    blocks = generator.integers(0, 256, (count, 34), dtype=np.uint8)
+    size = generator.uniform(0.75, 1.25, count) / (_spread(8) * inputs**0.5)
+    blocks[:, :2] = size.astype(np.float16).view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+def q6_k_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 210]`` of ``d * scale * (q - 32)``; signs of scales are drawn."""
+    blocks = generator.integers(0, 256, (count, 210), dtype=np.uint8)
+    scales = generator.integers(*_SCALES, (count, 16)) * generator.choice((-1, 1), (count, 16))
+    blocks[:, 192:208] = scales.astype(np.int8).view(np.uint8)
+    size = generator.uniform(0.75, 1.25, count) / (_spread(6) * _MIDDLE_SCALE * inputs**0.5)
+    blocks[:, 208:] = size.astype(np.float16).view(np.uint8).reshape(count, 2)
+    return blocks
+
+
 def q4_k_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Random blocks ``[count, 144]`` of ``d * scale * q - dmin * min``, with ``dmin * min`` at the mean."""
-    blocks = generator.integers(0, 256, (count, 144), dtype=np.uint8)
+    return _scaled_blocks(count, inputs, generator, bits=4)
+
+
+def q5_k_blocks(count: int, inputs: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks ``[count, 176]``; like Q4_K with a fifth bit."""
+    return _scaled_blocks(count, inputs, generator, bits=5)
+
+
+def _scaled_blocks(
+    count: int, inputs: int, generator: np.random.Generator, *, bits: int
+) -> npt.NDArray[np.uint8]:
+    blocks = generator.integers(0, 256, (count, 16 + 32 * bits), dtype=np.uint8)
     scales = generator.integers(*_SCALES, (count, 8), dtype=np.uint8)
-    middle = float(np.mean(np.arange(*_SCALES, dtype=float) ** 2)) ** 0.5
-    d = generator.uniform(0.75, 1.25, count) / (_SPREAD * middle * inputs**0.5)
-    factors = np.stack([d, _MEAN * d], axis=1).astype(np.float16)
+    d = generator.uniform(0.75, 1.25, count) / (_spread(bits) * _MIDDLE_SCALE * inputs**0.5)
+    factors = np.stack([d, ((1 << bits) - 1) / 2 * d], axis=1).astype(np.float16)
     blocks[:, :4] = factors.view(np.uint8)
     # Twelve bytes hold eight 6-bit scales and eight 6-bit minima, here equal to them: bytes 0..3 and 4..7 the
     # first four of each with two upper bits of the last four, bytes 8..11 the lower four bits of those.
     blocks[:, 4:8] = blocks[:, 8:12] = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
     blocks[:, 12:16] = (scales[:, 4:] & 15) | ((scales[:, 4:] & 15) << 4)
     return blocks
+
+
+_BLOCKS = {
+    "q4_0": q4_0_blocks,
+    "q8_0": q8_0_blocks,
+    "q4_k": q4_k_blocks,
+    "q5_k": q5_k_blocks,
+    "q6_k": q6_k_blocks,
+}
 
 
 class _Weights:
@@ -83,7 +127,7 @@ class _Weights:
     def _pool(self, kind: str, inputs: int) -> npt.NDArray[np.uint8]:
         key = kind, inputs
         if key not in self._pools:
-            make = {"q4_0": q4_0_blocks, "q4_k": q4_k_blocks}[kind]
+            make = _BLOCKS[kind]
             # An odd number of them: equal tensors do not come to lie on each other.
             self._pools[key] = make(_POOL_BYTES // BLOCKS[kind][1] | 1, inputs, self._generator)
         return self._pools[key]

@@ -15,9 +15,16 @@ from typing import Any
 
 # Of the writer: part of the name of a file, so that files of another form are not taken for these.
 REVISION = 1
-# Weights and bytes of a block of each encoding (ggml-common.h: block_q4_0, block_q4_K).
-BLOCKS = {"f32": (1, 4), "q4_0": (32, 18), "q4_k": (256, 144)}
-FORMATS = ("q4_k", "q4_0")
+# Weights and bytes of a block of each encoding (ggml-common.h: block_q4_0, block_q4_K and so on).
+BLOCKS = {
+    "f32": (1, 4),
+    "q4_0": (32, 18),
+    "q8_0": (32, 34),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
+FORMATS = ("q4_k", "q4_k_m", "q4_0")
 _ARCHITECTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
 
 
@@ -105,13 +112,63 @@ class GgufPlan:
         return cls(values["architecture"], dict(values["metadata"]), tensors)
 
 
+@dataclass(frozen=True)
+class _Mix:
+    """Encodings of the matrices of a format (llama.cpp's src/llama-quant.cpp, llama_tensor_get_type_impl).
+
+    Attributes:
+        kind: One of :data:`FORMATS`.
+        layers: Of the model.
+        experts: Of a layer; llama.cpp's mix knows models with eight.
+    """
+
+    kind: str
+    layers: int
+    experts: int
+
+    @property
+    def base(self) -> str:
+        """Of most matrices."""
+        return "q4_k" if self.mixed else self.kind
+
+    @property
+    def mixed(self) -> bool:
+        """Whether matrices differ."""
+        return self.kind == "q4_k_m"
+
+    @property
+    def head(self) -> str:
+        """Of the head."""
+        return "q6_k" if self.mixed else self.kind
+
+    @property
+    def key(self) -> str:
+        """Of the key projection."""
+        return "q8_0" if self.mixed and self.experts == 8 else self.base
+
+    @property
+    def output(self) -> str:
+        """Of the attention's output projection."""
+        return "q5_k" if self.mixed and self.experts == 8 else self.base
+
+    def value(self, layer: int) -> str:
+        """Of the value projection."""
+        return "q8_0" if self.mixed and self.experts == 8 else self.down(layer)
+
+    def down(self, layer: int) -> str:
+        """Of the experts' down projection."""
+        first, last = self.layers // 8, 7 * self.layers // 8
+        more = layer < first or layer >= last or (layer - first) % 3 == 2
+        return "q6_k" if self.mixed and more else self.base
+
+
 def plan_gguf(
     config: Mapping[str, Any], kind: str, *, neurons: int | None = None, context: int = 4096
 ) -> GgufPlan:
-    """The file of a model with every matrix encoded alike; norms and routers are float32, as llama.cpp wants.
+    """The file of a model; norms and routers are float32, as llama.cpp wants.
 
-    The head is no exception: mixes like Q4_K_M give it 6 bits, so this is what llama.cpp reads least of, and
-    it has the bits that moechat's own 4-bit form has.
+    ``q4_k`` and ``q4_0`` encode every matrix alike, the head too: what llama.cpp reads least of. ``q4_k_m`` is
+    the mix that most people use, with more bits for the matrices that need them.
 
     Args:
         config: A transformers configuration of Mixtral, OLMoE or Qwen3-MoE.
@@ -133,15 +190,16 @@ def plan_gguf(
     top_k = config["num_experts_per_tok"]
     inner = neurons or config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"]
 
-    tensors = [Tensor("token_embd.weight", (vocabulary, hidden), kind, parts=vocabulary)]
+    mix = _Mix(kind, layers, experts)
+    tensors = [Tensor("token_embd.weight", (vocabulary, hidden), mix.base, parts=vocabulary)]
     for layer in range(layers):
         block = f"blk.{layer}."
         tensors += [
             Tensor(block + "attn_norm.weight", (hidden,), "f32"),
-            Tensor(block + "attn_q.weight", (heads * head, hidden), kind),
-            Tensor(block + "attn_k.weight", (kv_heads * head, hidden), kind),
-            Tensor(block + "attn_v.weight", (kv_heads * head, hidden), kind),
-            Tensor(block + "attn_output.weight", (hidden, heads * head), kind),
+            Tensor(block + "attn_q.weight", (heads * head, hidden), mix.base),
+            Tensor(block + "attn_k.weight", (kv_heads * head, hidden), mix.key),
+            Tensor(block + "attn_v.weight", (kv_heads * head, hidden), mix.value(layer)),
+            Tensor(block + "attn_output.weight", (hidden, heads * head), mix.output),
         ]
         if family != "mixtral":
             # OLMoE norms all heads together, Qwen3 each by itself with the same weights.
@@ -153,13 +211,13 @@ def plan_gguf(
         tensors += [
             Tensor(block + "ffn_norm.weight", (hidden,), "f32"),
             Tensor(block + "ffn_gate_inp.weight", (experts, hidden), "f32"),
-            Tensor(block + "ffn_gate_exps.weight", (experts, inner, hidden), kind, experts, top_k),
-            Tensor(block + "ffn_up_exps.weight", (experts, inner, hidden), kind, experts, top_k),
-            Tensor(block + "ffn_down_exps.weight", (experts, hidden, inner), kind, experts, top_k),
+            Tensor(block + "ffn_gate_exps.weight", (experts, inner, hidden), mix.base, experts, top_k),
+            Tensor(block + "ffn_up_exps.weight", (experts, inner, hidden), mix.base, experts, top_k),
+            Tensor(block + "ffn_down_exps.weight", (experts, hidden, inner), mix.down(layer), experts, top_k),
         ]
     tensors += [
         Tensor("output_norm.weight", (hidden,), "f32"),
-        Tensor("output.weight", (vocabulary, hidden), kind),
+        Tensor("output.weight", (vocabulary, hidden), mix.head),
     ]
 
     own: dict[str, int | float] = {

@@ -22,8 +22,6 @@ from moechat.bench.decode import Bench
 from moechat.bench.synthetic_models import cut_shape, describe_shape, store_name
 from moechat.store.synthetic import write_synthetic_store
 
-CONTEXT = 1024
-
 
 def sizes(name: str, config: dict[str, Any], layers: int) -> dict[str, Any]:
     """Directory name and bytes of the store that :func:`prepare` would write."""
@@ -38,7 +36,7 @@ def prepare(
     """Write the 4-bit store of a shape unless it is there, verify it, and pack what the options ask for."""
     shape = cut_shape(name, config, layers=layers)
     write_synthetic_store(describe_shape(shape, bits=4), Path(path))
-    moechat.load(path, ctx=64, **options).close()
+    moechat.load(path, **options).close()
     return {}
 
 
@@ -51,14 +49,13 @@ class MoechatModel:
         Args:
             path: Of the store.
             threads: Most that will be asked for.
-            options: ``dense_bits`` and ``activation_bits``.
+            options: Of :func:`moechat.load`.
 
         Raises:
             MoechatError: See :func:`moechat.load`.
             RuntimeError: The memory is too small to map all experts.
         """
-        # Rotary tables and masks, and room for the longest measurement.
-        engine = moechat.load(path, threads=threads, ctx=CONTEXT, **options)
+        engine = moechat.load(path, threads=threads, **options)
         held = engine.describe().experts
         if not held.startswith("mapped"):
             raise RuntimeError(f"experts of {path} are not mapped ({held}): too little memory is free")

@@ -182,43 +182,48 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
   }
 }
 
+// Activations of one tile for all tokens of one row.
+template <class E>
+MOECHAT_INLINE void neuron_tiles(const ForwardTask& task, std::int64_t entry, int tile, Vec factors) {
+  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+  const std::int64_t local = entry - task.entry_begin;
+  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  const std::int64_t slot = task.slot_start[local];
+  const std::int64_t count = task.slot_start[local + 1] - slot;
+  if (tile == kTilesPerBlock - 1 && entry + 1 < task.list_end) {
+    // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
+    const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
+    prefetch_bytes(next + task.layout->gate_q, kPrefetchBytes);
+    prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
+  }
+  std::int64_t t = 0;
+  for (; t + kFloatTokens <= count; t += kFloatTokens)
+    neuron_tile<E, kFloatTokens>(task, record, tile, item + t, slot + t, factors);
+  if (kFloatTokens > 4 && t + 4 <= count) {
+    neuron_tile<E, 4>(task, record, tile, item + t, slot + t, factors);
+    t += 4;
+  }
+  if (t + 2 <= count) {
+    neuron_tile<E, 2>(task, record, tile, item + t, slot + t, factors);
+    t += 2;
+  }
+  if (t < count) neuron_tile<E, 1>(task, record, tile, item + t, slot + t, factors);
+}
+
 template <class E>
 void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   const Vec factors = unshift_factors(task.layout->bits);
   for (std::int64_t unit = begin; unit < end; ++unit) {
-    const std::int64_t local = unit / kTilesPerBlock;
-    const int tile = static_cast<int>(unit % kTilesPerBlock);
-    const std::int64_t entry = task.entry_begin + local;
-    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-    const std::int64_t slot = task.slot_start[local];
-    const std::int64_t count = task.slot_start[local + 1] - slot;
-    if (tile == kTilesPerBlock - 1 && entry + 1 < task.list_end) {
-      // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
-      const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
-      prefetch_bytes(next + task.layout->gate_q, kPrefetchBytes);
-      prefetch_bytes(next + task.layout->up_q, kPrefetchBytes);
-    }
-    std::int64_t t = 0;
-    for (; t + kFloatTokens <= count; t += kFloatTokens)
-      neuron_tile<E, kFloatTokens>(task, record, tile, item + t, slot + t, factors);
-    if (kFloatTokens > 4 && t + 4 <= count) {
-      neuron_tile<E, 4>(task, record, tile, item + t, slot + t, factors);
-      t += 4;
-    }
-    if (t + 2 <= count) {
-      neuron_tile<E, 2>(task, record, tile, item + t, slot + t, factors);
-      t += 2;
-    }
-    if (t < count) neuron_tile<E, 1>(task, record, tile, item + t, slot + t, factors);
+    neuron_tiles<E>(task, task.entry_begin + unit / kTilesPerBlock, static_cast<int>(unit % kTilesPerBlock),
+                    factors);
   }
 }
 
 // Output rows of kTiles adjacent tiles for kTokens tokens of one row.
 template <class E, int kTiles, int kTokens>
-MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                                 std::int64_t tile, const std::int32_t* out_rows, const float* weights,
-                                 const float* activations, const float (&act_sums)[kTokens]) {
+MOECHAT_INLINE void output_rows(const ForwardTask& task, const unsigned char* record, std::int64_t block,
+                                std::int64_t tile, const OutputRows& to, const float* activations,
+                                const float (&act_sums)[kTokens]) {
   const BlockLayout& layout = *task.layout;
   const unsigned char* q[kTiles];
   const float* a[kTokens];
@@ -243,16 +248,15 @@ MOECHAT_INLINE void output_tiles(const ForwardTask& task, const unsigned char* r
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }
-      add_output(task.out + out_rows[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
-                 partial);
+      to.put(t, row, partial);
     }
   }
 }
 
 template <class E, int kTokens>
 void output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                  std::int64_t begin, std::int64_t end, const std::int32_t* out_rows, const float* weights,
-                  std::int64_t slot, const unsigned char* next_record) {
+                  std::int64_t begin, std::int64_t end, const OutputRows& to, std::int64_t slot,
+                  const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   const float* activations = task.activations + slot * kBlockNeurons;
   float act_sums[kTokens];
@@ -274,45 +278,57 @@ void output_range(const ForwardTask& task, const unsigned char* record, std::int
       if constexpr (E::kScaled)
         prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
     }
-    output_tiles<E, kStep, kTokens>(task, record, block, tile, out_rows, weights, activations, act_sums);
+    output_rows<E, kStep, kTokens>(task, record, block, tile, to, activations, act_sums);
   }
   if constexpr (kStep > 1) {
     for (; tile < end; ++tile) {
-      output_tiles<E, 1, kTokens>(task, record, block, tile, out_rows, weights, activations, act_sums);
+      output_rows<E, 1, kTokens>(task, record, block, tile, to, activations, act_sums);
     }
   }
+}
+
+// Output tiles [begin, end) of the block of entry `entry`; `next` is the record that is read afterwards, or
+// null.
+template <class E>
+void block_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
+                   const OutputRows& to, const unsigned char* next) {
+  const std::int64_t local = entry - task.entry_begin;
+  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+  const std::int64_t slot = task.slot_start[local];
+  const std::int64_t count = task.slot_start[local + 1] - slot;
+  const std::int64_t block = task.block_index[entry];
+  std::int64_t t = 0;
+  for (; t + kFloatTokens <= count; t += kFloatTokens)
+    output_range<E, kFloatTokens>(task, record, block, begin, end, to.from(t), slot + t, next);
+  if (kFloatTokens > 4 && t + 4 <= count) {
+    output_range<E, 4>(task, record, block, begin, end, to.from(t), slot + t, next);
+    t += 4;
+  }
+  if (t + 2 <= count) {
+    output_range<E, 2>(task, record, block, begin, end, to.from(t), slot + t, next);
+    t += 2;
+  }
+  if (t < count) output_range<E, 1>(task, record, block, begin, end, to.from(t), slot + t, next);
 }
 
 template <class E>
 void outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
-    const std::int64_t local = entry - task.entry_begin;
-    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
     const unsigned char* next = entry + 1 < task.entry_end
                                     ? reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1])
                                     : nullptr;
-    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-    const std::int32_t* out_rows = task.row_out + item;
-    const float* weights = task.row_weight + item;
-    const std::int64_t slot = task.slot_start[local];
-    const std::int64_t count = task.slot_start[local + 1] - slot;
-    const std::int64_t block = task.block_index[entry];
-    std::int64_t t = 0;
-    for (; t + kFloatTokens <= count; t += kFloatTokens) {
-      output_range<E, kFloatTokens>(task, record, block, begin, end, out_rows + t, weights + t, slot + t,
-                                    next);
-    }
-    if (kFloatTokens > 4 && t + 4 <= count) {
-      output_range<E, 4>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
-      t += 4;
-    }
-    if (t + 2 <= count) {
-      output_range<E, 2>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
-      t += 2;
-    }
-    if (t < count)
-      output_range<E, 1>(task, record, block, begin, end, out_rows + t, weights + t, slot + t, next);
+    block_outputs<E>(task, entry, begin, end, result_rows(task, entry), next);
   }
+}
+
+// The whole block of entry `local` of the chunk.
+template <class E>
+void block_of(const ForwardTask& task, std::int64_t local, bool stored) {
+  const Vec factors = unshift_factors(task.layout->bits);
+  const std::int64_t entry = task.entry_begin + local;
+  for (int tile = 0; tile < kTilesPerBlock; ++tile) neuron_tiles<E>(task, entry, tile, factors);
+  block_outputs<E>(task, entry, 0, output_tiles(*task.layout),
+                   stored ? partial_rows(task, task.slot_start[local]) : result_rows(task, entry), nullptr);
 }
 
 template <class E>
@@ -347,6 +363,12 @@ void neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
 void outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   for_encoding(task.layout->encoding,
                [&](auto tag) { outputs_of<typename decltype(tag)::Type>(task, begin, end); });
+}
+
+// The next record is prefetched by neuron_tiles().
+void block(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char*) {
+  for_encoding(task.layout->encoding,
+               [&](auto tag) { block_of<typename decltype(tag)::Type>(task, local, stored); });
 }
 
 void activate(const ActivationSpec& spec, const float* gate, const float* up, float* out,

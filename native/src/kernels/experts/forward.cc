@@ -21,6 +21,11 @@ constexpr std::int64_t kMaxSlots =
 constexpr std::int64_t kBytesPerThread =
     1 << 16;                            // of weights; below, waking one more thread costs more than it saves
 constexpr std::int64_t kTileGrain = 8;  // least output tiles per thread
+// Few tokens are computed in whole blocks: a thread reads each record from its beginning to its end. Memory
+// serves that a fifth faster than the gate and up projections of all blocks first and all down projections
+// afterwards. REQUIRES: enough blocks to share them evenly.
+constexpr std::int64_t kLeastBlocks = 4;                       // per thread
+constexpr std::int64_t kPartialBytes = std::int64_t{8} << 20;  // of outputs that are kept
 
 enum Scratch : int {
   kInputs,
@@ -45,7 +50,11 @@ enum Scratch : int {
   kRowWeights,
   kRunBegins,
   kRunEnds,
-  kSeenRows
+  kSeenRows,
+  kPartials,
+  kBlockRanges,
+  kChains,
+  kKept
 };
 
 [[noreturn]] void refuse(const char* name, std::int64_t at, std::int64_t value, std::int64_t low,
@@ -153,13 +162,108 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + after) * bytes);
 }
 
+// Whether the chunk is computed in whole blocks.
+bool has_whole_blocks(const ForwardTask& task, std::int64_t threads) {
+  if (task.entry_end - task.entry_begin < kLeastBlocks * threads || task.part_begin > 0) return false;
+  if (task.many_x == nullptr) return true;
+  for (std::int64_t i = 0; i < task.entry_end - task.entry_begin; ++i) {
+    if (task.slot_start[i + 1] - task.slot_start[i] >= task.many->threshold) return false;
+  }
+  return true;
+}
+
+// How an entry continues the sums of those before it in the same part of the chunk. Every element of out is
+// one chain of additions in list order. A thread adds the outputs of an entry to out if it has added all of
+// the chain before; otherwise they are kept, and added in order when all threads are done.
+enum class Chain : unsigned char { kStarts, kContinues, kBroken };
+
+// Whether no two list rows share an output row: then the entries of each row are chains of their own.
+bool has_disjoint_rows(ThreadPool::Session& session, const ForwardTask& task, std::int64_t rows,
+                       std::int64_t out_rows) {
+  if (rows < 2) return true;
+  auto* seen = session.scratch<std::int32_t>(kSeenRows, out_rows);
+  std::fill_n(seen, out_rows, -1);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int32_t i = task.row_start[row]; i < task.row_start[row + 1]; ++i) {
+      std::int32_t& first = seen[task.row_out[i]];
+      if (first >= 0 && first != row) return false;
+      first = static_cast<std::int32_t>(row);
+    }
+  }
+  return true;
+}
+
+void find_chains(const std::int32_t* row, std::int64_t entries, bool disjoint, Chain* chains) {
+  for (std::int64_t i = 0; i < entries; ++i) {
+    if (i == 0) {
+      chains[i] = Chain::kStarts;
+    } else if (!disjoint || row[i] == row[i - 1]) {
+      chains[i] = Chain::kContinues;
+    } else {
+      chains[i] = std::find(row, row + i, row[i]) == row + i ? Chain::kStarts : Chain::kBroken;
+    }
+  }
+}
+
+// Computes the chunk in whole blocks, as many at a time as there is room for their outputs.
+void run_whole_blocks(ThreadPool::Session& session, const KernelTable& kernel, ForwardTask* task,
+                      std::int64_t threads, bool disjoint) {
+  const BlockLayout& layout = *task->layout;
+  const bool integer = task->activation_bits != kFloatActivations;
+  const auto block = integer ? kernel.integer->block : kernel.block;
+  const std::int64_t entries = task->entry_end - task->entry_begin;
+  const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
+  const std::int64_t room = kPartialBytes / (layout.hidden_padded * static_cast<std::int64_t>(sizeof(float)));
+  const std::uint64_t* records = task->block_ptr + task->entry_begin;
+  for (std::int64_t first = 0; first < entries;) {
+    const std::int64_t slot = task->slot_start[first];
+    std::int64_t last = first + 1;
+    while (last < entries && task->slot_start[last + 1] - slot <= room) ++last;
+    task->partials =
+        session.scratch<float>(kPartials, (task->slot_start[last] - slot) * layout.hidden_padded);
+    task->partial_slot = slot;
+    auto* chains = session.scratch<Chain>(kChains, last - first);
+    auto* kept = session.scratch<unsigned char>(kKept, last - first);
+    find_chains(task->block_row + task->entry_begin + first, last - first, disjoint, chains);
+    WorkRanges block_ranges(session.scratch<WorkRanges::Range>(kBlockRanges, threads), threads, last - first,
+                            1);
+    session.parallel(static_cast<int>(threads), [&](int thread, int) {
+      std::int64_t added = -2;  // the last entry that this thread added to out
+      block_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          const bool adds = chains[i] == Chain::kStarts || (chains[i] == Chain::kContinues && added == i - 1);
+          kept[i] = adds ? 0 : 1;
+          if (adds) added = i;
+          const std::int64_t next = first + i + (first + i + 1 < last ? 1 : 0);
+          block(*task, first + i, !adds, reinterpret_cast<const unsigned char*>(records[next]));
+        }
+      });
+    });
+    if (std::find(kept, kept + last - first, 1) != kept + last - first) {
+      WorkRanges tile_ranges(session.scratch<WorkRanges::Range>(kTileRanges, threads), threads, tiles,
+                             kTileGrain);
+      session.parallel(static_cast<int>(threads), [&](int thread, int) {
+        tile_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
+          for (std::int64_t i = 0; i < last - first; ++i) {
+            if (kept[i] != 0) kernel.add_partials(*task, first + i, begin, end);
+          }
+        });
+      });
+    }
+    first = last;
+  }
+}
+
 // Runs both phases for the entries and slots of the task.
 void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardTask* task,
-               std::int64_t threads) {
+               std::int64_t threads, std::int64_t rows, std::int64_t out_rows) {
   const BlockLayout& layout = *task->layout;
   const std::int64_t entries = task->entry_end - task->entry_begin;
   const std::int64_t limit =
       std::clamp<std::int64_t>(entries * layout.payload_bytes / kBytesPerThread, std::int64_t{1}, threads);
+  if (has_whole_blocks(*task, limit)) {
+    return run_whole_blocks(session, kernel, task, limit, has_disjoint_rows(session, *task, rows, out_rows));
+  }
   const bool integer = task->activation_bits != kFloatActivations;
   if (integer) {
     task->tiles_done = session.scratch<std::int32_t>(kTilesDone, entries);
@@ -288,6 +392,7 @@ void moe_forward(const ForwardCall& call) {
   task.row_weight = call.row_weight;
   task.out = call.out;
 
+  const std::int64_t out_rows = call.row_out != nullptr ? call.out_rows : call.tokens;
   const std::int64_t available = ThreadPool::num_threads();
   const std::int64_t threads =
       call.most_threads > 0 ? std::min<std::int64_t>(call.most_threads, available) : available;
@@ -321,14 +426,14 @@ void moe_forward(const ForwardCall& call) {
         if (slots == 0) continue;
         task.entry_end = entry;
         need_slots(session, slots, &task);
-        run_chunk(session, kernel, &task, threads);
+        run_chunk(session, kernel, &task, threads, call.rows, out_rows);
         continue;
       }
       task.entry_end = entry + 1;
       for (; task.part_begin < tokens_of(entry); task.part_begin += kMaxSlots) {
         slot_start[1] = std::min(kMaxSlots, tokens_of(entry) - task.part_begin);
         need_slots(session, slot_start[1], &task);
-        run_chunk(session, kernel, &task, threads);
+        run_chunk(session, kernel, &task, threads, call.rows, out_rows);
       }
       ++entry;
     }

@@ -244,6 +244,23 @@ void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int ti
   }
 }
 
+// Activations of one tile for all tokens of one row.
+template <int kBits, int kPlanes>
+MOECHAT_INLINE void neuron_tiles_of(const ForwardTask& task, const unsigned char* record, int tile,
+                                    std::int64_t item, std::int64_t slot, std::int64_t count,
+                                    const TileStream (&streams)[2]) {
+  std::int64_t t = 0;
+  if constexpr (kMostTokens == 4) {
+    for (; t + 4 <= count; t += 4)
+      neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
+  }
+  if constexpr (kMostTokens >= 2) {
+    for (; t + 2 <= count; t += 2)
+      neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+  }
+  for (; t < count; ++t) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+}
+
 MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t slot, std::int64_t count) {
   const unsigned char* order = byte_order(task.layout->bits);
   for (std::int64_t i = slot; i < slot + count; ++i) {
@@ -298,17 +315,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         streams[1].next_q = next + layout.up_q;
         streams[1].next_sz = next + layout.up_sz;
       }
-      std::int64_t t = 0;
-      if constexpr (kMostTokens == 4) {
-        for (; t + 4 <= count; t += 4)
-          neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
-      }
-      if constexpr (kMostTokens >= 2) {
-        for (; t + 2 <= count; t += 2)
-          neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
-      }
-      for (; t < count; ++t)
-        neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+      neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
     }
     // The thread that completes a block quantises it; several threads may share the tiles of a block.
     if (__atomic_add_fetch(task.tiles_done + local, static_cast<std::int32_t>(tiles), __ATOMIC_ACQ_REL) ==
@@ -322,7 +329,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
 // Output rows of kTiles adjacent tiles for kTokens tokens of one row.
 template <int kBits, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                                    std::int64_t tile, const std::int32_t* out_rows, const float* weights,
+                                    std::int64_t tile, const OutputRows& to,
                                     const TokenInputs (&inputs)[kTokens]) {
   const BlockLayout& layout = *task.layout;
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
@@ -344,16 +351,15 @@ MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }
-      add_output(task.out + out_rows[t] * layout.hidden_size + row, layout.hidden_size - row, weights[t],
-                 partial);
+      to.put(t, row, partial);
     }
   }
 }
 
 template <int kBits, int kPlanes, int kTokens>
 void integer_output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
-                          std::int64_t begin, std::int64_t end, const std::int32_t* out_rows,
-                          const float* weights, std::int64_t slot, const unsigned char* next_record) {
+                          std::int64_t begin, std::int64_t end, const OutputRows& to, std::int64_t slot,
+                          const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   constexpr int kStep = kWideDot && kTokens == 1 ? 2 : 1;
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
@@ -368,50 +374,76 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
     const std::int64_t which = later < end ? later : begin + (later - end);
     prefetch_bytes(at + layout.down_q + which * kBytes, kStep * kBytes);
     prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
-    output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, out_rows, weights, inputs);
+    output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs);
   }
   if constexpr (kStep > 1) {
-    if (tile < end)
-      output_tiles_of<kBits, kPlanes, 1, kTokens>(task, record, block, tile, out_rows, weights, inputs);
+    if (tile < end) output_tiles_of<kBits, kPlanes, 1, kTokens>(task, record, block, tile, to, inputs);
   }
+}
+
+// Output tiles [begin, end) of the block of entry `entry`; `next` is the record that is read afterwards.
+template <int kBits, int kPlanes>
+void block_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
+                      const OutputRows& to, const unsigned char* next) {
+  const std::int64_t local = entry - task.entry_begin;
+  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+  const std::int64_t slot = task.slot_start[local];
+  const std::int64_t count = task.slot_start[local + 1] - slot;
+  const std::int64_t block = task.block_index[entry];
+  std::int64_t t = 0;
+  if constexpr (kMostTokens == 4) {
+    for (; t + 4 <= count; t += 4)
+      integer_output_range<kBits, kPlanes, 4>(task, record, block, begin, end, to.from(t), slot + t, next);
+  }
+  if constexpr (kMostTokens >= 2) {
+    for (; t + 2 <= count; t += 2)
+      integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, to.from(t), slot + t, next);
+  }
+  for (; t < count; ++t)
+    integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, to.from(t), slot + t, next);
 }
 
 template <int kBits, int kPlanes>
 void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
     const std::int64_t local = entry - task.entry_begin;
-    const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-    const std::int64_t following = entry + 1 < task.entry_end ? entry + 1 : entry;
-    const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[following]);
-    const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-    const std::int64_t slot = task.slot_start[local];
-    const std::int64_t count = task.slot_start[local + 1] - slot;
-    const std::int64_t block = task.block_index[entry];
+    const std::int64_t count = task.slot_start[local + 1] - task.slot_start[local];
     if (task.many_x != nullptr && count >= task.many->threshold) {
       task.many->outputs(task, entry, begin, end);
       entry += task.run_end[local] - local - 1;
       continue;
     }
-    const std::int32_t* rows = task.row_out + item;
-    const float* weights = task.row_weight + item;
-    std::int64_t t = 0;
-    if constexpr (kMostTokens == 4) {
-      for (; t + 4 <= count; t += 4) {
-        integer_output_range<kBits, kPlanes, 4>(task, record, block, begin, end, rows + t, weights + t,
-                                                slot + t, next);
-      }
-    }
-    if constexpr (kMostTokens >= 2) {
-      for (; t + 2 <= count; t += 2) {
-        integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, rows + t, weights + t,
-                                                slot + t, next);
-      }
-    }
-    for (; t < count; ++t) {
-      integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, rows + t, weights + t,
-                                              slot + t, next);
-    }
+    const std::int64_t following = entry + 1 < task.entry_end ? entry + 1 : entry;
+    block_outputs_of<kBits, kPlanes>(task, entry, begin, end, result_rows(task, entry),
+                                     reinterpret_cast<const unsigned char*>(task.block_ptr[following]));
   }
+}
+
+// The whole block of entry `local` of the chunk; the thread reads the record `next` afterwards.
+template <int kBits, int kPlanes>
+void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next) {
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t span = layout.groups * layout.group_bytes;
+  const std::int64_t span_sz = layout.groups * kScaleBytes;
+  const std::int64_t entry = task.entry_begin + local;
+  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
+  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  const std::int64_t slot = task.slot_start[local];
+  const std::int64_t count = task.slot_start[local + 1] - slot;
+  for (int tile = 0; tile < kTilesPerBlock; ++tile) {
+    TileStream streams[2] = {
+        {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
+        {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
+    for (int s = 0; s < 2; ++s) {
+      const bool last = tile + 1 == kTilesPerBlock;
+      streams[s].next_q = last ? record + layout.down_q + s * kAheadBytes : streams[s].q + span;
+      streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : streams[s].sz + span_sz;
+    }
+    neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
+  }
+  quantise_activations(task, slot, count);
+  block_outputs_of<kBits, kPlanes>(task, entry, 0, output_tiles(layout),
+                                   stored ? partial_rows(task, slot) : result_rows(task, entry), next);
 }
 
 // Rows of tiles [tile, tile + kTiles) for kTokens tokens.
@@ -479,6 +511,9 @@ void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t e
 void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
   MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
+}
+void integer_block(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next) {
+  MOECHAT_BY_BITS(integer_block_of, task.layout->bits, task.activation_bits, task, local, stored, next)
 }
 void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   if (task.many_x != nullptr) {

@@ -43,6 +43,49 @@ MOECHAT_INLINE void add_output(float* out, std::int64_t valid, float weight, Vec
   add_last_output(out, valid, weight, lanes);
 }
 
+// Where the outputs of a block go, for tokens of one row of the list: either they are added to rows of the
+// result, times the weight of each token, or they are stored as they are, see ForwardTask::partials.
+struct OutputRows {
+  float* out;  // [rows, stride]
+  std::int64_t stride;
+  const std::int32_t* rows;  // null: stored, token t to row t
+  const float* weights;
+
+  MOECHAT_INLINE OutputRows from(std::int64_t token) const {
+    return rows == nullptr ? OutputRows{out + token * stride, stride, nullptr, nullptr}
+                           : OutputRows{out, stride, rows + token, weights + token};
+  }
+  MOECHAT_INLINE void put(int token, std::int64_t row, Vec partial) const {
+    if (rows == nullptr) return store(out + token * stride + row, partial);
+    add_output(out + rows[token] * stride + row, stride - row, weights[token], partial);
+  }
+};
+
+MOECHAT_INLINE std::int64_t output_tiles(const BlockLayout& layout) {
+  return (layout.hidden_size + kTileRows - 1) / kTileRows;
+}
+
+// Where the outputs of a list entry go: to the result, or to be kept.
+MOECHAT_INLINE OutputRows result_rows(const ForwardTask& task, std::int64_t entry) {
+  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  return {task.out, task.layout->hidden_size, task.row_out + item, task.row_weight + item};
+}
+MOECHAT_INLINE OutputRows partial_rows(const ForwardTask& task, std::int64_t slot) {
+  const std::int64_t stride = task.layout->hidden_padded;
+  return {task.partials + (slot - task.partial_slot) * stride, stride, nullptr, nullptr};
+}
+
+// Adds the kept outputs of entry `local` of the chunk to output tiles [begin, end).
+void add_partials(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end) {
+  const OutputRows to = result_rows(task, task.entry_begin + local);
+  const OutputRows from = partial_rows(task, task.slot_start[local]);
+  const auto count = static_cast<int>(task.slot_start[local + 1] - task.slot_start[local]);
+  for (int t = 0; t < count; ++t) {
+    for (std::int64_t tile = begin; tile < end; ++tile)
+      to.put(t, tile * kTileRows, load(from.out + t * from.stride + tile * kTileRows));
+  }
+}
+
 // Stores rows [row, row + 16) of a linear_forward for one token; the last tile may have fewer rows.
 void store_rows(const LinearTask& task, std::int64_t token, std::int64_t row, Vec value) {
   float* out = task.out + token * task.rows + row;

@@ -12,5 +12,5 @@
 // clang-format on
 
 // dispatch.cc adds the name and the integer kernels.
-constexpr KernelTable kFloatKernels = {nullptr,  prepare_tokens, neurons, outputs, quantise_tile,
-                                       activate, linear,         rows16,  nullptr, &kDecode};
+constexpr KernelTable kFloatKernels = {nullptr,       prepare_tokens, neurons, outputs, block,   add_partials,
+                                       quantise_tile, activate,       linear,  rows16,  nullptr, &kDecode};

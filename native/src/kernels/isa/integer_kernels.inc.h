@@ -12,5 +12,5 @@
 #include "kernels/experts/many_tokens.inc.h"
 // clang-format on
 
-constexpr IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs, integer_linear,
-                                            &kManyTokens};
+constexpr IntegerKernels kIntegerKernels = {quantise_rows, integer_neurons, integer_outputs,
+                                            integer_block, integer_linear,  &kManyTokens};

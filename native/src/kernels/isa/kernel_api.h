@@ -95,6 +95,9 @@ struct ForwardTask {
   unsigned char* many_slots;
   std::int32_t* tiles_done;  // [entries of the chunk], initially 0
   float* out;                // [out rows, hidden]
+  // Outputs of single blocks for single tokens, without weights: [slots from partial_slot on, Hp].
+  float* partials;
+  std::int64_t partial_slot;
 };
 
 // The many-token path of the integer kernels: unpacks the weights of a tile once for many tokens, which are
@@ -150,6 +153,7 @@ struct IntegerKernels {
   // As in KernelTable. `then` is the first output tile that the thread computes next, or -1.
   void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then);
   void (*outputs)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
+  void (*block)(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next);
   // out rows of tiles [begin, end).
   void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
   const ManyTokens* many;  // or null
@@ -177,6 +181,12 @@ struct KernelTable {
   void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
   // Adds all entries of the chunk, in order, to the output rows of tiles [begin, end).
   void (*outputs)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
+  // Both phases of entry `local` of the chunk. Its outputs are added to the output rows, or with `stored`
+  // kept in task.partials. `next` is the record that the thread reads afterwards.
+  void (*block)(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next);
+  // Adds the kept outputs of entry `local` to the output rows of tiles [begin, end): the same operations as
+  // without `stored`.
+  void (*add_partials)(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end);
   // Quantises rows [row, row + 16) x columns [col, col + 64 * groups) into q and sz fields; rows and columns
   // outside the matrix are padding. Returns false when a weight is not finite or above kMaxQuantisable.
   bool (*quantise_tile)(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
