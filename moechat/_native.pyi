@@ -172,12 +172,12 @@ def pack_expert(
     biases: _Biases | None,
     out: _U8,
     threads: int | None = None,
+    solver: str = "least-squares",
 ) -> None:
     """Write one expert as block records, quantised if the layout has fewer than 16 bits.
 
-    The solver is HQQ's (Badri and Shaji, 2023), see ``native/src/kernels/experts/hqq_solver.inc.h``. At 16
-    bits, values of the layout's own type are copied bit for bit; other types are rounded to nearest even, NaN
-    and infinities are kept.
+    At 16 bits, values of the layout's own type are copied bit for bit; other types are rounded to nearest
+    even, NaN and infinities are kept.
 
     Args:
         layout: Format of the records.
@@ -187,6 +187,8 @@ def pack_expert(
         biases: Gate [intermediate], up [intermediate] and down [hidden]; ``None`` if the layout has none.
         out: [blocks, record_bytes], C order, writable; every byte is written.
         threads: Upper limit for this call.
+        solver: How scale and zero of a group are found: ``least-squares``, or ``half-quadratic`` (HQQ, Badri
+            and Shaji, 2023); see ``native/src/kernels/experts/least_squares.inc.h`` and ``hqq_solver.inc.h``.
 
     Raises:
         ValueError: Shapes or types do not match; a weight is not finite or above 65504 (quantised) or becomes
@@ -332,13 +334,16 @@ class LinearLayout:
     @property
     def nbytes(self) -> int: ...
 
-def pack_linear(layout: LinearLayout, matrix: _Weights, threads: int = 0) -> _U8:
-    """Quantise a matrix with the solver of :func:`pack_expert`.
+def pack_linear(
+    layout: LinearLayout, matrix: _Weights, threads: int = 0, solver: str = "least-squares"
+) -> _U8:
+    """Quantise a matrix as :func:`pack_expert` does.
 
     Args:
         layout: Format of the result.
         matrix: [rows, cols], any strides: float32, float16, or uint16 holding bfloat16 patterns.
         threads: Most worker threads; 0 sets no limit.
+        solver: As in :func:`pack_expert`.
 
     Returns:
         uint8 [layout.nbytes], aligned to 64 bytes. Copies should be aligned too, for speed.

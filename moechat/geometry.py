@@ -21,6 +21,8 @@ BLOCK_NEURONS = 64
 GROUP_SIZE = 64
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
 DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
+AUTO_BITS = "auto"  # dense weights: chosen for each matrix
+DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
 ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 from moechat.config import parse_size
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.errors import UsageError
+from moechat.geometry import AUTO_BITS, DENSE_BITS, DenseBits
 from moechat.geometry import SUPPORTED_BITS as BITS
 from moechat.validation import (
     require_bool,
@@ -40,7 +41,6 @@ __all__ = [
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DENSE_BITS = (4, 8, 16)
 ACTIVATION_BITS = (8, 16, 32)
 MOST_CONTEXT = 1 << 24
 _MOST_THREADS = 1024
@@ -67,6 +67,13 @@ def _choice(choices: tuple[Any, ...]) -> Rule:
 
 def _whole(least: int, most: int) -> Rule:
     return lambda label, value: require_whole(label, value, least, most)
+
+
+def _dense_bits(label: str, value: Any) -> DenseBits:
+    allowed = (AUTO_BITS, *map(str, DENSE_BITS))
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    found: str = require_choice(label, text, allowed)
+    return found if found == AUTO_BITS else int(found)
 
 
 def _size(label: str, value: Any) -> int:
@@ -118,7 +125,7 @@ class LoadKeywords(TypedDict, total=False):
     ctx: int | None
     threads: int | None
     dtype: str
-    dense_bits: int
+    dense_bits: DenseBits
     activation_bits: int
     deterministic: bool
     tune: bool
@@ -149,7 +156,8 @@ class LoadOptions:
             (bfloat16 where the device multiplies it natively, else float32, on a GPU float16).
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
             checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8 and 4 pack them like the
-            experts, except embeddings and routers.
+            experts, except embeddings and routers. ``auto``: 8 or 4, see
+            :func:`moechat.models.dense_form.automatic_bits`; on a GPU 16.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
@@ -170,8 +178,8 @@ class LoadOptions:
     ctx: int | None = _option(None, _whole(2, MOST_CONTEXT))
     threads: int | None = _option(None, _whole(1, _MOST_THREADS))
     dtype: str = _option("auto", _choice(DTYPES))
-    dense_bits: int = _option(16, _choice(DENSE_BITS))
-    activation_bits: int = _option(16, _choice(ACTIVATION_BITS))
+    dense_bits: int | str = _option(AUTO_BITS, _dense_bits)
+    activation_bits: int = _option(8, _choice(ACTIVATION_BITS))
     deterministic: bool = _option(False, require_bool)
     tune: bool = _option(False, require_bool)
     replan_tokens: int = _option(5000, _whole(0, _MOST_BYTES))

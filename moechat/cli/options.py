@@ -42,13 +42,13 @@ class ModelOptions:
         ),
     ] = LoadOptions.dtype
     dense_bits: Annotated[
-        int,
+        str,
         option(
             "BITS",
-            "Bits of a dense weight: 16 as in the checkpoint; 8 or 4 are smaller, faster, less exact.",
+            "Bits of a dense weight: auto, 16 as in the checkpoint, or 8 or 4, which are smaller and faster.",
             complete_dense_bits,
         ),
-    ] = LoadOptions.dense_bits
+    ] = str(LoadOptions.dense_bits)
     activation_bits: Annotated[
         int,
         option(

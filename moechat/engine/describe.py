@@ -8,6 +8,7 @@ from typing import Any
 from moechat import _native
 from moechat.config import active_isa
 from moechat.configurator.targets import BLOCKS, EXPERTS
+from moechat.geometry import DenseBits
 from moechat.loading import LoadedModel
 from moechat.offload.tier import ExpertTier
 
@@ -71,7 +72,7 @@ class Description:
     blocks_per_expert: int
     expert_bytes: int
     dense_dtype: str
-    dense_bits: int
+    dense_bits: DenseBits
     activation_bits: int
     device: str
     context_length: int

@@ -223,8 +223,8 @@ def _is_finished(destination: Path, checkpoint: StreamedCheckpoint) -> bool:
 
 
 def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
-    """Estimate by timing a small sample; ``None`` where values are copied, or a GPU quantises."""
-    if choose_solver("auto", bits) != "native":
+    """Estimate by timing a small sample; ``None`` where values are copied."""
+    if choose_solver("auto", bits) == "none":
         return None
     whole = plan.geometry(bits)
     geometry = replace(
@@ -237,7 +237,7 @@ def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
     neurons, columns = geometry.intermediate_size, geometry.hidden_size
     values = np.random.default_rng(0).standard_normal((neurons, columns), dtype=np.float32)
     out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
-    pack = make_packer(geometry, "native")
+    pack = make_packer(geometry, "least-squares")
     times = []
     for _ in range(2):
         start = time.perf_counter()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moechat.errors import MoechatError
+from moechat.geometry import DenseBits
 from moechat.hardware.measured_file import profiles_directory, read_json, write_json
 from moechat.hardware.profile import Figure, ModelTimes, Origin
 
@@ -39,7 +40,7 @@ class TimesKey:
     dtype: str
     threads: int
     bits: int
-    dense_bits: int = 16
+    dense_bits: DenseBits = 16
     activation_bits: int = 16
 
     @property

@@ -122,8 +122,9 @@ def loading_bytes(skeleton: Skeleton, source: TensorHeaders, form: DenseForm | N
             if reference.is_floating_point():
                 wanted = _wanted_type(skeleton.model, target.name, wanted)
             as_it_is = target.name in kept or all(dtype == wanted for dtype, _ in infos)
-            if target.name in packed:
-                size += packed_bytes(reference.shape[0], reference.shape[1], form.bits) if form else 0
+            if form is not None and target.name in packed:
+                bits = form.bits_of(target.name.removesuffix(".weight"))
+                size += packed_bytes(reference.shape[0], reference.shape[1], bits)
             elif as_it_is:
                 size = 0
         most = max(most, size)

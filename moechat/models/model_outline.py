@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from moechat import _native
-from moechat.geometry import ExpertGeometry
+from moechat.geometry import AUTO_BITS, DenseBits, ExpertGeometry
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
@@ -207,7 +207,7 @@ def outline_model(
     config: Any,
     dtype: torch.dtype,
     *,
-    dense_bits: int = 16,
+    dense_bits: DenseBits = 16,
     activation_bits: int = 16,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
@@ -217,7 +217,7 @@ def outline_model(
     Args:
         config: From :func:`read_config` or :func:`known_config`.
         dtype: Compute type of the dense weights.
-        dense_bits: Bits per dense weight: 16, 8 or 4.
+        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
         on_gpu: The dense part runs on a GPU.
         source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
@@ -246,7 +246,7 @@ def outline_skeleton(
     dtype: torch.dtype,
     *,
     source: TensorHeaders,
-    dense_bits: int = 16,
+    dense_bits: DenseBits = 16,
     activation_bits: int = 16,
     on_gpu: bool = False,
 ) -> ModelOutline:
@@ -256,7 +256,7 @@ def outline_skeleton(
         skeleton: A model without weights; its modules are restored at the end.
         dtype: Compute type of the dense weights.
         source: Names, types and shapes of the weights.
-        dense_bits: Bits per dense weight: 16, 8 or 4.
+        dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
         on_gpu: The dense part runs on a GPU.
     """
@@ -280,7 +280,7 @@ def outline_skeleton(
     form = choose_form(
         skeleton,
         stored_types(skeleton, source),
-        bits=dense_bits,
+        bits=16 if on_gpu and dense_bits == AUTO_BITS else dense_bits,
         activation_bits=activation_bits,
         reads=reads,
         stored_rows=not on_gpu,

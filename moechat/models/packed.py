@@ -111,14 +111,14 @@ def pack_layers(
     changed: dict[str, nn.Module] = {}
     at = 0
     for name in sorted(form.linears):
-        layout = _native.LinearLayout(*form.linears[name], form.bits)
+        layout = _native.LinearLayout(*form.linears[name], form.bits_of(name))
         module: Any = model.get_submodule(name)
         if not found:
             try:
                 memory.put(at, _native.pack_linear(layout, _matrix(module.weight.detach())))
             except ValueError as error:
                 raise UnsupportedModelError(
-                    f"{name} cannot be packed in {form.bits} bits: {error}",
+                    f"{name} cannot be packed in {form.bits_of(name)} bits: {error}",
                     hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
                 ) from error
             target = targets.get(f"{name}.weight")  # None if the weight is tied to another one

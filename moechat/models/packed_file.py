@@ -65,17 +65,17 @@ class PackedFile:
             form: Layers to pack and their bits.
             dtype: Type of the model, from which weights are packed that are not kept as stored.
         """
-        layers = [(name, *form.linears[name]) for name in sorted(form.linears)]
+        layers = [(name, *form.linears[name], form.bits_of(name)) for name in sorted(form.linears)]
         content = {
             "format": _FORMAT,
             "group_format": _native.BLOCK_FORMAT_VERSION,
-            "bits": form.bits,
+            "solver": "least-squares",
             "dense_files": dict(sorted(dense_files.items())),
             "layers": [list(layer) for layer in layers],
             "from": str(dtype) if any(f"{name}.weight" not in form.kept for name, *_ in layers) else "stored",
         }
         key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        nbytes = sum(_native.LinearLayout(rows, cols, form.bits).nbytes for _, rows, cols in layers)
+        nbytes = sum(_native.LinearLayout(*layer[1:]).nbytes for layer in layers)
         return cls(directory / f"{key[:32]}.packed", content, nbytes)
 
     def read(self, into: Bytes) -> bool:

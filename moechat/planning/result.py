@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from moechat.geometry import DenseBits
 from moechat.planning.cpu_range import CpuRange
 from moechat.planning.memory import Far, Tier
 from moechat.planning.speed import Decode
@@ -148,7 +149,7 @@ class Plan:
     active_parameters: int
     bits: int
     dtype: str
-    dense_bits: int
+    dense_bits: DenseBits
     weights: str
     expert_layers: int
     experts: int

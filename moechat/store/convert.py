@@ -77,7 +77,7 @@ def convert(
         bits: 2, 3, 4, 8 or 16 bits per expert weight.
         source_name: Origin of the weights, for display.
         revision: Commit of the hub repository, if any.
-        quantizer: ``native``, ``hqq``, or ``auto``: hqq if torch has a GPU.
+        quantizer: One of :data:`moechat.store.quantizer.QUANTIZERS`.
         progress: Called after every expert and every 8 MiB, from the calling thread. It may raise
             ``KeyboardInterrupt``.
         supply: Provides the parts of the source as they are needed; ``None`` if all are on this machine.

@@ -75,15 +75,18 @@ class LayerRecord:
     file: str
 
 
+_HQQ_SOLVERS = ("native", "hqq")
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """How the experts were quantised.
 
     Attributes:
-        method: ``hqq``, or ``none`` for 16 bits.
+        method: ``least-squares``, ``hqq``, or ``none`` for 16 bits.
         group_size: Columns that share scale and zero; 0 for ``none``.
         axis: 1, groups along the columns; 0 for ``none``.
-        solver: ``native`` or ``hqq``; ``none`` for 16 bits.
+        solver: ``least-squares``; of HQQ ``native`` or ``hqq`` (the package); ``none`` for 16 bits.
     """
 
     method: str
@@ -94,7 +97,9 @@ class Quantisation:
     @classmethod
     def of(cls, bits: int, solver: str) -> Quantisation:
         """The record for ``bits`` bits made by ``solver``."""
-        return cls("none", 0, 0, "none") if bits == 16 else cls("hqq", GROUP_SIZE, 1, solver)
+        if bits == 16:
+            return cls("none", 0, 0, "none")
+        return cls("hqq" if solver in _HQQ_SOLVERS else solver, GROUP_SIZE, 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +251,7 @@ class Manifest:
             raise ValueError(f"the expert layers {indices[:8]} are not ascending")
         if self.quantisation != Quantisation.of(self.geometry.bits, self.quantisation.solver):
             raise ValueError(f"quantisation {self.quantisation} does not fit {self.geometry.bits} bits")
-        if self.geometry.bits != 16 and self.quantisation.solver not in ("native", "hqq"):
+        if self.geometry.bits != 16 and self.quantisation.solver not in ("least-squares", *_HQQ_SOLVERS):
             raise ValueError(f"the solver {self.quantisation.solver!r} is unknown")
         names = [item.file for item in self.layers]
         if len(set(names)) != len(names):

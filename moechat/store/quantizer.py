@@ -1,8 +1,9 @@
-"""Quantisation of one expert's matrices into block records: by the native solver, or by hqq on a GPU."""
+"""Quantisation of one expert's matrices into block records: by least squares, or by half-quadratic
+quantisation (HQQ), natively or with the hqq package.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +14,17 @@ from moechat import _native
 from moechat.errors import UsageError
 from moechat.geometry import GROUP_SIZE, ExpertGeometry
 
-QUANTIZERS = ("auto", "native", "hqq")
+QUANTIZERS = ("auto", "least-squares", "native", "hqq")
+# Names of the native solvers.
+_NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
 _FP16_MAX = 65504.0
-# Device nodes of NVIDIA, AMD and WSL drivers. Without any of them there is no GPU, and torch, which takes
-# seconds to import, need not be imported to find that out.
-_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-
 Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 Biases = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
 Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
 def choose_solver(quantizer: str, bits: int) -> str:
-    """``"none"`` for 16 bits, else ``"native"`` or ``"hqq"``; ``auto`` takes hqq if torch has a GPU.
+    """The solver to quantise with: ``least-squares`` for ``auto``, ``none`` for 16 bits.
 
     Raises:
         UsageError: ``quantizer`` is unknown.
@@ -34,9 +33,7 @@ def choose_solver(quantizer: str, bits: int) -> str:
         raise UsageError(f"quantizer {quantizer!r} is unknown", hint=f"choose one of {', '.join(QUANTIZERS)}")
     if bits == 16:
         return "none"
-    if quantizer == "auto":
-        return "hqq" if any(map(os.path.exists, _GPU_NODES)) and _cuda_available() else "native"
-    return quantizer
+    return "least-squares" if quantizer == "auto" else quantizer
 
 
 def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
@@ -49,8 +46,10 @@ def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
     if solver == "hqq":
         return _HqqPacker(geometry, "cuda" if _cuda_available() else "cpu")
 
+    native = _NATIVE.get(solver, "least-squares")
+
     def pack(matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]) -> None:
-        _native.pack_expert(geometry.layout, *matrices, biases, out)
+        _native.pack_expert(geometry.layout, *matrices, biases, out, solver=native)
 
     return pack
 

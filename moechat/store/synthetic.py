@@ -34,6 +34,7 @@ from moechat.store.manifest import (
 )
 from moechat.store.outline import dense_file_name, experts_file_name, experts_header
 from moechat.store.progress import ConvertProgress, ProgressCallback
+from moechat.store.quantizer import choose_solver
 from moechat.store.safetensors_file import PlannedTensor, build_header
 from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, remove_leftovers
@@ -296,6 +297,6 @@ def _manifest(model: SyntheticModel, layers: list[LayerRecord], workspace: Works
         model_type=str(model.config["model_type"]),
         geometry=model.geometry,
         layers=tuple(layers),
-        quantisation=Quantisation.of(model.geometry.bits, "none" if model.geometry.bits == 16 else "native"),
+        quantisation=Quantisation.of(model.geometry.bits, choose_solver("auto", model.geometry.bits)),
         files=dict(workspace.finished),
     )

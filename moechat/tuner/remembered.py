@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.atomic_file import TEMPORARY, replacing
+from moechat.geometry import DenseBits
 from moechat.trials import Comparison
 
 FORMAT = 2
@@ -51,7 +52,7 @@ class TuningKey:
     dtype: str
     settings: str
     version: str
-    dense_bits: int = 16
+    dense_bits: DenseBits = 16
     activation_bits: int = 16
 
     @property

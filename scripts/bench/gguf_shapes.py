@@ -167,8 +167,8 @@ def plan_gguf(
 ) -> GgufPlan:
     """The file of a model; norms and routers are float32, as llama.cpp wants.
 
-    ``q4_k`` and ``q4_0`` encode every matrix alike, the head too: what llama.cpp reads least of. ``q4_k_m`` is
-    the mix that most people use, with more bits for the matrices that need them.
+    ``q4_k`` and ``q4_0`` encode every matrix alike, the head too: what llama.cpp reads least of. ``q4_k_m``
+    is the mix that most people use, with more bits for the matrices that need them.
 
     Args:
         config: A transformers configuration of Mixtral, OLMoE or Qwen3-MoE.

@@ -71,6 +71,19 @@ def test_bits_do_not_depend_on_threads_where_all_of_them_have_work():
             assert np.array_equal(expected, call.run())
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_few_tokens_have_the_same_bits_in_whole_blocks_and_in_two_phases(bits, tokens):
+    call = Call.random(11, 1000, 600, bits, bias=True, tokens=tokens, experts=6)
+    _native.set_num_threads(7)
+    lonely = call.run(cuts=range(1, len(call.entries)))  # too few blocks at a time to share them
+    for threads in (1, 2, 3, 4, 7):
+        _native.set_num_threads(threads)
+        for _ in range(20):
+            assert np.array_equal(lonely, call.run())
+        assert np.array_equal(lonely, call.run(cuts=[len(call.entries) // 2 + 3]))
+
+
 @pytest.mark.parametrize(("hidden", "tokens"), [(8192, 700), (64, 60_000)])
 def test_more_tokens_than_scratch_holds_change_nothing(hidden, tokens):
     # 700 x 8192 inputs exceed the input scratch, 60000 tokens of one row the activation scratch.

@@ -83,9 +83,9 @@ def complete_bits(incomplete: str) -> list[str]:
 
 def complete_dense_bits(incomplete: str) -> list[str]:
     """Values of ``--dense-bits``."""
-    from moechat.options import DENSE_BITS
+    from moechat.geometry import AUTO_BITS, DENSE_BITS
 
-    return _beginning_with(incomplete, map(str, DENSE_BITS))
+    return _beginning_with(incomplete, map(str, (AUTO_BITS, *DENSE_BITS)))
 
 
 def complete_activation_bits(incomplete: str) -> list[str]:

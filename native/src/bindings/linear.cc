@@ -18,7 +18,9 @@
 namespace moechat {
 namespace {
 
-py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::array& matrix, int threads) {
+py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::array& matrix, int threads,
+                                         const std::string& solver) {
+  const Solver chosen = solver_of(solver);
   const MatrixSource source = matrix_source("matrix", matrix, layout.rows, layout.cols);
   if (threads < 0 || threads > kMaxThreads) {
     refuse("threads is " + std::to_string(threads) + "; it must be between 0 and " +
@@ -30,7 +32,7 @@ py::array_t<std::uint8_t> pack_linear_py(const LinearLayout& layout, const py::a
   const py::capsule owner(to, [](void* memory) { ::operator delete(memory, kLine); });
   py::array_t<std::uint8_t> data({layout.nbytes}, {std::int64_t{1}}, to, owner);
   const ReleaseGil released;
-  pack_linear(layout, source, to, threads);
+  pack_linear(layout, source, to, threads, chosen);
   return data;
 }
 
@@ -75,7 +77,8 @@ void bind_linear(py::module_& m) {
         return "LinearLayout(rows=" + std::to_string(layout.rows) + ", cols=" + std::to_string(layout.cols) +
                ", bits=" + std::to_string(layout.bits) + ")";
       });
-  m.def("pack_linear", &pack_linear_py, py::arg("layout"), py::arg("matrix"), py::arg("threads") = 0);
+  m.def("pack_linear", &pack_linear_py, py::arg("layout"), py::arg("matrix"), py::arg("threads") = 0,
+        py::arg("solver") = "least-squares");
   m.def("unpack_linear", &unpack_linear_py, py::arg("layout"), py::arg("data"));
   m.def("linear_forward", &linear_forward_py, py::arg("layout"), py::arg("data"), py::arg("x"),
         py::arg("bias"), py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);

@@ -13,6 +13,13 @@ inline bool is_float16(const py::array& array) {
 }
 
 // Throws ValueError.
+inline Solver solver_of(const std::string& name) {
+  if (name == "least-squares") return Solver::kLeastSquares;
+  if (name == "half-quadratic") return Solver::kHalfQuadratic;
+  refuse("solver is \"" + name + "\"; it must be \"least-squares\" or \"half-quadratic\"");
+}
+
+// Throws ValueError.
 inline MatrixSource matrix_source(const char* name, const py::array& array, std::int64_t rows,
                                   std::int64_t cols) {
   MatrixSource source{};

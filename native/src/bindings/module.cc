@@ -61,7 +61,8 @@ int checked_threads(std::optional<int> threads) {
 
 void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
                     const py::array& down, const BiasArrays& biases, py::array out,
-                    std::optional<int> threads) {
+                    std::optional<int> threads, const std::string& solver) {
+  const Solver chosen = solver_of(solver);
   const auto bias = checked_biases(layout, biases);
   const ExpertSource source{matrix_source("gate", gate, layout.intermediate_size, layout.hidden_size),
                             matrix_source("up", up, layout.intermediate_size, layout.hidden_size),
@@ -70,7 +71,7 @@ void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
   const ReleaseGil released;
-  pack_expert(layout, source, records, limit);
+  pack_expert(layout, source, records, limit, chosen);
 }
 
 QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes, const py::array& scales,
@@ -274,7 +275,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("set_num_threads", &ThreadPool::set_num_threads, py::arg("n"));
   m.def("num_threads", &ThreadPool::num_threads);
   m.def("pack_expert", &pack_expert_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
-        py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());
+        py::arg("biases"), py::arg("out"), py::arg("threads") = py::none(),
+        py::arg("solver") = "least-squares");
   m.def("pack_quantized", &pack_quantized_py, py::arg("layout"), py::arg("gate_q"), py::arg("gate_s"),
         py::arg("gate_z"), py::arg("up_q"), py::arg("up_s"), py::arg("up_z"), py::arg("down_q"),
         py::arg("down_s"), py::arg("down_z"), py::arg("biases"), py::arg("out"),

@@ -36,7 +36,8 @@ LinearLayout make_linear_layout(std::int64_t rows, std::int64_t cols, int bits) 
   return layout;
 }
 
-void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads) {
+void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigned char* data, int threads,
+                 Solver solver) {
   const KernelTable& kernel = kernels();
   std::atomic<bool> fine{true};
   {
@@ -46,7 +47,7 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
           for (std::int64_t tile = begin; tile < end; ++tile) {
             if (!fine.load(std::memory_order_relaxed)) return;
             const std::int64_t at = tile * layout.groups;
-            if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits,
+            if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits, solver,
                                       data + at * layout.group_bytes, data + layout.sz + at * kScaleBytes)) {
               fine.store(false, std::memory_order_relaxed);
             }

@@ -179,7 +179,8 @@ constexpr std::uint16_t kHalfOne = 0x3c00;
 
 }  // namespace
 
-void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads) {
+void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads,
+                 Solver solver) {
   const KernelTable& kernel = kernels();
   const Fields fields = fields_of(layout);
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
@@ -193,7 +194,7 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
     const std::int64_t col = field.first_col(block);
     unsigned char* q = record + field.q + at * layout.group_bytes;
     const bool done = layout.quantised()
-                          ? kernel.quantise_tile(*matrices[m], row, col, field.groups, layout.bits, q,
+                          ? kernel.quantise_tile(*matrices[m], row, col, field.groups, layout.bits, solver, q,
                                                  record + field.sz + at * kScaleBytes)
                           : copy_tile(*matrices[m], layout.fp16, row, col, field.groups, q);
     if (!done) fine.store(false, std::memory_order_relaxed);

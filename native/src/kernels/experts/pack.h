@@ -40,7 +40,8 @@ struct QuantisedExpert {
 // Writes every byte of records [blocks, record_bytes]. REQUIRES: shapes match the layout. Throws
 // std::invalid_argument naming the first weight that is not finite or too large (quantised) or that becomes
 // infinite (rounding to 16 bits). `threads` limits the workers; 0: no limit.
-void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads);
+void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads,
+                 Solver solver = Solver::kLeastSquares);
 
 // Throws std::invalid_argument for a code above 2^bits - 1 or a scale or zero that is not finite.
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,

@@ -7,6 +7,8 @@
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/expert_kernel.inc.h"
 #include "kernels/experts/hqq_solver.inc.h"
+#include "kernels/experts/least_squares.inc.h"
+#include "kernels/experts/quantise_tiles.inc.h"
 #include "kernels/dense/rows16.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on

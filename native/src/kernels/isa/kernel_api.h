@@ -18,6 +18,9 @@ struct ActivationSpec {
   float limit;  // clamped_swiglu only
 };
 
+// How scale and zero of a group of weights are found, see least_squares.inc.h and hqq_solver.inc.h.
+enum class Solver : int { kLeastSquares, kHalfQuadratic };
+
 // Inputs of the integer kernels, which take weights of 2, 3, 4 and 8 bits. Weights of 16 bits, and all
 // weights at activation_bits 32, take float inputs.
 //
@@ -190,7 +193,7 @@ struct KernelTable {
   // Quantises rows [row, row + 16) x columns [col, col + 64 * groups) into q and sz fields; rows and columns
   // outside the matrix are padding. Returns false when a weight is not finite or above kMaxQuantisable.
   bool (*quantise_tile)(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
-                        int bits, unsigned char* q, unsigned char* sz);
+                        int bits, Solver solver, unsigned char* q, unsigned char* sz);
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.
   void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
                    std::int64_t count);

@@ -1,0 +1,122 @@
+// Quantises tiles of a matrix. Included inside the anonymous namespace of one instruction set, after the
+// solvers.
+
+// Quantises one (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols
+// on get code 0.
+inline void quantise_group(const float* weights, int valid_cols, int bits, Solver solver, unsigned char* q,
+                           unsigned char* sz) {
+  const Vec top = set1(static_cast<float>((1 << bits) - 1));
+  Vec low = load(weights);
+  Vec high = low;
+  for (int c = 1; c < 64; ++c) {
+    low = min(low, load(weights + c * 16));
+    high = max(high, load(weights + c * 16));
+  }
+  // At 8 bits the solvers would differ by less than the rounding of the scale.
+  const bool regress = solver == Solver::kLeastSquares && bits < 8;
+  GroupSolution best = solve_group(weights, low, high, bits, regress ? 0 : kSolverIterations);
+  if (regress) {
+    LeastSquares fitted{best.scale, best.zero, sum_codes(weights, best.scale, best.zero, top).squares};
+    fit_least_squares(weights, low, sub(high, low), bits, &fitted);
+    best.scale = fitted.scale;
+    best.zero = fitted.zero;
+  }
+  const Vec zeros = add(best.zero, zero());  // -0 becomes +0
+  store_fp16(sz, best.scale);
+  store_fp16(sz + 32, zeros);
+  const Vec inverse = div(set1(1.0f), best.scale);
+  const auto code = [&](int c) {
+    return c < valid_cols ? to_int(codes(mul(load(weights + c * 16), inverse), zeros, top)) : seti(0);
+  };
+  if (bits == 3) {
+    VecI high_words[2] = {seti(0), seti(0)};
+    for (int unit = 0; unit < 4; ++unit) {
+      VecI low_words = seti(0);
+      for (int c = 0; c < 16; ++c) {
+        const VecI value = code(unit * 16 + c);
+        low_words = ori(low_words, shl(andi(value, seti(3)), 2 * c));
+        high_words[unit / 2] = ori(high_words[unit / 2], shl(shr(value, 2), 16 * (unit % 2) + c));
+      }
+      storei(q + unit * kStepBytes, low_words);
+    }
+    storei(q + 4 * kStepBytes, high_words[0]);
+    storei(q + 5 * kStepBytes, high_words[1]);
+    return;
+  }
+  const int columns = 32 / bits;
+  for (int unit = 0; unit < 64 / columns; ++unit) {
+    VecI words = seti(0);
+    for (int c = 0; c < columns; ++c) words = ori(words, shl(code(unit * columns + c), bits * c));
+    storei(q + unit * kStepBytes, words);
+  }
+}
+
+MOECHAT_INLINE float read_weight(const unsigned char* at, SourceType type) {
+  if (type == SourceType::kFloat32) {
+    float value;
+    __builtin_memcpy(&value, at, sizeof value);
+    return value;
+  }
+  std::uint16_t pattern;
+  __builtin_memcpy(&pattern, at, sizeof pattern);
+  return type == SourceType::kBfloat16 ? half::from_bf16(pattern) : half::from_fp16(pattern);
+}
+
+// Reads 64 adjacent columns of one row whose elements are contiguous.
+MOECHAT_INLINE void read_row(const unsigned char* from, SourceType type, float* to) {
+  for (int c = 0; c < 64; c += 16) {
+    if (type == SourceType::kFloat32) {
+      store(to + c, load(from + c * 4));
+    } else if (type == SourceType::kFloat16) {
+      store(to + c, load_fp16(from + c * 2));
+    } else {
+      for (int i = 0; i < 16; ++i) to[c + i] = read_weight(from + (c + i) * 2, SourceType::kBfloat16);
+    }
+  }
+}
+
+// Gathers columns [64][16] of the rows and columns that exist. Padding rows are zero; the padding columns of
+// a row repeat its real ones, so that they neither widen the range nor shift the zero.
+inline void gather_group(const MatrixSource& source, std::int64_t row, std::int64_t col, int valid_rows,
+                         int valid_cols, float* columns) {
+  const std::int64_t element = source.type == SourceType::kFloat32 ? 4 : 2;
+  const unsigned char* origin = source.data + row * source.row_stride + col * source.col_stride;
+  if (valid_rows == 16 && valid_cols == 64 && source.col_stride == element) {
+    float rows[16 * 64];
+    for (int r = 0; r < 16; ++r) read_row(origin + r * source.row_stride, source.type, rows + r * 64);
+    transpose_tile(rows, columns);
+    return;
+  }
+  for (int c = 0; c < 64; ++c) {
+    const unsigned char* from = origin + (valid_cols > 0 ? c % valid_cols : 0) * source.col_stride;
+    for (int r = 0; r < 16; ++r) {
+      const bool real = r < valid_rows && valid_cols > 0;
+      columns[c * 16 + r] = real ? read_weight(from + r * source.row_stride, source.type) : 0.0f;
+    }
+  }
+}
+
+// Returns whether all magnitudes are at most kMaxQuantisable; false for NaN and infinities.
+MOECHAT_INLINE bool quantisable(const float* columns) {
+  const Vec beyond = set1(kMaxQuantisable + 1.0f);
+  Mask fine = less(absolute(load(columns)), beyond);
+  for (int c = 1; c < 64; ++c) fine = both(fine, less(absolute(load(columns + c * 16)), beyond));
+  return all(fine);
+}
+
+bool quantise_tile(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
+                   int bits, Solver solver, unsigned char* q, unsigned char* sz) {
+  const std::int64_t left = source.rows - row;
+  const int valid_rows = static_cast<int>(left < 0 ? 0 : (left < kTileRows ? left : kTileRows));
+  const std::int64_t group_bytes = std::int64_t{kTileRows} * kGroupColumns * bits / 8;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::int64_t right = source.cols - (col + g * 64);
+    const int valid_cols = static_cast<int>(right < 0 ? 0 : (right < 64 ? right : 64));
+    float columns[64 * 16];
+    gather_group(source, row, col + g * 64, valid_rows, valid_cols, columns);
+    if (!quantisable(columns)) return false;
+
+    quantise_group(columns, valid_cols, bits, solver, q + g * group_bytes, sz + g * kScaleBytes);
+  }
+  return true;
+}
