@@ -24,6 +24,7 @@ DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
 AUTO_BITS = "auto"  # dense weights: chosen for each matrix
 DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
 ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
+DEFAULT_ACTIVATION_BITS = 8
 
 
 class Activation(StrEnum):

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from moechat.config import parse_size
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.errors import UsageError
-from moechat.geometry import AUTO_BITS, DENSE_BITS, DenseBits
+from moechat.geometry import ACTIVATION_BITS, AUTO_BITS, DEFAULT_ACTIVATION_BITS, DENSE_BITS, DenseBits
 from moechat.geometry import SUPPORTED_BITS as BITS
 from moechat.validation import (
     require_bool,
@@ -41,7 +41,6 @@ __all__ = [
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ACTIVATION_BITS = (8, 16, 32)
 MOST_CONTEXT = 1 << 24
 _MOST_THREADS = 1024
 # Offsets in files are signed 64-bit numbers; no memory budget can be larger.
@@ -70,10 +69,14 @@ def _whole(least: int, most: int) -> Rule:
 
 
 def _dense_bits(label: str, value: Any) -> DenseBits:
-    allowed = (AUTO_BITS, *map(str, DENSE_BITS))
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    found: str = require_choice(label, text, allowed)
-    return found if found == AUTO_BITS else int(found)
+    if isinstance(value, str) and value in (AUTO_BITS, *map(str, DENSE_BITS)):  # as the command line gives it
+        return value if value == AUTO_BITS else int(value)
+    try:
+        bits: int = require_choice(label, value, DENSE_BITS)
+    except UsageError as error:
+        choices = ", ".join(map(str, (AUTO_BITS, *DENSE_BITS)))
+        raise UsageError(str(error), hint=f"choose one of: {choices}") from None
+    return bits
 
 
 def _size(label: str, value: Any) -> int:
@@ -179,7 +182,7 @@ class LoadOptions:
     threads: int | None = _option(None, _whole(1, _MOST_THREADS))
     dtype: str = _option("auto", _choice(DTYPES))
     dense_bits: int | str = _option(AUTO_BITS, _dense_bits)
-    activation_bits: int = _option(8, _choice(ACTIVATION_BITS))
+    activation_bits: int = _option(DEFAULT_ACTIVATION_BITS, _choice(ACTIVATION_BITS))
     deterministic: bool = _option(False, require_bool)
     tune: bool = _option(False, require_bool)
     replan_tokens: int = _option(5000, _whole(0, _MOST_BYTES))

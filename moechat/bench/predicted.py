@@ -20,6 +20,7 @@ import torch
 from moechat import _native
 from moechat.bench.figures import Run
 from moechat.configurator.systems import CacheSettings
+from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.links import open_link
 from moechat.offload.settings import LinkSettings
 from moechat.offload.tier import ExpertTier
@@ -263,7 +264,7 @@ def _one_read(store: Store, settings: LinkSettings) -> float:
 
 
 def kernel_curve(
-    store: Store, pairs: int, *, activation_bits: int = 16, seed: int = 0
+    store: Store, pairs: int, *, activation_bits: int = DEFAULT_ACTIVATION_BITS, seed: int = 0
 ) -> npt.NDArray[np.float64]:
     """Seconds of the kernels for 1, 2, ... ``pairs`` blocks of one token, from memory larger than the caches.
 

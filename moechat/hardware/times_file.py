@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moechat.errors import MoechatError
-from moechat.geometry import DenseBits
+from moechat.geometry import DEFAULT_ACTIVATION_BITS, DenseBits
 from moechat.hardware.measured_file import profiles_directory, read_json, write_json
 from moechat.hardware.profile import Figure, ModelTimes, Origin
 
@@ -41,7 +41,7 @@ class TimesKey:
     threads: int
     bits: int
     dense_bits: DenseBits = 16
-    activation_bits: int = 16
+    activation_bits: int = DEFAULT_ACTIVATION_BITS
 
     @property
     def path(self) -> Path:

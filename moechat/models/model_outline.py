@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from moechat import _native
-from moechat.geometry import AUTO_BITS, DenseBits, ExpertGeometry
+from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, DenseBits, ExpertGeometry
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
 from moechat.models.attention_cache import CacheShape, cache_shape
@@ -208,7 +208,7 @@ def outline_model(
     dtype: torch.dtype,
     *,
     dense_bits: DenseBits = 16,
-    activation_bits: int = 16,
+    activation_bits: int = DEFAULT_ACTIVATION_BITS,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
 ) -> ModelOutline:
@@ -247,7 +247,7 @@ def outline_skeleton(
     *,
     source: TensorHeaders,
     dense_bits: DenseBits = 16,
-    activation_bits: int = 16,
+    activation_bits: int = DEFAULT_ACTIVATION_BITS,
     on_gpu: bool = False,
 ) -> ModelOutline:
     """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.

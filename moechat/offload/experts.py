@@ -17,7 +17,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moechat import _native
-from moechat.geometry import ExpertGeometry
+from moechat.geometry import DEFAULT_ACTIVATION_BITS, ExpertGeometry
 from moechat.models.skeleton import EXPERTS_RUNNER
 
 IMPLEMENTATION = "moechat"
@@ -84,7 +84,7 @@ class ExpertLayer:
     geometry: ExpertGeometry
     records: npt.NDArray[np.uint8]
     counters: ExpertCounters
-    activation_bits: int = 16
+    activation_bits: int = DEFAULT_ACTIVATION_BITS
     _experts: _native.ResidentExperts = field(init=False, repr=False)
     _first_use: FirstUse = field(init=False, repr=False)
 

@@ -24,6 +24,7 @@ from moechat.configurator.estimate import ModelShape
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
+from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.experts import ExpertCounters, RunsExperts
 from moechat.offload.knowledge import Knowledge, defaults
 from moechat.offload.limits import MIN_PAGES
@@ -55,7 +56,7 @@ class TierConfig:
     link: LinkSettings = field(default_factory=LinkSettings)
     predictor: Predictor | None = None
     replay: Replay | None = None
-    activation_bits: int = 16
+    activation_bits: int = DEFAULT_ACTIVATION_BITS
 
 
 @dataclass(frozen=True)

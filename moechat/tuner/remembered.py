@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.atomic_file import TEMPORARY, replacing
-from moechat.geometry import DenseBits
+from moechat.geometry import DEFAULT_ACTIVATION_BITS, DenseBits
 from moechat.trials import Comparison
 
 FORMAT = 2
@@ -53,7 +53,7 @@ class TuningKey:
     settings: str
     version: str
     dense_bits: DenseBits = 16
-    activation_bits: int = 16
+    activation_bits: int = DEFAULT_ACTIVATION_BITS
 
     @property
     def digest(self) -> str:

@@ -96,7 +96,7 @@ def test_an_unknown_name_is_refused(name: Any) -> None:
         ({"bits": "4"}, "bits is '4'", "choose one of"),
         ({"bits": True}, "bits is True", "choose one of"),
         ({"bits": 4.0}, "bits is 4.0", "choose one of"),
-        ({"dense_bits": None}, "dense_bits is None", "choose one of: 4, 8, 16"),
+        ({"dense_bits": None}, "dense_bits is None", "choose one of: auto, 4, 8, 16"),
         ({"activation_bits": 4}, "activation_bits is 4", "choose one of: 8, 16, 32"),
         ({"dtype": "int8"}, "dtype is 'int8'", "choose one of: auto, float32"),
         ({"device": "gpu"}, "device is 'gpu'", "choose one of: cpu, cuda, cuda:N"),

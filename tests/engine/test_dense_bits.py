@@ -119,7 +119,7 @@ def test_every_budget_and_number_of_threads_gives_the_same_logits(
 
 
 def test_sixteen_bit_weights_are_mapped_and_not_copied(checkpoint: Path, home: Path) -> None:
-    with moechat.load(checkpoint, dtype="float32") as engine:
+    with moechat.load(checkpoint, dtype="float32", dense_bits=16) as engine:
         source = engine.loaded.store.dense
         arrays = [source.array(key) for key in source.keys()]  # noqa: SIM118 - not a mapping
         ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
@@ -142,11 +142,22 @@ def test_fewer_bits_take_less_of_the_budget(checkpoint: Path, home: Path) -> Non
 
 def test_a_float32_checkpoint_has_no_quantised_dense_layers(tmp_path: Path, home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("olmoe", 0), dtype=torch.float32)
-    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32", dense_bits=16) as engine:
         assert StoredLinear not in {type(module) for module in engine.loaded.model.modules()}
 
 
-@pytest.mark.parametrize("bits", [3, 32, "4", True, None])
+def test_by_default_each_matrix_has_the_bits_that_its_kind_needs(checkpoint: Path, home: Path) -> None:
+    with moechat.load(checkpoint) as engine:
+        assert engine.describe().to_json()["dense_bits"] == "auto"
+        bits = {
+            name.rpartition(".")[2]: module.layout.bits
+            for name, module in engine.loaded.model.named_modules()
+            if isinstance(module, PackedLinear)
+        }
+    assert bits == {"q_proj": 4, "k_proj": 4, "o_proj": 4, "v_proj": 8, "lm_head": 8}
+
+
+@pytest.mark.parametrize("bits", [3, 32, "four", True, None])
 def test_unsupported_dense_bits_are_rejected(bits: Any, checkpoint: Path, home: Path) -> None:
     with pytest.raises(UsageError, match="dense_bits is"):
         moechat.load(checkpoint, dense_bits=bits)

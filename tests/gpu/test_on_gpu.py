@@ -50,7 +50,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
 def test_logits_are_those_of_the_cpu(model: Path, bits: int) -> None:
-    with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(model, bits=bits, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         expected = engine.logits(PROMPT)
     with moechat.load(model, bits=bits, device="cuda", dtype="float32", ctx=64) as engine:
         assert error_of(engine.logits(PROMPT), expected) < 1e-4
@@ -117,12 +117,19 @@ def test_the_answer_is_the_same_at_every_budget(model: Path, system: str) -> Non
 
 @pytest.mark.parametrize("system", ["auto", "fiddler"])
 def test_what_the_cpu_computes_of_a_layer_is_part_of_the_answer(model: Path, system: str) -> None:
-    with moechat.load(model, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(model, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         expected = engine.logits(PROMPT)
     for pages in (2, 9):
         options = OffloadOptions(pages=pages)
         with moechat.load(
-            model, device="cuda", dtype="float32", activation_bits=32, ctx=64, system=system, offload=options
+            model,
+            device="cuda",
+            dtype="float32",
+            dense_bits=16,
+            activation_bits=32,
+            ctx=64,
+            system=system,
+            offload=options,
         ) as engine:
             for _ in range(3):
                 assert error_of(engine.logits(PROMPT), expected) < 1e-4
@@ -194,7 +201,9 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_gpu_usable(
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
 def test_other_families_give_what_the_cpu_gives(family: str, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
-    with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(
+        tmp_path / family, dtype="float32", dense_bits=16, activation_bits=32, ctx=64
+    ) as engine:
         expected = engine.logits(PROMPT)
     with moechat.load(tmp_path / family, device="cuda", dtype="float32", ctx=64) as engine:
         assert error_of(engine.logits(PROMPT), expected) < 1e-4

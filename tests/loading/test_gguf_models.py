@@ -127,7 +127,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, moechat_h
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
-    with moechat.load(tmp_path / "m.gguf", bits=16, dtype="float32") as engine:
+    with moechat.load(tmp_path / "m.gguf", bits=16, dense_bits=16, dtype="float32") as engine:
         ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 

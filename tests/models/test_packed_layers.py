@@ -149,7 +149,9 @@ moechat.load(sys.argv[1], dense_bits=4, dtype="float32")
 def test_a_start_that_is_killed_while_writing_leaves_no_file_under_the_name(
     checkpoint: Path, moechat_home: Path, packings: list[int]
 ) -> None:
-    moechat.load(checkpoint).close()  # converted, so that only the packed file is written in the child
+    moechat.load(
+        checkpoint, dense_bits=16
+    ).close()  # converted, so that only the packed file is written in the child
     done = subprocess.run([sys.executable, "-c", _KILLED, str(checkpoint)], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     (left,) = files(moechat_home)

@@ -66,7 +66,7 @@ def test_sixteen_bit_store_gives_the_logits_and_tokens_of_transformers(
 ) -> None:
     config = tiny_config(family, shape)
     write_tiny_checkpoint(tmp_path / "model", config)
-    engine = moechat.load(tmp_path / "model", bits=16, dtype="float32")
+    engine = moechat.load(tmp_path / "model", bits=16, dense_bits=16, dtype="float32")
     model = reference_model(tmp_path / "model")
     tokens = prompt(config.vocab_size)
 
@@ -86,7 +86,7 @@ def test_four_bit_store_computes_its_own_weights_exactly(
 ) -> None:
     config = tiny_config(family, shape)
     write_tiny_checkpoint(tmp_path / "model", config)
-    engine = moechat.load(tmp_path / "model", bits=4, dtype="float32")
+    engine = moechat.load(tmp_path / "model", bits=4, dense_bits=16, activation_bits=16, dtype="float32")
     model = reference_model(tmp_path / "model")
     tokens = prompt(config.vocab_size)
     plain = reference_logits(model, tokens)
@@ -103,7 +103,7 @@ def test_other_bit_widths_compute_their_own_weights_exactly(
     bits: int, tmp_path: Path, moechat_home: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe", 1))
-    engine = moechat.load(tmp_path / "model", bits=bits, dtype="float32")
+    engine = moechat.load(tmp_path / "model", bits=bits, dense_bits=16, activation_bits=16, dtype="float32")
     model = reference_model(tmp_path / "model")
     tokens = prompt(101)
     put_stored_experts_into(model, engine)
@@ -113,7 +113,7 @@ def test_other_bit_widths_compute_their_own_weights_exactly(
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
 def test_each_activation_of_a_family_is_computed(activation: str, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("mixtral", 0, hidden_act=activation))
-    engine = moechat.load(tmp_path / "model", bits=16, dtype="float32")
+    engine = moechat.load(tmp_path / "model", bits=16, dense_bits=16, dtype="float32")
     tokens = prompt(101)
     expected = reference_logits(reference_model(tmp_path / "model"), tokens)
     assert relative_error(engine.logits(tokens), expected) < 1e-4
@@ -122,7 +122,7 @@ def test_each_activation_of_a_family_is_computed(activation: str, tmp_path: Path
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_checkpoint_types_are_read(dtype: torch.dtype, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("olmoe", 0), dtype=dtype)
-    engine = moechat.load(tmp_path / "model", bits=16, dtype="float32")
+    engine = moechat.load(tmp_path / "model", bits=16, dense_bits=16, dtype="float32")
     tokens = prompt(101)
     expected = reference_logits(reference_model(tmp_path / "model"), tokens)
     # float16 is kept exactly; float32 is rounded to bf16, 8 bits of mantissa.
@@ -143,6 +143,6 @@ def test_sharded_checkpoint_gives_the_same_logits_as_one_file(tmp_path: Path, mo
 def test_bfloat16_dense_part_stays_close_to_float32(tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tiny_config("glm4_moe", 0))
     tokens = prompt(101)
-    full = moechat.load(tmp_path / "model", bits=16, dtype="float32").logits(tokens)
-    half = moechat.load(tmp_path / "model", bits=16, dtype="bfloat16").logits(tokens)
+    full = moechat.load(tmp_path / "model", bits=16, dense_bits=16, dtype="float32").logits(tokens)
+    half = moechat.load(tmp_path / "model", bits=16, dense_bits=16, dtype="bfloat16").logits(tokens)
     assert 0 < relative_error(half, full) < 5e-2

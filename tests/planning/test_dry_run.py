@@ -24,7 +24,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "threads": (["--threads", "7"], {"threads": 7}),
     "dtype": (["--dtype", "float16"], {"dtype": "float16"}),
     "dense_bits": (["--dense-bits", "4"], {"dense_bits": 4}),
-    "activation_bits": (["--activation-bits", "8"], {"activation_bits": 8}),
+    "activation_bits": (["--activation-bits", "16"], {"activation_bits": 16}),
     "ram": (["--ram", "700M"], {"ram": 700 * MEBI}),
     "system": (["--system", "static"], {"system": "static"}),
     "ctx": (["--ctx", "64"], {"ctx": 64}),

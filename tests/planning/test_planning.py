@@ -438,6 +438,7 @@ def test_measured_times_of_the_model_are_used(kept: Path) -> None:
         before.dtype,
         _native.num_threads(),
         store.geometry.bits,
+        before.dense_bits,
     )
     save_times(key, times)
     made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)

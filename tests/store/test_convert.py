@@ -76,21 +76,31 @@ def test_float32_experts_are_rounded_to_nearest_bf16_and_the_manifest_says_so(
     assert store.geometry.weight_type is WeightType.BF16
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.12), (3, 0.25), (2, 0.55)])
-def test_quantised_experts_hold_what_the_native_solver_makes_of_them(
-    real_mixtral: Path, tmp_path: Path, bits: int, most: float
+@pytest.mark.parametrize(
+    ("quantizer", "solver", "bits", "most"),
+    [
+        ("auto", "least-squares", 8, 0.01),
+        ("auto", "least-squares", 4, 0.11),
+        ("least-squares", "least-squares", 3, 0.23),
+        ("least-squares", "least-squares", 2, 0.42),
+        ("native", "half-quadratic", 4, 0.12),
+        ("native", "half-quadratic", 2, 0.55),
+    ],
+)
+def test_quantised_experts_hold_what_the_solver_makes_of_them(
+    real_mixtral: Path, tmp_path: Path, quantizer: str, solver: str, bits: int, most: float
 ) -> None:
-    checkpoint, plan, store = converted(real_mixtral, tmp_path / "m", bits, quantizer="native")
+    checkpoint, plan, store = converted(real_mixtral, tmp_path / "m", bits, quantizer=quantizer)
     geometry = store.geometry
     record = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
     for layer in plan.layers:
         for number, expert in enumerate(layer.experts):
             matrices = [checkpoint.matrix(ref) for _, ref in expert.matrices]
-            _native.pack_expert(geometry.layout, *matrices, None, record)
+            _native.pack_expert(geometry.layout, *matrices, None, record, solver=solver)
             assert np.array_equal(store.expert_layer(layer.layer)[number], record)
             for ours, matrix in zip(expert_of(store, layer.layer, number)[:3], matrices, strict=True):
                 assert relative(ours, floats(matrix)) < most
-    assert store.manifest.quantisation.solver == "native"
+    assert store.manifest.quantisation.solver == ("least-squares" if quantizer == "auto" else quantizer)
 
 
 def test_every_file_is_plain_safetensors_and_dense_tensors_are_unchanged(
@@ -376,14 +386,12 @@ def test_hqq_on_a_gpu_is_as_close_to_the_weights_as_the_native_solver(tmp_path: 
             assert relative(gpu, weights) < 1.05 * relative(cpu, weights)
 
 
-def test_auto_takes_hqq_exactly_where_torch_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizer.os.path, "exists", lambda path: True)
-    for available, expected in ((True, "hqq"), (False, "native")):
-        monkeypatch.setattr(quantizer, "_cuda_available", lambda available=available: available)
-        assert quantizer.choose_solver("auto", 4) == expected
-        assert quantizer.choose_solver("auto", 16) == "none"
-        assert quantizer.choose_solver("native", 4) == "native"
-        assert quantizer.choose_solver("hqq", 4) == "hqq"
+def test_auto_takes_least_squares_and_every_solver_can_be_chosen() -> None:
+    assert quantizer.choose_solver("auto", 4) == "least-squares"
+    for name in quantizer.QUANTIZERS:
+        assert quantizer.choose_solver(name, 16) == "none"
+        if name != "auto":
+            assert quantizer.choose_solver(name, 4) == name
 
 
 def test_a_conversion_with_the_native_solver_never_imports_torch(mixtral: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, moechat_home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> torch.Tensor:
-    with moechat.load(model, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(model, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         return engine.logits(PROMPT)
 
 
@@ -58,7 +58,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_logits_equal_those_of_the_cpu(model: Path, gpu, bits: int) -> None:
-    with moechat.load(model, bits=bits, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(model, bits=bits, dtype="float32", dense_bits=16, activation_bits=32, ctx=64) as engine:
         wanted = engine.logits(PROMPT)
     with load(model, gpu, bits=bits) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
@@ -157,7 +157,9 @@ def test_decoding_copies_to_the_host_once_a_layer(model: Path, gpu) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "olmoe"])
 def test_other_families_match_the_cpu(family: str, gpu, tmp_path: Path, moechat_home: Path) -> None:
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
-    with moechat.load(tmp_path / family, dtype="float32", activation_bits=32, ctx=64) as engine:
+    with moechat.load(
+        tmp_path / family, dtype="float32", dense_bits=16, activation_bits=32, ctx=64
+    ) as engine:
         wanted = engine.logits(PROMPT)
     with load(tmp_path / family, gpu, pages=12) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE

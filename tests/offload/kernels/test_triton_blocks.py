@@ -18,7 +18,7 @@ from moechat.offload.kernels.block_list import BlockList, Items, items_of_tokens
 
 # Of float32 inputs. What 16-bit ones cost in rounding is taken out by giving the CPU the rounded ones; the
 # output is rounded once, and activations of many tokens are kept in 16 bits.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 8e-4}
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])

@@ -446,38 +446,42 @@ void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, 
                                    stored ? partial_rows(task, slot) : result_rows(task, entry), next);
 }
 
-// Rows of tiles [tile, tile + kTiles) for kTokens tokens.
+// Rows of kTiles tiles, `apart` from each other, for kTokens tokens. `more`: the tiles after them follow.
 template <int kBits, int kPlanes, int kTiles, int kTokens>
-MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t tile, std::int64_t end,
+MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, std::int64_t apart, bool more,
                                     std::int64_t token) {
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   const std::int64_t span = task.groups * kBytes;
   const std::int64_t span_sz = task.groups * kScaleBytes;
-  const std::int64_t step = tile + 2 * kTiles <= end ? kTiles : 0;
   TileStream streams[kTiles];
   TokenInputs inputs[kTokens];
   for (int i = 0; i < kTiles; ++i) {
-    streams[i].q = task.q + (tile + i) * span;
-    streams[i].sz = task.sz + (tile + i) * span_sz;
-    streams[i].next_q = streams[i].q + step * span;
-    streams[i].next_sz = streams[i].sz + step * span_sz;
+    const std::int64_t tile = first + i * apart;
+    streams[i].q = task.q + tile * span;
+    streams[i].sz = task.sz + tile * span_sz;
+    streams[i].next_q = streams[i].q + (more ? span : 0);
+    streams[i].next_sz = streams[i].sz + (more ? span_sz : 0);
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
   tile_sums<kBits, kPlanes>(streams, task.groups, inputs, acc);
   for (int i = 0; i < kTiles; ++i) {
-    for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, (tile + i) * kTileRows, acc[i][t]);
+    const std::int64_t row = (first + i * apart) * kTileRows;
+    for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, row, acc[i][t]);
   }
 }
 
+// Two halves of the range side by side: each stream of codes and scales is then read in order from beginning
+// to end, so that the processor's prefetchers never start anew.
 template <int kBits, int kPlanes, int kTokens>
 void linear_range_of(const LinearTask& task, std::int64_t begin, std::int64_t end, std::int64_t token) {
   constexpr int kTiles = kTokens <= 2 ? 2 : 1;
-  std::int64_t tile = begin;
-  for (; tile + kTiles <= end; tile += kTiles)
-    linear_tiles_of<kBits, kPlanes, kTiles, kTokens>(task, tile, end, token);
-  if constexpr (kTiles > 1) {
-    if (tile < end) linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, end, token);
+  const std::int64_t part = (end - begin) / kTiles;
+  for (std::int64_t i = 0; i < part; ++i) {
+    linear_tiles_of<kBits, kPlanes, kTiles, kTokens>(task, begin + i, part, i + 1 < part, token);
+  }
+  for (std::int64_t tile = begin + kTiles * part; tile < end; ++tile) {
+    linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, 0, false, token);
   }
 }
 
