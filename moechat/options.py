@@ -69,8 +69,10 @@ def _whole(least: int, most: int) -> Rule:
 
 
 def _dense_bits(label: str, value: Any) -> DenseBits:
-    if isinstance(value, str) and value in (AUTO_BITS, *map(str, DENSE_BITS)):  # as the command line gives it
-        return value if value == AUTO_BITS else int(value)
+    if value == AUTO_BITS and isinstance(value, str):
+        return value
+    if isinstance(value, str) and value.isdecimal():  # as the command line gives it
+        value = int(value)
     try:
         bits: int = require_choice(label, value, DENSE_BITS)
     except UsageError as error:

@@ -139,9 +139,9 @@ class Comparison:
         name: str = "",
     ) -> None:
         self.options = options
-        self.model = model
         self.near: Near = near if near is not None else ("gpu" if profile.gpu is not None else "ram")
-        shape = model.shape
+        self.model = model.on(self.near)
+        shape = self.model.shape
         self.warmup, self.tokens = _lengths(trace, options)
         part = trace.head(self.warmup + self.tokens)
         mapped = map_trace(part, shape.layers, shape.experts, shape.top_k, seed=options.seed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moechat.configurator.estimate import ModelShape
+from moechat.configurator.estimate import ModelShape, Near
 from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.hub.known_shapes import find_shape, shape_names, shape_values
+from moechat.options import LoadOptions
 from moechat.routing.trace import Trace
 
 # Configuration keys of the number of experts, and of experts per token.
@@ -24,15 +25,21 @@ class SimulatedModel:
 
     Attributes:
         name: Name to show.
-        shape: Sizes that its times depend on.
+        shape: Sizes that its times depend on, with its dense weights as the CPU keeps them.
         geometry: Geometry of its experts.
         guessed: Whether it was chosen by the shape of the trace.
+        gpu_shape: The same with dense weights as a GPU keeps them; ``None``: no different.
     """
 
     name: str
     shape: ModelShape
     geometry: ExpertGeometry
     guessed: bool = False
+    gpu_shape: ModelShape | None = None
+
+    def on(self, near: Near) -> SimulatedModel:
+        """The model as the near tier keeps it."""
+        return self if near == "ram" or self.gpu_shape is None else replace(self, shape=self.gpu_shape)
 
 
 def shape_of_trace(trace: Trace) -> str:
@@ -86,10 +93,10 @@ def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
     from moechat.models.model_outline import known_config, outline_model, read_config
 
     config = known_config(known) if known is not None else read_config(path)
-    outline = outline_model(config, torch.bfloat16)
+    outline = outline_model(config, torch.bfloat16, dense_bits=LoadOptions.dense_bits)
     geometry = outline.geometry(bits)
     size = outline.dtype.itemsize
-    shape = ModelShape(
+    gpu_shape = ModelShape(
         layers=len(outline.expert_layers),
         experts=geometry.num_experts,
         top_k=outline.top_k,
@@ -103,4 +110,9 @@ def model_for(name: str | None, trace: Trace, bits: int) -> SimulatedModel:
         kv_bytes=outline.cache.nbytes(_CONTEXT) // _CONTEXT,
         hidden_size=geometry.hidden_size,
     )
-    return SimulatedModel(known if known is not None else path.name, shape, geometry, guessed)
+    form = outline.form
+    shape = replace(
+        gpu_shape, dense_bytes=form.in_layers, head_bytes=form.head_bytes, dense_itemsize=form.itemsize
+    )
+    label = known if known is not None else path.name
+    return SimulatedModel(label, shape, geometry, guessed, gpu_shape)

@@ -1,7 +1,7 @@
 """moechat beside llama.cpp: the options, the files, the bytes that are counted, and a run on a tiny model.
 
-Tests that need the packages gguf or llama-cpp-python take them from this interpreter or from the one that
-``LLAMA_PYTHON`` names, and is skipped where neither has them.
+What needs llama.cpp takes it from the directory that ``LLAMA_PEER`` names (the folder llama.cpp of a work
+directory that scripts/bench/cpu --prepare has filled), and is skipped without it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,6 @@ def bench(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=580, check=check)
 
 
-def interpreter_with(package: str) -> str:
-    for path in (os.environ.get("LLAMA_PYTHON"), sys.executable):
-        if path and subprocess.run([path, "-c", f"import {package}"], capture_output=True).returncode == 0:
-            return path
-    pytest.skip(f"neither this interpreter nor LLAMA_PYTHON has the package {package}")
-
-
 def config_file(directory: Path, family: str) -> Path:
     path = directory / f"tiny-{family}.json"
     path.write_text(json.dumps(CONFIGS[family]))
@@ -114,17 +107,18 @@ def test_file_names_depend_on_the_content() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-@pytest.mark.parametrize("kind", ["q4_k", "q4_0"])
+@pytest.mark.parametrize("kind", ["q4_k", "q4_k_m", "q4_0"])
 def test_a_written_file_reads_back_as_planned(tmp_path: Path, family: str, kind: str) -> None:
-    python = interpreter_with("gguf")
     plan = module("gguf_shapes").plan_gguf(CONFIGS[family], kind)
     described, file, found = tmp_path / "plan.json", tmp_path / "tiny.gguf", tmp_path / "found.json"
     described.write_text(json.dumps(plan.to_json()))
     subprocess.run(
-        [python, SCRIPTS / "bench" / "gguf_files.py", described, file], check=True, capture_output=True
+        [sys.executable, SCRIPTS / "bench" / "gguf_files.py", described, file],
+        check=True,
+        capture_output=True,
     )
     assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny.gguf"]
-    subprocess.run([python, "-c", READ_BACK, file, found], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", READ_BACK, file, found], check=True, capture_output=True)
     read = json.loads(found.read_text())
     assert read["fields"]["general.architecture"] == plan.architecture
     for key, value in plan.metadata.items():
@@ -174,9 +168,8 @@ json.dump({"tensors": tensors, "fields": fields}, open(sys.argv[2], "w"))
         (["--only", "moechat", "--contexts", "some"], "--contexts is 'some'; write whole numbers"),
         (["--only", "moechat", "--prompts", "128,513"], "the numbers must be 1 to 512"),
         (["--only", "moechat", "--rounds", "0"], "--rounds is 0; it must be 1 to 1000"),
-        (["--formats", "q5_k"], "--formats is 'q5_k'; choose from q4_k, q4_0"),
-        ([], "--llama-python is needed"),
-        (["--llama-python", "/nowhere/python"], "/nowhere/python cannot be run"),
+        (["--formats", "q5_k"], "--formats is 'q5_k'; choose from q4_k, q4_k_m, q4_0"),
+        ([], "has no llama.cpp; run the same with --prepare first"),
     ],
 )
 def test_cases_that_cannot_be_measured_are_refused_with_a_reason(
@@ -187,16 +180,6 @@ def test_cases_that_cannot_be_measured_are_refused_with_a_reason(
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_packages_are_reported_with_the_command_that_installs_them(tmp_path: Path) -> None:
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
-    bare.chmod(0o755)
-    done = bench("--work", str(tmp_path / "work"), "--llama-python", str(bare))
-    assert done.returncode == 1
-    assert "lacks what is needed" in done.stderr
-    assert "pip install" in done.stderr
 
 
 def test_a_family_without_a_gguf_form_is_refused_with_a_hint(tmp_path: Path) -> None:
@@ -227,9 +210,10 @@ def test_a_tiny_model_is_measured_from_end_to_end(tmp_path: Path) -> None:
     )
     assert system["expert_active_bytes"] == pytest.approx(experts * 2 / 4, rel=0.02)
     dense = system["active_bytes"] - system["expert_active_bytes"]
-    matrices = 3 * (2 * 256 * 256 + 2 * 128 * 256) + 512 * 256
-    assert (system["dense_bits"], system["activation_bits"]) == (4, 16)
-    assert dense == pytest.approx(matrices * 4.5 / 8 + 3 * 4 * 256 * 4, rel=0.08)
+    narrow = 3 * (2 * 256 * 256 + 128 * 256)  # query, key and output projections
+    wide = 3 * 128 * 256 + 512 * 256
+    assert (system["dense_bits"], system["activation_bits"]) == ("auto", 8)
+    assert dense == pytest.approx(narrow * 4.5 / 8 + wide * 8.5 / 8 + 3 * 4 * 256 * 4, rel=0.08)
 
     turns = model["turns"]
     counts: dict[tuple[str, int], int] = {}
@@ -252,15 +236,26 @@ def test_a_tiny_model_is_measured_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_both_sides_are_measured_where_llama_cpp_is_installed(tmp_path: Path) -> None:
-    python = interpreter_with("llama_cpp, gguf")
-    out = tmp_path / "out.json"
-    arguments = ["--work", str(tmp_path / "work"), "--llama-python", python, "--threads", "1", "--quick"]
+    peer = os.environ.get("LLAMA_PEER")
+    if peer is None:
+        pytest.skip("LLAMA_PEER names no directory with llama.cpp")
+    out, work = tmp_path / "out.json", tmp_path / "work"
+    work.mkdir()
+    (work / "llama.cpp").symlink_to(peer)
+    arguments = ["--work", str(work), "--threads", "1", "--quick"]
     arguments += ["--models", str(config_file(tmp_path, "qwen3_moe")), "--llama-defaults"]
     done = bench(*arguments, "--json", str(out))
     assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["llama"]["variant"] in done.stdout
     model = json.loads(out.read_text())["models"][0]
-    assert sorted(name.split()[0] for name in model["systems"]) == ["moechat", "q4_0", "q4_k", "q4_k"]
-    for kind in ("q4_k", "q4_0"):
+    assert sorted(name.split()[0] for name in model["systems"]) == [
+        "moechat",
+        "q4_0",
+        "q4_k",
+        "q4_k",
+        "q4_k_m",
+    ]
+    for kind in ("q4_k", "q4_k_m", "q4_0"):
         way = {"repack": True, "attention": "auto"}
         assert model["systems"][kind]["ways"] == {"decode": way, "prompt": way}
     row = next(row for row in model["summary"] if row["system"].startswith("moechat"))
