@@ -69,7 +69,7 @@ def _whole(least: int, most: int) -> Rule:
 
 
 def _dense_bits(label: str, value: Any) -> DenseBits:
-    if value == AUTO_BITS and isinstance(value, str):
+    if isinstance(value, str) and value == AUTO_BITS:
         return value
     if isinstance(value, str) and value.isdecimal():  # as the command line gives it
         value = int(value)
@@ -162,7 +162,7 @@ class LoadOptions:
         dense_bits: Bits of a dense weight (attention, shared experts, head): 16 keeps those of a bf16 or fp16
             checkpoint as they are, whatever ``dtype`` is (on a GPU in ``dtype``); 8 and 4 pack them like the
             experts, except embeddings and routers. ``auto``: 8 or 4, see
-            :func:`moechat.models.dense_form.automatic_bits`; on a GPU 16.
+            :func:`moechat.models.dense_form.automatic_parts`; on a GPU 16.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU

@@ -45,7 +45,7 @@ def load_weights(
     records = store.manifest.files.items()
     hashes = {name: record.sha256 for name, record in records if name.startswith(DENSE_PREFIX)}
     file = PackedFile.of(user_paths().cache / "dense", hashes, form, dtype)
-    used = sorted({form.bits_of(name) for name in form.linears})
+    used = sorted({bits for name in form.linears for _, _, bits in form.parts_of(name)})
     detail = f"dense weights in {' and '.join(map(str, used))} bits"
     pack_layers(
         skeleton,

@@ -123,8 +123,8 @@ def loading_bytes(skeleton: Skeleton, source: TensorHeaders, form: DenseForm | N
                 wanted = _wanted_type(skeleton.model, target.name, wanted)
             as_it_is = target.name in kept or all(dtype == wanted for dtype, _ in infos)
             if form is not None and target.name in packed:
-                bits = form.bits_of(target.name.removesuffix(".weight"))
-                size += packed_bytes(reference.shape[0], reference.shape[1], bits)
+                parts = form.parts_of(target.name.removesuffix(".weight"))
+                size += sum(packed_bytes(*part) for part in parts)
             elif as_it_is:
                 size = 0
         most = max(most, size)

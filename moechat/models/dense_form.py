@@ -31,15 +31,31 @@ _UNPACKED_BYTES = 32 << 20
 # one kind of matrix and 8 for all others changed the perplexity by 0.0 % (output projection), 0.1 % (query
 # and key), 0.2 % (value) and 0.5 % (head).
 _FOUR_BITS = frozenset({"q_proj", "k_proj", "o_proj"})
+# Of the head, rows of the first tokens keep 8 bits: tokenizers number their pieces by frequency. That changed
+# the perplexity by 0.3 % with an eighth of the rows, by 0.2 % with a quarter, by 0.1 % with half.
+_HEAD = "lm_head"
+_WIDE_ROWS = 1 / 8
+_TILE_ROWS = 16
+
+Part = tuple[int, int, int]
 
 
-def automatic_bits(name: str) -> int:
-    """Bits of a matrix with ``auto``: 4 for query, key and output projections, 8 for all others.
+def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
+    """Parts of a matrix with ``auto``, from the first row on: rows, columns and bits of each.
+
+    Query, key and output projections have 4 bits, the head 8 for its first rows and 4 for the others, all
+    other matrices 8.
 
     Args:
         name: Of its layer in the model.
+        rows: Of the matrix.
+        cols: Of the matrix.
     """
-    return 4 if name.rpartition(".")[2] in _FOUR_BITS else 8
+    kind = name.rpartition(".")[2]
+    wide = round(rows * _WIDE_ROWS / _TILE_ROWS) * _TILE_ROWS
+    if kind == _HEAD and wide > 0:
+        return (wide, cols, 8), (rows - wide, cols, 4)
+    return ((rows, cols, 4 if kind in _FOUR_BITS else 8),)
 
 
 def packed_bytes(rows: int, cols: int, bits: int) -> int:
@@ -143,9 +159,13 @@ class DenseForm:
         """Whether weights are packed, which needs their values."""
         return self.bits != 16
 
-    def bits_of(self, name: str) -> int:
-        """Bits of the weights of a layer in :attr:`linears`."""
-        return automatic_bits(name) if isinstance(self.bits, str) else self.bits
+    def parts_of(self, name: str) -> tuple[Part, ...]:
+        """Parts of a layer in :attr:`linears`, from the first row on: rows, columns and bits of each."""
+        return _parts(self.bits, name, *self.linears[name])
+
+
+def _parts(bits: DenseBits, name: str, rows: int, cols: int) -> tuple[Part, ...]:
+    return automatic_parts(name, rows, cols) if isinstance(bits, str) else ((rows, cols, bits),)
 
 
 def choose_form(
@@ -216,8 +236,7 @@ def choose_form(
             elif whole:
                 embeddings.add(name)
         for name in packed:
-            width = automatic_bits(name) if isinstance(bits, str) else bits
-            sizes[key][name] = packed_bytes(*linears[name], width)
+            sizes[key][name] = sum(packed_bytes(*part) for part in _parts(bits, name, *linears[name]))
         if packed and len(packed) == len(of):
             # Only the packer reads it, in the stored type.
             kept.update(names)

@@ -7,7 +7,8 @@ per token, so they are neither widened nor copied:
 - :class:`StoredLinear` reads bf16 or fp16 rows in the mapped file. A few tokens use the native kernel, with
   float32 products and sums. Many tokens use torch: in bf16 if inputs and weights both are bf16, else panels
   of rows are widened to float32 one at a time.
-- :class:`PackedLinear` reads weights packed by the experts' quantiser, natively for any number of tokens.
+- :class:`PackedLinear` reads weights packed by the experts' quantiser, natively for any number of tokens;
+  :class:`SplitLinear` has several of them for its rows.
 - :class:`StoredEmbedding` converts only the rows that are looked up.
 
 Results do not depend on the number of threads, nor on other tokens of a pass of the same kind.
@@ -16,6 +17,7 @@ Results do not depend on the number of threads, nor on other tokens of a pass of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -66,10 +68,6 @@ class _Dense(nn.Module, ABC):
         out = torch.empty((len(flat), self.out_features), dtype=torch.float32)
         self._run(flat.numpy(), out.numpy())
         return self._outputs(out, x)
-
-    @abstractmethod
-    def product(self) -> _native.DenseProduct:
-        """The product as an object for native code; it keeps the weights alive."""
 
     @abstractmethod
     def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
@@ -181,6 +179,47 @@ class PackedLinear(_Dense):
     def product(self) -> _native.DenseProduct:
         """The product as an object for native code; it keeps the weights alive."""
         return _native.packed_product(self.layout, self.data, self._bias32, self._activation_bits)
+
+
+class SplitLinear(_Dense):
+    """``nn.Linear`` whose rows are packed in parts with different bits.
+
+    Args:
+        parts: Layers of the same inputs, from the first row on.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        first = parts[0]
+        biases = [part.bias for part in parts if part.bias is not None]
+        rows = sum(part.out_features for part in parts)
+        super().__init__(rows, first.in_features, torch.cat(biases) if biases else None, first._dtype)
+        self.parts = tuple(parts)  # no submodules: what walks a model counts this layer once
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The unpacked weights in the model's type; unpacked at each access."""
+        return torch.cat([part.weight for part in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and bias, which every token reads."""
+        return sum(part.nbytes for part in self.parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T + bias`` for ``[..., in_features]``, in the type of ``x``."""
+        return self._natively(x)
+
+    def _run(self, x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        row = 0
+        for part in self.parts:
+            rows = out[:, row : row + part.out_features]
+            if len(x) == 1:
+                part._run(x, rows)
+            else:
+                whole = np.empty(rows.shape, np.float32)
+                part._run(x, whole)
+                rows[:] = whole
+            row += part.out_features
 
 
 class StoredEmbedding(nn.Module):

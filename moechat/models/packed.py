@@ -4,7 +4,7 @@ the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from moechat.errors import UnsupportedModelError
 from moechat.models.checkpoint_mapping import map_keys
 from moechat.models.dense import TensorSource, model_type, replace_modules
 from moechat.models.dense_form import DenseForm
-from moechat.models.linear import PackedLinear
+from moechat.models.linear import PackedLinear, SplitLinear
 from moechat.models.packed_file import Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
 
@@ -45,12 +45,16 @@ class PackedMemory(Protocol):
         ...
 
     def layer(
-        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        layouts: Sequence[_native.LinearLayout],
+        at: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> nn.Module:
         """Create the layer whose packed weights are at an offset.
 
         Args:
-            layout: Layout of its weights.
+            layouts: Layouts of the parts of its weights, from the first row on.
             at: Offset of its first byte.
             bias: ``[rows]``, or ``None``.
             dtype: Type of the model.
@@ -73,10 +77,20 @@ class _HostMemory:
         self._data[at : at + len(packed)] = packed
 
     def layer(
-        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        layouts: Sequence[_native.LinearLayout],
+        at: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> nn.Module:
-        part = self._data[at : at + layout.nbytes]
-        return PackedLinear(layout, part, bias, self._activation_bits, dtype)
+        parts, row = [], 0
+        for layout in layouts:
+            data = self._data[at : at + layout.nbytes]
+            own = None if bias is None else bias[row : row + layout.rows]
+            parts.append(PackedLinear(layout, data, own, self._activation_bits, dtype))
+            at += layout.nbytes
+            row += layout.rows
+        return parts[0] if len(parts) == 1 else SplitLinear(parts)
 
 
 def pack_layers(
@@ -111,30 +125,43 @@ def pack_layers(
     changed: dict[str, nn.Module] = {}
     at = 0
     for name in sorted(form.linears):
-        layout = _native.LinearLayout(*form.linears[name], form.bits_of(name))
+        layouts = [_native.LinearLayout(*part) for part in form.parts_of(name)]
         module: Any = model.get_submodule(name)
+        nbytes = sum(layout.nbytes for layout in layouts)
         if not found:
             try:
-                memory.put(at, _native.pack_linear(layout, _matrix(module.weight.detach())))
+                _pack(memory, at, layouts, _matrix(module.weight.detach()))
             except ValueError as error:
+                bits = " and ".join(str(layout.bits) for layout in layouts)
                 raise UnsupportedModelError(
-                    f"{name} cannot be packed in {form.bits_of(name)} bits: {error}",
+                    f"{name} cannot be packed in {bits} bits: {error}",
                     hint="keep the dense weights as they are: --dense-bits 16 (dense_bits=16)",
                 ) from error
             target = targets.get(f"{name}.weight")  # None if the weight is tied to another one
             if target is not None:
                 source.release(target.keys)
             if progress is not None:
-                progress(at + layout.nbytes, file.nbytes)
+                progress(at + nbytes, file.nbytes)
         dtype = model_type(skeleton, f"{name}.weight")
-        changed[name] = memory.layer(layout, at, module.bias, dtype)
-        at += layout.nbytes
+        changed[name] = memory.layer(layouts, at, module.bias, dtype)
+        at += nbytes
     replace_modules(model, changed)
     source.release(source.keys())
     if not found:
         with suppress(OSError):
             memory.write(file)
     return found
+
+
+def _pack(
+    memory: PackedMemory, at: int, layouts: Sequence[_native.LinearLayout], matrix: npt.NDArray[Any]
+) -> None:
+    """Quantise the parts of a matrix, one after the other from its first row on."""
+    row = 0
+    for layout in layouts:
+        memory.put(at, _native.pack_linear(layout, matrix[row : row + layout.rows]))
+        at += layout.nbytes
+        row += layout.rows
 
 
 def _matrix(weight: torch.Tensor) -> npt.NDArray[Any]:

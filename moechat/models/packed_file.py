@@ -65,7 +65,7 @@ class PackedFile:
             form: Layers to pack and their bits.
             dtype: Type of the model, from which weights are packed that are not kept as stored.
         """
-        layers = [(name, *form.linears[name], form.bits_of(name)) for name in sorted(form.linears)]
+        layers = [(name, *part) for name in sorted(form.linears) for part in form.parts_of(name)]
         content = {
             "format": _FORMAT,
             "group_format": _native.BLOCK_FORMAT_VERSION,

@@ -7,6 +7,8 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -52,16 +54,21 @@ class PackedGpuMemory:
         self._data[at : at + len(packed)].copy_(torch.from_numpy(packed))
 
     def layer(
-        self, layout: _native.LinearLayout, at: int, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        layouts: Sequence[_native.LinearLayout],
+        at: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> nn.Module:
         """The layer whose weights lie at an offset.
 
         Args:
-            layout: Layout of its weights.
+            layouts: Layout of its weights; on a GPU all rows have the same bits.
             at: Offset of its first byte.
             bias: ``[rows]`` on any device, or ``None``.
             dtype: Type of the model.
         """
+        (layout,) = layouts
         part = self._data[at : at + layout.nbytes]
         return DevicePackedLinear(layout, part, bias, self._strips, dtype)
 

@@ -14,7 +14,7 @@ import moechat
 from moechat import _native
 from moechat.engine import Engine
 from moechat.errors import UsageError
-from moechat.models.linear import PackedLinear, StoredEmbedding, StoredLinear
+from moechat.models.linear import PackedLinear, SplitLinear, StoredEmbedding, StoredLinear
 from moechat.offload.settings import OffloadOptions
 
 FAMILIES = [
@@ -43,7 +43,7 @@ def reference_of(directory: Path, engine: Engine) -> Any:
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     for name, module in engine.loaded.model.named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedLinear | SplitLinear):
             theirs = model.get_submodule(name)
             theirs.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
     return model
@@ -149,12 +149,32 @@ def test_a_float32_checkpoint_has_no_quantised_dense_layers(tmp_path: Path, home
 def test_by_default_each_matrix_has_the_bits_that_its_kind_needs(checkpoint: Path, home: Path) -> None:
     with moechat.load(checkpoint) as engine:
         assert engine.describe().to_json()["dense_bits"] == "auto"
-        bits = {
-            name.rpartition(".")[2]: module.layout.bits
+        parts = {
+            name.rpartition(".")[2]: module.parts if isinstance(module, SplitLinear) else [module]
             for name, module in engine.loaded.model.named_modules()
-            if isinstance(module, PackedLinear)
+            if isinstance(module, PackedLinear | SplitLinear)
         }
-    assert bits == {"q_proj": 4, "k_proj": 4, "o_proj": 4, "v_proj": 8, "lm_head": 8}
+        vocabulary = engine.loaded.model.config.vocab_size
+    found = {name: [(part.layout.bits, part.out_features) for part in of] for name, of in parts.items()}
+    wide = round(vocabulary / 8 / 16) * 16
+    assert found.pop("lm_head") == [(8, wide), (4, vocabulary - wide)]
+    assert {name: bits for name, [(bits, _)] in found.items()} == {
+        "q_proj": 4,
+        "k_proj": 4,
+        "o_proj": 4,
+        "v_proj": 8,
+    }
+
+
+def test_the_parts_of_a_head_are_its_rows_in_order(tmp_path: Path, home: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "model", tiny_config("qwen3_moe", 0))
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32", activation_bits=32) as engine:
+        model = reference_of(tmp_path / "model", engine)
+        with torch.inference_mode():
+            expected = model(torch.tensor([PROMPT])).logits[0]
+        assert relative_error(engine.logits(PROMPT), expected) < 1e-4
+        last = next(iter(engine.generate(PROMPT, max_new_tokens=1, temperature=0.0))).token_id
+    assert last == int(expected[-1].argmax())
 
 
 @pytest.mark.parametrize("bits", [3, 32, "four", True, None])
