@@ -73,8 +73,11 @@ def test_bits_do_not_depend_on_threads_where_all_of_them_have_work():
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_few_tokens_have_the_same_bits_in_whole_blocks_and_in_two_phases(bits, tokens):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_few_tokens_have_the_same_bits_in_whole_blocks_and_in_two_phases(bits, tokens, mixed):
     call = Call.random(11, 1000, 600, bits, bias=True, tokens=tokens, experts=6)
+    if mixed:
+        np.random.default_rng(0).shuffle(call.entries)
     _native.set_num_threads(7)
     lonely = call.run(cuts=range(1, len(call.entries)))  # too few blocks at a time to share them
     for threads in (1, 2, 3, 4, 7):

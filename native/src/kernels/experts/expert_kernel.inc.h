@@ -331,6 +331,17 @@ void block_of(const ForwardTask& task, std::int64_t local, bool stored) {
                    stored ? partial_rows(task, task.slot_start[local]) : result_rows(task, entry), nullptr);
 }
 
+// Adds the kept outputs of entry `local` of the chunk to output tiles [begin, end).
+void add_partials(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end) {
+  const OutputRows to = result_rows(task, task.entry_begin + local);
+  const OutputRows from = partial_rows(task, task.slot_start[local]);
+  const auto count = static_cast<int>(task.slot_start[local + 1] - task.slot_start[local]);
+  for (int t = 0; t < count; ++t) {
+    for (std::int64_t tile = begin; tile < end; ++tile)
+      to.put(t, tile * kTileRows, load(from.out + t * from.stride + tile * kTileRows));
+  }
+}
+
 template <class E>
 struct EncodingTag {
   using Type = E;

@@ -20,7 +20,6 @@
 // - shrink_p is 0 below |x| = beta^(-1/(2-p)); its powers are not computed while the whole tile is below;
 // - groups whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
 //   contain 0 (then zero is large and fp16 is coarse) get one more start that avoids the problem.
-// does not contain 0 (then zero is large and fp16 is coarse) have one more start, without that trouble.
 
 constexpr int kSolverIterations = 20;
 constexpr int kProbeIterations = 3;  // of each start, before the best one continues

@@ -75,17 +75,6 @@ MOECHAT_INLINE OutputRows partial_rows(const ForwardTask& task, std::int64_t slo
   return {task.partials + (slot - task.partial_slot) * stride, stride, nullptr, nullptr};
 }
 
-// Adds the kept outputs of entry `local` of the chunk to output tiles [begin, end).
-void add_partials(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end) {
-  const OutputRows to = result_rows(task, task.entry_begin + local);
-  const OutputRows from = partial_rows(task, task.slot_start[local]);
-  const auto count = static_cast<int>(task.slot_start[local + 1] - task.slot_start[local]);
-  for (int t = 0; t < count; ++t) {
-    for (std::int64_t tile = begin; tile < end; ++tile)
-      to.put(t, tile * kTileRows, load(from.out + t * from.stride + tile * kTileRows));
-  }
-}
-
 // Stores rows [row, row + 16) of a linear_forward for one token; the last tile may have fewer rows.
 void store_rows(const LinearTask& task, std::int64_t token, std::int64_t row, Vec value) {
   float* out = task.out + token * task.rows + row;

@@ -42,7 +42,6 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 // 0..3, holds column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
 // (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four adjacent bytes of a
 // plane.
-// (2 and 3 bits). A word of weights, shifted and masked to bytes, meets four neighbouring bytes of a plane.
 struct QuantisedRows {
   std::int8_t* planes;  // [rows, groups, activation_bits / 8, 64]: hi, then lo
   float* scales;        // [rows, groups]
