@@ -281,7 +281,8 @@ def outline_skeleton(
         skeleton,
         stored_types(skeleton, source),
         bits=16 if on_gpu and dense_bits == AUTO_BITS else dense_bits,
-        activation_bits=activation_bits,
+        # A GPU computes in floats. With 16 bits the logits hardly depend on the blocks that the CPU computes.
+        activation_bits=max(16, activation_bits) if on_gpu else activation_bits,
         reads=reads,
         stored_rows=not on_gpu,
     )

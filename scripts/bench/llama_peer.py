@@ -135,7 +135,7 @@ def load_calls(directory: Path, variant: str) -> tuple[ctypes.CDLL, str]:
     calls.peer_feed.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32]
     file = "" if variant == _CHOSEN else f"libggml-cpu-{variant}.so"
     calls.peer_start(str(peer.libraries).encode(), file.encode())
-    # What is mapped is what runs, whatever was asked for.
+    # The library in use is the one that this process has mapped.
     mapped = {
         Path(line.split()[-1]).stem.removeprefix("libggml-cpu-")
         for line in Path("/proc/self/maps").read_text("utf-8").splitlines()

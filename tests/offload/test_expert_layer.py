@@ -22,7 +22,7 @@ def make_layer(bits: int = 16) -> ExpertLayer:
         gate, up = generator.normal(0, 0.1, (2, NEURONS, HIDDEN)).astype(np.float32)
         down = generator.normal(0, 0.1, (HIDDEN, NEURONS)).astype(np.float32)
         _native.pack_expert(geometry.layout, gate, up, down, None, expert)
-    return ExpertLayer(geometry, records, ExpertCounters())
+    return ExpertLayer(geometry, records, ExpertCounters(), 16)
 
 
 def expected(layer: ExpertLayer, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

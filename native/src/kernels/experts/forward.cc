@@ -25,6 +25,7 @@ constexpr std::int64_t kTileGrain = 8;  // least output tiles per thread
 // serves that a fifth faster than the gate and up projections of all blocks first and all down projections
 // afterwards. REQUIRES: enough blocks to share them evenly.
 constexpr std::int64_t kLeastBlocks = 4;                       // per thread
+constexpr std::int64_t kFewTokens = 4;                         // of an expert, on average
 constexpr std::int64_t kPartialBytes = std::int64_t{8} << 20;  // of outputs that are kept
 
 enum Scratch : int {
@@ -164,9 +165,10 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
 
 // Whether the chunk is computed in whole blocks.
 bool has_whole_blocks(const ForwardTask& task, std::int64_t threads) {
-  if (task.entry_end - task.entry_begin < kLeastBlocks * threads || task.part_begin > 0) return false;
+  const std::int64_t entries = task.entry_end - task.entry_begin;
+  if (entries < kLeastBlocks * threads || task.slot_start[entries] > kFewTokens * entries) return false;
   if (task.many_x == nullptr) return true;
-  for (std::int64_t i = 0; i < task.entry_end - task.entry_begin; ++i) {
+  for (std::int64_t i = 0; i < entries; ++i) {
     if (task.slot_start[i + 1] - task.slot_start[i] >= task.many->threshold) return false;
   }
   return true;
