@@ -164,7 +164,7 @@ class LoadOptions:
             experts, except embeddings and routers. ``auto``: 8 or 4, see
             :func:`moechat.models.dense_form.automatic_parts`; on a GPU 16.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
-            every 64 columns, or 32: float32. The CPU beside a GPU takes at least 16.
+            every 64 columns, or 32: float32. With a GPU, the CPU computes its part with at least 16.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
             then computes none of the experts that are missing there, and no graphs are replayed. On the CPU
             they are the same anyway.

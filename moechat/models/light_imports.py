@@ -122,7 +122,12 @@ def light_transformers() -> Iterator[None]:
     names: Any = importlib.import_module("transformers.utils")
     more: Any = importlib.import_module("transformers.utils.import_utils")
     checks = ("is_hqq_available", "is_torch_distributed_available")
-    before = [(module, name, getattr(module, name)) for module in (names, more) for name in checks]
+    before = [
+        (module, name, getattr(module, name))
+        for module in (names, more)
+        for name in checks
+        if hasattr(module, name)
+    ]
     torch: Any = importlib.import_module("torch")
     if _COMPILER not in sys.modules:
         CompilerStandIn(Path(torch.__file__).parent / "_dynamo").install()

@@ -19,7 +19,7 @@ from moechat.models.checkpoint_mapping import map_keys
 from moechat.models.dense import TensorSource, model_type, replace_modules
 from moechat.models.dense_form import DenseForm
 from moechat.models.linear import PackedLinear, SplitLinear
-from moechat.models.packed_file import Bytes, PackedFile
+from moechat.models.packed_file import SOLVER, Bytes, PackedFile
 from moechat.models.skeleton import Skeleton
 
 PackCallback = Callable[[int, int], None]
@@ -159,7 +159,7 @@ def _pack(
     """Quantise the parts of a matrix, one after the other from its first row on."""
     row = 0
     for layout in layouts:
-        memory.put(at, _native.pack_linear(layout, matrix[row : row + layout.rows]))
+        memory.put(at, _native.pack_linear(layout, matrix[row : row + layout.rows], solver=SOLVER))
         at += layout.nbytes
         row += layout.rows
 

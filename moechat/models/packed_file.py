@@ -30,6 +30,7 @@ from moechat.atomic_file import TEMPORARY, replacing
 from moechat.models.dense_form import DenseForm
 
 _MAGIC = b"MOEDENSE"
+SOLVER = "least-squares"
 _FORMAT = 1  # of this file; packed groups have the version of the block format
 _ALIGNMENT = 4096
 _PIECE = 32 << 20
@@ -69,7 +70,7 @@ class PackedFile:
         content = {
             "format": _FORMAT,
             "group_format": _native.BLOCK_FORMAT_VERSION,
-            "solver": "least-squares",
+            "solver": SOLVER,
             "dense_files": dict(sorted(dense_files.items())),
             "layers": [list(layer) for layer in layers],
             "from": str(dtype) if any(f"{name}.weight" not in form.kept for name, *_ in layers) else "stored",

@@ -88,7 +88,7 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
         (["demo"], "give --data or --text"),
         (["demo", "--text", "nowhere.txt"], "nowhere.txt"),
         (["olmoe-1b-7b:2"], "--work is needed"),
-        (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from 4, 8, 16"),
+        (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from auto, 4, 8, 16"),
         (["demo", "--activation-bits", "16,"], "choose from 8, 16, 32"),
     ],
 )

@@ -185,11 +185,8 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
 // Activations of one tile for all tokens of one row.
 template <class E>
 MOECHAT_INLINE void neuron_tiles(const ForwardTask& task, std::int64_t entry, int tile, Vec factors) {
-  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-  const std::int64_t local = entry - task.entry_begin;
-  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-  const std::int64_t slot = task.slot_start[local];
-  const std::int64_t count = task.slot_start[local + 1] - slot;
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)block;
   if (tile == kTilesPerBlock - 1 && entry + 1 < task.list_end) {
     // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
     const unsigned char* next = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + 1]);
@@ -292,11 +289,8 @@ void output_range(const ForwardTask& task, const unsigned char* record, std::int
 template <class E>
 void block_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
                    const OutputRows& to, const unsigned char* next) {
-  const std::int64_t local = entry - task.entry_begin;
-  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-  const std::int64_t slot = task.slot_start[local];
-  const std::int64_t count = task.slot_start[local + 1] - slot;
-  const std::int64_t block = task.block_index[entry];
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)item;
   std::int64_t t = 0;
   for (; t + kFloatTokens <= count; t += kFloatTokens)
     output_range<E, kFloatTokens>(task, record, block, begin, end, to.from(t), slot + t, next);

@@ -385,11 +385,8 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
 template <int kBits, int kPlanes>
 void block_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
                       const OutputRows& to, const unsigned char* next) {
-  const std::int64_t local = entry - task.entry_begin;
-  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-  const std::int64_t slot = task.slot_start[local];
-  const std::int64_t count = task.slot_start[local + 1] - slot;
-  const std::int64_t block = task.block_index[entry];
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)item;
   std::int64_t t = 0;
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= count; t += 4)
@@ -426,10 +423,8 @@ void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, 
   const std::int64_t span = layout.groups * layout.group_bytes;
   const std::int64_t span_sz = layout.groups * kScaleBytes;
   const std::int64_t entry = task.entry_begin + local;
-  const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
-  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
-  const std::int64_t slot = task.slot_start[local];
-  const std::int64_t count = task.slot_start[local + 1] - slot;
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)block;
   for (int tile = 0; tile < kTilesPerBlock; ++tile) {
     TileStream streams[2] = {
         {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},

@@ -65,9 +65,25 @@ MOECHAT_INLINE std::int64_t output_tiles(const BlockLayout& layout) {
   return (layout.hidden_size + kTileRows - 1) / kTileRows;
 }
 
+// A list entry: its record and block, the items of its row (from `item` on) and its slots.
+struct Entry {
+  const unsigned char* record;
+  std::int64_t block;
+  std::int64_t item;
+  std::int64_t slot;
+  std::int64_t count;
+};
+
+MOECHAT_INLINE Entry entry_of(const ForwardTask& task, std::int64_t entry) {
+  const std::int64_t local = entry - task.entry_begin;
+  const std::int64_t slot = task.slot_start[local];
+  return {reinterpret_cast<const unsigned char*>(task.block_ptr[entry]), task.block_index[entry],
+          task.row_start[task.block_row[entry]] + task.part_begin, slot, task.slot_start[local + 1] - slot};
+}
+
 // Where the outputs of a list entry go: to the result, or to be kept.
 MOECHAT_INLINE OutputRows result_rows(const ForwardTask& task, std::int64_t entry) {
-  const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
+  const std::int64_t item = entry_of(task, entry).item;
   return {task.out, task.layout->hidden_size, task.row_out + item, task.row_weight + item};
 }
 MOECHAT_INLINE OutputRows partial_rows(const ForwardTask& task, std::int64_t slot) {
