@@ -41,9 +41,9 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     pack = _native.pack_linear
 
-    def counting(layout: Any, matrix: Any, threads: int = 0) -> Any:
+    def counting(layout: Any, matrix: Any, **settings: Any) -> Any:
         counted.append(layout.rows)
-        return pack(layout, matrix, threads)
+        return pack(layout, matrix, **settings)
 
     monkeypatch.setattr(packed._native, "pack_linear", counting)
     return counted
