@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 _INTERRUPTED = 128 + signal.SIGINT
+_LARGE_LIBRARIES = ("torch", "transformers", "moechat.models", "moechat.engine")
 _GC_OBJECTS = 100_000  # new objects between two searches for garbage
 
 
@@ -86,13 +87,36 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def end_on_signals() -> None:
-    """Raise :class:`Terminated` on SIGTERM, and on SIGHUP unless it is ignored (``nohup``)."""
+    """Raise :class:`Terminated` on SIGTERM, and on SIGHUP unless it is ignored (``nohup``).
+
+    Ctrl-C raises ``KeyboardInterrupt`` as before. While a library is imported, signals end the process at once.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
     signal.signal(signal.SIGTERM, _on_end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_end)
 
 
+def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _end_imports(number)
+    signal.default_int_handler(number, frame)
+
+
+def _end_imports(number: int) -> None:
+    """End the process if a library is being imported: the code that sets it up must not be left by an exception.
+
+    torch then aborts the process, and half imported modules fail where they are used. Nothing that has to be
+    cleaned up is open by then.
+    """
+    for name in _LARGE_LIBRARIES:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            os._exit(128 + number)
+
+
 def _on_end(number: int, frame: FrameType | None) -> NoReturn:
+    _end_imports(number)
     # A second SIGTERM ends the process at once. A closed terminal sends SIGHUP, and often the shell another.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

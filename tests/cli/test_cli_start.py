@@ -7,12 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_support import PROGRAM, Cli
+from cli_support import PATIENCE_S, PROGRAM, Cli
 
 import moechat
 
@@ -295,3 +296,17 @@ def test_signals_while_the_interpreter_ends_leave_no_traceback(cli: Cli, number:
     done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory)
     assert (done.returncode, done.stderr) == (status, b"")
     assert moechat.__version__.encode() in done.stdout
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_while_libraries_are_imported_end_the_program_silently(
+    cli: Cli, number: signal.Signals, status: int
+) -> None:
+    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3):
+        process = cli.start("run", "demo", "hello")
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "torch" not in maps.read_text():
+            assert process.poll() is None
+        time.sleep(delay_s)
+        process.send_signal(number)
+        assert (*process.communicate(timeout=PATIENCE_S), process.returncode) == (b"", b"", status)
