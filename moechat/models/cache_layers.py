@@ -92,6 +92,11 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         length = self.keys.shape[-2] + 1
         self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
 
+    def reset(self) -> None:
+        """Forget all tokens; the reserved memory stays."""
+        _forget(self)
+        super().reset()
+
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
         fresh = _fresh(keys, values, capacity, self.memory)
         if held:
@@ -222,14 +227,21 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self._show()
 
     def reset(self) -> None:
-        """As transformers' own layer; the next pass reserves memory again, as after :meth:`crop`."""
+        """Forget all tokens; the next pass reserves memory again, as after :meth:`crop`."""
         self._reserved = None
+        _forget(self)
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' own layer."""
         self._reserved = None
         super().crop(tokens_to_remove)
+
+
+def _forget(layer: DynamicLayer) -> None:
+    # transformers before 5.18 fills the tensors with zeros instead, which leaves them in front of new tokens.
+    layer.keys = layer.values = None
+    layer.is_initialized = False
 
 
 def _fresh(

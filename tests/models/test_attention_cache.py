@@ -168,6 +168,9 @@ def test_a_reserved_layer_behaves_like_transformers_own() -> None:
                 layer.crop(-3)
         assert ours.get_seq_length() == theirs.get_seq_length()
     assert ours.get_mask_sizes(3) == theirs.get_mask_sizes(3)
+    ours.reset()
+    assert ours.get_seq_length() == 0
+    assert torch.equal(ours.update(keys, values)[0], keys)
 
 
 HEADS, DIM = 2, 3
@@ -212,7 +215,7 @@ def test_a_window_layer_behaves_like_transformers_own(
     for count, natively in passes:
         seen = None
         if count == 0:
-            # A reset layer is as good as new. (Before 5.18 reset() of transformers' layer kept its length.)
+            # Before 5.18 transformers' own reset() left zeros in front of new tokens.
             theirs = DynamicSlidingWindowLayer(window)
             ours.reset()
             done = 0
