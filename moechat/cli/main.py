@@ -89,7 +89,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 def end_on_signals() -> None:
     """Raise :class:`Terminated` on SIGTERM, and on SIGHUP unless it is ignored (``nohup``).
 
-    Ctrl-C raises ``KeyboardInterrupt`` as before. While a library is imported, signals end the process at once.
+    Ctrl-C raises ``KeyboardInterrupt`` as before. While libraries are imported, signals end the process.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
@@ -104,7 +104,7 @@ def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end_imports(number: int) -> None:
-    """End the process if a library is being imported: the code that sets it up must not be left by an exception.
+    """End the process while a library is imported: the code that sets it up must not be left by an exception.
 
     torch then aborts the process, and half imported modules fail where they are used. Nothing that has to be
     cleaned up is open by then.
