@@ -49,6 +49,7 @@ def angle_count(engine: Engine) -> int:
 
 def split(engine: Engine) -> None:
     """Let the layers go part by part; the parts stay native."""
+    vars(engine.loaded.model).pop("forward", None)
     for name in engine.loaded.native_modules.layers:
         del vars(engine.loaded.model.get_submodule(name))["forward"]
 

@@ -20,6 +20,7 @@ from moechat.models.decode.norms import native_norm, recognise_norm
 from moechat.models.decode.probe import probing
 from moechat.models.decode.rotary import recognise_rotary, with_rotary
 from moechat.models.decode.routers import native_router, recognise_router
+from moechat.models.decode.whole import recognise_model
 
 _MISSING = object()
 
@@ -35,6 +36,7 @@ class NativeModules:
         latent: Attention modules whose latent cache is not expanded.
         routers: Routers.
         layers: Decoder layers whose step, up to their experts, is one native call.
+        whole: Whether a pass of one token skips transformers' code between the layers too.
         attention: Whether native attention is installed.
     """
 
@@ -45,6 +47,7 @@ class NativeModules:
     routers: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     attention: bool = False
+    whole: bool = False
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -121,6 +124,10 @@ def _install_layers(done: NativeModules, model: Any) -> None:
         if tried[kind]:
             done.replace(module, forward)
             done.layers.append(name)
+    whole = recognise_model(model)
+    if whole is not None:
+        done.replace(model, whole)
+        done.whole = True
 
 
 def _angle_count(module: nn.Module) -> int:

@@ -5,6 +5,8 @@ Layers that differ only in their weights are of one kind, and one layer of each 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,20 +53,24 @@ class _StubExperts:
 
 def agrees(layer: Any, ours: Forward) -> bool:
     """Whether ``ours`` and ``layer`` have the same results and cache contents for random tokens."""
-    parts: LayerParts = ours.__dict__["kept"][0]
+    parts: LayerParts = ours.__dict__["kept"].parts
     weight = parts.before.weight
     assert isinstance(weight, torch.Tensor)
-    before = {
-        module: vars(module).get(EXPERTS_RUNNER) for module in layer.modules() if is_experts_module(module)
-    }
+    with stub_experts(layer), probing() as generator:
+        return _same(layer.forward, ours, parts, weight, generator)
+
+
+@contextmanager
+def stub_experts(module: nn.Module) -> Iterator[None]:
+    """Replace the experts of a module, which may not be attached yet, in this context."""
+    before = {part: vars(part).get(EXPERTS_RUNNER) for part in module.modules() if is_experts_module(part)}
     try:
-        for module in before:
-            vars(module)[EXPERTS_RUNNER] = _StubExperts()
-        with probing() as generator:
-            return _same(layer.forward, ours, parts, weight, generator)
+        for part in before:
+            vars(part)[EXPERTS_RUNNER] = _StubExperts()
+        yield
     finally:
-        for module, runner in before.items():
-            vars(module)[EXPERTS_RUNNER] = runner
+        for part, runner in before.items():
+            vars(part)[EXPERTS_RUNNER] = runner
 
 
 def _same(

@@ -41,9 +41,13 @@ _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
 _EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
 _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
 # Module of the wrapper around the forward of every decoder layer, which only training uses.
-_WRAPPER = "transformers.modeling_layers"
+_WRAPPERS = frozenset({"transformers.modeling_layers"})
 
 Forward = Callable[..., Any]
+
+
+# (hidden state, layer of the cache, cosines, sines) -> hidden state.
+Decode = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,16 @@ def _native_part(module: nn.Module | None) -> Any:
     return None if forward is None else getattr(forward, "__dict__", {}).get("run")
 
 
-def _uses_only(module: nn.Module, names: frozenset[str]) -> bool:
+def uses_only(module: nn.Module, names: frozenset[str], *, wrappers: frozenset[str] = _WRAPPERS) -> bool:
+    """Whether the ``forward`` of a module's class uses only these names.
+
+    Args:
+        module: Any module.
+        names: Of globals, attributes and methods.
+        wrappers: Modules whose functions may wrap it.
+    """
     forward: Any = type(module).forward
-    if getattr(forward, "__globals__", {}).get("__name__") == _WRAPPER:
+    while getattr(forward, "__globals__", {}).get("__name__") in wrappers and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
@@ -124,7 +135,7 @@ def _parts(layer: Any, angles: int) -> LayerParts | None:
     for option, more in _OPTIONAL.items():
         if getattr(getattr(attention, "config", None), option, None) is None:
             names |= more
-    if not _uses_only(layer, _LAYER_NAMES) or not _uses_only(attention, names):
+    if not uses_only(layer, _LAYER_NAMES) or not uses_only(attention, names):
         return None
     if not isinstance(_native_part(before), _native.RmsNorm):
         return None
@@ -137,7 +148,7 @@ def _parts(layer: Any, angles: int) -> LayerParts | None:
         len(children) == 2
         and experts is not None
         and isinstance(_native_part(router), _native.Routing)
-        and _uses_only(mlp, _EXPERTS_NAMES | _JITTER)
+        and uses_only(mlp, _EXPERTS_NAMES | _JITTER)
         and not any(parameter is not None for parameter in mlp._parameters.values())
     )
     rotate = vars(attention).get("forward")
@@ -179,6 +190,37 @@ class _Step:
     kv_heads: int
     dim: int
     sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class NativeStep:
+    """A decoder layer for one token; ``forward.kept`` of a recognised layer.
+
+    Attributes:
+        parts: What it is made from.
+        step: Its native part.
+        decode: Computes the layer; REQUIRES: :meth:`takes`, and the token attends to all keys of the cache.
+            Its result is ``None``, without any change, if the layer of the cache does not take the token.
+    """
+
+    parts: LayerParts
+    step: _Step
+    decode: Decode
+
+    def takes(self, hidden: torch.Tensor, angles: Any) -> bool:
+        """Whether hidden states and (cosines, sines) are those of one token, as the step reads them."""
+        if type(angles) is not tuple or len(angles) != 2:
+            return False
+        cos, sin = angles
+        return bool(
+            hidden.dtype is cos.dtype is sin.dtype is self.step.dtype
+            and hidden.shape == (1, 1, self.step.hidden_size)
+            and cos.shape == sin.shape == (1, 1, self.parts.angles)
+            and hidden.is_contiguous()
+            and hidden.is_cpu
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+        )
 
 
 def _step(parts: LayerParts) -> _Step | None:
@@ -226,49 +268,46 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
     step = _step(parts)
     if step is None:
         return None
-    # Called once per layer and decoded token; closure variables are faster than attributes.
-    route, normalise, add = step.run.route, step.run.normalise, step.run.add
-    dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
-    own, mlp, experts, index = layer.forward, parts.mlp, parts.experts, parts.attention.layer_idx
-    hooks = parts.hooks()
-    chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
-    empty, float32, int64 = torch.empty, torch.float32, torch.int64
-    angle_shape = (1, 1, parts.angles)
-
-    def place_of(
-        hidden: torch.Tensor, cache: Any, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[int, int, int, int, int] | None:
-        """Memory for the token's keys and values; ``None`` if the step does not support the pass."""
-        slot: Any = cache.layers[index] if index < len(cache.layers) else None
-        if (
-            type(slot) not in (ReservedLayer, WindowLayer)
-            or hidden.dtype is not dtype
-            or hidden.shape != (1, 1, hidden_size)
-            or not (hidden.is_contiguous() and hidden.is_cpu)
-            or not (cos.dtype is sin.dtype is dtype and cos.shape == sin.shape == angle_shape)
-            or not (cos.is_contiguous() and sin.is_contiguous())
-        ):
-            return None
-        place: tuple[int, int, int, int, int] | None = slot.append_place(kv_heads, dim, dtype)
-        return place
+    own, index, hooks = layer.forward, parts.attention.layer_idx, parts.hooks()
+    native = NativeStep(parts, step, _decode(parts, step))
 
     def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        cache, angles = named.get("past_key_values"), named.get("position_embeddings")
-        place = None
+        cache: Any = named.get("past_key_values")
+        angles: Any = named.get("position_embeddings")
+        out = None
         if (
             named.get("attention_mask") is None
             and type(cache) is DynamicCache
-            and type(angles) is tuple
+            and index < len(cache.layers)
             and not rest
             and not any(hooks)
             and _all_ignored(named)
+            and native.takes(hidden_states, angles)
         ):
-            cos, sin = angles
-            place = place_of(hidden_states, cache, cos, sin)
+            out = native.decode(hidden_states, cache.layers[index], *angles)
+        return own(hidden_states, *rest, **named) if out is None else out
+
+    forward.__dict__["kept"] = native
+    return forward
+
+
+def _decode(parts: LayerParts, step: _Step) -> Decode:
+    """See :attr:`NativeStep.decode`."""
+    # Called once per layer and decoded token; closure variables are faster than attributes.
+    route, normalise, add = step.run.route, step.run.normalise, step.run.add
+    dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
+    mlp, experts = parts.mlp, parts.experts
+    chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
+    empty, float32, int64 = torch.empty, torch.float32, torch.int64
+
+    def decode(hidden: torch.Tensor, slot: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        if type(slot) not in (ReservedLayer, WindowLayer):
+            return None
+        place: tuple[int, int, int, int, int] | None = slot.append_place(kv_heads, dim, dtype)
         if place is None:
-            return own(hidden_states, *rest, **named)
+            return None
         residual = empty((1, 1, hidden_size), dtype=dtype)
-        at = (hidden_states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *place, residual.data_ptr())
+        at = (hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), *place, residual.data_ptr())
         if experts is None:
             normed = empty((1, 1, hidden_size), dtype=dtype)
             normalise(*at, normed.data_ptr())
@@ -282,8 +321,7 @@ def _forward(layer: Any, parts: LayerParts) -> Forward | None:
         add(summed.data_ptr(), residual.data_ptr())
         return residual
 
-    forward.__dict__["kept"] = (parts, step)
-    return forward
+    return decode
 
 
 # Arguments of a layer that the step uses, or that have no effect for one token that attends to all keys.

@@ -14,7 +14,7 @@ namespace {
 
 // Work below which waking another thread costs more than it saves: about 20 microseconds of one core.
 constexpr std::int64_t kNormElements = 1 << 16;
-constexpr std::int64_t kAttendProducts = 1 << 20;
+constexpr std::int64_t kAttendBytes = 1 << 17;  // of keys and values, which come from memory
 constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
@@ -86,9 +86,9 @@ void attend(const AttendTask& task) {
   float* partials =
       session.scratch<float>(kPartials, task.kv_heads * shape.units * shape.rows * shape.partial);
   const std::int64_t units = task.kv_heads * shape.units;
-  const std::int64_t products =
-      task.kv_heads * shape.rows * task.context * (shape.query_width + shape.value_width);
-  int threads = products < kAttendProducts ? 1 : ThreadPool::num_threads();
+  const std::int64_t size = task.type == ElementType::kFloat32 ? 4 : 2;
+  const std::int64_t bytes = task.kv_heads * task.context * (shape.query_width + shape.value_width) * size;
+  int threads = bytes * ((shape.rows + 7) / 8) < kAttendBytes ? 1 : ThreadPool::num_threads();
   if (threads > units) threads = static_cast<int>(units);
   const std::int64_t each = padded(attend_scratch(shape));
   float* scratch = session.scratch<float>(kUnitScratch, each * threads);

@@ -7,6 +7,7 @@ MOECHAT_INLINE Vec load_bf16(const void* from) {
   return Vec{_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
 }
 constexpr int kKeysAtOnce = 16;
+constexpr int kRowsAtOnce = 4;
 #elif defined(__AVX2__)
 MOECHAT_INLINE __m256 load_bf16_half(const __m128i* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
@@ -16,6 +17,7 @@ MOECHAT_INLINE Vec load_bf16(const void* from) {
   return Vec{load_bf16_half(p), load_bf16_half(p + 1)};
 }
 constexpr int kKeysAtOnce = 4;
+constexpr int kRowsAtOnce = 1;
 #else
 MOECHAT_INLINE Vec load_bf16(const void* from) {
   std::uint16_t words[16];
@@ -25,6 +27,7 @@ MOECHAT_INLINE Vec load_bf16(const void* from) {
   return load(bits);
 }
 constexpr int kKeysAtOnce = 4;
+constexpr int kRowsAtOnce = 1;
 #endif
 
 // Rounds to nearest even; NaN stays NaN.
@@ -180,10 +183,12 @@ MOECHAT_INLINE __m256 eight_sums(const Vec* v) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 MOECHAT_INLINE Vec sixteen_sums(const Vec* v) {
-  float sums[16];
-  _mm256_storeu_ps(sums, eight_sums(v));
-  _mm256_storeu_ps(sums + 8, eight_sums(v + 8));
-  return load(sums);
+#if defined(__AVX512F__)
+  const __m512d low = _mm512_castpd256_pd512(_mm256_castps_pd(eight_sums(v)));
+  return Vec{_mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(eight_sums(v + 8)), 1))};
+#else
+  return Vec{eight_sums(v), eight_sums(v + 8)};
+#endif
 }
 #else
 MOECHAT_INLINE Vec sixteen_sums(const Vec* v) {
@@ -229,18 +234,45 @@ void attend_queries_of(const AttendTask& task, const AttendShape& shape, float* 
   }
 }
 
-// Dot products of one query with 16 keys that lie `stride` floats apart.
-MOECHAT_INLINE Vec sixteen_products(const float* query, const float* keys, std::int64_t stride,
-                                    std::int64_t width) {
+// Keys and values in place come from memory, and so does what follows them: the loops fetch it ahead.
+constexpr std::int64_t kFetchedAhead = 16;  // keys
+template <ElementType kType, bool kFetches>
+MOECHAT_INLINE void fetch_ahead(const typename Elements<kType>::Storage* from, std::int64_t stride,
+                                std::int64_t d) {
+  constexpr std::int64_t kLine = 64 / sizeof(typename Elements<kType>::Storage);
+  if (kFetches && d % kLine == 0) __builtin_prefetch(from + kFetchedAhead * stride);
+}
+
+template <ElementType kType>
+MOECHAT_INLINE void fetch_row(const typename Elements<kType>::Storage* row, std::int64_t count) {
+  constexpr std::int64_t kLine = 64 / sizeof(typename Elements<kType>::Storage);
+  for (std::int64_t d = 0; d < count; d += kLine) __builtin_prefetch(row + d);
+}
+
+// Dot products of one query with 16 keys that lie `stride` elements apart.
+template <ElementType kType, bool kFetches>
+MOECHAT_INLINE Vec sixteen_products(const float* query, const typename Elements<kType>::Storage* keys,
+                                    std::int64_t stride, std::int64_t width) {
   Vec all[16];
+  const std::int64_t twice = 2 * stride, thrice = 3 * stride;
   for (int first = 0; first < 16; first += kKeysAtOnce) {
     Vec sums[kKeysAtOnce];
     for (int k = 0; k < kKeysAtOnce; ++k) sums[k] = zero();
+    // One pointer for four keys: one for each would not fit into the registers.
+    const typename Elements<kType>::Storage* four[kKeysAtOnce / 4];
+    for (int k = 0; k < kKeysAtOnce / 4; ++k) four[k] = keys + (first + 4 * k) * stride;
     for (std::int64_t d = 0; d < width; d += 16) {
       const Vec q = load(query + d);
-#pragma GCC unroll 16
-      for (int k = 0; k < kKeysAtOnce; ++k) {
-        sums[k] = fma(q, load(keys + (first + k) * stride + d), sums[k]);
+#pragma GCC unroll 4
+      for (int k = 0; k < kKeysAtOnce / 4; ++k) {
+        const std::int64_t at[4] = {0, stride, twice, thrice};
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const auto* key = four[k] + at[i];
+          fetch_ahead<kType, kFetches>(key, stride, d);
+          sums[4 * k + i] = fma(q, Elements<kType>::get(key), sums[4 * k + i]);
+        }
+        four[k] += 16;
       }
     }
     for (int k = 0; k < kKeysAtOnce; ++k) all[first + k] = sums[k];
@@ -248,26 +280,53 @@ MOECHAT_INLINE Vec sixteen_products(const float* query, const float* keys, std::
   return sixteen_sums(all);
 }
 
-// Adds 16 weighted values to out, 64 elements at a time.
-MOECHAT_INLINE void add_values(const float* weights, const float* values, std::int64_t stride,
-                               std::int64_t keys, float* out, std::int64_t width) {
-  std::int64_t d = 0;
-  for (; d + 64 <= width; d += 64) {
-    Vec sums[4];
-    for (int i = 0; i < 4; ++i) sums[i] = load(out + d + 16 * i);
-    for (std::int64_t k = 0; k < keys; ++k) {
-      const Vec weight = set1(weights[k]);
+// Adds weighted values to kRows rows of sums, kVecs * 16 elements from `d` on.
+template <ElementType kType, bool kFetches, int kRows, int kVecs>
+MOECHAT_INLINE void add_part(const float* weights, const typename Elements<kType>::Storage* values,
+                             std::int64_t stride, std::int64_t keys, float* out, std::int64_t row,
+                             std::int64_t d) {
+  Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) sums[i] = fma(weight, load(values + k * stride + d + 16 * i), sums[i]);
-    }
-    for (int i = 0; i < 4; ++i) store(out + d + 16 * i, sums[i]);
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) sums[r][i] = load(out + r * row + d + 16 * i);
   }
-  for (; d < width; d += 16) {
-    Vec sum = load(out + d);
-    for (std::int64_t k = 0; k < keys; ++k) sum = fma(set1(weights[k]), load(values + k * stride + d), sum);
-    store(out + d, sum);
+  for (std::int64_t k = 0; k < keys; ++k) {
+    const auto* value = values + k * stride + d;
+    Vec parts[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      fetch_ahead<kType, kFetches>(value + 16 * i, stride, 16 * i);
+      parts[i] = Elements<kType>::get(value + 16 * i);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = set1(weights[r * kAttendKeys + k]);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; ++i) sums[r][i] = fma(weight, parts[i], sums[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) store(out + r * row + d + 16 * i, sums[r][i]);
   }
 }
+
+// Adds weighted values to kRows rows of sums, which lie `row` floats apart; rows of weights kAttendKeys.
+template <ElementType kType, bool kFetches, int kRows>
+MOECHAT_INLINE void add_values(const float* weights, const typename Elements<kType>::Storage* values,
+                               std::int64_t stride, std::int64_t keys, float* out, std::int64_t row,
+                               std::int64_t width) {
+  constexpr int kVecs = 4;
+  std::int64_t d = 0;
+  for (; d + 16 * kVecs <= width; d += 16 * kVecs) {
+    add_part<kType, kFetches, kRows, kVecs>(weights, values, stride, keys, out, row, d);
+  }
+  for (; d < width; d += 16) add_part<kType, kFetches, kRows, 1>(weights, values, stride, keys, out, row, d);
+}
+
+constexpr std::int64_t kRowsInPlace = 2;
 
 template <ElementType kType>
 void attend_unit_of(const AttendTask& task, const AttendShape& shape, const float* queries, std::int64_t head,
@@ -284,23 +343,21 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
       static_cast<const Storage*>(task.tail) + head * task.tail_head + begin * task.tail_token;
   const Storage* value =
       static_cast<const Storage*>(task.value) + head * task.value_head + begin * task.value_token;
-  const bool plain_keys =
-      kType == ElementType::kFloat32 && task.tail_dim == 0 && task.key_dim == shape.query_width;
-  const bool plain_values = kType == ElementType::kFloat32 && task.value_dim == shape.value_width;
+  // Read in place where each is needed only once or twice, or is float32; else converted once for all rows.
+  const bool in_place = kType == ElementType::kFloat32 || shape.rows <= kRowsInPlace;
+  const bool plain_keys = in_place && task.tail_dim == 0 && task.key_dim == shape.query_width;
+  const bool plain_values = in_place && task.value_dim == shape.value_width;
   const float* own = queries + head * shape.rows * shape.query_width;
 
   for (std::int64_t k = 0; k < count; k += 16) {
     const std::int64_t present = count - k < 16 ? count - k : 16;
-    const float* block = keys;
-    std::int64_t stride = shape.query_width;
-    if (plain_keys && present == 16) {
-      block = reinterpret_cast<const float*>(key + k * task.key_token);
-      stride = task.key_token;
-    } else {
+    const bool plain = plain_keys && present == 16;
+    if (!plain) {
       for (std::int64_t i = 0; i < 16; ++i) {
         float* to = keys + i * shape.query_width;
         // Past the last key, repeat it; the softmax below hides its products.
         const std::int64_t from = k + (i < present ? i : present - 1);
+        fetch_row<kType>(key + (from + kFetchedAhead) * task.key_token, task.key_dim);
         widen<kType>(key + from * task.key_token, task.key_dim, to, shape.query_width);
         if (task.tail_dim > 0) {
           widen<kType>(tail + from * task.tail_token, task.tail_dim, to + task.key_dim,
@@ -309,7 +366,11 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
       }
     }
     for (std::int64_t r = 0; r < shape.rows; ++r) {
-      Vec products = sixteen_products(own + r * shape.query_width, block, stride, shape.query_width);
+      const float* query = own + r * shape.query_width;
+      Vec products = plain ? sixteen_products<kType, true>(query, key + k * task.key_token, task.key_token,
+                                                           shape.query_width)
+                           : sixteen_products<ElementType::kFloat32, false>(query, keys, shape.query_width,
+                                                                            shape.query_width);
       products = mul(products, set1(task.scale));
       float* to = weights + r * kAttendKeys + k;
       store(to, products);
@@ -343,21 +404,30 @@ void attend_unit_of(const AttendTask& task, const AttendShape& shape, const floa
   }
   for (std::int64_t k = 0; k < count; k += 16) {
     const std::int64_t present = count - k < 16 ? count - k : 16;
-    const float* block = values;
-    std::int64_t stride = shape.value_width;
-    if (plain_values) {
-      block = reinterpret_cast<const float*>(value + k * task.value_token);
-      stride = task.value_token;
-    } else {
+    if (!plain_values) {
       for (std::int64_t i = 0; i < present; ++i) {
+        fetch_row<kType>(value + (k + i + kFetchedAhead) * task.value_token, task.value_dim);
         widen<kType>(value + (k + i) * task.value_token, task.value_dim, values + i * shape.value_width,
                      shape.value_width);
       }
     }
-    for (std::int64_t r = 0; r < shape.rows; ++r) {
-      add_values(weights + r * kAttendKeys + k, block, stride, present, partials + r * shape.partial,
-                 shape.value_width);
+    const auto add_rows = [&](auto rows, std::int64_t r) __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value;
+      const float* weight = weights + r * kAttendKeys + k;
+      float* sum = partials + r * shape.partial;
+      if (plain_values) {
+        add_values<kType, true, kRows>(weight, value + k * task.value_token, task.value_token, present, sum,
+                                       shape.partial, shape.value_width);
+      } else {
+        add_values<ElementType::kFloat32, false, kRows>(weight, values, shape.value_width, present, sum,
+                                                        shape.partial, shape.value_width);
+      }
+    };
+    std::int64_t r = 0;
+    for (; r + kRowsAtOnce <= shape.rows; r += kRowsAtOnce) {
+      add_rows(std::integral_constant<int, kRowsAtOnce>{}, r);
     }
+    for (; r < shape.rows; ++r) add_rows(std::integral_constant<int, 1>{}, r);
   }
 }
 

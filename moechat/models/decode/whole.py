@@ -1,0 +1,169 @@
+"""Computes the pass of one token through a whole model: embedding, native layer steps, norm and head.
+
+Between the layers of a pass transformers prepares arguments, masks and outputs, which for one token takes
+longer than some of the parts. A model is recognised like a layer (:mod:`moechat.models.decode.layers`):
+its code must use only the names listed here, and both ways must give the same bits for random tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.decode.layer_check import stub_experts
+from moechat.models.decode.layers import NativeStep, uses_only
+from moechat.models.decode.probe import probing
+
+# Modules of transformers' wrappers around the forward of models.
+_WRAPPERS = frozenset({"transformers.utils.generic", "transformers.utils.output_capturing"})
+# Names in the forward of a causal language model: its parts, the loss, and the fields of its output.
+_MODEL_NAMES = frozenset(
+    {
+        *("model", "lm_head", "slice_logits_to_keep", "MoeCausalLMOutputWithPast", "config", "vocab_size"),
+        *("loss_function", "load_balancing_loss_func", "output_router_logits", "router_aux_loss_coef"),
+        *("num_experts", "num_experts_per_tok", "to", "device"),
+        *("last_hidden_state", "past_key_values", "hidden_states", "attentions", "router_logits"),
+    }
+)
+# Names in the forward of the model below its head.
+_BASE_NAMES = frozenset(
+    {
+        *("embed_tokens", "layers", "norm", "rotary_emb", "config", "num_hidden_layers", "layer_types"),
+        *("DynamicCache", "get_seq_length", "MoeModelOutputWithPast", "ValueError"),
+        *("create_causal_mask", "create_sliding_window_causal_mask", "sliding_window"),
+        *("torch", "arange", "shape", "device", "unsqueeze", "dict", "enumerate", "isinstance"),
+    }
+)
+_ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
+_PROBE_LAYERS = 2
+_PROBE_TOKENS = 3
+
+Forward = Callable[..., Any]
+
+
+def recognise_model(model: Any) -> Forward | None:
+    """A ``forward`` for a model whose layers all have native steps; ``None`` if it is not recognised.
+
+    The result computes passes of one token behind a cache, and leaves all others to the model's own.
+
+    Args:
+        model: A causal language model of transformers, on the CPU.
+    """
+    base = getattr(model, "model", None)
+    if base is None or "forward" in vars(model) or "forward" in vars(base) or model.training:
+        return None
+    if set(dict(model.named_children())) != {"model", "lm_head"}:
+        return None
+    if set(dict(base.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return None
+    if not uses_only(model, _MODEL_NAMES, wrappers=_WRAPPERS):
+        return None
+    if not uses_only(base, _BASE_NAMES, wrappers=_WRAPPERS):
+        return None
+    layers = list(base.layers)
+    pairs: list[tuple[Any, NativeStep]] = []
+    for layer in layers:
+        step = getattr(vars(layer).get("forward"), "__dict__", {}).get("kept")
+        if not isinstance(step, NativeStep):
+            return None
+        pairs.append((layer, step))
+    if not layers or len(layers) != model.config.num_hidden_layers or model.config.output_router_logits:
+        return None
+    return _forward(model, pairs) if _agrees(model, pairs[:_PROBE_LAYERS]) else None
+
+
+def _forward(model: Any, pairs: list[tuple[Any, NativeStep]]) -> Forward:
+    base, head, own = model.model, model.lm_head, model.forward
+    embed, angles_of, norm = base.embed_tokens, base.rotary_emb, base.norm
+    first = pairs[0][1]
+    hooks = tuple(
+        found
+        for module in (model, base, embed, angles_of, norm, head, *(layer for layer, _ in pairs))
+        for found in (module._forward_pre_hooks, module._forward_hooks)
+    ) + tuple(found for _, step in pairs for found in step.parts.hooks())
+    slots = _slots(model.config, len(pairs))
+
+    def usable(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
+        return (
+            type(cache) is DynamicCache
+            and len(cache.layers) == len(pairs)
+            and all(type(slot) in allowed for slot, allowed in zip(cache.layers, slots, strict=True))
+            and isinstance(input_ids, torch.Tensor)
+            and input_ids.shape == (1, 1)
+            and input_ids.is_cpu
+            and _ARGUMENTS.issuperset(named)
+            and named.get("use_cache") is True
+            and type(named.get("logits_to_keep", 0)) is int
+            and not any(hooks)
+        )
+
+    @wraps(own)
+    def forward(input_ids: Any = None, *rest: Any, **named: Any) -> Any:
+        cache: Any = named.get("past_key_values")
+        if rest or not usable(input_ids, cache, named):
+            return own(input_ids, *rest, **named)
+        hidden = embed(input_ids)
+        angles = angles_of(hidden, torch.tensor([[cache.get_seq_length()]]))
+        if not first.takes(hidden, angles):
+            return own(input_ids, **named)
+        for (layer, step), slot in zip(pairs, cache.layers, strict=True):
+            out = step.decode(hidden, slot, *angles)
+            if out is None:
+                out = layer(hidden, past_key_values=cache, position_embeddings=angles, use_cache=True)
+            hidden = out
+        return MoeCausalLMOutputWithPast(logits=head(norm(hidden)), past_key_values=cache)
+
+    return forward
+
+
+def _slots(config: Any, layers: int) -> list[tuple[type, ...]]:
+    """Types of a cache's layers with which the only new token attends to all keys, so that no mask is needed.
+
+    The cache of a layer with a sliding window must drop the keys that have left it.
+    """
+    windowed = bool(getattr(config, "sliding_window", None))
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if windowed else "full_attention"] * layers
+    )
+    return [
+        (ReservedLayer, WindowLayer) if kind == "full_attention" else (WindowLayer,)
+        for kind in kinds[:layers]
+    ]
+
+
+def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]]) -> bool:
+    """Whether both ways give the same logits, bit by bit, with the first layers and stub experts."""
+    forward = _forward(model, pairs)
+    embedding = model.get_input_embeddings().weight
+    with stub_experts(model), _layers(model.model, [layer for layer, _ in pairs]), probing() as generator:
+        tokens = torch.randint(embedding.shape[0], (_PROBE_TOKENS, 1, 1), generator=generator)
+        results = []
+        for each in (model.forward, forward):
+            cache = DynamicCache()
+            cache.layers = [ReservedLayer(_PROBE_TOKENS + 1) for _ in pairs]
+            try:
+                out = [each(ids, past_key_values=cache, use_cache=True).logits for ids in tokens]
+            except Exception:  # the family's code needs more than the probe has
+                return False
+            results.append(torch.cat(out))
+    return torch.equal(*results)
+
+
+@contextmanager
+def _layers(base: Any, layers: list[Any]) -> Iterator[None]:
+    """Leave a model these layers only, in this context."""
+    before = base.layers
+    base.layers = nn.ModuleList(layers)
+    try:
+        yield
+    finally:
+        base.layers = before

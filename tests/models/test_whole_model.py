@@ -1,0 +1,167 @@
+"""Models whose pass of one token skips transformers' code between layers: the same bits, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, write_tiny_checkpoint
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+import moechat
+from moechat.models.cache_layers import ReservedLayer
+from moechat.models.decode.whole import recognise_model
+from moechat.offload.settings import OffloadOptions
+
+TOKENS = [5, 17, 3, 80, 44, 9, 21, 70, 2, 33, 61, 13]
+# All layers with experts; windows; shared experts; layers without experts.
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe"]
+Engine = Any
+
+
+def checkpoint(directory: Path, family: str, **more: Any) -> Path:
+    config = tiny_config(family, 0, **more)
+    config.dtype = torch.bfloat16
+    write_tiny_checkpoint(directory / "model", config)
+    return directory / "model"
+
+
+def decode(engine: Engine, tokens: list[int] = TOKENS, *, prompt: int = 9) -> list[torch.Tensor]:
+    cache = engine.decoder.new_cache()
+    rows = []
+    for part in [tokens[:prompt], *([token] for token in tokens[prompt:])]:
+        out = engine.passes.run(torch.tensor([part]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        assert out.past_key_values is cache
+        rows.append(out.logits[0, -1].clone())
+    return [*rows, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+
+
+@contextmanager
+def base_calls(engine: Engine) -> Iterator[list[Any]]:
+    """Calls of transformers' forward of the model below its head."""
+    base = engine.loaded.model.model
+    kind, own, calls = type(base), type(base).forward, []
+    kind.forward = lambda self, *given, **named: calls.append(named) or own(self, *given, **named)
+    try:
+        yield calls
+    finally:
+        kind.forward = own
+
+
+@pytest.fixture
+def engine(tmp_path: Path, moechat_home: Path) -> Iterator[Engine]:
+    with moechat.load(checkpoint(tmp_path, "qwen3_moe"), bits=16, dtype="float32") as loaded:
+        assert loaded.loaded.native_modules.whole
+        yield loaded
+
+
+@pytest.mark.parametrize("pages", [None, 24])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_equals_transformers_pass_bitwise(
+    family: str, dtype: str, pages: int | None, tmp_path: Path, moechat_home: Path
+) -> None:
+    path, offload = checkpoint(tmp_path, family), OffloadOptions(pages=pages)
+    with moechat.load(path, bits=4, dtype=dtype, dense_bits="auto", offload=offload) as engine:
+        assert engine.loaded.native_modules.whole
+        assert (engine.loaded.near is None) == (pages is None)
+        tokens = [(7 * i) % 90 + 3 for i in range(40)]  # longer than the windows
+        with base_calls(engine) as calls:
+            ours = decode(engine, tokens)
+        assert len(calls) == 1
+        del vars(engine.loaded.model)["forward"]
+        assert all(map(torch.equal, ours, decode(engine, tokens)))
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "phimoe", "deepseek_v2", "minimax"])
+def test_models_with_other_layers_are_left_alone(family: str, tmp_path: Path, moechat_home: Path) -> None:
+    with moechat.load(checkpoint(tmp_path, family), bits=16, dtype="float32") as engine:
+        assert not engine.loaded.native_modules.whole
+        assert "forward" not in vars(engine.loaded.model)
+
+
+def test_a_model_with_other_code_is_left_alone(engine: Engine) -> None:
+    class Louder(Qwen3MoeForCausalLM):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            out = super().forward(*arguments, **named)
+            out.logits *= 1.5
+            return out
+
+    model = engine.loaded.model
+    del vars(model)["forward"]
+    assert recognise_model(model) is not None
+    model.config.output_router_logits = True
+    assert recognise_model(model) is None
+    model.config.output_router_logits = False
+    model.__class__ = Louder
+    assert recognise_model(model) is None
+
+
+def test_a_model_that_computes_something_else_with_known_names_is_left_alone(engine: Engine) -> None:
+    model = engine.loaded.model
+    del vars(model)["forward"]
+    own = model.model.norm.forward
+    seen: list[int] = []
+
+    def alternating(hidden: torch.Tensor) -> Any:
+        seen.append(len(seen))
+        return own(hidden) * (1.0 + len(seen) / 64)
+
+    model.model.norm.forward = alternating
+    assert recognise_model(model) is None
+    assert seen
+
+
+def test_hooks_between_layers_are_called(engine: Engine) -> None:
+    model = engine.loaded.model
+    wanted = decode(engine)
+    parts = (
+        model,
+        model.model,
+        model.model.embed_tokens,
+        model.model.layers[1],
+        model.model.norm,
+        model.lm_head,
+    )
+    for module in parts:
+        heard: list[Any] = []
+        handle = module.register_forward_hook(lambda *given, to=heard: to.append(given[-1]))
+        assert all(map(torch.equal, wanted, decode(engine)))
+        assert len(heard) == 4
+        handle.remove()
+
+
+def test_other_calls_go_to_transformers(engine: Engine) -> None:
+    model = engine.loaded.model
+    one = torch.tensor([[5]])
+    with base_calls(engine) as calls, torch.inference_mode():
+        cache = engine.decoder.new_cache()
+        for arguments in (
+            {},
+            {"use_cache": False},
+            {"past_key_values": cache},
+            {"past_key_values": cache, "use_cache": True, "attention_mask": torch.ones(1, 2)},
+        ):
+            model(one, **arguments)
+        assert len(calls) == 4
+        out = model(torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
+        assert out.logits.shape[:2] == (1, 2)
+        assert len(calls) == 5
+        model(input_ids=one, past_key_values=cache, use_cache=True)
+        assert len(calls) == 5
+
+
+def test_a_cache_that_was_never_used_or_is_full_works(engine: Engine) -> None:
+    wanted = decode(engine, prompt=1)
+    cache = engine.decoder.new_cache()
+    cache.layers = [ReservedLayer(6) for _ in cache.layers]
+    rows = [
+        engine.passes.run(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        for token in TOKENS
+    ]
+    assert all(map(torch.equal, wanted, rows))
+    assert cache.get_seq_length() == len(TOKENS)
