@@ -138,6 +138,7 @@ class Engine:
                 pages=plan.pages,
                 page_bytes=plan.page_bytes,
                 budget_bytes=plan.budget,
+                dense_weights=loaded.form.title,
             ),
         )
         self.prompts = PromptEncoder(

@@ -176,6 +176,7 @@ class Decoder:
             pages=before.pages,
             page_bytes=before.page_bytes,
             budget_bytes=before.budget_bytes,
+            dense_weights=before.dense_weights,
         )
         sampler = Sampler(settings, seed)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None

@@ -29,6 +29,7 @@ class Description:
         expert_bytes: Of all experts in the store.
         dense_dtype: Type that the dense part computes in.
         dense_bits: Of a dense weight.
+        dense_weights: Bits of the dense weights by the kind of their layer.
         activation_bits: Of the inputs of quantised weights.
         device: ``cpu``, ``cuda:0``, ...
         context_length: Most tokens of prompt and answer together.
@@ -73,6 +74,7 @@ class Description:
     expert_bytes: int
     dense_dtype: str
     dense_bits: DenseBits
+    dense_weights: str
     activation_bits: int
     device: str
     context_length: int
@@ -137,6 +139,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         expert_bytes=layers * geometry.layer_bytes,
         dense_dtype=str(loaded.dtype).removeprefix("torch."),
         dense_bits=loaded.form.bits,
+        dense_weights=loaded.form.title,
         activation_bits=loaded.form.activation_bits,
         device=str(loaded.device),
         context_length=plan.context,

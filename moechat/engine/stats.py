@@ -41,6 +41,7 @@ class Stats:
         page_bytes: Bytes of a page.
         budget_bytes: Memory budget of the whole process.
         peak_rss_bytes: Largest resident set of the process so far, mapped files included.
+        dense_weights: Bits of the dense weights by the kind of their layer.
         seed: Repeats the draw.
         plan: Method that divided the pages among the layers; empty where experts are mapped.
         tuned: Candidate that the tuner has chosen, now or at an earlier start; empty without one.
@@ -72,6 +73,7 @@ class Stats:
     page_bytes: int = 0
     budget_bytes: int = 0
     peak_rss_bytes: int = 0
+    dense_weights: str = ""
     seed: int = 0
     plan: str = ""
     tuned: str = ""

@@ -159,6 +159,18 @@ class DenseForm:
         """Whether weights are packed, which needs their values."""
         return self.bits != 16
 
+    @property
+    def title(self) -> str:
+        """Bits of the weights by the kind of their layer, for people."""
+        kinds: dict[str, set[int]] = {}
+        for name in self.linears if self.packs else ():
+            kinds.setdefault(name.rpartition(".")[2], set()).update(part[2] for part in self.parts_of(name))
+        groups: dict[str, list[str]] = {}
+        for kind, bits in kinds.items():
+            groups.setdefault(" and ".join(map(str, sorted(bits, reverse=True))), []).append(kind)
+        packed = [f"{', '.join(sorted(groups[bits]))} {bits} bits" for bits in sorted(groups)]
+        return "; ".join([*packed, "others 16 or 32 bits" if packed else "16 or 32 bits"])
+
     def parts_of(self, name: str) -> tuple[Part, ...]:
         """Parts of a layer in :attr:`linears`, from the first row on: rows, columns and bits of each."""
         return _parts(self.bits, name, *self.linears[name])

@@ -86,6 +86,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         bits=found.bits,
         dtype=cases.dtype,
         dense_bits=outline.form.bits,
+        dense_weights=outline.form.title,
         weights=found.weights,
         expert_layers=shape.layers,
         experts=shape.experts,

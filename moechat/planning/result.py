@@ -117,6 +117,7 @@ class Plan:
         bits: Bits of an expert weight.
         dtype: Type that the dense part computes in.
         dense_bits: Bits of a dense weight.
+        dense_weights: Bits of the dense weights by the kind of their layer.
         weights: ``store``, ``checkpoint`` or ``none``: the form in which the weights are here.
         expert_layers: Layers with routed experts.
         experts: Experts of such a layer.
@@ -150,6 +151,7 @@ class Plan:
     bits: int
     dtype: str
     dense_bits: DenseBits
+    dense_weights: str
     weights: str
     expert_layers: int
     experts: int
@@ -185,6 +187,7 @@ class Plan:
                 "bits": self.bits,
                 "dtype": self.dtype,
                 "dense_bits": self.dense_bits,
+                "dense_weights": self.dense_weights,
                 "weights": self.weights,
                 "expert_layers": self.expert_layers,
                 "experts": self.experts,

@@ -10,6 +10,7 @@ from tiny import CASES, tiny_config
 from torch import nn
 
 from moechat import _native
+from moechat.geometry import DenseBits
 from moechat.models.dense_form import (
     DenseForm,
     choose_form,
@@ -20,7 +21,7 @@ from moechat.models.skeleton import Skeleton, build_skeleton
 from moechat.offload.experts import IMPLEMENTATION, register
 
 
-def form_of(family: str, shape: int, bits: int, **changes: Any) -> tuple[Skeleton, DenseForm]:
+def form_of(family: str, shape: int, bits: DenseBits, **changes: Any) -> tuple[Skeleton, DenseForm]:
     register()
     skeleton = build_skeleton(tiny_config(family, shape, **changes), torch.float32, IMPLEMENTATION)
     stored = dict.fromkeys(skeleton.state, torch.bfloat16)
@@ -154,3 +155,14 @@ def test_layers_whose_weight_is_read_elsewhere_stay_torch_layers() -> None:
 def test_packed_bytes_are_those_of_the_native_layout(bits: int) -> None:
     for rows, cols in ((1, 1), (16, 64), (17, 65), (1000, 72), (128, 4096)):
         assert packed_bytes(rows, cols, bits) == _native.LinearLayout(rows, cols, bits).nbytes
+
+
+def test_the_title_names_the_bits_of_each_kind() -> None:
+    changes = {"vocab_size": 512, "hidden_size": 64}
+    assert form_of("qwen3_moe", 0, "auto", **changes)[1].title == (
+        "k_proj, o_proj, q_proj 4 bits; v_proj 8 bits; lm_head 8 and 4 bits; others 16 or 32 bits"
+    )
+    assert form_of("qwen3_moe", 0, 8)[1].title == (
+        "k_proj, lm_head, o_proj, q_proj, v_proj 8 bits; others 16 or 32 bits"
+    )
+    assert form_of("qwen3_moe", 0, 16)[1].title == "16 or 32 bits"

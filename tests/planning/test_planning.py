@@ -293,6 +293,7 @@ def test_loading_takes_what_the_plan_shows(monkeypatch: pytest.MonkeyPatch, dens
     assert part(made, "workspace") == facts["memory_workspace_bytes"] + facts["memory_scratch_bytes"]
     assert made.dtype == facts["dense_dtype"]
     assert made.dense_bits == facts["dense_bits"] == dense_bits
+    assert made.dense_weights == facts["dense_weights"]
     assert made.all_expert_bytes == facts["expert_bytes"]
     assert made.blocks_per_expert == facts["blocks_per_expert"]
 

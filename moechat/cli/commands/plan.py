@@ -115,6 +115,7 @@ def _headline(made: Plan) -> str:
         f"{_billions(made.active_parameters)} for a token; "
         f"{made.expert_layers} layers of {made.experts} experts, {made.top_k} a token; "
         f"{made.bits} bits, {format_bytes(made.all_expert_bytes)} of experts\n"
+        f"dense weights: {made.dense_weights}\n"
         f"{made.machine_title}: {made.context:,} tokens of context{limited}, system {made.system}"
     )
 

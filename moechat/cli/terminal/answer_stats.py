@@ -30,6 +30,7 @@ _TITLES = {
     "pages_peak_bytes": "memory for experts, peak",
     "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
+    "dense_weights": "dense weights",
     "seed": "seed",
     "plan": "allocation method",
     "tuned": "timed plan",
@@ -38,7 +39,7 @@ _TITLES = {
 # Hidden if all experts are in memory, where they would be 0.
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
 # Hidden if 0 or empty.
-_IF_ANY = {"shared_bytes", "plan", "tuned"}
+_IF_ANY = {"shared_bytes", "dense_weights", "plan", "tuned"}
 # Only in the JSON form; the table has them in another form.
 _HIDDEN = {
     "hits_full",
