@@ -67,7 +67,9 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values in C order and in a type; the tensor itself where possible, since every call of torch costs
     microseconds while the caches are full of weights.
     """
-    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous().resolve_neg()
+    if tensor.dtype is dtype and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.to(dtype).contiguous().resolve_neg()
 
 
 @dataclass

@@ -298,7 +298,13 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
     dtype, hidden_size, kv_heads, dim = step.dtype, step.hidden_size, step.kv_heads, step.dim
     mlp, experts = parts.mlp, parts.experts
     chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
-    empty, float32, int64 = torch.empty, torch.float32, torch.int64
+    empty = torch.empty
+    # From router to experts; nobody keeps them. Not inference tensors, so that any pass may use them.
+    with torch.inference_mode(False):
+        x = empty((1, hidden_size), dtype=torch.float32)
+        top_k_index = empty((1, chosen), dtype=torch.int64)
+        top_k_weights = empty((1, chosen), dtype=torch.float32)
+    chosen_at = (x.data_ptr(), top_k_index.data_ptr(), top_k_weights.data_ptr())
 
     def decode(hidden: torch.Tensor, slot: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if type(slot) not in (ReservedLayer, WindowLayer):
@@ -313,10 +319,7 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
             normalise(*at, normed.data_ptr())
             out = mlp(normed)
             return residual + (out[0] if isinstance(out, tuple) else out)
-        x = empty((1, hidden_size), dtype=float32)
-        top_k_index = empty((1, chosen), dtype=int64)
-        top_k_weights = empty((1, chosen), dtype=float32)
-        route(*at, x.data_ptr(), top_k_index.data_ptr(), top_k_weights.data_ptr())
+        route(*at, *chosen_at)
         summed = vars(experts)[EXPERTS_RUNNER].forward(x, top_k_index, top_k_weights)
         add(summed.data_ptr(), residual.data_ptr())
         return residual

@@ -165,7 +165,7 @@ def test_cpu_and_gpu_share_the_file_of_packed_layers(
     (path,) = (tmp_path / "cache" / "dense").iterdir()
     whole = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed._native, "pack_linear", lambda *_: pytest.fail("it was packed again"))
+        patch.setattr(packed._native, "pack_linear", lambda *_, **__: pytest.fail("it was packed again"))
         with load(model, gpu, dense_bits=4) as engine:
             assert torch.equal(engine.logits(FEW), wanted)
         with on_cpu(model, 4) as engine:
@@ -193,7 +193,7 @@ def test_running_out_of_memory_while_packing_is_reported(
 def test_the_error_for_unpackable_weights_names_them(
     model: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("weight (0, 0) is inf")
 
     monkeypatch.setattr(_native, "pack_linear", refuse)
