@@ -169,7 +169,7 @@ class DenseForm:
         for kind, bits in kinds.items():
             groups.setdefault(" and ".join(map(str, sorted(bits, reverse=True))), []).append(kind)
         packed = [f"{', '.join(sorted(groups[bits]))} {bits} bits" for bits in sorted(groups)]
-        return "; ".join([*packed, "others 16 or 32 bits" if packed else "16 or 32 bits"])
+        return "; ".join([*packed, "others not packed" if packed else "not packed"])
 
     def parts_of(self, name: str) -> tuple[Part, ...]:
         """Parts of a layer in :attr:`linears`, from the first row on: rows, columns and bits of each."""
