@@ -75,13 +75,41 @@ def recognise_model(model: Any) -> Forward | None:
         if not isinstance(step, NativeStep):
             return None
         pairs.append((layer, step))
-    if not layers or len(layers) != model.config.num_hidden_layers or model.config.output_router_logits:
+    slots = _slots(model.config, len(pairs))
+    if not pairs or len(pairs) != model.config.num_hidden_layers or len(slots) != len(pairs):
         return None
-    return _forward(model, pairs) if _agrees(model, pairs[:_PROBE_LAYERS]) else None
+    if model.config.output_router_logits:
+        return None
+    if not _agrees(model, pairs[:_PROBE_LAYERS], slots[:_PROBE_LAYERS]):
+        return None
+    return _with(model.forward, _decode(model, pairs, slots))
 
 
-def _forward(model: Any, pairs: list[tuple[Any, NativeStep]]) -> Forward:
-    base, head, own = model.model, model.lm_head, model.forward
+def _with(own: Forward, decode: Forward) -> Forward:
+    @wraps(own)
+    def forward(input_ids: Any = None, *rest: Any, **named: Any) -> Any:
+        out = None if rest else decode(input_ids, named)
+        return own(input_ids, *rest, **named) if out is None else out
+
+    return forward
+
+
+def _slots(config: Any, layers: int) -> list[tuple[type, ...]]:
+    """Types of a cache's layers with which the only new token attends to all keys, so that no mask is needed.
+
+    The cache of a layer with a sliding window must drop the keys that have left it.
+    """
+    windowed = bool(getattr(config, "sliding_window", None))
+    each = "sliding_attention" if windowed else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [each] * layers
+    return [(ReservedLayer, WindowLayer) if kind == "full_attention" else (WindowLayer,) for kind in kinds]
+
+
+def _decode(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> Forward:
+    """A function of token ids and named arguments; its result is ``None``, without any change, if it does not
+    support the pass.
+    """
+    base, head = model.model, model.lm_head
     embed, angles_of, norm = base.embed_tokens, base.rotary_emb, base.norm
     first = pairs[0][1]
     hooks = tuple(
@@ -89,9 +117,8 @@ def _forward(model: Any, pairs: list[tuple[Any, NativeStep]]) -> Forward:
         for module in (model, base, embed, angles_of, norm, head, *(layer for layer, _ in pairs))
         for found in (module._forward_pre_hooks, module._forward_hooks)
     ) + tuple(found for _, step in pairs for found in step.parts.hooks())
-    slots = _slots(model.config, len(pairs))
 
-    def usable(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
+    def supports(input_ids: Any, cache: Any, named: dict[str, Any]) -> bool:
         return (
             type(cache) is DynamicCache
             and len(cache.layers) == len(pairs)
@@ -105,15 +132,14 @@ def _forward(model: Any, pairs: list[tuple[Any, NativeStep]]) -> Forward:
             and not any(hooks)
         )
 
-    @wraps(own)
-    def forward(input_ids: Any = None, *rest: Any, **named: Any) -> Any:
+    def decode(input_ids: Any, named: dict[str, Any]) -> Any:
         cache: Any = named.get("past_key_values")
-        if rest or not usable(input_ids, cache, named):
-            return own(input_ids, *rest, **named)
+        if not supports(input_ids, cache, named):
+            return None
         hidden = embed(input_ids)
         angles = angles_of(hidden, torch.tensor([[cache.get_seq_length()]]))
         if not first.takes(hidden, angles):
-            return own(input_ids, **named)
+            return None
         for (layer, step), slot in zip(pairs, cache.layers, strict=True):
             out = step.decode(hidden, slot, *angles)
             if out is None:
@@ -121,41 +147,34 @@ def _forward(model: Any, pairs: list[tuple[Any, NativeStep]]) -> Forward:
             hidden = out
         return MoeCausalLMOutputWithPast(logits=head(norm(hidden)), past_key_values=cache)
 
-    return forward
+    return decode
 
 
-def _slots(config: Any, layers: int) -> list[tuple[type, ...]]:
-    """Types of a cache's layers with which the only new token attends to all keys, so that no mask is needed.
-
-    The cache of a layer with a sliding window must drop the keys that have left it.
-    """
-    windowed = bool(getattr(config, "sliding_window", None))
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if windowed else "full_attention"] * layers
-    )
-    return [
-        (ReservedLayer, WindowLayer) if kind == "full_attention" else (WindowLayer,)
-        for kind in kinds[:layers]
-    ]
-
-
-def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]]) -> bool:
+def _agrees(model: Any, pairs: list[tuple[Any, NativeStep]], slots: list[tuple[type, ...]]) -> bool:
     """Whether both ways give the same logits, bit by bit, with the first layers and stub experts."""
-    forward = _forward(model, pairs)
-    embedding = model.get_input_embeddings().weight
+    decode = _decode(model, pairs, slots)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    results: list[list[torch.Tensor]] = [[], []]
     with stub_experts(model), _layers(model.model, [layer for layer, _ in pairs]), probing() as generator:
-        tokens = torch.randint(embedding.shape[0], (_PROBE_TOKENS, 1, 1), generator=generator)
-        results = []
-        for each in (model.forward, forward):
-            cache = DynamicCache()
-            cache.layers = [ReservedLayer(_PROBE_TOKENS + 1) for _ in pairs]
+        caches = [DynamicCache(), DynamicCache()]
+        for cache in caches:
+            cache.layers = [
+                ReservedLayer(_PROBE_TOKENS)
+                if ReservedLayer in allowed
+                else WindowLayer(model.config.sliding_window, 1)
+                for allowed in slots
+            ]
+        for ids in torch.randint(vocabulary, (_PROBE_TOKENS, 1, 1), generator=generator):
             try:
-                out = [each(ids, past_key_values=cache, use_cache=True).logits for ids in tokens]
+                theirs = model.forward(ids, past_key_values=caches[0], use_cache=True)
+                ours = decode(ids, {"past_key_values": caches[1], "use_cache": True})
             except Exception:  # the family's code needs more than the probe has
                 return False
-            results.append(torch.cat(out))
-    return torch.equal(*results)
+            if ours is None:
+                return False
+            for result, out in zip(results, (theirs, ours), strict=True):
+                result.append(out.logits)
+    return torch.equal(*map(torch.cat, results))
 
 
 @contextmanager
