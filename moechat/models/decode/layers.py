@@ -40,12 +40,10 @@ _ATTENTION_NAMES = frozenset(
 _OPTIONAL = {"clip_qkv": frozenset({"clip_qkv", "clamp_"})}
 _EXPERTS_NAMES = frozenset({"gate", "router", "experts", "shape", "view", "reshape", "size", "input_size"})
 _JITTER = frozenset({"jitter_noise", "input_jitter_noise", "torch", "empty_like", "uniform_", "training"})
-# Module of the wrapper around the forward of every decoder layer, which only training uses.
+# Modules of the wrappers around the forward of every decoder layer, which only training uses.
 _WRAPPERS = frozenset({"transformers.modeling_layers"})
 
 Forward = Callable[..., Any]
-
-
 # (hidden state, layer of the cache, cosines, sines) -> hidden state.
 Decode = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
@@ -299,7 +297,7 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
     mlp, experts = parts.mlp, parts.experts
     chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
     empty = torch.empty
-    # From router to experts; nobody keeps them. Not inference tensors, so that any pass may use them.
+    # Inputs of the experts, which nobody keeps. Inference tensors could not be used in other passes.
     with torch.inference_mode(False):
         x = empty((1, hidden_size), dtype=torch.float32)
         top_k_index = empty((1, chosen), dtype=torch.int64)

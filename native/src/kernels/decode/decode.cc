@@ -88,6 +88,7 @@ void attend(const AttendTask& task) {
   const std::int64_t units = task.kv_heads * shape.units;
   const std::int64_t size = task.type == ElementType::kFloat32 ? 4 : 2;
   const std::int64_t bytes = task.kv_heads * task.context * (shape.query_width + shape.value_width) * size;
+  // With more rows a key is multiplied longer than it takes to read.
   int threads = bytes * ((shape.rows + 7) / 8) < kAttendBytes ? 1 : ThreadPool::num_threads();
   if (threads > units) threads = static_cast<int>(units);
   const std::int64_t each = padded(attend_scratch(shape));

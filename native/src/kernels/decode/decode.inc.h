@@ -234,7 +234,9 @@ void attend_queries_of(const AttendTask& task, const AttendShape& shape, float* 
   }
 }
 
-// Keys and values in place come from memory, and so does what follows them: the loops fetch it ahead.
+// Keys and values come from memory, and the processor stops fetching ahead wherever a loop pauses to compute.
+// So the loops ask for the element that many keys after the one they read, once for each cache line; `d`
+// counts elements from the beginning of a line.
 constexpr std::int64_t kFetchedAhead = 16;  // keys
 template <ElementType kType, bool kFetches>
 MOECHAT_INLINE void fetch_ahead(const typename Elements<kType>::Storage* from, std::int64_t stride,
