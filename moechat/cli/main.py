@@ -15,10 +15,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 _INTERRUPTED = 128 + signal.SIGINT
 _LARGE_LIBRARIES = ("torch", "transformers", "moechat.models", "moechat.engine")
+_AGAIN_S = 0.02  # until a signal that came during an import is sent again
 _GC_OBJECTS = 100_000  # new objects between two searches for garbage
 
 
@@ -89,7 +90,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 def end_on_signals() -> None:
     """Raise :class:`Terminated` on SIGTERM, and on SIGHUP unless it is ignored (``nohup``).
 
-    Ctrl-C raises ``KeyboardInterrupt`` as before. While libraries are imported, signals end the process.
+    Ctrl-C raises ``KeyboardInterrupt`` as before. While libraries are imported, all of them wait.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
@@ -98,25 +99,27 @@ def end_on_signals() -> None:
         signal.signal(signal.SIGHUP, _on_end)
 
 
-def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    _end_imports(number)
-    signal.default_int_handler(number, frame)
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    if not _comes_later(number):
+        signal.default_int_handler(number, frame)
 
 
-def _end_imports(number: int) -> None:
-    """End the process while a library is imported: the code that sets it up must not be left by an exception.
+def _comes_later(number: int) -> bool:
+    """Whether a library is being imported, which no exception may leave; then the signal is sent again soon.
 
-    torch then aborts the process, and half imported modules fail where they are used. Nothing that has to be
-    cleaned up is open by then.
+    torch aborts the process otherwise, and half imported modules fail where they are used.
     """
-    for name in _LARGE_LIBRARIES:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            os._exit(128 + number)
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in _LARGE_LIBRARIES)
+    if not any(getattr(spec, "_initializing", False) for spec in specs):
+        return False
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    return True
 
 
-def _on_end(number: int, frame: FrameType | None) -> NoReturn:
-    _end_imports(number)
+def _on_end(number: int, frame: FrameType | None) -> None:
+    if _comes_later(number):
+        return
     # A second SIGTERM ends the process at once. A closed terminal sends SIGHUP, and often the shell another.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

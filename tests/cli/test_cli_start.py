@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pexpect
 import pytest
 from cli_support import PATIENCE_S, PROGRAM, Cli
 
@@ -299,7 +300,7 @@ def test_signals_while_the_interpreter_ends_leave_no_traceback(cli: Cli, number:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_while_libraries_are_imported_end_the_program_silently(
+def test_signals_while_libraries_are_imported_end_the_program_soon_and_silently(
     cli: Cli, number: signal.Signals, status: int
 ) -> None:
     for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.3):
@@ -310,3 +311,13 @@ def test_signals_while_libraries_are_imported_end_the_program_silently(
         time.sleep(delay_s)
         process.send_signal(number)
         assert (*process.communicate(timeout=PATIENCE_S), process.returncode) == (b"", b"", status)
+
+
+def test_an_interrupt_while_libraries_are_imported_shows_the_cursor_again(cli: Cli) -> None:
+    terminal = cli.terminal("run", "demo", "hello")
+    terminal.expect_exact("loading")
+    terminal.kill(signal.SIGINT)
+    terminal.expect_exact("\x1b[?25h")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 130

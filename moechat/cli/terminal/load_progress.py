@@ -59,7 +59,11 @@ class LoadProgress:
         if self._animated and self._bar is None:
             self._bar = _make_bar()
             self._task = self._add_task()
-            self._bar.start()
+            try:
+                self._bar.start()
+            except BaseException:
+                self.stop()  # shows the cursor again
+                raise
 
     def stop(self) -> None:
         """Remove the bar, for other output."""
