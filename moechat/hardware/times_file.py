@@ -40,7 +40,7 @@ class TimesKey:
     dtype: str
     threads: int
     bits: int
-    dense_bits: DenseBits = 16
+    dense_bits: DenseBits
     activation_bits: int = DEFAULT_ACTIVATION_BITS
 
     @property

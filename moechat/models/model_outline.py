@@ -207,7 +207,7 @@ def outline_model(
     config: Any,
     dtype: torch.dtype,
     *,
-    dense_bits: DenseBits = 16,
+    dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
@@ -246,7 +246,7 @@ def outline_skeleton(
     dtype: torch.dtype,
     *,
     source: TensorHeaders,
-    dense_bits: DenseBits = 16,
+    dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
     on_gpu: bool = False,
 ) -> ModelOutline:

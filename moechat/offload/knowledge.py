@@ -70,7 +70,7 @@ def gather(
     *,
     dtype: str,
     threads: int,
-    dense_bits: DenseBits = 16,
+    dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
     near: Near = "ram",
     far_computes: bool = False,

@@ -52,7 +52,7 @@ class TuningKey:
     dtype: str
     settings: str
     version: str
-    dense_bits: DenseBits = 16
+    dense_bits: DenseBits
     activation_bits: int = DEFAULT_ACTIVATION_BITS
 
     @property

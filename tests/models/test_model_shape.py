@@ -16,7 +16,7 @@ CASES = [(family, len(shapes) - 1) for family, shapes in SHAPES.items()]
 @pytest.mark.parametrize(("family", "number"), CASES)
 def test_an_outline_counts_what_the_model_has(family: str, number: int) -> None:
     config = tiny_config(family, number)
-    outline = outline_model(config, torch.float32)
+    outline = outline_model(config, torch.float32, dense_bits=16)
     real = AutoModelForCausalLM.from_config(tiny_config(family, number), dtype=torch.float32)
     experts = {name: tensor.numel() for name, tensor in real.named_parameters() if ".experts." in f".{name}."}
     shared = sum(size for name, size in experts.items() if "shared" in name)
@@ -38,7 +38,7 @@ def test_an_outline_counts_what_the_model_has(family: str, number: int) -> None:
 
 def test_parts_of_a_model_with_all_of_them() -> None:
     config = known_config("deepseek-v2-lite")
-    dense = outline_model(config, torch.bfloat16).dense
+    dense = outline_model(config, torch.bfloat16, dense_bits=16).dense
     hidden, vocabulary = 2048, 102400
     assert dense.embedding == vocabulary * hidden
     assert dense.head == vocabulary * hidden + hidden
@@ -51,7 +51,7 @@ def test_parts_of_a_model_with_all_of_them() -> None:
 
 
 def test_tied_weights_count_once() -> None:
-    outline = outline_model(tiny_config("mixtral", 1), torch.float32)
+    outline = outline_model(tiny_config("mixtral", 1), torch.float32, dense_bits=16)
     assert outline.dense.embedding == 0
     assert outline.dense.head == 101 * 72 + 72
 
@@ -59,7 +59,7 @@ def test_tied_weights_count_once() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "gpt_oss"])
 def test_the_cache_is_as_large_as_a_real_one(family: str) -> None:
     config = tiny_config(family, 0)
-    outline = outline_model(config, torch.float32)
+    outline = outline_model(config, torch.float32, dense_bits=16)
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.inference_mode():
         cache = real(input_ids=torch.arange(1, 31)[None], use_cache=True).past_key_values
@@ -72,7 +72,7 @@ def test_the_cache_is_as_large_as_a_real_one(family: str) -> None:
 
 @pytest.mark.parametrize("name", shape_names())
 def test_known_shapes_have_exact_caches(name: str) -> None:
-    outline = outline_model(known_config(name), torch.bfloat16)
+    outline = outline_model(known_config(name), torch.bfloat16, dense_bits=16)
     assert outline.cache.exact
     text = outline.config.get_text_config()
     assert outline.top_k == text.num_experts_per_tok

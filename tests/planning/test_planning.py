@@ -343,6 +343,7 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
         settings.policy,
         dtype=model.dtype,
         threads=_native.num_threads(),
+        dense_bits=model.outline.form.bits,
     )
     assert (knowledge.costs_from == "assumed") is not known
     assert knowledge.costs == case.costs
