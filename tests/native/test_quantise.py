@@ -26,10 +26,12 @@ def hqq_restored(weights: np.ndarray, bits: int) -> np.ndarray:
 
 
 def our_restored(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The matrix as gate and, transposed, as down."""
+    """The matrix as gate and, transposed, as down, with neurons of equal importance."""
     rows, cols = weights.shape
     layout = _native.BlockLayout(cols, rows, bits)
-    gate, _, down, _ = _native.unpack_expert(layout, pack(layout, [weights, weights, weights.T], None))
+    gate = _native.unpack_expert(layout, pack(layout, [weights, weights, weights.T], None))[0]
+    equal = np.full_like(weights, 0.01)
+    down = _native.unpack_expert(layout, pack(layout, [equal, equal, weights.T], None))[2]
     return gate, down
 
 
@@ -80,6 +82,46 @@ def test_constant_groups_are_exact_where_fp16_is():
         gate, down = our_restored(weights, bits)
         assert np.array_equal(gate, weights)
         assert rmse(down, weights.T) < rmse(weights, np.zeros(1))
+
+
+def expert_output(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    g = x @ gate.T
+    return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_neurons_with_large_activations_lose_less_in_the_down_projection(bits):
+    rng = np.random.default_rng(bits)
+    sizes = np.exp(rng.standard_normal((128, 1)))  # neurons differ, as in trained models
+    gate = (rng.standard_normal((128, 192)) * 0.1 * sizes).astype(np.float32)
+    up = (rng.standard_normal((128, 192)) * 0.1 * sizes).astype(np.float32)
+    down = (rng.standard_normal((192, 128)) * 0.02).astype(np.float32)
+    layout = _native.BlockLayout(192, 128, bits)
+    weighted = _native.unpack_expert(layout, pack(layout, [gate, up, down], None))[2]
+    equal = np.full_like(gate, 0.01)
+    plain = _native.unpack_expert(layout, pack(layout, [equal, equal, down], None))[2]
+    x = rng.standard_normal((256, 192))
+    exact = expert_output(x, gate, up, down)
+    assert rmse(expert_output(x, gate, up, weighted), exact) < 0.9 * rmse(
+        expert_output(x, gate, up, plain), exact
+    )
+
+
+@pytest.mark.parametrize("neuron", [0, 70, 99])
+def test_one_dominant_neuron_does_not_spoil_the_others(neuron):
+    # 100 neurons: the last group has padding.
+    rng = np.random.default_rng(neuron)
+    gate, up, down = ((rng.standard_normal(shape) * 0.02).astype(np.float32) for shape in [(100, 64)] * 3)
+    gate[neuron] *= 1000
+    down = np.ascontiguousarray(down.T)
+    layout = _native.BlockLayout(64, 100, 4)
+    restored = _native.unpack_expert(layout, pack(layout, [gate, up, down], None))[2]
+    error = np.abs(restored - down)
+    group = slice(neuron // 64 * 64, min(100, neuron // 64 * 64 + 64))
+    step = np.ptp(down[:, group], axis=1, keepdims=True) / 15
+    # Its own column lies closer to a grid point than rounding alone would put it.
+    assert rmse(restored[:, [neuron]], down[:, [neuron]]) < 0.5 * float(np.mean(step)) / np.sqrt(12)
+    assert (error[:, group] <= 2.5 * step).all()
 
 
 def test_instruction_sets_agree_on_the_quality():

@@ -42,17 +42,18 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
   std::atomic<bool> fine{true};
   {
     ThreadPool::Session session;
-    session.parallel_for(
-        threads > 0 ? threads : kMaxThreads, layout.tiles, 1, [&](std::int64_t begin, std::int64_t end) {
-          for (std::int64_t tile = begin; tile < end; ++tile) {
-            if (!fine.load(std::memory_order_relaxed)) return;
-            const std::int64_t at = tile * layout.groups;
-            if (!kernel.quantise_tile(source, tile * kTileRows, 0, layout.groups, layout.bits, solver,
-                                      data + at * layout.group_bytes, data + layout.sz + at * kScaleBytes)) {
-              fine.store(false, std::memory_order_relaxed);
-            }
-          }
-        });
+    session.parallel_for(threads > 0 ? threads : kMaxThreads, layout.tiles, 1,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           for (std::int64_t tile = begin; tile < end; ++tile) {
+                             if (!fine.load(std::memory_order_relaxed)) return;
+                             const std::int64_t at = tile * layout.groups;
+                             if (!kernel.quantise_tile(source, nullptr, tile * kTileRows, 0, layout.groups,
+                                                       layout.bits, solver, data + at * layout.group_bytes,
+                                                       data + layout.sz + at * kScaleBytes)) {
+                               fine.store(false, std::memory_order_relaxed);
+                             }
+                           }
+                         });
   }
   if (!fine.load()) report_unquantisable("matrix", source);
 }

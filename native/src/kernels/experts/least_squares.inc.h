@@ -1,11 +1,12 @@
 // Least-squares quantisation of one tile (16 rows x 64 columns, one group a row, lane = row). Included inside
 // the anonymous namespace of one instruction set, after hqq_solver.inc.h.
 //
-// A group keeps the scale and zero with the smallest sum of squared errors that these steps find:
+// A group keeps the scale and zero with the smallest sum of squared errors, each times the importance of its
+// column if there is one, that these steps find:
 //   1. spans from kNarrowest to all of the range, around its middle;
 //   2. from the best one, in turns: codes q = round(clip(w / scale + zero)) for the scale and zero, then the
-//      scale and zero that minimise the squared error of these codes (linear regression of w on q), until the
-//      error no longer falls.
+//      scale and zero that minimise this error for these codes (linear regression of w on q), until the error
+//      no longer falls.
 // Scale and zero are rounded to fp16 before each error is computed, so storage adds none.
 //
 // On the dense weights of the demo model, perplexity rose by 0.8, 2.5 and 14 % at 4, 3 and 2 bits; with the
@@ -21,40 +22,55 @@ struct LeastSquares {
   Vec error;  // sum of squares
 };
 
-// Sums over the columns of a group for a scale and zero.
+// Sums over the columns of a group for a scale and zero. Each term is multiplied by the importance of its
+// column; without importances all are 1.
 struct CodeSums {
   Vec squares;  // of errors
   Vec q, qq, qw;
 };
 
-inline CodeSums sum_codes(const float* weights, Vec scale, Vec zeros, Vec top) {
+// importance: 64 numbers whose sum is 64, or null.
+inline CodeSums sum_codes(const float* weights, const float* importance, Vec scale, Vec zeros, Vec top) {
   const Vec inverse = div(set1(1.0f), scale);
   // Two chains each, because with one the latency of the additions would bound the loop.
   Vec squares[2] = {zero(), zero()};
   Vec q[2] = {zero(), zero()};
   Vec qq[2] = {zero(), zero()};
   Vec qw[2] = {zero(), zero()};
-#pragma GCC unroll 2
-  for (int c = 0; c < 64; ++c) {
+  const auto add_column = [&](int c, const auto& times) {
     const Vec weight = load(weights + c * 16);
     const Vec place = add(mul(weight, inverse), zeros);
     const Vec code = round_small(min(top, max(zero(), place)));
     const Vec distance = sub(code, place);
-    squares[c % 2] = fma(distance, distance, squares[c % 2]);
-    q[c % 2] = add(q[c % 2], code);
-    qq[c % 2] = fma(code, code, qq[c % 2]);
-    qw[c % 2] = fma(code, weight, qw[c % 2]);
+    const Vec share = times(code);
+    squares[c % 2] = fma(times(distance), distance, squares[c % 2]);
+    q[c % 2] = add(q[c % 2], share);
+    qq[c % 2] = fma(share, code, qq[c % 2]);
+    qw[c % 2] = fma(share, weight, qw[c % 2]);
+  };
+  if (importance == nullptr) {
+#pragma GCC unroll 2
+    for (int c = 0; c < 64; ++c) add_column(c, [](Vec x) { return x; });
+  } else {
+#pragma GCC unroll 2
+    for (int c = 0; c < 64; ++c) {
+      add_column(c, [factor = set1(importance[c])](Vec x) { return mul(x, factor); });
+    }
   }
   return {mul(add(squares[0], squares[1]), mul(scale, scale)), add(q[0], q[1]), add(qq[0], qq[1]),
           add(qw[0], qw[1])};
 }
 
 // Improves on a start, in place.
-inline void fit_least_squares(const float* weights, Vec low, Vec range, int bits, LeastSquares* best) {
+inline void fit_least_squares(const float* weights, const float* importance, Vec low, Vec range, int bits,
+                              LeastSquares* best) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   const Vec middle = fma(range, set1(0.5f), low);
   Vec total = zero();
-  for (int c = 0; c < 64; ++c) total = add(total, load(weights + c * 16));
+  for (int c = 0; c < 64; ++c) {
+    const Vec weight = load(weights + c * 16);
+    total = add(total, importance == nullptr ? weight : mul(weight, set1(importance[c])));
+  }
   const auto keep = [best](Mask candidates, const LeastSquares& other) {
     const Mask better = both(candidates, less(other.error, best->error));
     best->scale = select(better, other.scale, best->scale);
@@ -64,7 +80,7 @@ inline void fit_least_squares(const float* weights, Vec low, Vec range, int bits
   };
   const auto try_grid = [&](Vec scale, Vec zeros) {
     LeastSquares found{scale, zeros, zero()};
-    found.error = sum_codes(weights, scale, zeros, top).squares;
+    found.error = sum_codes(weights, importance, scale, zeros, top).squares;
     return found;
   };
   const Mask ranged = less(zero(), range);
@@ -77,7 +93,7 @@ inline void fit_least_squares(const float* weights, Vec low, Vec range, int bits
   }
   Mask active = ranged;
   for (int i = 0; i < kRegressions && any(active); ++i) {
-    const CodeSums sums = sum_codes(weights, best->scale, best->zero, top);
+    const CodeSums sums = sum_codes(weights, importance, best->scale, best->zero, top);
     // Slope of the regression of w on q; 64 times covariance and variance.
     const Vec mean = mul(sums.q, set1(1.0f / 64.0f));
     const Vec covariance = fnma(mean, total, sums.qw);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/codes.h"
@@ -175,6 +176,30 @@ void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits
   }
 }
 
+// Importance of the columns of the down projection for the solver: the expected square of each neuron's
+// activation act(g) u, from the weights alone. For inputs that are independent and of equal variance, g and u
+// are jointly normal with variances |G|^2 and |U|^2 (rows of gate and up) and covariance G.U, so
+//   E[g^2 u^2] = |G|^2 |U|^2 + 2 (G.U)^2.
+// SiLU and GELU are proportional to g near 0 and, on the positive half, far from it, so the factor of the
+// activation is about the same for all neurons.
+std::vector<float> neuron_importance(const KernelTable& kernel, const ExpertSource& source, int threads) {
+  const std::int64_t tiles = (source.gate.rows + kTileRows - 1) / kTileRows;
+  std::vector<float> importance(static_cast<std::size_t>(tiles * kTileRows));
+  ThreadPool::Session session;
+  session.parallel_for(threads > 0 ? threads : kMaxThreads, tiles, 1,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         for (std::int64_t tile = begin; tile < end; ++tile) {
+                           RowProducts sums;
+                           kernel.row_products(source.gate, source.up, tile * kTileRows, &sums);
+                           for (std::int64_t lane = 0; lane < kTileRows; ++lane) {
+                             importance[static_cast<std::size_t>(tile * kTileRows + lane)] =
+                                 sums.aa[lane] * sums.bb[lane] + 2.0f * sums.ab[lane] * sums.ab[lane];
+                           }
+                         }
+                       });
+  return importance;
+}
+
 constexpr std::uint16_t kHalfOne = 0x3c00;
 
 }  // namespace
@@ -184,6 +209,9 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
   const KernelTable& kernel = kernels();
   const Fields fields = fields_of(layout);
   const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
+  const bool weighs = layout.quantised() && layout.bits < 8 && solver == Solver::kLeastSquares;
+  const std::vector<float> neurons =
+      weighs ? neuron_importance(kernel, source, threads) : std::vector<float>();
   std::atomic<bool> fine{true};
   for_each_tile(layout, fields, threads, [&](std::int64_t block, std::size_t m, std::int64_t tile) {
     if (!fine.load(std::memory_order_relaxed)) return;
@@ -193,9 +221,10 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
     const std::int64_t row = field.first_row(block, tile);
     const std::int64_t col = field.first_col(block);
     unsigned char* q = record + field.q + at * layout.group_bytes;
+    const float* importance = field.by_rows || neurons.empty() ? nullptr : neurons.data();
     const bool done = layout.quantised()
-                          ? kernel.quantise_tile(*matrices[m], row, col, field.groups, layout.bits, solver, q,
-                                                 record + field.sz + at * kScaleBytes)
+                          ? kernel.quantise_tile(*matrices[m], importance, row, col, field.groups,
+                                                 layout.bits, solver, q, record + field.sz + at * kScaleBytes)
                           : copy_tile(*matrices[m], layout.fp16, row, col, field.groups, q);
     if (!done) fine.store(false, std::memory_order_relaxed);
   });

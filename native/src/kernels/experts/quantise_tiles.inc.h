@@ -2,9 +2,9 @@
 // solvers.
 
 // Quantises one (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols
-// on get code 0.
-inline void quantise_group(const float* weights, int valid_cols, int bits, Solver solver, unsigned char* q,
-                           unsigned char* sz) {
+// on get code 0. importance: as for sum_codes.
+inline void quantise_group(const float* weights, const float* importance, int valid_cols, int bits,
+                           Solver solver, unsigned char* q, unsigned char* sz) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   Vec low = load(weights);
   Vec high = low;
@@ -16,8 +16,9 @@ inline void quantise_group(const float* weights, int valid_cols, int bits, Solve
   const bool regress = solver == Solver::kLeastSquares && bits < 8;
   GroupSolution best = solve_group(weights, low, high, bits, regress ? 0 : kSolverIterations);
   if (regress) {
-    LeastSquares fitted{best.scale, best.zero, sum_codes(weights, best.scale, best.zero, top).squares};
-    fit_least_squares(weights, low, sub(high, low), bits, &fitted);
+    LeastSquares fitted{best.scale, best.zero,
+                        sum_codes(weights, importance, best.scale, best.zero, top).squares};
+    fit_least_squares(weights, importance, low, sub(high, low), bits, &fitted);
     best.scale = fitted.scale;
     best.zero = fitted.zero;
   }
@@ -104,19 +105,68 @@ MOECHAT_INLINE bool quantisable(const float* columns) {
   return all(fine);
 }
 
-bool quantise_tile(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
-                   int bits, Solver solver, unsigned char* q, unsigned char* sz) {
+// Least importance of a column, relative to the mean of its group.
+constexpr float kLeastImportance = 1.0f / 64.0f;
+
+// Writes the importances of a group's columns, with a sum of 64; padding columns repeat real ones. Returns
+// false if the group has none: all are 0, or one is not finite.
+MOECHAT_INLINE bool scale_importances(const float* from, int valid_cols, float* to) {
+  float sum = 0.0f;
+  for (int c = 0; c < 64; ++c) sum += to[c] = from[c % valid_cols];
+  if (!(sum > 0.0f && sum < 3.4e38f)) return false;
+  float total = 0.0f;
+  for (int c = 0; c < 64; ++c) {
+    const float relative = to[c] * (64.0f / sum);
+    total += to[c] = relative > kLeastImportance ? relative : kLeastImportance;
+  }
+  for (int c = 0; c < 64; ++c) to[c] *= 64.0f / total;
+  return true;
+}
+
+bool quantise_tile(const MatrixSource& source, const float* importance, std::int64_t row, std::int64_t col,
+                   std::int64_t groups, int bits, Solver solver, unsigned char* q, unsigned char* sz) {
   const std::int64_t left = source.rows - row;
   const int valid_rows = static_cast<int>(left < 0 ? 0 : (left < kTileRows ? left : kTileRows));
   const std::int64_t group_bytes = std::int64_t{kTileRows} * kGroupColumns * bits / 8;
   for (std::int64_t g = 0; g < groups; ++g) {
-    const std::int64_t right = source.cols - (col + g * 64);
+    const std::int64_t first = col + g * 64;
+    const std::int64_t right = source.cols - first;
     const int valid_cols = static_cast<int>(right < 0 ? 0 : (right < 64 ? right : 64));
     float columns[64 * 16];
-    gather_group(source, row, col + g * 64, valid_rows, valid_cols, columns);
+    gather_group(source, row, first, valid_rows, valid_cols, columns);
     if (!quantisable(columns)) return false;
 
-    quantise_group(columns, valid_cols, bits, solver, q + g * group_bytes, sz + g * kScaleBytes);
+    float scaled[64];
+    const bool weighted =
+        importance != nullptr && valid_cols > 0 && scale_importances(importance + first, valid_cols, scaled);
+    quantise_group(columns, weighted ? scaled : nullptr, valid_cols, bits, solver, q + g * group_bytes,
+                   sz + g * kScaleBytes);
   }
   return true;
+}
+
+// Writes the sums of squares of rows [row, row + 16) of two matrices of one shape, and of their products.
+void row_products(const MatrixSource& a, const MatrixSource& b, std::int64_t row, RowProducts* out) {
+  const std::int64_t left = a.rows - row;
+  const int valid_rows = static_cast<int>(left < kTileRows ? left : kTileRows);
+  Vec aa = zero();
+  Vec bb = zero();
+  Vec ab = zero();
+  for (std::int64_t col = 0; col < a.cols; col += 64) {
+    const int cols = static_cast<int>(a.cols - col < 64 ? a.cols - col : 64);
+    float of_a[64 * 16];
+    float of_b[64 * 16];
+    gather_group(a, row, col, valid_rows, cols, of_a);
+    gather_group(b, row, col, valid_rows, cols, of_b);
+    for (int c = 0; c < cols; ++c) {
+      const Vec x = load(of_a + c * 16);
+      const Vec y = load(of_b + c * 16);
+      aa = fma(x, x, aa);
+      bb = fma(y, y, bb);
+      ab = fma(x, y, ab);
+    }
+  }
+  store(out->aa, aa);
+  store(out->bb, bb);
+  store(out->ab, ab);
 }

@@ -174,6 +174,13 @@ struct Rows16Task {
   float* out;         // [tokens, rows]
 };
 
+// Of 16 rows of matrices a and b.
+struct RowProducts {
+  float aa[16];  // sums of squares
+  float bb[16];
+  float ab[16];  // of products
+};
+
 struct KernelTable {
   const char* name;
   // Writes scaled [count, Hp] and sums [count, groups] of x [count, hidden].
@@ -190,9 +197,14 @@ struct KernelTable {
   // without `stored`.
   void (*add_partials)(const ForwardTask& task, std::int64_t local, std::int64_t begin, std::int64_t end);
   // Quantises rows [row, row + 16) x columns [col, col + 64 * groups) into q and sz fields; rows and columns
-  // outside the matrix are padding. Returns false when a weight is not finite or above kMaxQuantisable.
-  bool (*quantise_tile)(const MatrixSource& source, std::int64_t row, std::int64_t col, std::int64_t groups,
-                        int bits, Solver solver, unsigned char* q, unsigned char* sz);
+  // outside the matrix are padding. `importance` has a factor of the squared errors for each column of the
+  // matrix, or is null: all are equal; only the least-squares solver uses it, below 8 bits. Returns false
+  // when a weight is not finite or above kMaxQuantisable.
+  bool (*quantise_tile)(const MatrixSource& source, const float* importance, std::int64_t row,
+                        std::int64_t col, std::int64_t groups, int bits, Solver solver, unsigned char* q,
+                        unsigned char* sz);
+  // Sums over the columns of rows [row, row + 16) of two matrices of one shape; see RowProducts.
+  void (*row_products)(const MatrixSource& a, const MatrixSource& b, std::int64_t row, RowProducts* out);
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.
   void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
                    std::int64_t count);
