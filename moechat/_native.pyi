@@ -1707,6 +1707,7 @@ class LayerStep:
         values: int,
         value_head: int,
         held: int,
+        packed: bool,
         residual: int,
         x: int,
         index: int,
@@ -1723,6 +1724,7 @@ class LayerStep:
             values: As the keys.
             value_head: Stride of the heads.
             held: Tokens before this one.
+            packed: Keys and values are packed rows (:func:`pack_rows`); their strides are bytes.
             residual: [hidden], written: ``hidden`` and the attention's result.
             x: float32 [hidden], written: input of the experts.
             index: int64 [chosen], written.
@@ -1738,6 +1740,7 @@ class LayerStep:
         values: int,
         value_head: int,
         held: int,
+        packed: bool,
         residual: int,
         normed: int,
     ) -> None:
@@ -1775,6 +1778,41 @@ def rotate(
         angles: ``width``, or half of it if both elements of a pair share an angle.
         width: Elements rotated; the others are copied.
     """
+
+def packed_row_bytes(dim: int) -> int:
+    """Bytes of a packed row of ``dim`` elements: 8 bits each, and a byte for every 32 of them."""
+
+def pack_rows(
+    type: str,
+    plain: int,
+    plain_head: int,
+    plain_token: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    packed: int,
+    packed_head: int,
+) -> None:
+    """Make packed rows of elements, the same on every instruction set.
+
+    Of 32 elements the largest gets a code of 64 to 127, so none changes by more than a 128th of the largest.
+
+    Args:
+        type: Element type.
+        plain: Address of [heads, tokens, dim].
+        plain_head: Stride of the heads, in elements.
+        plain_token: Stride of the tokens, in elements.
+        heads: Heads.
+        tokens: Tokens.
+        dim: Elements of a row.
+        packed: Address of [heads, tokens, packed_row_bytes(dim)], written.
+        packed_head: Stride of its heads in bytes.
+    """
+
+def unpack_rows(
+    type: str, packed: int, packed_head: int, heads: int, tokens: int, dim: int, plain: int
+) -> None:
+    """Write the elements of packed rows to ``plain``, contiguous; arguments as of :func:`pack_rows`."""
 
 def largest_logit(logits: _F32) -> int:
     """Index of the first of the largest logits [vocabulary]; -1 if one is NaN."""

@@ -1,4 +1,10 @@
-"""Layers of the attention cache in memory that is reserved once."""
+"""Layers of the attention cache in memory that is reserved once.
+
+A layer holds keys and values as they are, or packed in 8 bits (:mod:`moechat.models.packed_rows`). The tokens
+of packed layers are rows of bytes in the same places, so growing, cropping and moving do not differ. What
+``update`` returns is then unpacked, the tokens of the pass included: a prompt sees the same numbers whether
+it is computed in parts or at once, and whoever reads the rows themselves sees them too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,11 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.models.cache_memory import LayerMemory, Place
+from moechat.models.packed_rows import ROW_TYPE, pack, row_bytes, unpack
+
+# Address of all keys and the stride of their heads, the same of the values, the number of tokens before the
+# new one, and whether they are packed. Strides are in elements, of packed rows in bytes.
+AppendPlace = tuple[int, int, int, int, int, bool]
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -20,6 +31,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Args:
         capacity: Tokens to reserve; appending more costs a copy.
+        packed: Keep them in 8 bits.
 
     Attributes:
         memory: Shared memory to use; ``None``: the layer allocates its own.
@@ -27,9 +39,10 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     memory: LayerMemory | None = None
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, packed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capacity = capacity
+        self.packed = packed
         self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -45,14 +58,14 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         assert self._reserved is not None
         keys, values = self._reserved
         # narrow is three times faster than indexing.
-        keys.narrow(-2, held, length - held).copy_(key_states)
-        values.narrow(-2, held, length - held).copy_(value_states)
+        _write(keys.narrow(-2, held, length - held), key_states, packed=self.packed)
+        _write(values.narrow(-2, held, length - held), value_states, packed=self.packed)
         self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
-        return self.keys, self.values
+        if not self.packed:
+            return self.keys, self.values
+        return _unpacked(self.keys, key_states), _unpacked(self.values, value_states)
 
-    def append_place(
-        self, kv_heads: int, dim: int, dtype: torch.dtype
-    ) -> tuple[int, int, int, int, int] | None:
+    def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
         """Append one token whose keys and values the caller writes.
 
         Args:
@@ -61,25 +74,25 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             dtype: Type of both.
 
         Returns:
-            Address of all keys and the stride of their heads in elements, the same for the values, and the
-            number of tokens before this one. ``None``, without appending, before the first :meth:`update`,
-            for another shape or type than there, or if the reserved memory is full.
+            ``None``, without appending, before the first :meth:`update`, for another shape or type than
+            there, or if the reserved memory is full.
         """
         reserved = self._reserved
         if reserved is None or self.keys is None:
             return None
         keys, values = reserved
         capacity, held = keys.shape[-2], self.keys.shape[-2]
-        shape = (1, kv_heads, capacity, dim)
-        if held >= capacity or keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+        row = row_bytes(dim) if self.packed else dim
+        shape = (1, kv_heads, capacity, row)
+        if held >= capacity or keys.shape != shape or values.shape != shape or self.dtype is not dtype:
             return None
         self.keys, self.values = keys.narrow(-2, 0, held + 1), values.narrow(-2, 0, held + 1)
-        head = capacity * dim
-        return keys.data_ptr(), head, values.data_ptr(), head, held
+        head = capacity * row
+        return keys.data_ptr(), head, values.data_ptr(), head, held, self.packed
 
     def next_place(self) -> Place | None:
-        """Memory for the next token; ``None`` if none is reserved or it is full."""
-        if self._reserved is None or self.keys is None:
+        """Memory for the next token; ``None`` if none is reserved, it is full, or tokens are packed."""
+        if self._reserved is None or self.keys is None or self.packed:
             return None
         held = self.keys.shape[-2]
         return Place(*self._reserved, held) if held < self._reserved[0].shape[-2] else None
@@ -98,7 +111,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         super().reset()
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, held: int, capacity: int) -> None:
-        fresh = _fresh(keys, values, capacity, self.memory)
+        fresh = _fresh(keys, values, capacity, self.memory, packed=self.packed)
         if held:
             # Never the same memory, because its capacity has grown.
             for new, old in zip(fresh, (self.keys, self.values), strict=True):
@@ -119,6 +132,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     Args:
         sliding_window: Tokens that a token attends to, itself included.
         most: Tokens of the largest pass that uses the reserved memory; larger passes are copied.
+        packed: Keep them in 8 bits.
 
     Attributes:
         memory: As of :class:`ReservedLayer`.
@@ -126,8 +140,9 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
 
     memory: LayerMemory | None = None
 
-    def __init__(self, sliding_window: int, most: int) -> None:
+    def __init__(self, sliding_window: int, most: int, *, packed: bool = False) -> None:
         super().__init__(sliding_window)
+        self.packed = packed
         self._capacity = sliding_window - 1 + max(1, most)
         self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
         self._start = 0
@@ -140,7 +155,9 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
-        if self._records_past() or count > self._capacity - (self.sliding_window - 1):
+        if self.packed and count > self._capacity - (self.sliding_window - 1):
+            return self._update_at_once(key_states, value_states)
+        if not self.packed and (self._records_past() or count > self._capacity - (self.sliding_window - 1)):
             # From here on the layer behaves like transformers' own.
             self._reserved = None
             both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
@@ -149,31 +166,59 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
             self._reserve(key_states, value_states)
         first, held = self._append(count)
         keys, values = self._tensors()
-        keys.narrow(-2, first, count).copy_(key_states)
-        values.narrow(-2, first, count).copy_(value_states)
-        return keys.narrow(-2, first - held, held + count), values.narrow(-2, first - held, held + count)
+        _write(keys.narrow(-2, first, count), key_states, packed=self.packed)
+        _write(values.narrow(-2, first, count), value_states, packed=self.packed)
+        keys, values = (rows.narrow(-2, first - held, held + count) for rows in (keys, values))
+        if not self.packed:
+            return keys, values
+        return _unpacked(keys, key_states), _unpacked(values, value_states)
 
-    def append_place(
-        self, kv_heads: int, dim: int, dtype: torch.dtype
-    ) -> tuple[int, int, int, int, int] | None:
+    def _update_at_once(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`update` of packed tokens with more than the reserved memory holds: packs them beside it."""
+        if self._reserved is None:
+            self._reserve(key_states, value_states)
+        count, held = key_states.shape[-2], self._held
+        kept = min(held + count, self.sliding_window - 1)
+        seen = []
+        for rows, states in zip(self._tensors(), (key_states, value_states), strict=True):
+            whole = rows.new_empty((*rows.shape[:-2], held + count, rows.shape[-1]))
+            whole.narrow(-2, 0, held).copy_(rows.narrow(-2, self._start, held))
+            _write(whole.narrow(-2, held, count), states, packed=True)
+            rows.narrow(-2, 0, kept).copy_(whole.narrow(-2, held + count - kept, kept))
+            seen.append(_unpacked(whole, states))
+        self.cumulative_length += count
+        self._start, self._held = 0, kept
+        self._show()
+        return seen[0], seen[1]
+
+    def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
         """As :meth:`ReservedLayer.append_place`, for the tokens of the window."""
         reserved = self._reserved
         if reserved is None or self._records_past():
             return None
         keys, values = reserved
-        shape = (1, kv_heads, self._capacity, dim)
-        if keys.shape != shape or values.shape != shape or keys.dtype is not dtype:
+        row = row_bytes(dim) if self.packed else dim
+        shape = (1, kv_heads, self._capacity, row)
+        if keys.shape != shape or values.shape != shape or self.dtype is not dtype:
             return None
         first, held = self._append(1)
-        at, head = (first - held) * dim * dtype.itemsize, self._capacity * dim
-        return keys.data_ptr() + at, head, values.data_ptr() + at, head, held
+        at, head = (first - held) * row * keys.itemsize, self._capacity * row
+        return keys.data_ptr() + at, head, values.data_ptr() + at, head, held, self.packed
+
+    def activate_past_recording(self) -> None:
+        """As transformers' own layer; not for packed tokens."""
+        if self.packed:
+            raise ValueError("a layer with packed tokens does not record those that leave its window")
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def _records_past(self) -> bool:
         return bool(getattr(self, "record_past", False))  # missing in some versions of transformers
 
     def next_place(self) -> Place | None:
         """As :meth:`ReservedLayer.next_place`; moves the window to the beginning if necessary."""
-        if self._reserved is None or self._records_past():
+        if self._reserved is None or self._records_past() or self.packed:
             return None
         self._make_room(1)
         return Place(*self._reserved, self._start + self._held)
@@ -220,7 +265,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
             assert states is not None
             # A copy, because it may be in the memory that is reused.
             old.append(states.narrow(-2, -held, held).clone())
-        self._reserved = _fresh(keys, values, self._capacity, self.memory)
+        self._reserved = _fresh(keys, values, self._capacity, self.memory, packed=self.packed)
         self._start, self._held = 0, held
         for new, states in zip(self._reserved, old, strict=False):
             new.narrow(-2, 0, held).copy_(states)
@@ -244,9 +289,24 @@ def _forget(layer: DynamicLayer) -> None:
     layer.is_initialized = False
 
 
+def _write(rows: torch.Tensor, states: torch.Tensor, *, packed: bool) -> None:
+    if packed:
+        pack(states, rows)
+    else:
+        rows.copy_(states)
+
+
+def _unpacked(rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """The elements of packed rows, in shape and type like ``states``."""
+    return unpack(rows, states.shape[-1], states.dtype)
+
+
 def _fresh(
-    keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None
+    keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None, *, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if packed:
+        sizes = [(*states.shape[:-2], capacity, row_bytes(states.shape[-1])) for states in (keys, values)]
+        return keys.new_empty(sizes[0], dtype=ROW_TYPE), keys.new_empty(sizes[1], dtype=ROW_TYPE)
     if memory is not None:
         return memory.take(keys, values, capacity)
     shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]

@@ -188,7 +188,8 @@ def written(layer: Any, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     place = layer.append_place(HEADS, DIM, torch.float32)
     if place is None:
         return None
-    keys, key_head, values, value_head, before = place
+    keys, key_head, values, value_head, before, packed = place
+    assert not packed
     found = []
     for address, stride, new in ((keys, key_head, 0), (values, value_head, 1)):
         for head in range(HEADS):

@@ -217,7 +217,7 @@ def test_a_place_is_given_only_where_keys_and_values_fit() -> None:
     assert layer.append_place(2, 16, torch.float32) is None
     assert layer.get_seq_length() == 3
     place = layer.append_place(2, 8, torch.float32)
-    assert place == (layer.keys.data_ptr(), 32, layer.values.data_ptr(), 32, 3)
+    assert place == (layer.keys.data_ptr(), 32, layer.values.data_ptr(), 32, 3, False)
     assert layer.get_seq_length() == 4
     assert layer.append_place(2, 8, torch.float32) is None
     assert layer.get_seq_length() == 4

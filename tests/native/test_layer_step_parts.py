@@ -130,7 +130,17 @@ def test_a_step_is_its_parts_one_after_the_other(kind: str, head_norms: bool, th
             index, weights = np.empty((1, CHOSEN), np.int64), np.empty((1, CHOSEN), np.float32)
             head = CAPACITY * DIM
             places = [
-                (at(hidden), *map(at, layer.angles), at(kept[0]), head, at(kept[1]), head, held, at(residual))
+                (
+                    at(hidden),
+                    *map(at, layer.angles),
+                    at(kept[0]),
+                    head,
+                    at(kept[1]),
+                    head,
+                    held,
+                    False,
+                    at(residual),
+                )
                 for kept in (ours, third)
             ]
             step.route(*places[0], at(x), at(index), at(weights))
@@ -151,6 +161,6 @@ def test_a_step_is_its_parts_one_after_the_other(kind: str, head_norms: bool, th
 def test_the_wrong_half_of_a_step_is_refused() -> None:
     layer = Layer("rows16", False)
     with pytest.raises(ValueError, match="this step has no router"):
-        layer.step(routes=False).route(*[0] * 12)
+        layer.step(routes=False).route(*[0] * 8, False, *[0] * 4)
     with pytest.raises(ValueError, match="this step has a router"):
-        layer.step(routes=True).normalise(*[0] * 10)
+        layer.step(routes=True).normalise(*[0] * 8, False, *[0] * 2)

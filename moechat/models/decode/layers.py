@@ -18,7 +18,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from moechat import _native
-from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
 from moechat.models.linear import PackedLinear, StoredLinear
@@ -307,7 +307,7 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
     def decode(hidden: torch.Tensor, slot: Any, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if type(slot) not in (ReservedLayer, WindowLayer):
             return None
-        place: tuple[int, int, int, int, int] | None = slot.append_place(kv_heads, dim, dtype)
+        place: AppendPlace | None = slot.append_place(kv_heads, dim, dtype)
         if place is None:
             return None
         residual = empty((1, 1, hidden_size), dtype=dtype)

@@ -48,6 +48,31 @@ void rotate_py(const std::string& type, Address x, std::int64_t token_stride, st
   rotate(task);
 }
 
+void check_rows(std::int64_t heads, std::int64_t tokens, std::int64_t dim) {
+  require_positive("heads", heads);
+  require_positive("tokens", tokens);
+  require_positive("dim", dim);
+}
+
+void pack_rows_py(const std::string& type, Address plain, std::int64_t plain_head, std::int64_t plain_token,
+                  std::int64_t heads, std::int64_t tokens, std::int64_t dim, Address packed,
+                  std::int64_t packed_head) {
+  check_rows(heads, tokens, dim);
+  const PackTask task{element_type(type),       heads,      tokens, dim, at(plain), plain_head, plain_token,
+                      at<std::uint8_t>(packed), packed_head};
+  const ReleaseGil released;
+  pack_rows(task);
+}
+
+void unpack_rows_py(const std::string& type, Address packed, std::int64_t packed_head, std::int64_t heads,
+                    std::int64_t tokens, std::int64_t dim, Address plain) {
+  check_rows(heads, tokens, dim);
+  const PackTask task{element_type(type),       heads,      tokens, dim, at(plain), tokens * dim, dim,
+                      at<std::uint8_t>(packed), packed_head};
+  const ReleaseGil released;
+  unpack_rows(task);
+}
+
 std::int64_t largest_logit_py(const py::array& logits) {
   const std::int64_t count = logits.size();
   const float* from = checked<float>("logits", logits, {count});
@@ -142,6 +167,12 @@ void bind_decode(py::module_& m) {
   m.def("rotate", &rotate_py, py::arg("type"), py::arg("x"), py::arg("token_stride"), py::arg("head_stride"),
         py::arg("out"), py::arg("tokens"), py::arg("heads"), py::arg("dim"), py::arg("cos"), py::arg("sin"),
         py::arg("angles"), py::arg("width"));
+  m.def("packed_row_bytes", &packed_row_bytes, py::arg("dim"));
+  m.def("pack_rows", &pack_rows_py, py::arg("type"), py::arg("plain"), py::arg("plain_head"),
+        py::arg("plain_token"), py::arg("heads"), py::arg("tokens"), py::arg("dim"), py::arg("packed"),
+        py::arg("packed_head"));
+  m.def("unpack_rows", &unpack_rows_py, py::arg("type"), py::arg("packed"), py::arg("packed_head"),
+        py::arg("heads"), py::arg("tokens"), py::arg("dim"), py::arg("plain"));
   m.def("largest_logit", &largest_logit_py, py::arg("logits"));
   m.def("sample", &sample_py, py::arg("logits"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
         py::arg("min_p"), py::arg("where"));

@@ -70,18 +70,18 @@ struct Step {
     layer_step(task, own);
   }
   void route(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head, Address values,
-             std::int64_t value_head, std::int64_t held, Address residual, Address x, Address index,
-             Address weights) const {
+             std::int64_t value_head, std::int64_t held, bool packed, Address residual, Address x,
+             Address index, Address weights) const {
     if (!task.routes) refuse("this step has no router");
-    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, at(residual),
-          at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
+    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, packed,
+          at(residual), at<float>(x), at<std::int64_t>(index), at<float>(weights), nullptr});
   }
   void normalise(Address hidden, Address cos, Address sin, Address keys, std::int64_t key_head,
-                 Address values, std::int64_t value_head, std::int64_t held, Address residual,
+                 Address values, std::int64_t value_head, std::int64_t held, bool packed, Address residual,
                  Address normed) const {
     if (task.routes) refuse("this step has a router");
-    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, at(residual),
-          nullptr, nullptr, nullptr, at(normed)});
+    call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, packed,
+          at(residual), nullptr, nullptr, nullptr, at(normed)});
   }
   void add(Address x, Address residual) const {
     add_rounded(task.type, at<const float>(x), task.hidden, at(residual));
@@ -133,10 +133,10 @@ void bind_layer_step(py::module_& m) {
            py::arg("value"), py::arg("output"), py::arg("head_norms"), py::arg("attention"),
            py::arg("angles"), py::arg("width"), py::arg("after"), py::arg("routing"))
       .def("route", &Step::route, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
-           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"),
+           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"), py::arg("packed"),
            py::arg("residual"), py::arg("x"), py::arg("index"), py::arg("weights"))
       .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
-           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"),
+           py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"), py::arg("packed"),
            py::arg("residual"), py::arg("normed"))
       .def("add", &Step::add, py::arg("x"), py::arg("residual"));
 }

@@ -15,6 +15,7 @@ namespace {
 // Work below which waking another thread costs more than it saves: about 20 microseconds of one core.
 constexpr std::int64_t kNormElements = 1 << 16;
 constexpr std::int64_t kAttendBytes = 1 << 17;  // of keys and values, which come from memory
+constexpr std::int64_t kPackElements = 1 << 16;
 constexpr std::int64_t kRouteProducts = 1 << 17;
 constexpr std::int64_t kRouteRows = 16;
 
@@ -59,7 +60,26 @@ float exponentials_of(const KernelTable& kernel, float* x, std::int64_t count) {
   return sum;
 }
 
+// Calls run(begin, end) for the rows of a task, in parts.
+template <class Run>
+void for_rows(const PackTask& task, const Run& run) {
+  const std::int64_t rows = task.heads * task.tokens;
+  if (rows * task.dim < kPackElements) return run(0, rows);
+  ThreadPool::Session session;
+  session.parallel_for(kMaxThreads, rows, kPackElements / task.dim / 4 + 1, run);
+}
+
 }  // namespace
+
+void pack_rows(const PackTask& task) {
+  for_rows(task,
+           [&](std::int64_t begin, std::int64_t end) { kernels().decode->pack_rows(task, begin, end); });
+}
+
+void unpack_rows(const PackTask& task) {
+  for_rows(task,
+           [&](std::int64_t begin, std::int64_t end) { kernels().decode->unpack_rows(task, begin, end); });
+}
 
 void rms_norm(const NormTask& task, std::int64_t rows) {
   const DecodeKernels& kernel = *kernels().decode;
@@ -86,7 +106,7 @@ void attend(const AttendTask& task) {
   float* partials =
       session.scratch<float>(kPartials, task.kv_heads * shape.units * shape.rows * shape.partial);
   const std::int64_t units = task.kv_heads * shape.units;
-  const std::int64_t size = task.type == ElementType::kFloat32 ? 4 : 2;
+  const std::int64_t size = task.packed ? 1 : task.type == ElementType::kFloat32 ? 4 : 2;
   const std::int64_t bytes = task.kv_heads * task.context * (shape.query_width + shape.value_width) * size;
   // With more rows a key is multiplied longer than it takes to read.
   int threads = bytes * ((shape.rows + 7) / 8) < kAttendBytes ? 1 : ThreadPool::num_threads();

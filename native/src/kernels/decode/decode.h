@@ -11,6 +11,8 @@ namespace moechat {
 void rms_norm(const NormTask& task, std::int64_t rows);
 void rotate(const RotateTask& task);
 void attend(const AttendTask& task);
+void pack_rows(const PackTask& task);
+void unpack_rows(const PackTask& task);
 
 enum class RouterScoring : int {
   kSoftmax,        // over all experts, before top-k

@@ -171,7 +171,11 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   turn.heads = shape.kv_heads;
   kernel.rotate(turn);
 
-  const auto keep = [&](const void* from, void* cache, std::int64_t head_stride, std::int64_t dim) {
+  const auto keep = [&](void* from, void* cache, std::int64_t head_stride, std::int64_t dim) {
+    if (call.packed) {
+      auto* to = static_cast<std::uint8_t*>(cache) + call.held * packed_row_bytes(dim);
+      return pack_rows({type, shape.kv_heads, 1, dim, from, dim, dim, to, head_stride});
+    }
     for (std::int64_t h = 0; h < shape.kv_heads; ++h) {
       std::memcpy(static_cast<unsigned char*>(cache) + (h * head_stride + call.held * dim) * size,
                   static_cast<const unsigned char*>(from) + h * dim * size,
@@ -182,16 +186,17 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   keep(value, call.values, call.value_head, shape.value_dim);
 
   AttendTask task = shape;
+  task.packed = call.packed;
   task.tokens = 1;
   task.context = call.held + 1;
   task.query = turned_query;
   task.query_head = task.query_token = shape.key_dim;
   task.key = call.keys;
   task.key_head = call.key_head;
-  task.key_token = shape.key_dim;
+  task.key_token = call.packed ? packed_row_bytes(shape.key_dim) : shape.key_dim;
   task.value = call.values;
   task.value_head = call.value_head;
-  task.value_token = shape.value_dim;
+  task.value_token = call.packed ? packed_row_bytes(shape.value_dim) : shape.value_dim;
   task.out = mixed;
   attend(task);
 

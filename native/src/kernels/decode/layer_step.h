@@ -51,6 +51,7 @@ struct LayerStepCall {
   void* values;
   std::int64_t key_head, value_head;
   std::int64_t held;  // tokens before this one
+  bool packed;        // the cache has packed rows, and its strides are bytes
   void* residual;     // [hidden], output: hidden plus attention; must not overlap hidden
   // Outputs of a step with a router: the rows of the norm as float32, experts and weights of the token.
   float* x;             // [hidden]

@@ -41,9 +41,34 @@ struct RotateTask {
   std::int64_t width;
 };
 
-// Attention of few tokens over a context. Strides in elements; the last axis is contiguous.
-struct AttendTask {
+// A packed row: the elements of one key or value in 8 bits. One byte for every 32 elements, then one for each
+// element. An element is its signed code, -127 to 127, times its group's unit, a power of two, whose byte is
+// the exponent of that power as a float32; 255: the group held an infinity or NaN, and reads as NaN.
+//
+// A code has 7 bits and a unit none but its exponent, so float32, bfloat16 and float16 hold every element
+// that comes from one of them exactly: whoever reads a row, in whatever type, reads the same numbers, and
+// what was unpacked packs to the same row.
+static constexpr std::int64_t kPackedGroup = 32;
+static constexpr std::int64_t packed_groups(std::int64_t dim) {
+  return (dim + kPackedGroup - 1) / kPackedGroup;
+}
+static constexpr std::int64_t packed_row_bytes(std::int64_t dim) { return packed_groups(dim) + dim; }
+
+// Rows of elements and the same in 8 bits, one of which is made from the other.
+struct PackTask {
   ElementType type;
+  std::int64_t heads, tokens, dim;
+  void* plain;  // [heads, tokens, dim] by strides in elements
+  std::int64_t plain_head, plain_token;
+  std::uint8_t* packed;  // [heads, tokens, packed_row_bytes(dim)] by its stride in bytes
+  std::int64_t packed_head;
+};
+
+// Attention of few tokens over a context. Strides in elements, of packed rows in bytes; the last axis is
+// contiguous.
+struct AttendTask {
+  ElementType type;  // of queries and results, and of keys and values unless `packed`
+  bool packed;       // keys and values are packed rows; without a tail
   std::int64_t kv_heads;
   std::int64_t group;    // query heads of a key head
   std::int64_t tokens;   // query tokens
@@ -104,6 +129,9 @@ struct DecodeKernels {
                       std::int64_t head, std::int64_t index, float* scratch, float* partials);
   // Adds up the units of all rows, in order.
   void (*attend_sum)(const AttendTask& task, const AttendShape& shape, float* partials);
+  // Rows [begin, end) of heads * tokens: makes the packed ones, or the plain ones.
+  void (*pack_rows)(const PackTask& task, std::int64_t begin, std::int64_t end);
+  void (*unpack_rows)(const PackTask& task, std::int64_t begin, std::int64_t end);
   // Logits of experts [begin, end).
   void (*route)(const RouteTask& task, std::int64_t begin, std::int64_t end);
   // x[i] = e^(x[i] - shift), for any count.

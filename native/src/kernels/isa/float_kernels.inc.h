@@ -10,6 +10,10 @@
 #include "kernels/experts/least_squares.inc.h"
 #include "kernels/experts/quantise_tiles.inc.h"
 #include "kernels/dense/rows16.inc.h"
+#include "kernels/decode/elements.inc.h"
+#include "kernels/decode/plain_rows.inc.h"
+#include "kernels/decode/packed_rows.inc.h"
+#include "kernels/decode/attend.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on
 
