@@ -32,6 +32,7 @@ __all__ = [
     "BITS",
     "DENSE_BITS",
     "DTYPES",
+    "KV_BITS",
     "MOST_CONTEXT",
     "LoadKeywords",
     "LoadOptions",
@@ -41,6 +42,7 @@ __all__ = [
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_BITS = (16, 8)
 MOST_CONTEXT = 1 << 24
 _MOST_THREADS = 1024
 # Offsets in files are signed 64-bit numbers; no memory budget can be larger.
@@ -132,6 +134,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str
     dense_bits: DenseBits
     activation_bits: int
+    kv_bits: int
     deterministic: bool
     tune: bool
     replan_tokens: int
@@ -165,6 +168,8 @@ class LoadOptions:
             :func:`moechat.models.dense_form.automatic_parts`; on a GPU 16.
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32. With a GPU, the CPU computes its part with at least 16.
+        kv_bits: Bits of a key or value in the attention cache: 16 keeps them in the type that the dense part
+            computes in, 8 packs them with a power of two for every 32. On the CPU only.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
             then computes none of the experts that are missing there, and no graphs are replayed. On the CPU
             they are the same anyway.
@@ -185,6 +190,7 @@ class LoadOptions:
     dtype: str = _option("auto", _choice(DTYPES))
     dense_bits: int | str = _option(AUTO_BITS, _dense_bits)
     activation_bits: int = _option(DEFAULT_ACTIVATION_BITS, _choice(ACTIVATION_BITS))
+    kv_bits: int = _option(16, _choice(KV_BITS))
     deterministic: bool = _option(False, require_bool)
     tune: bool = _option(False, require_bool)
     replan_tokens: int = _option(5000, _whole(0, _MOST_BYTES))
@@ -246,5 +252,11 @@ def _checked(values: Mapping[str, Any], label: Label) -> dict[str, Any]:
             f"{label('vram')} needs a GPU, and {label('device')} is cpu",
             hint=f"leave {label('device')} out, or choose cuda; {label('ram')} limits the memory of the "
             "process",
+        )
+    on_gpu = checked.get("vram") is not None or (checked.get("device") or "cpu") != "cpu"
+    if on_gpu and checked.get("kv_bits") == 8:
+        raise UsageError(
+            f"{label('kv_bits')} is 8, which only the CPU supports, and the model is to run on a GPU",
+            hint=f"leave {label('kv_bits')} out, or {label('device')} and {label('vram')}",
         )
     return checked

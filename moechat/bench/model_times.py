@@ -49,6 +49,7 @@ def times_key(engine: Engine) -> TimesKey:
         bits=engine.loaded.store.geometry.bits,
         dense_bits=described.dense_bits,
         activation_bits=described.activation_bits,
+        kv_bits=described.kv_bits,
     )
 
 

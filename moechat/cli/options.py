@@ -12,6 +12,7 @@ from moechat.cli.completion.completers import (
     complete_dense_bits,
     complete_devices,
     complete_dtypes,
+    complete_kv_bits,
     complete_systems,
 )
 from moechat.cli.parameters import flag, option
@@ -57,6 +58,15 @@ class ModelOptions:
             complete_activation_bits,
         ),
     ] = LoadOptions.activation_bits
+    kv_bits: Annotated[
+        int,
+        option(
+            "BITS",
+            "Bits of a key or value in the attention cache: 16 as the model computes them, or 8: half the "
+            "memory and faster at long contexts, on the CPU.",
+            complete_kv_bits,
+        ),
+    ] = LoadOptions.kv_bits
 
     def __post_init__(self) -> None:
         self.load_options  # noqa: B018 - parses and checks them

@@ -63,8 +63,8 @@ def load(
         offload: For tests and measurements.
         progress: Called now and then while converting, verifying and loading.
         options: ``bits``, ``device``, ``vram``, ``ram``, ``system``, ``ctx``, ``threads``, ``dtype``,
-            ``dense_bits``, ``activation_bits``, ``deterministic``, ``tune``, ``replan_tokens``: see
-            :class:`moechat.LoadOptions`. :func:`moechat.plan` takes the same.
+            ``dense_bits``, ``activation_bits``, ``kv_bits``, ``deterministic``, ``tune``, ``replan_tokens``:
+            see :class:`moechat.LoadOptions`. :func:`moechat.plan` takes the same.
 
     Raises:
         DoesNotFitError: The budget is too small; ``least_bytes`` is one that works.
@@ -139,6 +139,8 @@ class Engine:
                 page_bytes=plan.page_bytes,
                 budget_bytes=plan.budget,
                 dense_weights=loaded.form.title,
+                kv_bits=loaded.cache.bits,
+                kv_bytes=plan.kv,
             ),
         )
         self.prompts = PromptEncoder(

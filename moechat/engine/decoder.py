@@ -12,6 +12,7 @@ import torch
 
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
+from moechat.models.attention_cache import PLAIN_BITS
 from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
@@ -122,11 +123,12 @@ class Decoder:
         Returns:
             float32 ``[tokens, vocabulary]``.
         """
-        parts = self.parts(ids, ids.shape[1])
-        if len(parts) == 1:
+        parts, loaded = self.parts(ids, ids.shape[1]), self._passes.loaded
+        if len(parts) == 1 and loaded.cache.bits == PLAIN_BITS:
+            # Without a cache: it would hold just what the pass computes with anyway.
             result: torch.Tensor = self._passes.run(ids, use_cache=False).logits[0].cpu().float()
             return result
-        if self._passes.loaded.accelerator is not None:
+        if loaded.accelerator is not None:
             self.prompt_cache.drop()  # the plan reserves a GPU's memory for one cache
         cache, done = self.new_cache(), 0
         for part in parts:
@@ -177,6 +179,8 @@ class Decoder:
             page_bytes=before.page_bytes,
             budget_bytes=before.budget_bytes,
             dense_weights=before.dense_weights,
+            kv_bits=before.kv_bits,
+            kv_bytes=before.kv_bytes,
         )
         sampler = Sampler(settings, seed)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None

@@ -31,6 +31,7 @@ class Description:
         dense_bits: Of a dense weight.
         dense_weights: Bits of the dense weights by the kind of their layer.
         activation_bits: Of the inputs of quantised weights.
+        kv_bits: Of a key or value in the attention cache: 16 as in ``dense_dtype``, or 8.
         device: ``cpu``, ``cuda:0``, ...
         context_length: Most tokens of prompt and answer together.
         context_limited_by_memory: The model allows more.
@@ -76,6 +77,7 @@ class Description:
     dense_bits: DenseBits
     dense_weights: str
     activation_bits: int
+    kv_bits: int
     device: str
     context_length: int
     context_limited_by_memory: bool
@@ -141,6 +143,7 @@ def describe(loaded: LoadedModel, *, name: str, system: str, mapped_by_tuner: bo
         dense_bits=loaded.form.bits,
         dense_weights=loaded.form.title,
         activation_bits=loaded.form.activation_bits,
+        kv_bits=loaded.cache.bits,
         device=str(loaded.device),
         context_length=plan.context,
         context_limited_by_memory=plan.context_limited,

@@ -42,6 +42,8 @@ class Stats:
         budget_bytes: Memory budget of the whole process.
         peak_rss_bytes: Largest resident set of the process so far, mapped files included.
         dense_weights: Bits of the dense weights by the kind of their layer.
+        kv_bits: Bits of a key or value in the attention cache: 16, those of the model's type, or 8.
+        kv_bytes: Attention cache of a whole context.
         seed: Repeats the draw.
         plan: Method that divided the pages among the layers; empty where experts are mapped.
         tuned: Candidate that the tuner has chosen, now or at an earlier start; empty without one.
@@ -74,6 +76,8 @@ class Stats:
     budget_bytes: int = 0
     peak_rss_bytes: int = 0
     dense_weights: str = ""
+    kv_bits: int = 16
+    kv_bytes: int = 0
     seed: int = 0
     plan: str = ""
     tuned: str = ""

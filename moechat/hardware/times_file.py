@@ -33,6 +33,7 @@ class TimesKey:
         bits: Bits per expert weight.
         dense_bits: Bits per dense weight.
         activation_bits: Bits of the inputs in products with quantised weights.
+        kv_bits: Bits of a key or value in the attention cache.
     """
 
     profile: str
@@ -42,6 +43,7 @@ class TimesKey:
     bits: int
     dense_bits: DenseBits
     activation_bits: int = DEFAULT_ACTIVATION_BITS
+    kv_bits: int = 16
 
     @property
     def path(self) -> Path:

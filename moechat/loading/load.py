@@ -84,6 +84,7 @@ def _load(
         source=store.dense,
         dense_bits=options.dense_bits,
         activation_bits=options.activation_bits,
+        kv_bits=options.kv_bits,
         on_gpu=gpu is not None,
     )
 
@@ -168,6 +169,7 @@ def gather_knowledge(
         threads=_native.num_threads(),
         dense_bits=outline.form.bits,
         activation_bits=outline.form.activation_bits,
+        kv_bits=outline.cache.bits,
         near=placement.near,
         far_computes=placement.computes_far,
     )

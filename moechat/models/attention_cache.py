@@ -12,11 +12,15 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from moechat.errors import UnsupportedModelError
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.packed_rows import row_bytes
 
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
 PREFILL_CHUNK = 1024
+# Bits of keys and values: as they are, in the model's type, or packed in 8.
+PLAIN_BITS, PACKED_BITS = 16, 8
 # Layers for which appending several tokens has the same result as one pass.
 _APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
@@ -37,6 +41,8 @@ class CacheShape:
         growing: For each growing tensor: bytes per token, and the number of tokens after which it stops
             growing (or ``None``).
         copied: The same pairs for layers that are copied when they grow, one at a time.
+        unpacked: The same pairs for packed layers that a pass unpacks, one at a time.
+        bits: Of keys and values: 16, those of the model's type, or 8: packed.
     """
 
     exact: bool
@@ -45,6 +51,8 @@ class CacheShape:
     fixed_bytes: int
     growing: tuple[tuple[int, int | None], ...]
     copied: tuple[tuple[int, int | None], ...] = ()
+    unpacked: tuple[tuple[int, int | None], ...] = ()
+    bits: int = PLAIN_BITS
 
     @property
     def unlimited(self) -> bool:
@@ -52,28 +60,36 @@ class CacheShape:
         return self.appendable >= _UNLIMITED
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer."""
+        """Bytes of the cache with ``tokens`` tokens, including the temporary copy of a growing layer and
+        an unpacked one.
+        """
+        return self.read_bytes(tokens) + max((_held(pair, tokens) for pair in self.unpacked), default=0)
 
-        def held(pair: tuple[int, int | None]) -> int:
-            each, most = pair
-            return each * (tokens if most is None else min(tokens, most))
-
-        return self.fixed_bytes + sum(map(held, self.growing)) + max(map(held, self.copied), default=0)
+    def read_bytes(self, tokens: int) -> int:
+        """Bytes that the native step of a token reads; layers without one unpack theirs besides."""
+        copied = max((_held(pair, tokens) for pair in self.copied), default=0)
+        return self.fixed_bytes + sum(_held(pair, tokens) for pair in self.growing) + copied
 
     def new(self, config: Any, capacity: int) -> Any:
         """Create a cache for ``capacity`` tokens; ``None`` if the model has to create its own."""
         if not self.reserved:
             return None
         cache = DynamicCache(config=config.get_text_config())
-        cache.layers = [_reserving(layer, capacity) for layer in cache.layers]
+        packed = self.bits == PACKED_BITS
+        cache.layers = [_reserving(layer, capacity, packed=packed) for layer in cache.layers]
         return cache
 
 
-def _reserving(layer: Any, capacity: int) -> Any:
+def _held(pair: tuple[int, int | None], tokens: int) -> int:
+    each, most = pair
+    return each * (tokens if most is None else min(tokens, most))
+
+
+def _reserving(layer: Any, capacity: int, *, packed: bool) -> Any:
     if type(layer) is DynamicLayer:
-        return ReservedLayer(capacity)
+        return ReservedLayer(capacity, packed=packed)
     if type(layer) is DynamicSlidingWindowLayer:
-        return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity))
+        return WindowLayer(layer.sliding_window, min(PREFILL_CHUNK, capacity), packed=packed)
     return layer
 
 
@@ -116,13 +132,17 @@ def restore_lengths(cache: Any, held: list[int] | None) -> bool:
     return True
 
 
-def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype) -> CacheShape:
+def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype, *, bits: int = PLAIN_BITS) -> CacheShape:
     """Determine the cache of a model by a pass on the meta device, without memory or computation.
 
     Args:
         model: The whole model on the meta device; its experts return tensors like their inputs.
         config: Its configuration.
         dtype: Type of keys and values, used by the formula if no trial pass is possible.
+        bits: Of keys and values: 16, those of their type, or 8: packed.
+
+    Raises:
+        UnsupportedModelError: The cache cannot be packed.
     """
     text = config.get_text_config()
     try:
@@ -132,27 +152,63 @@ def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype) -> CacheShape
             type(layer) for layer in DynamicCache(config=text).layers
         ]
     except Exception:  # some families need tensor values, which meta tensors do not have
+        if bits == PACKED_BITS:
+            raise _not_packed(config, "what it holds cannot be counted before the model is loaded") from None
         return _from_config(text, dtype)
+    if bits == PACKED_BITS:
+        _require_packable(config, cache, found, plain=plain)
     fixed = sum(tensor.nbytes for tensor in _tensors(cache))
     growing: list[tuple[int, int | None]] = []
     copied: list[tuple[int, int | None]] = []
+    unpacked: list[tuple[int, int | None]] = []
     for layer in cache.layers:
         most = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        grows = 0
+        packs = bits == PACKED_BITS and type(layer) in _APPENDABLE
+        grows = whole = 0
         for tensor in _tensors(layer):
-            if _TRIAL in tensor.shape:
-                grows += tensor.nbytes // _TRIAL
-            elif most is not None:
-                grows += tensor.nbytes // tensor.shape[-2]
-            else:
+            if most is None and _TRIAL not in tensor.shape:
                 fixed += tensor.nbytes
+                continue
+            each = tensor.nbytes // (_TRIAL if _TRIAL in tensor.shape else tensor.shape[-2])
+            whole += each
+            dim = tensor.shape[-1]
+            grows += each // (dim * tensor.itemsize) * row_bytes(dim) if packs else each
         if grows:
             # A window is a view of the tensor created by the previous pass.
             growing.append((grows, None if most is None else most - 1 + PREFILL_CHUNK))
             if most is not None or not (plain and type(layer) is DynamicLayer):
                 copied.append(growing[-1])
+            if packs:
+                unpacked.append((whole, growing[-1][1]))
     appendable = _appendable(model, config) if plain and all(kind in _APPENDABLE for kind in found) else 0
-    return CacheShape(True, plain, appendable, fixed, tuple(growing), tuple(copied))
+    return CacheShape(True, plain, appendable, fixed, tuple(growing), tuple(copied), tuple(unpacked), bits)
+
+
+def _require_packable(config: Any, cache: Any, found: list[type], *, plain: bool) -> None:
+    """Refuse a cache with anything that grows besides keys and values.
+
+    States, which do not grow, stay as they are.
+    """
+    if type(cache) is not DynamicCache:
+        raise _not_packed(config, f"it is a {type(cache).__name__}, not layers of keys and values")
+    others = {
+        type(layer).__name__
+        for layer in cache.layers
+        if type(layer) not in _APPENDABLE and any(_TRIAL in tensor.shape for tensor in _tensors(layer))
+    }
+    if others:
+        raise _not_packed(config, f"its layers of type {', '.join(sorted(others))} hold other things besides")
+    if not plain:
+        raise _not_packed(config, "its layers are not those that transformers' configuration names")
+    if not any(kind in _APPENDABLE for kind in found):
+        raise _not_packed(config, "no layer of it holds keys and values of all tokens")
+
+
+def _not_packed(config: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"keys and values of a {config.model_type} model cannot be kept in 8 bits: {reason}",
+        hint="keep its attention cache in the type of the model: --kv-bits 16 (kv_bits=16)",
+    )
 
 
 def _appendable(model: nn.Module, config: Any) -> int:

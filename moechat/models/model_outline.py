@@ -21,7 +21,7 @@ from moechat import _native
 from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, DenseBits, ExpertGeometry
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
-from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.attention_cache import PLAIN_BITS, CacheShape, cache_shape
 from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_types
 from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.dense_weights import DenseWeights, count_dense_weights
@@ -209,6 +209,7 @@ def outline_model(
     *,
     dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    kv_bits: int = PLAIN_BITS,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
 ) -> ModelOutline:
@@ -219,13 +220,14 @@ def outline_model(
         dtype: Compute type of the dense weights.
         dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
+        kv_bits: Bits of a key or value in the attention cache: 16 or 8.
         on_gpu: The dense part runs on a GPU.
         source: Names, types and shapes of the weights; ``None`` assumes the type in the configuration, or
             bfloat16 if it names none.
 
     Raises:
         UnsupportedModelError: The installed transformers cannot build the model, it has no routed experts, or
-            moechat cannot run experts of that kind.
+            moechat cannot run experts of that kind, or not with ``kv_bits``.
     """
     # Building the model overwrites the type that its configuration names.
     named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
@@ -236,6 +238,7 @@ def outline_model(
         dtype,
         dense_bits=dense_bits,
         activation_bits=activation_bits,
+        kv_bits=kv_bits,
         on_gpu=on_gpu,
         source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
     )
@@ -248,6 +251,7 @@ def outline_skeleton(
     source: TensorHeaders,
     dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    kv_bits: int = PLAIN_BITS,
     on_gpu: bool = False,
 ) -> ModelOutline:
     """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.
@@ -258,7 +262,11 @@ def outline_skeleton(
         source: Names, types and shapes of the weights.
         dense_bits: Bits per dense weight: 16, 8, 4 or ``auto``.
         activation_bits: Bits of the inputs of packed weights: 8, 16 or 32.
+        kv_bits: Bits of a key or value in the attention cache: 16 or 8.
         on_gpu: The dense part runs on a GPU.
+
+    Raises:
+        UnsupportedModelError: The attention cache cannot be kept in ``kv_bits``.
     """
     model, first = skeleton.model, skeleton.experts[0]
     text = model.config.get_text_config()
@@ -273,7 +281,7 @@ def outline_skeleton(
         entry.module.forward = trial
     try:
         with watched_weights(model) as reads:
-            cache = cache_shape(model, model.config, dtype)
+            cache = cache_shape(model, model.config, dtype, bits=kv_bits)
     finally:
         for entry in skeleton.experts:
             del entry.module.forward

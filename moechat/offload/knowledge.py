@@ -72,6 +72,7 @@ def gather(
     threads: int,
     dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
+    kv_bits: int = 16,
     near: Near = "ram",
     far_computes: bool = False,
 ) -> Knowledge:
@@ -86,6 +87,7 @@ def gather(
         threads: Threads that compute, part of that key as well.
         dense_bits: Bits of a dense weight.
         activation_bits: Bits of the inputs of quantised weights.
+        kv_bits: Bits of a key or value in the attention cache.
         near: Tier that keeps the experts: ``ram``, or ``gpu``, for which no layer times are measured.
         far_computes: With ``gpu``: missing experts are in RAM, where the CPU can compute them.
     """
@@ -106,6 +108,7 @@ def gather(
             bits=shape.bits,
             dense_bits=dense_bits,
             activation_bits=activation_bits,
+            kv_bits=kv_bits,
         ),
         notes,
     )

@@ -129,7 +129,7 @@ def model_shape(outline: ModelOutline, geometry: ExpertGeometry) -> ModelShape:
         dense_bytes=outline.form.in_layers,
         head_bytes=outline.form.head_bytes,
         dense_itemsize=outline.form.itemsize,
-        kv_bytes=outline.cache.nbytes(SPEED_CONTEXT) // SPEED_CONTEXT,
+        kv_bytes=outline.cache.read_bytes(SPEED_CONTEXT) // SPEED_CONTEXT,
         hidden_size=geometry.hidden_size,
     )
 

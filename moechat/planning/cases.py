@@ -17,6 +17,7 @@ from moechat.configurator.estimate import CostFigures, cost_figures
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
+from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
@@ -94,6 +95,7 @@ class Cases:
 
     Raises:
         DoesNotFitError: The context is longer than the model allows.
+        UsageError: The machine does not support an option.
         MoechatError: moechat cannot run the model.
     """
 
@@ -105,12 +107,19 @@ class Cases:
         self.machine, self.settings = machine, options.settings
         self.ctx = None if options.ctx is None else context_length(found.config, options.ctx)
         on_gpu = machine.near == "gpu"
+        if on_gpu and options.kv_bits != LoadOptions.kv_bits:
+            raise UsageError(
+                f"keys and values in {options.kv_bits} bits are only supported on the CPU, and the plan for "
+                f"{machine.title} uses its GPU",
+                hint="plan with --device cpu (device='cpu'), or leave --kv-bits (kv_bits) out",
+            )
         with refusals_with_hint(found.name):
             self.outline: ModelOutline = outline_model(
                 found.config,
                 resolve_type(options.dtype, on_gpu=on_gpu, capability=machine.capability, here=machine.here),
                 dense_bits=options.dense_bits,
                 activation_bits=options.activation_bits,
+                kv_bits=options.kv_bits,
                 on_gpu=on_gpu,
                 source=found.headers,
             )
@@ -289,5 +298,6 @@ class Cases:
                 bits=store.geometry.bits,
                 dense_bits=self.outline.form.bits,
                 activation_bits=self.outline.form.activation_bits,
+                kv_bits=self.outline.cache.bits,
             )
         )

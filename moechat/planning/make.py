@@ -87,6 +87,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         dtype=cases.dtype,
         dense_bits=outline.form.bits,
         dense_weights=outline.form.title,
+        kv_bits=outline.cache.bits,
         weights=found.weights,
         expert_layers=shape.layers,
         experts=shape.experts,

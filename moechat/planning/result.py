@@ -118,6 +118,7 @@ class Plan:
         dtype: Type that the dense part computes in.
         dense_bits: Bits of a dense weight.
         dense_weights: Bits of the dense weights by the kind of their layer.
+        kv_bits: Bits of a key or value in the attention cache: 16 as in ``dtype``, or 8.
         weights: ``store``, ``checkpoint`` or ``none``: the form in which the weights are here.
         expert_layers: Layers with routed experts.
         experts: Experts of such a layer.
@@ -152,6 +153,7 @@ class Plan:
     dtype: str
     dense_bits: DenseBits
     dense_weights: str
+    kv_bits: int
     weights: str
     expert_layers: int
     experts: int
@@ -188,6 +190,7 @@ class Plan:
                 "dtype": self.dtype,
                 "dense_bits": self.dense_bits,
                 "dense_weights": self.dense_weights,
+                "kv_bits": self.kv_bits,
                 "weights": self.weights,
                 "expert_layers": self.expert_layers,
                 "experts": self.experts,

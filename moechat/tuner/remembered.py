@@ -43,6 +43,7 @@ class TuningKey:
         version: Of moechat: another one may have other kernels and other plans.
         dense_bits: Of a dense weight.
         activation_bits: Of the inputs of quantised weights.
+        kv_bits: Of a key or value in the attention cache.
     """
 
     machine: str
@@ -54,6 +55,7 @@ class TuningKey:
     version: str
     dense_bits: DenseBits
     activation_bits: int = DEFAULT_ACTIVATION_BITS
+    kv_bits: int = 16
 
     @property
     def digest(self) -> str:

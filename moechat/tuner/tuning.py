@@ -267,6 +267,7 @@ class Tuner:
             version=moechat.__version__,
             dense_bits=self._loaded.form.bits,
             activation_bits=self._loaded.form.activation_bits,
+            kv_bits=self._loaded.cache.bits,
         )
 
     def _place(self) -> Path:

@@ -95,6 +95,13 @@ def complete_activation_bits(incomplete: str) -> list[str]:
     return _beginning_with(incomplete, map(str, ACTIVATION_BITS))
 
 
+def complete_kv_bits(incomplete: str) -> list[str]:
+    """Values of ``--kv-bits``."""
+    from moechat.options import KV_BITS
+
+    return _beginning_with(incomplete, map(str, KV_BITS))
+
+
 def complete_dtypes(incomplete: str) -> list[str]:
     """Values of ``--dtype``."""
     from moechat.options import DTYPES

@@ -31,6 +31,8 @@ _TITLES = {
     "budget_bytes": "memory budget",
     "peak_rss_bytes": "peak memory",
     "dense_weights": "dense weights",
+    "kv_bits": "attention cache, bits",
+    "kv_bytes": "attention cache, whole context",
     "seed": "seed",
     "plan": "allocation method",
     "tuned": "timed plan",
@@ -125,6 +127,7 @@ def print_replanned(replanned: Mapping[str, Any]) -> None:
 def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The rows of the table, in the order of the titles; keys without a title come last."""
     pages = statistics.get("pages")
+    packed = statistics.get("kv_bits") == 8
     known = dict(statistics)
     if pages:
         known["pages_peak_bytes"] = statistics.get("pages_peak", 0) * statistics.get("page_bytes", 0)
@@ -132,7 +135,10 @@ def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     shown = [
         (key, value)
         for key, value in known.items()
-        if key not in _HIDDEN and (pages or not key.startswith(_OF_PAGES)) and (value or key not in _IF_ANY)
+        if key not in _HIDDEN
+        and (pages or not key.startswith(_OF_PAGES))
+        and (packed or not key.startswith("kv_"))
+        and (value or key not in _IF_ANY)
     ]
     return sorted(shown, key=lambda row: order.get(row[0], len(order)))
 
