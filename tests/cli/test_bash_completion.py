@@ -125,6 +125,7 @@ def test_a_revision_is_completed_after_the_at_sign(cli: Cli, bash: Bash) -> None
         ("run demo --device cp", "run demo --device cpu "),
         ("run demo --bits 1", "run demo --bits 16 "),
         ("run demo --dense-bits 8", "run demo --dense-bits 8 "),
+        ("run demo --kv-bits 1", "run demo --kv-bits 16 "),
         ("bench --synthetic olm", "bench --synthetic olmoe-1b-7b "),
         ("bench demo --systems on", "bench demo --systems on-demand "),
         ("bench demo --systems auto:split=0.5,on", "bench demo --systems auto:split=0.5,on-demand "),

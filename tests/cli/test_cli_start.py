@@ -127,8 +127,8 @@ def test_help_lists_exactly_the_working_options(cli: Cli) -> None:
     offered = {word for word in text.replace("│", " ").split() if word.startswith("--")}
     wanted = (
         "activation-bits bits completion continue ctx dense-bits deterministic device dry-run dtype help "
-        "hide-thinking json jsonl max-tokens min-p no-save no-tune quiet ram raw repetition-penalty seed "
-        "session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
+        "hide-thinking json jsonl kv-bits max-tokens min-p no-save no-tune quiet ram raw repetition-penalty "
+        "seed session stats system system-prompt temperature threads top-k top-p tune verbose vram yes"
     )
     assert offered == {f"--{name}" for name in wanted.split()}
 
@@ -193,6 +193,11 @@ def test_a_missing_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None
         (["run", "demo", "hi", "--dense-bits", "5"], "--dense-bits is 5"),
         (["run", "demo", "hi", "--activation-bits", "4"], "--activation-bits is 4"),
         (["plan", "demo", "--dense-bits", "2"], "--dense-bits is 2"),
+        (["run", "demo", "hi", "--kv-bits", "4"], "--kv-bits is 4"),
+        (
+            ["run", "demo", "hi", "--kv-bits", "8", "--vram", "2G"],
+            "--kv-bits is 8, which only the CPU supports",
+        ),
         (["run", "demo", "hi", "--completion", "--system-prompt", "x"], "--system-prompt"),
         (["run", "demo", "hi", "-q", "-v"], "exclude each other"),
     ],

@@ -134,6 +134,24 @@ def engine(tmp_path: Path, moechat_home: Path) -> Iterator[Engine]:
         yield loaded
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_moe", "bfloat16"), ("mixtral", "float32"), ("gpt_oss", "bfloat16"), ("olmoe", "float16")],
+)
+def test_a_native_step_over_packed_rows_equals_its_parts_bitwise(
+    family: str, dtype: str, tmp_path: Path, moechat_home: Path, threads: None
+) -> None:
+    for variant, count in ((0, 1), (1, 3)):
+        _native.set_num_threads(count)
+        path = checkpoint(tmp_path / str(variant), family, variant)
+        with moechat.load(path, bits=16, dtype=dtype, kv_bits=8) as engine:
+            with modules_called(engine) as calls:
+                joined = decode(engine)
+            assert len(calls) == engine.loaded.model.config.num_hidden_layers  # of the first pass
+            split(engine)
+            assert all(map(torch.equal, joined, decode(engine)))
+
+
 def test_an_attention_with_other_code_is_not_replaced(engine: Engine) -> None:
     class Louder(Qwen3MoeAttention):
         def forward(self, *arguments: Any, **named: Any) -> Any:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "dtype": (["--dtype", "float16"], {"dtype": "float16"}),
     "dense_bits": (["--dense-bits", "4"], {"dense_bits": 4}),
     "activation_bits": (["--activation-bits", "16"], {"activation_bits": 16}),
+    "kv_bits": (["--kv-bits", "8", "--device", "cpu"], {"kv_bits": 8, "device": "cpu"}),
     "ram": (["--ram", "700M"], {"ram": 700 * MEBI}),
     "system": (["--system", "static"], {"system": "static"}),
     "ctx": (["--ctx", "64"], {"ctx": 64}),
@@ -66,7 +67,7 @@ def test_a_dry_run_honours_every_option(
     dry, planned = shown("run", "demo", "--dry-run"), shown("plan", "demo")
     assert received == [("demo", {"profile": None, **parsed})] * 2
     assert dry == planned
-    if option in ("bits", "dtype", "dense_bits", "ram", "system", "ctx", "device", "vram"):
+    if option in ("bits", "dtype", "dense_bits", "kv_bits", "ram", "system", "ctx", "device", "vram"):
         typed = []
         assert shown("plan", "demo") != planned, "the option changes the plan"
 

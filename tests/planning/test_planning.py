@@ -276,15 +276,18 @@ def test_every_reference_machine_can_be_planned_for(small: Path) -> None:
         assert all(figure.source for figure in made.speed.figures)
 
 
-@pytest.mark.parametrize("dense_bits", [16, 8, 4])
-def test_loading_takes_what_the_plan_shows(monkeypatch: pytest.MonkeyPatch, dense_bits: int) -> None:
+@pytest.mark.parametrize(("dense_bits", "kv_bits"), [(16, 16), (8, 16), (4, 16), (16, 8)])
+def test_loading_takes_what_the_plan_shows(
+    monkeypatch: pytest.MonkeyPatch, dense_bits: int, kv_bits: int
+) -> None:
     # A process grows and shrinks between two readings of its size, so both are given the same reading.
     base = resident_bytes()
     monkeypatch.setattr("moechat.offload.host.resident_bytes", lambda: base)
     monkeypatch.setattr("moechat.planning.machine.resident_bytes", lambda: base)
-    with moechat.load("demo", ram=base + ROOM, ctx=256, dense_bits=dense_bits) as engine:
+    options: Any = {"ram": base + ROOM, "ctx": 256, "dense_bits": dense_bits, "kv_bits": kv_bits}
+    with moechat.load("demo", **options) as engine:
         facts = engine.describe().to_json()
-    made = moechat.plan("demo", ram=base + ROOM, ctx=256, dense_bits=dense_bits)
+    made = moechat.plan("demo", **options)
     assert made.weights == "store"
     assert part(made, "process") == facts["memory_process_bytes"] == base
     assert made.tiers[0].parts[-1].nbytes == facts["memory_experts_bytes"]
@@ -294,6 +297,7 @@ def test_loading_takes_what_the_plan_shows(monkeypatch: pytest.MonkeyPatch, dens
     assert made.dtype == facts["dense_dtype"]
     assert made.dense_bits == facts["dense_bits"] == dense_bits
     assert made.dense_weights == facts["dense_weights"]
+    assert made.kv_bits == facts["kv_bits"] == made.to_json()["model"]["kv_bits"] == kv_bits
     assert made.all_expert_bytes == facts["expert_bytes"]
     assert made.blocks_per_expert == facts["blocks_per_expert"]
 

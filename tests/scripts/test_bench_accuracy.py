@@ -82,6 +82,25 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
     assert found[16, 16]["perplexity"] == pytest.approx(found[16, 32]["perplexity"], rel=2e-3)
 
 
+def test_a_cache_in_8_bits_is_measured_as_one(tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text(STORY)
+    arguments = ["demo", "--text", str(text), "--tokens", "48", "--window", "32", "--json"]
+    done = accuracy(*arguments, "--dense-bits", "16", "--activation-bits", "32", "--kv-bits", "16,8")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["dtype"], row["kv_bits"]) for row in rows] == [
+        ("float32", 16),
+        ("float32", 8),
+        ("auto", 16),
+        ("auto", 8),
+    ]
+    exact, packed = (row["sources"]["story.txt"] for row in rows[:2])
+    assert exact["relative"] == 0.0
+    assert 1e-4 < packed["relative"] < 0.05
+    assert packed["perplexity"] == pytest.approx(exact["perplexity"], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,6 +109,7 @@ def test_fewer_bits_cost_more_and_float32_nothing(tmp_path: Path) -> None:
         (["olmoe-1b-7b:2"], "--work is needed"),
         (["demo", "--dense-bits", "5"], "--dense-bits is '5'; choose from auto, 4, 8, 16"),
         (["demo", "--activation-bits", "16,"], "choose from 8, 16, 32"),
+        (["demo", "--kv-bits", "4"], "--kv-bits is '4'; choose from 16, 8"),
     ],
 )
 def test_models_that_cannot_be_compared_are_refused(
