@@ -41,7 +41,8 @@ class Description:
         memory_budget_given: The user chose it.
         memory_process_bytes: Taken before loading.
         memory_dense_bytes: Dense weights.
-        memory_attention_cache_bytes: Keys and values of a whole context.
+        memory_attention_cache_bytes: Keys and values of a whole context, and one layer of them unpacked
+            where they have 8 bits.
         memory_attention_cache_exact: The figure above is exact, not a bound.
         memory_workspace_bytes: Activations of a pass.
         memory_scratch_bytes: Of the native kernels.

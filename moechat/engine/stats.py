@@ -43,7 +43,7 @@ class Stats:
         peak_rss_bytes: Largest resident set of the process so far, mapped files included.
         dense_weights: Bits of the dense weights by the kind of their layer.
         kv_bits: Bits of a key or value in the attention cache: 16, those of the model's type, or 8.
-        kv_bytes: Attention cache of a whole context.
+        kv_bytes: Attention cache of a whole context, with 8 bits also one layer of it unpacked.
         seed: Repeats the draw.
         plan: Method that divided the pages among the layers; empty where experts are mapped.
         tuned: Candidate that the tuner has chosen, now or at an earlier start; empty without one.

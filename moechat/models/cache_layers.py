@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.models.cache_memory import LayerMemory, Place
-from moechat.models.packed_rows import ROW_TYPE, pack, row_bytes, unpack
+from moechat.models.packed_rows import empty_rows, pack, row_bytes, unpack_like
 
 # Address of all keys and the stride of their heads, the same of the values, the number of tokens before the
 # new one, and whether they are packed. Strides are in elements, of packed rows in bytes.
@@ -63,7 +63,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
         if not self.packed:
             return self.keys, self.values
-        return _unpacked(self.keys, key_states), _unpacked(self.values, value_states)
+        return unpack_like(self.keys, key_states), unpack_like(self.values, value_states)
 
     def append_place(self, kv_heads: int, dim: int, dtype: torch.dtype) -> AppendPlace | None:
         """Append one token whose keys and values the caller writes.
@@ -127,7 +127,8 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     memory and is copied to its beginning when it reaches the end.
 
     Invariant: ``keys`` and ``values`` are slots ``[start, start + held)`` of the two reserved tensors, with
-    ``held < sliding_window``; or no memory is reserved, and the layer behaves like transformers' own.
+    ``held < sliding_window``; or no memory is reserved, and the layer behaves like transformers' own until
+    the next pass that fits. Of packed layers only a crop gives the reserved memory up, until the next pass.
 
     Args:
         sliding_window: Tokens that a token attends to, itself included.
@@ -155,9 +156,10 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
-        if self.packed and count > self._capacity - (self.sliding_window - 1):
+        too_long = count > self._capacity - (self.sliding_window - 1)
+        if too_long and self.packed:
             return self._update_at_once(key_states, value_states)
-        if not self.packed and (self._records_past() or count > self._capacity - (self.sliding_window - 1)):
+        if too_long or self._records_past():
             # From here on the layer behaves like transformers' own.
             self._reserved = None
             both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
@@ -171,7 +173,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         keys, values = (rows.narrow(-2, first - held, held + count) for rows in (keys, values))
         if not self.packed:
             return keys, values
-        return _unpacked(keys, key_states), _unpacked(values, value_states)
+        return unpack_like(keys, key_states), unpack_like(values, value_states)
 
     def _update_at_once(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -187,7 +189,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
             whole.narrow(-2, 0, held).copy_(rows.narrow(-2, self._start, held))
             _write(whole.narrow(-2, held, count), states, packed=True)
             rows.narrow(-2, 0, kept).copy_(whole.narrow(-2, held + count - kept, kept))
-            seen.append(_unpacked(whole, states))
+            seen.append(unpack_like(whole, states))
         self.cumulative_length += count
         self._start, self._held = 0, kept
         self._show()
@@ -296,17 +298,11 @@ def _write(rows: torch.Tensor, states: torch.Tensor, *, packed: bool) -> None:
         rows.copy_(states)
 
 
-def _unpacked(rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """The elements of packed rows, in shape and type like ``states``."""
-    return unpack(rows, states.shape[-1], states.dtype)
-
-
 def _fresh(
     keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None, *, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if packed:
-        sizes = [(*states.shape[:-2], capacity, row_bytes(states.shape[-1])) for states in (keys, values)]
-        return keys.new_empty(sizes[0], dtype=ROW_TYPE), keys.new_empty(sizes[1], dtype=ROW_TYPE)
+        return empty_rows(keys, capacity), empty_rows(values, capacity)
     if memory is not None:
         return memory.take(keys, values, capacity)
     shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]

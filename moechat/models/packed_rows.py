@@ -57,6 +57,16 @@ def unpack(rows: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def unpack_like(rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """As :func:`unpack`, in the type and with the elements of ``states``."""
+    return unpack(rows, states.shape[-1], states.dtype)
+
+
+def empty_rows(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Memory for packed rows of the heads of ``states``, uninitialised."""
+    return states.new_empty((*states.shape[:-2], tokens, row_bytes(states.shape[-1])), dtype=ROW_TYPE)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

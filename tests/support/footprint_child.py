@@ -1,4 +1,4 @@
-"""Measures the memory of passes of models, in its own process: CONTEXT [[FAMILY, DTYPE, SIZES], ...].
+"""Measures the memory of passes of models, in its own process: CONTEXT [[FAMILY, TYPE, KV_BITS, SIZES], ...].
 
 Prints a list for each: [tokens in the pass, tokens in the cache, measured bytes, estimated bytes], ...
 """
@@ -33,7 +33,7 @@ class Experts:
         return torch.zeros_like(x).to(hidden.dtype)
 
 
-def measure(family: str, dtype: torch.dtype, sizes: dict[str, Any], context: int) -> list[Figures]:
+def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], context: int) -> list[Figures]:
     config = AutoConfig.for_model(
         family,
         vocab_size=1000,
@@ -47,7 +47,7 @@ def measure(family: str, dtype: torch.dtype, sizes: dict[str, Any], context: int
     model = skeleton.model
     for entry in skeleton.experts:
         attach(entry.module, Experts())  # type: ignore[arg-type]
-    shape = cache_shape(model, model.config, dtype)
+    shape = cache_shape(model, model.config, dtype, bits=bits)
     chunk = prefill_chunk(model.config)
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -74,7 +74,11 @@ def main() -> None:
     context, cases = int(sys.argv[1]), json.loads(sys.argv[2])
     register()
     torch.set_num_threads(2)
-    print(json.dumps([measure(name, getattr(torch, kind), sizes, context) for name, kind, sizes in cases]))
+    print(
+        json.dumps(
+            [measure(name, getattr(torch, kind), bits, sizes, context) for name, kind, bits, sizes in cases]
+        )
+    )
 
 
 if __name__ == "__main__":
