@@ -1745,6 +1745,15 @@ class LayerStep:
         normed: int,
     ) -> None:
         """Compute as :meth:`route` a step without a router; writes ``normed`` [hidden]."""
+
+    def measure(self, on: bool) -> None:
+        """Begin to add up the times of the parts, from 0, or end it."""
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds since :meth:`measure` by part: ``norms``, ``projections``, ``cache`` (rotation, and what
+        appends to it), ``attention`` and ``router``; empty while it is not measured.
+        """
+
     def add(self, x: int, residual: int) -> None:
         """Add ``x``, float32 [hidden], rounded to the element type, to ``residual``."""
 

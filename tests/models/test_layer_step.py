@@ -302,3 +302,18 @@ def test_a_layer_can_be_called_with_its_arguments_in_order(engine: Engine) -> No
         ours = layer(hidden, None, position_embeddings=angles)
         split(engine)
         assert torch.equal(ours, layer(hidden, None, position_embeddings=angles))
+
+
+def test_clocks_of_a_step_change_no_bit(tmp_path: Path) -> None:
+    with moechat.load(checkpoint(tmp_path, "qwen3_moe"), ctx=64) as engine:
+        run = vars(engine.loaded.model.model.layers[0])["forward"].kept.step.run
+        plain = decode(engine)
+        assert run.seconds() == {}
+        run.measure(True)
+        timed = decode(engine)
+        seconds = run.seconds()
+        run.measure(False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(timed, plain, strict=True))
+    assert set(seconds) == {"norms", "projections", "cache", "attention", "router"}
+    assert all(value > 0 for value in seconds.values())
+    assert run.seconds() == {}

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -63,6 +64,7 @@ Product rows16_product(const py::array& weights, bool is_fp16, const std::option
 struct Step {
   LayerStep task;
   std::vector<Product> kept;
+  std::shared_ptr<StepTimes> times;  // where task.times points, while measured
 
   void call(const LayerStepCall& own) const {
     if (own.held < 0) refuse("held is negative");
@@ -82,6 +84,21 @@ struct Step {
     if (task.routes) refuse("this step has a router");
     call({at(hidden), at(cos), at(sin), at(keys), at(values), key_head, value_head, held, packed,
           at(residual), nullptr, nullptr, nullptr, at(normed)});
+  }
+  void measure(bool on) {
+    times = on ? std::make_shared<StepTimes>() : nullptr;
+    task.times = times.get();
+  }
+  py::dict seconds() const {
+    py::dict found;
+    if (times == nullptr) return found;
+    constexpr double kNanosecond = 1e-9;
+    found["norms"] = static_cast<double>(times->norms) * kNanosecond;
+    found["projections"] = static_cast<double>(times->projections) * kNanosecond;
+    found["cache"] = static_cast<double>(times->cache) * kNanosecond;
+    found["attention"] = static_cast<double>(times->attention) * kNanosecond;
+    found["router"] = static_cast<double>(times->router) * kNanosecond;
+    return found;
   }
   void add(Address x, Address residual) const {
     add_rounded(task.type, at<const float>(x), task.hidden, at(residual));
@@ -138,6 +155,8 @@ void bind_layer_step(py::module_& m) {
       .def("normalise", &Step::normalise, py::arg("hidden"), py::arg("cos"), py::arg("sin"), py::arg("keys"),
            py::arg("key_head"), py::arg("values"), py::arg("value_head"), py::arg("held"), py::arg("packed"),
            py::arg("residual"), py::arg("normed"))
+      .def("measure", &Step::measure, py::arg("on"))
+      .def("seconds", &Step::seconds)
       .def("add", &Step::add, py::arg("x"), py::arg("residual"));
 }
 

@@ -8,6 +8,7 @@
 
 #include "kernels/dense/rows16.h"
 #include "kernels/isa/dispatch.h"
+#include "kernels/threads/spin.h"
 
 namespace moechat {
 namespace {
@@ -64,6 +65,22 @@ void multiply(const StepProduct& product, const float* x, float* out) {
   rows16_forward(call);
 }
 
+// Adds the time since its last call, or since the start, to a part.
+class Clock {
+ public:
+  explicit Clock(StepTimes* times) : times_(times), since_(times == nullptr ? 0 : now_ns()) {}
+  void add(std::int64_t StepTimes::* part) {
+    if (times_ == nullptr) return;
+    const std::int64_t now = now_ns();
+    times_->*part += now - since_;
+    since_ = now;
+  }
+
+ private:
+  StepTimes* times_;
+  std::int64_t since_;
+};
+
 void require(bool fits, const char* what) {
   if (!fits) throw std::invalid_argument(std::string("a layer's step does not fit together: ") + what);
 }
@@ -99,6 +116,7 @@ void check_layer_step(const LayerStep& step) {
 }
 
 void layer_step(const LayerStep& step, const LayerStepCall& call) {
+  Clock clock(step.times);
   const DecodeKernels& kernel = *kernels().decode;
   const ElementType type = step.type;
   const AttendTask& shape = step.attention;
@@ -141,18 +159,21 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   };
   normalise(step.before, call.hidden, rows, step.hidden);
   kernel.widen(type, rows, step.hidden, wide);
+  clock.add(&StepTimes::norms);
   multiply(step.query, wide, query_sums);
   multiply(step.key, wide, key_sums);
   multiply(step.value, wide, value_sums);
   kernel.narrow(type, query_sums, query_cols, query);
   kernel.narrow(type, key_sums, key_cols, key);
   kernel.narrow(type, value_sums, value_cols, value);
+  clock.add(&StepTimes::projections);
   if (step.norms_heads) {
     // A norm may overwrite its input, because it sums a row before it writes any element of it.
     normalise(step.query_norm, query, query, query_cols);
     normalise(step.key_norm, key, key, key_cols);
   }
 
+  clock.add(&StepTimes::norms);
   RotateTask turn{};
   turn.type = type;
   turn.tokens = 1;
@@ -184,6 +205,7 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   };
   keep(turned_key, call.keys, call.key_head, shape.key_dim);
   keep(value, call.values, call.value_head, shape.value_dim);
+  clock.add(&StepTimes::cache);
 
   AttendTask task = shape;
   task.packed = call.packed;
@@ -199,24 +221,29 @@ void layer_step(const LayerStep& step, const LayerStepCall& call) {
   task.value_token = call.packed ? packed_row_bytes(shape.value_dim) : shape.value_dim;
   task.out = mixed;
   attend(task);
+  clock.add(&StepTimes::attention);
 
   kernel.widen(type, mixed, mixed_cols, wide);
   multiply(step.output, wide, output_sums);
   std::memcpy(call.residual, call.hidden, static_cast<std::size_t>(step.hidden * size));
   kernel.add(type, output_sums, step.hidden, call.residual);
+  clock.add(&StepTimes::projections);
 
   if (!step.routes) {
     normalise(step.after, call.residual, call.normed, step.hidden);
+    clock.add(&StepTimes::norms);
     return;
   }
   normalise(step.after, call.residual, rows, step.hidden);
   kernel.widen(type, rows, step.hidden, call.x);
+  clock.add(&StepTimes::norms);
   RouteTask choice = step.routing;
   choice.x = rows;
   choice.tokens = 1;
   choice.logits = logits;
   route(choice, step.rule, call.index, narrow_weights);
   kernel.widen(step.rule.weight_type, narrow_weights, chosen, call.weights);
+  clock.add(&StepTimes::router);
 }
 
 void add_rounded(ElementType type, const float* x, std::int64_t count, void* out) {

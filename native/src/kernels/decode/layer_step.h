@@ -25,6 +25,12 @@ struct StepProduct {
   bool fp16;            // format of 16-bit rows: fp16, else bf16
 };
 
+// Nanoseconds of the parts of steps, added up, for measurements. The cache is what appends to it: rotation,
+// and the copy of keys and values.
+struct StepTimes {
+  std::int64_t norms, projections, cache, attention, router;
+};
+
 // Invariants, which check_layer_step() verifies: products match the sizes of the heads, norms those of their
 // rows.
 struct LayerStep {
@@ -40,6 +46,7 @@ struct LayerStep {
   bool routes;
   RouteTask routing;
   RouterRule rule;
+  StepTimes* times;  // or null: not measured
 };
 
 // Buffers of one token. Strides in elements.
