@@ -25,6 +25,7 @@ AUTO_BITS = "auto"  # dense weights: chosen for each matrix
 DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
 ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
 DEFAULT_ACTIVATION_BITS = 8
+PLAIN_KV_BITS, PACKED_KV_BITS = KV_BITS = (16, 8)  # of keys and values: in the type of the model, or packed
 
 
 class Activation(StrEnum):

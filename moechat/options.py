@@ -16,7 +16,16 @@ from typing import Any, TypedDict
 from moechat.config import parse_size
 from moechat.configurator.systems import SYSTEMS, CacheSettings, parse_settings
 from moechat.errors import UsageError
-from moechat.geometry import ACTIVATION_BITS, AUTO_BITS, DEFAULT_ACTIVATION_BITS, DENSE_BITS, DenseBits
+from moechat.geometry import (
+    ACTIVATION_BITS,
+    AUTO_BITS,
+    DEFAULT_ACTIVATION_BITS,
+    DENSE_BITS,
+    KV_BITS,
+    PACKED_KV_BITS,
+    PLAIN_KV_BITS,
+    DenseBits,
+)
 from moechat.geometry import SUPPORTED_BITS as BITS
 from moechat.validation import (
     require_bool,
@@ -42,7 +51,6 @@ __all__ = [
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_BITS = (16, 8)
 MOST_CONTEXT = 1 << 24
 _MOST_THREADS = 1024
 # Offsets in files are signed 64-bit numbers; no memory budget can be larger.
@@ -190,7 +198,7 @@ class LoadOptions:
     dtype: str = _option("auto", _choice(DTYPES))
     dense_bits: int | str = _option(AUTO_BITS, _dense_bits)
     activation_bits: int = _option(DEFAULT_ACTIVATION_BITS, _choice(ACTIVATION_BITS))
-    kv_bits: int = _option(16, _choice(KV_BITS))
+    kv_bits: int = _option(PLAIN_KV_BITS, _choice(KV_BITS))
     deterministic: bool = _option(False, require_bool)
     tune: bool = _option(False, require_bool)
     replan_tokens: int = _option(5000, _whole(0, _MOST_BYTES))
@@ -254,7 +262,7 @@ def _checked(values: Mapping[str, Any], label: Label) -> dict[str, Any]:
             "process",
         )
     on_gpu = checked.get("vram") is not None or (checked.get("device") or "cpu") != "cpu"
-    if on_gpu and checked.get("kv_bits") == 8:
+    if on_gpu and checked.get("kv_bits") == PACKED_KV_BITS:
         raise UsageError(
             f"{label('kv_bits')} is 8, which only the CPU supports, and the model is to run on a GPU",
             hint=f"leave {label('kv_bits')} out, or {label('device')} and {label('vram')}",

@@ -12,7 +12,7 @@ import torch
 
 from moechat.engine.recovery import PassRunner
 from moechat.engine.stats import Meter, Stats
-from moechat.models.attention_cache import PLAIN_BITS
+from moechat.geometry import PLAIN_KV_BITS
 from moechat.models.prompt_cache import PromptCache
 from moechat.models.sampling import Sampler, SamplingSettings
 from moechat.models.text import TextStream
@@ -124,7 +124,7 @@ class Decoder:
             float32 ``[tokens, vocabulary]``.
         """
         parts, loaded = self.parts(ids, ids.shape[1]), self._passes.loaded
-        if len(parts) == 1 and loaded.cache.bits == PLAIN_BITS:
+        if len(parts) == 1 and loaded.cache.bits == PLAIN_KV_BITS:
             # Without a cache: it would hold just what the pass computes with anyway.
             result: torch.Tensor = self._passes.run(ids, use_cache=False).logits[0].cpu().float()
             return result

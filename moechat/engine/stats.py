@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moechat.geometry import PLAIN_KV_BITS
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.tier import ExpertTier
 from moechat.offload.upkeep import Replanned
@@ -76,7 +77,7 @@ class Stats:
     budget_bytes: int = 0
     peak_rss_bytes: int = 0
     dense_weights: str = ""
-    kv_bits: int = 16
+    kv_bits: int = PLAIN_KV_BITS
     kv_bytes: int = 0
     seed: int = 0
     plan: str = ""

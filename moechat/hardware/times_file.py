@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moechat.errors import MoechatError
-from moechat.geometry import DEFAULT_ACTIVATION_BITS, DenseBits
+from moechat.geometry import DenseBits
 from moechat.hardware.measured_file import profiles_directory, read_json, write_json
 from moechat.hardware.profile import Figure, ModelTimes, Origin
 
@@ -42,8 +42,8 @@ class TimesKey:
     threads: int
     bits: int
     dense_bits: DenseBits
-    activation_bits: int = DEFAULT_ACTIVATION_BITS
-    kv_bits: int = 16
+    activation_bits: int
+    kv_bits: int
 
     @property
     def path(self) -> Path:

@@ -13,14 +13,13 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.errors import UnsupportedModelError
+from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.packed_rows import row_bytes
 
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
 PREFILL_CHUNK = 1024
-# Bits of keys and values: as they are, in the model's type, or packed in 8.
-PLAIN_BITS, PACKED_BITS = 16, 8
 # Layers for which appending several tokens has the same result as one pass.
 _APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens of the trial pass. No other dimension of a cache has this size, so it identifies the token axis.
@@ -52,7 +51,7 @@ class CacheShape:
     growing: tuple[tuple[int, int | None], ...]
     copied: tuple[tuple[int, int | None], ...] = ()
     unpacked: tuple[tuple[int, int | None], ...] = ()
-    bits: int = PLAIN_BITS
+    bits: int = PLAIN_KV_BITS
 
     @property
     def unlimited(self) -> bool:
@@ -75,7 +74,7 @@ class CacheShape:
         if not self.reserved:
             return None
         cache = DynamicCache(config=config.get_text_config())
-        packed = self.bits == PACKED_BITS
+        packed = self.bits == PACKED_KV_BITS
         cache.layers = [_reserving(layer, capacity, packed=packed) for layer in cache.layers]
         return cache
 
@@ -132,7 +131,9 @@ def restore_lengths(cache: Any, held: list[int] | None) -> bool:
     return True
 
 
-def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype, *, bits: int = PLAIN_BITS) -> CacheShape:
+def cache_shape(
+    model: nn.Module, config: Any, dtype: torch.dtype, *, bits: int = PLAIN_KV_BITS
+) -> CacheShape:
     """Determine the cache of a model by a pass on the meta device, without memory or computation.
 
     Args:
@@ -152,10 +153,10 @@ def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype, *, bits: int 
             type(layer) for layer in DynamicCache(config=text).layers
         ]
     except Exception:  # some families need tensor values, which meta tensors do not have
-        if bits == PACKED_BITS:
+        if bits == PACKED_KV_BITS:
             raise _not_packed(config, "what it holds cannot be counted before the model is loaded") from None
         return _from_config(text, dtype)
-    if bits == PACKED_BITS:
+    if bits == PACKED_KV_BITS:
         _require_packable(config, cache, found, plain=plain)
     fixed = sum(tensor.nbytes for tensor in _tensors(cache))
     growing: list[tuple[int, int | None]] = []
@@ -163,7 +164,7 @@ def cache_shape(model: nn.Module, config: Any, dtype: torch.dtype, *, bits: int 
     unpacked: list[tuple[int, int | None]] = []
     for layer in cache.layers:
         most = layer.sliding_window if getattr(layer, "is_sliding", False) else None
-        packs = bits == PACKED_BITS and type(layer) in _APPENDABLE
+        packs = bits == PACKED_KV_BITS and type(layer) in _APPENDABLE
         grows = whole = 0
         for tensor in _tensors(layer):
             if most is None and _TRIAL not in tensor.shape:

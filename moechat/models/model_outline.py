@@ -18,10 +18,16 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from moechat import _native
-from moechat.geometry import AUTO_BITS, DEFAULT_ACTIVATION_BITS, DenseBits, ExpertGeometry
+from moechat.geometry import (
+    AUTO_BITS,
+    DEFAULT_ACTIVATION_BITS,
+    PLAIN_KV_BITS,
+    DenseBits,
+    ExpertGeometry,
+)
 from moechat.hub.known_shapes import shape_values
 from moechat.models.assets import context_length
-from moechat.models.attention_cache import PLAIN_BITS, CacheShape, cache_shape
+from moechat.models.attention_cache import CacheShape, cache_shape
 from moechat.models.dense import HeaderTable, TensorHeaders, loading_bytes, stored_types
 from moechat.models.dense_form import DenseForm, choose_form, unpacked_bytes, watched_weights
 from moechat.models.dense_weights import DenseWeights, count_dense_weights
@@ -209,7 +215,7 @@ def outline_model(
     *,
     dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
-    kv_bits: int = PLAIN_BITS,
+    kv_bits: int = PLAIN_KV_BITS,
     on_gpu: bool = False,
     source: TensorHeaders | None = None,
 ) -> ModelOutline:
@@ -251,7 +257,7 @@ def outline_skeleton(
     source: TensorHeaders,
     dense_bits: DenseBits,
     activation_bits: int = DEFAULT_ACTIVATION_BITS,
-    kv_bits: int = PLAIN_BITS,
+    kv_bits: int = PLAIN_KV_BITS,
     on_gpu: bool = False,
 ) -> ModelOutline:
     """Count the weights of a model on the meta device; a trial pass gives its attention cache and top-k.

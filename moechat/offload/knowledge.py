@@ -16,7 +16,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
-from moechat.geometry import DEFAULT_ACTIVATION_BITS, DenseBits
+from moechat.geometry import DenseBits
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
@@ -71,8 +71,8 @@ def gather(
     dtype: str,
     threads: int,
     dense_bits: DenseBits,
-    activation_bits: int = DEFAULT_ACTIVATION_BITS,
-    kv_bits: int = 16,
+    activation_bits: int,
+    kv_bits: int,
     near: Near = "ram",
     far_computes: bool = False,
 ) -> Knowledge:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.atomic_file import TEMPORARY, replacing
-from moechat.geometry import DEFAULT_ACTIVATION_BITS, DenseBits
+from moechat.geometry import DenseBits
 from moechat.trials import Comparison
 
 FORMAT = 2
@@ -54,8 +54,8 @@ class TuningKey:
     settings: str
     version: str
     dense_bits: DenseBits
-    activation_bits: int = DEFAULT_ACTIVATION_BITS
-    kv_bits: int = 16
+    activation_bits: int
+    kv_bits: int
 
     @property
     def digest(self) -> str:

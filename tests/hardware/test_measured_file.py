@@ -239,7 +239,16 @@ def test_age_is_counted_from_the_measurement(measurement: Measurement) -> None:
 # ---- times of models
 
 TIMES = ModelTimes(figure(1e-3), figure(2e-3), figure(3e-4))
-KEY = TimesKey(profile="0" * 16, model="f" * 64, dtype="bfloat16", threads=2, bits=4, dense_bits=16)
+KEY = TimesKey(
+    profile="0" * 16,
+    model="f" * 64,
+    dtype="bfloat16",
+    threads=2,
+    bits=4,
+    dense_bits=16,
+    activation_bits=8,
+    kv_bits=16,
+)
 
 
 def test_times_are_kept_by_all_that_they_depend_on() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moechat.errors import UnsupportedModelError
-from moechat.models.attention_cache import PACKED_BITS, PLAIN_BITS, PREFILL_CHUNK, cache_shape
+from moechat.models.attention_cache import PACKED_KV_BITS, PLAIN_KV_BITS, PREFILL_CHUNK, cache_shape
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.packed_rows import pack, row_bytes, unpack
 from moechat.models.skeleton import build_skeleton
@@ -34,7 +34,7 @@ class Nothing:
         return torch.empty_like(hidden)
 
 
-def shape_of(config: Any, bits: int = PLAIN_BITS) -> Any:
+def shape_of(config: Any, bits: int = PLAIN_KV_BITS) -> Any:
     register()
     skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)
     for entry in skeleton.experts:
@@ -73,13 +73,13 @@ def random_model(config: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("bits", [PLAIN_BITS, PACKED_BITS])
+@pytest.mark.parametrize("bits", [PLAIN_KV_BITS, PACKED_KV_BITS])
 @pytest.mark.parametrize(("family", "index"), ALL)
 def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(
     family: str, index: int, bits: int
 ) -> None:
     config = tiny_config(family, index)
-    if bits == PACKED_BITS and family in NOT_PACKED:
+    if bits == PACKED_KV_BITS and family in NOT_PACKED:
         pytest.skip("its cache cannot be packed")
     shape = shape_of(config, bits)
     assert shape.exact
@@ -90,7 +90,7 @@ def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(
         whole = model(input_ids=ids, past_key_values=shape.new(model.config, 100), use_cache=True)
         copied = max((each * min(83, most or 83) for each, most in shape.copied), default=0)
         unpacked = max((each * min(83, most or 83) for each, most in shape.unpacked), default=0)
-        assert (unpacked > 0) == (bits == PACKED_BITS)
+        assert (unpacked > 0) == (bits == PACKED_KV_BITS)
         assert shape.nbytes(83) - copied - unpacked == held(whole.past_key_values)
         if not shape.appendable:
             return
@@ -101,7 +101,7 @@ def test_a_prompt_in_parts_equals_one_pass_and_the_cache_size_is_predicted(
             logits.append(output.logits)
     parts = torch.cat(logits, dim=1)
     # In 8 bits a key that rounds differently before may land on the next code.
-    limit = 1e-5 if bits == PLAIN_BITS else 2e-3
+    limit = 1e-5 if bits == PLAIN_KV_BITS else 2e-3
     assert float((parts - whole.logits).norm() / whole.logits.norm()) < limit
 
 
@@ -189,8 +189,8 @@ def test_a_reserved_layer_behaves_like_transformers_own() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_packed_cache_takes_about_half_of_one_in_16_bits(index: int) -> None:
     for family in ("mixtral", "deepseek_v2", "gpt_oss", "qwen3_next"):
-        plain, packed = (shape_of(tiny_config(family, index), bits) for bits in (PLAIN_BITS, PACKED_BITS))
-        assert packed.bits == PACKED_BITS
+        plain, packed = (shape_of(tiny_config(family, index), bits) for bits in (PLAIN_KV_BITS, PACKED_KV_BITS))
+        assert packed.bits == PACKED_KV_BITS
         for (theirs, their_limit), (ours, limit) in zip(plain.growing, packed.growing, strict=True):
             assert limit == their_limit
             assert theirs / 4 < ours < theirs / 4 * 1.15  # theirs are float32
@@ -200,13 +200,13 @@ def test_a_packed_cache_takes_about_half_of_one_in_16_bits(index: int) -> None:
 
 def test_a_cache_that_cannot_be_packed_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match="it is a MiniMaxCache, not layers") as caught:
-        shape_of(tiny_config("minimax"), PACKED_BITS)
+        shape_of(tiny_config("minimax"), PACKED_KV_BITS)
     assert "--kv-bits 16" in str(caught.value.hint)
     register()
     config = tiny_config("qwen3_moe")
     skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)  # its experts have no layers attached
     with pytest.raises(UnsupportedModelError, match="cannot be counted before the model is loaded"):
-        cache_shape(skeleton.model, skeleton.model.config, torch.float32, bits=PACKED_BITS)
+        cache_shape(skeleton.model, skeleton.model.config, torch.float32, bits=PACKED_KV_BITS)
 
 
 HEADS, DIM = 2, 3

@@ -348,6 +348,8 @@ def test_pages_are_divided_as_in_the_engine(kept: Path, system: str, known: bool
         dtype=model.dtype,
         threads=_native.num_threads(),
         dense_bits=model.outline.form.bits,
+        activation_bits=model.outline.form.activation_bits,
+        kv_bits=model.outline.cache.bits,
     )
     assert (knowledge.costs_from == "assumed") is not known
     assert knowledge.costs == case.costs
@@ -445,6 +447,8 @@ def test_measured_times_of_the_model_are_used(kept: Path) -> None:
         _native.num_threads(),
         store.geometry.bits,
         before.dense_bits,
+        LoadOptions.activation_bits,
+        before.kv_bits,
     )
     save_times(key, times)
     made = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)

@@ -7,6 +7,7 @@ from typing import Any
 
 from moechat.cli.terminal.consoles import console, print_notice
 from moechat.cli.terminal.load_progress import format_bytes, format_seconds
+from moechat.geometry import PACKED_KV_BITS
 
 _TITLES = {
     "load_s": "loading",
@@ -127,7 +128,7 @@ def print_replanned(replanned: Mapping[str, Any]) -> None:
 def rows(statistics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The rows of the table, in the order of the titles; keys without a title come last."""
     pages = statistics.get("pages")
-    packed = statistics.get("kv_bits") == 8
+    packed = statistics.get("kv_bits") == PACKED_KV_BITS
     known = dict(statistics)
     if pages:
         known["pages_peak_bytes"] = statistics.get("pages_peak", 0) * statistics.get("page_bytes", 0)
