@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from moechat.models.stand_in import StandIn
 
 _COMPILER = "torch._dynamo"
 # Has no need of the compiler around it; transformers computes masks with it.
 _INDEPENDENT = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
-class CompilerStandIn(ModuleType):
+class CompilerStandIn(StandIn):
     """``torch._dynamo`` until something needs more of it than marks on functions.
 
     Args:
@@ -31,10 +30,8 @@ class CompilerStandIn(ModuleType):
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(_COMPILER)
-        self.__path__ = [str(directory)]
+        super().__init__(_COMPILER, [str(directory)], frozenset({_INDEPENDENT}))
         self._in_graph: list[Any] = []
-        self._finder = _SubmoduleFinder(self)
 
     def assume_constant_result(self, fn: Any) -> Any:
         """Mark a function as the compiler does."""
@@ -61,54 +58,10 @@ class CompilerStandIn(ModuleType):
 
         return call
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or f"{_COMPILER}.{name}" == _INDEPENDENT:
-            raise AttributeError(name)
-        return getattr(self.load(), name)
-
-    def install(self) -> None:
-        """Take the compiler's place."""
-        sys.modules[_COMPILER] = self
-        torch: Any = sys.modules["torch"]
-        torch._dynamo = self
-        sys.meta_path.insert(0, self._finder)
-
-    def load(self) -> ModuleType:
-        """Load the real compiler in this one's place."""
-        if sys.modules.get(_COMPILER) is self:
-            sys.meta_path.remove(self._finder)
-            del sys.modules[_COMPILER]
-            torch: Any = sys.modules["torch"]
-            del torch._dynamo
-            real: Any = importlib.import_module(_COMPILER)
-            for fn in self._in_graph:
-                real.allow_in_graph(fn)
-        return sys.modules[_COMPILER]
-
-
-class _SubmoduleFinder:
-    """Loads the real compiler before any of its modules is imported."""
-
-    def __init__(self, stand_in: CompilerStandIn) -> None:
-        self._stand_in = stand_in
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not name.startswith(f"{_COMPILER}.") or name == _INDEPENDENT:
-            return None
-        self._stand_in.load()
-        return ModuleSpec(name, _Loaded()) if name in sys.modules else None
-
-
-class _Loaded(Loader):
-    """Gives a module that is loaded already."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+    def loaded(self, real: Any) -> None:
+        """Pass the marks on."""
+        for fn in self._in_graph:
+            real.allow_in_graph(fn)
 
 
 @contextmanager

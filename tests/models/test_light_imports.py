@@ -61,6 +61,8 @@ def test_the_compiler_is_loaded_when_it_is_asked_for_and_learns_the_marks(use: s
         "from torch._dynamo import trace_rules\n"
         "assert id(marked) in trace_rules._allowed_callable_ids\n"
         "assert skipped(torch.ones(1)).item() == 2\n"
+        "import torch._dynamo.utils\n"
+        "assert torch._dynamo.utils.counters is real.utils.counters is real.convert_frame.counters\n"
         "print('done')\n"
     )
     assert out.split() == ["done"]
