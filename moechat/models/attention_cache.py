@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
 
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
@@ -259,8 +260,8 @@ def _without_scaling(model: nn.Module) -> Iterator[None]:
 
 def _trial(model: nn.Module) -> Any:
     """The cache after a pass of :data:`_TRIAL` tokens on the meta device."""
-    ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
-    with _without_scaling(model), torch.inference_mode():
+    with light_meta(), _without_scaling(model), torch.inference_mode():
+        ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
         return model(input_ids=ids, use_cache=True).past_key_values
 
 

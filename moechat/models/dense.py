@@ -15,6 +15,7 @@ from torch import nn
 from moechat.errors import CheckpointError
 from moechat.models.checkpoint_mapping import READABLE_TYPES, combine, map_keys, missing_dense
 from moechat.models.dense_form import HALVES, DenseForm, packed_bytes
+from moechat.models.light_meta import light_meta
 from moechat.models.linear import StoredEmbedding, StoredLinear
 from moechat.models.skeleton import Skeleton
 
@@ -167,7 +168,8 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
             f"{len(missing)} dense weights of the model are missing, first {missing[0]!r}",
             hint="the store or checkpoint was written for another version of this model",
         )
-    _initialise_rest(skeleton)
+    with light_meta():  # weights to be packed are still on the meta device
+        _initialise_rest(skeleton)
     model.tie_weights(missing_keys=set(skeleton.state) - loaded - expert_names)
     stray = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if stray:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry, WeightType
 from moechat.models.gates import Gate, recognise_gate
+from moechat.models.light_meta import light_meta
 
 # Attribute of an experts module that holds the object that computes it.
 EXPERTS_RUNNER = "_moechat_layer"
@@ -147,7 +148,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
             cannot run its experts; the message gives the reason.
     """
     try:
-        with torch.device("meta"):
+        with light_meta(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )

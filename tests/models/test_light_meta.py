@@ -1,0 +1,128 @@
+"""Passes on the meta device need no sympy, find the same, and leave the real modules to all others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_OUTLINES = """
+import torch
+from moechat.hub.known_shapes import shape_names
+from moechat.models.model_outline import known_config, outline_model
+def outlines():
+    for name in shape_names():
+        for dtype in (torch.float32, torch.bfloat16):
+            found = outline_model(known_config(name), dtype, dense_bits="auto")
+            print(name, [part for part in vars(found).items() if part[0] not in ("experts", "config")])
+            print(found.experts.parameter_names, found.geometry(4), found.config.to_dict())
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        # Sets are printed in the same order.
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_known_shapes_are_outlined_without_sympy_and_with_the_same_result() -> None:
+    without = run(f"{_OUTLINES}\noutlines()\nimport sys\nassert 'sympy' not in sys.modules")
+    # Once it is imported, no stand-in takes its place.
+    with_it = run(f"import sympy\n{_OUTLINES}\noutlines()")
+    assert without == with_it
+    assert without.count("\n") >= 16
+
+
+def test_a_first_token_needs_no_sympy() -> None:
+    out = run(
+        "import sys, moechat\n"
+        "with moechat.load('demo') as engine:\n"
+        "    step = next(iter(engine.generate('Once', max_new_tokens=1)))\n"
+        "print([name in sys.modules for name in ('sympy', 'torch.fx.experimental.symbolic_shapes')])\n"
+    )
+    assert out.strip() == "[False, False]"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import sympy; assert sympy.Symbol('x').is_symbol",
+        "from sympy import Symbol; assert Symbol('x').is_symbol",
+        "import sympy.core.symbol as s; assert s.Symbol('x').is_symbol",
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv; ShapeEnv()",
+        "import torch.fx.experimental.symbolic_shapes as s; s.ShapeEnv()",
+    ],
+)
+def test_the_real_modules_are_loaded_when_they_are_asked_for(use: str) -> None:
+    out = run(
+        "import sys, torch\n"
+        "from moechat.models.light_meta import light_meta\n"
+        "with light_meta():\n"
+        "    import sympy as early\n"
+        "    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq\n"
+        "    assert guard_or_false(True) and not isinstance(1, early.Basic)\n"
+        f"    {use}\n"
+        "    import sympy\n"
+        "    assert isinstance(sympy.Symbol('x'), early.Basic) and not isinstance(1, early.Basic)\n"
+        "import sympy\n"
+        "from torch.fx.experimental import symbolic_shapes as shapes\n"
+        "assert type(sympy) is type(shapes) is type(sys) and sys.modules['sympy'] is sympy\n"
+        "assert early.Symbol is sympy.Symbol\n"
+        "size = shapes.ShapeEnv().create_unbacked_symint()\n"
+        "assert isinstance(sym_eq(size, 3), torch.SymBool) and guard_or_false(size == 3) is False\n"
+        "assert sympy.core.symbol.Symbol is sympy.Symbol\n"
+        "print(shapes is torch.fx.experimental.symbolic_shapes)\n"
+    )
+    assert out.split() == ["True"]
+
+
+def test_afterwards_the_real_modules_can_be_imported() -> None:
+    out = run(
+        "import sys, torch\n"
+        "from moechat.models.light_meta import light_meta\n"
+        "before = list(sys.meta_path)\n"
+        "with light_meta():\n"
+        "    torch.empty(3, device='meta').normal_()\n"
+        "assert 'sympy' not in sys.modules and sys.meta_path == before\n"
+        "import sympy, torch.fx.experimental.symbolic_shapes as shapes\n"
+        "print(sympy.Symbol('x'), shapes.guard_or_true(False))\n"
+    )
+    assert out.split() == ["x", "False"]
+
+
+def test_plain_arguments_have_the_results_of_the_real_functions() -> None:
+    out = run(
+        "import torch\n"
+        "from moechat.models.light_meta import Shapes\n"
+        "from torch.fx.experimental import symbolic_shapes as real\n"
+        "ours = Shapes(real.__name__)\n"
+        "ours.load = None  # none of these needs the real module\n"
+        "asks = ['expect_true', 'guard_or_false', 'guard_or_true', 'guard_size_oblivious']\n"
+        "asks += ['statically_known_true']\n"
+        "bools = (False, True)\n"
+        "calls = [(name, (value,)) for name in asks for value in bools]\n"
+        "calls += [(name, (a, b)) for name in ('sym_and', 'sym_or') for a in bools for b in bools]\n"
+        "calls += [('sym_and', (True, True, False)), ('sym_or', (False,)), ('sym_and', (True,))]\n"
+        "pairs = (1, 2), (2, 2), ((1, 2), [1, 2]), ((1,), (1, 2)), ((), ())\n"
+        "calls += [('sym_eq', pair) for pair in pairs]\n"
+        "calls += [('sym_eq', (torch.Size((1, 2)), (1, 3)))]\n"
+        "numbers = [value for value in (0, 5, True) if hasattr(real, 'guarding_hint_or_throw')]\n"
+        "calls += [('guarding_hint_or_throw', (value,)) for value in numbers]\n"
+        "calls += [('has_guarding_hint', (value,)) for value in numbers]\n"
+        "calls += [('is_nested_int', (3,))]\n"
+        "for name, given in calls:\n"
+        "    found, wanted = getattr(ours, name)(*given), getattr(real, name)(*given)\n"
+        "    assert found == wanted and type(found) is type(wanted), (name, given, found, wanted)\n"
+        "print('done')\n"
+    )
+    assert out.split() == ["done"]
