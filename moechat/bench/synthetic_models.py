@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import AutoConfig
 
 from moechat.errors import UsageError
 from moechat.hub.known_shapes import shape_names, shape_values

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Unpack
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from moechat import _native
 from moechat.config import active_isa
@@ -34,6 +33,7 @@ from moechat.hardware.memory import peak_resident_bytes
 from moechat.hub.names import resolve
 from moechat.loading import LoadedModel, Progress, load_model, open_store, require_in_place
 from moechat.models.assets import load_generation_config, load_tokenizer, stop_tokens
+from moechat.models.model_outline import no_more_warnings
 from moechat.models.sampling import SamplingSettings
 from moechat.offload.settings import LinkSettings, OffloadOptions
 from moechat.offload.upkeep import Replanned
@@ -77,7 +77,7 @@ def load(
     require_callable("progress", progress)
     started = time.perf_counter()
     report = progress or (lambda _: None)
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    no_more_warnings()
     _native.set_num_threads(parsed.threads or _DEFAULT_THREADS)
     torch.set_num_threads(_native.num_threads())
 

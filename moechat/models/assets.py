@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError
 

@@ -1,9 +1,10 @@
-"""Imports transformers without torch's compiler and its support for several machines.
+"""Imports transformers without torch's compiler, its support for several machines, and lists of all models.
 
 transformers imports both to mark a few functions and to name a few types that moechat never uses; together
 with hqq they took a third of the time from program start to first token. Here the compiler,
 ``torch._dynamo``, is replaced by a stand-in that only notes the marks. As soon as anything asks it for more,
-such as ``torch.compile``, it loads the real compiler and passes the marks on.
+such as ``torch.compile``, it loads the real compiler and passes the marks on. For the lists see
+:mod:`moechat.models.deferred_names`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moechat.models.deferred_names import defer_names
 from moechat.models.stand_in import StandIn
 
 _COMPILER = "torch._dynamo"
@@ -72,6 +74,7 @@ def light_transformers() -> Iterator[None]:
     moechat uses neither. The checks are restored afterwards, and modules that were imported inside go on
     without them.
     """
+    defer_names()
     names: Any = importlib.import_module("transformers.utils")
     more: Any = importlib.import_module("transformers.utils.import_utils")
     checks = ("is_hqq_available", "is_torch_distributed_available")

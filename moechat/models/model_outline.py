@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.utils import logging
 
 from moechat import _native
@@ -160,6 +160,11 @@ def known_config(name: str) -> Any:
     """
     with without_warnings():
         return AutoConfig.for_model(**shape_values(name))
+
+
+def no_more_warnings() -> None:
+    """Silence transformers' warnings for the rest of the process."""
+    logging.set_verbosity(ERROR)
 
 
 @contextmanager
