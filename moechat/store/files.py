@@ -14,12 +14,13 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moechat import _native
 from moechat.atomic_file import TEMPORARY, sync_directory
@@ -105,21 +106,25 @@ def _read_in_huge_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
     if mapping is None:
         yield lambda _: None
         return
-    with mapping:
-        views = [np.frombuffer(mapping, np.uint8)]
+    views: list[npt.NDArray[np.uint8]] = []
+
+    def fetch(begin: int) -> None:
+        if begin:
+            before = begin // _HUGE_PAGE * _HUGE_PAGE - _HASH_CHUNK
+            mapping.madvise(mmap.MADV_DONTNEED, max(0, before), _HASH_CHUNK)
+        if begin < size:
+            _native.read_ahead(views[0][begin : begin + _HASH_CHUNK])
+
+    try:
+        views.append(np.frombuffer(mapping, np.uint8))
         _native.prefer_huge_pages(views[0])
-
-        def fetch(begin: int) -> None:
-            if begin:
-                before = begin // _HUGE_PAGE * _HUGE_PAGE - _HASH_CHUNK
-                mapping.madvise(mmap.MADV_DONTNEED, max(0, before), _HASH_CHUNK)
-            if begin < size:
-                _native.read_ahead(views[0][begin : begin + _HASH_CHUNK])
-
-        try:
-            yield fetch
-        finally:
-            views.clear()  # a mapping cannot be closed while views of it exist
+        yield fetch
+    finally:
+        views.clear()
+        # A mapping cannot be closed while views of it exist, and frames of an interrupt may hold one. Then
+        # it is closed with the last view.
+        with suppress(BufferError):
+            mapping.close()
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
