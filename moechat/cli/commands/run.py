@@ -17,6 +17,7 @@ from moechat.chat.terminal.answer_view import AnswerDisplay, View
 from moechat.chat.terminal.output import can_redraw
 from moechat.cli.commands.prompt_input import read_prompt
 from moechat.cli.commands.run_arguments import RunOptions
+from moechat.cli.engine_import import import_engine
 from moechat.cli.terminal.answer_stats import print_stats, print_tuning
 from moechat.cli.terminal.consoles import can_ask, is_animated, print_notice, require_output, write_json_line
 from moechat.cli.terminal.load_progress import LoadProgress, format_bytes
@@ -189,6 +190,7 @@ def _load(options: RunOptions) -> Engine:
     with LoadProgress(quiet=options.quiet) as progress:
         import moechat
 
+        import_engine()
         return moechat.load(options.model, **options.load_options.given, progress=progress)
 
 
