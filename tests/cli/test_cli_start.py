@@ -304,6 +304,26 @@ def test_signals_while_the_interpreter_ends_leave_no_traceback(cli: Cli, number:
     assert moechat.__version__.encode() in done.stdout
 
 
+def test_the_process_ends_after_threads_and_cleaning_up_but_frees_no_objects(cli: Cli) -> None:
+    script = (
+        "import atexit, sys, threading, time\n"
+        "from moechat.cli.main import main\n"
+        "class Freed:\n"
+        "    def __del__(self):\n"
+        "        print('freed', flush=True)\n"
+        "kept = Freed()\n"
+        "status = main()\n"
+        "atexit.register(print, 'cleaned up')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        "sys.exit(status)\n"
+    )
+    for arguments, status in ((["--version"], 0), (["--no-such-option"], 2)):
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, capture_output=True, env=cli.environment, cwd=cli.directory, text=True)
+        assert done.returncode == status
+        assert done.stdout.splitlines()[-2:] == ["thread", "cleaned up"]
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_while_libraries_are_imported_end_the_program_soon_and_silently(
     cli: Cli, number: signal.Signals, status: int
