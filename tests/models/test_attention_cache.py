@@ -189,7 +189,9 @@ def test_a_reserved_layer_behaves_like_transformers_own() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_packed_cache_takes_about_half_of_one_in_16_bits(index: int) -> None:
     for family in ("mixtral", "deepseek_v2", "gpt_oss", "qwen3_next"):
-        plain, packed = (shape_of(tiny_config(family, index), bits) for bits in (PLAIN_KV_BITS, PACKED_KV_BITS))
+        plain, packed = (
+            shape_of(tiny_config(family, index), bits) for bits in (PLAIN_KV_BITS, PACKED_KV_BITS)
+        )
         assert packed.bits == PACKED_KV_BITS
         for (theirs, their_limit), (ours, limit) in zip(plain.growing, packed.growing, strict=True):
             assert limit == their_limit
