@@ -1750,8 +1750,8 @@ class LayerStep:
         """Begin to add up the times of the parts, from 0, or end it."""
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since :meth:`measure` by part: ``norms``, ``projections``, ``cache`` (rotation, and what
-        appends to it), ``attention`` and ``router``; empty while it is not measured.
+        """Seconds since :meth:`measure` by part: ``norms``, ``projections``, ``cache`` (rotary embedding, and
+        appending keys and values), ``attention`` and ``router``; empty while it is not measured.
         """
 
     def add(self, x: int, residual: int) -> None:

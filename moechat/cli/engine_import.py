@@ -9,7 +9,7 @@ import importlib
 def import_engine() -> None:
     """Import it without searching for garbage among its objects, now and later.
 
-    Nearly all of a million objects stay. Looking through them took a tenth of the time to the first token.
+    Four searches remained with the threshold of the command line, and took 0.2 s.
     """
     wanted = gc.isenabled()
     gc.disable()

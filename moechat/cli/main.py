@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     if arguments is None:
-        # Importing torch makes a million objects that stay; looking for garbage among them took a tenth of
-        # the time to the first token.
+        # Libraries make a million objects that stay, so frequent searches find next to nothing.
         gc.set_threshold(_GC_OBJECTS)
         end = _QuickEnd()
         atexit.register(end)

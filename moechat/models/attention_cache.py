@@ -155,7 +155,7 @@ def cache_shape(
         ]
     except Exception:  # some families need tensor values, which meta tensors do not have
         if bits == PACKED_KV_BITS:
-            raise _not_packed(config, "what it holds cannot be counted before the model is loaded") from None
+            raise _not_packed(config, "its size is not known before the model is loaded") from None
         return _from_config(text, dtype)
     if bits == PACKED_KV_BITS:
         _require_packable(config, cache, found, plain=plain)

@@ -1,9 +1,10 @@
 """Layers of the attention cache in memory that is reserved once.
 
 A layer holds keys and values as they are, or packed in 8 bits (:mod:`moechat.models.packed_rows`). The tokens
-of packed layers are rows of bytes in the same places, so growing, cropping and moving do not differ. What
-``update`` returns is then unpacked, the tokens of the pass included: a prompt sees the same numbers whether
-it is computed in parts or at once, and whoever reads the rows themselves sees them too.
+of packed layers are rows of bytes in the same places, so growing, cropping and moving do not differ. For
+them ``update`` returns unpacked keys and values, including those of the pass itself. So all tokens of a
+prompt see the same numbers, whether it is computed in parts or at once, and so does the native step, which
+reads the packed rows.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     def _update_at_once(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`update` of packed tokens with more than the reserved memory holds: packs them beside it."""
+        """:meth:`update` for more packed tokens than the reserved memory holds; uses temporary memory."""
         if self._reserved is None:
             self._reserve(key_states, value_states)
         count, held = key_states.shape[-2], self._held

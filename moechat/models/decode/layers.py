@@ -297,7 +297,7 @@ def _decode(parts: LayerParts, step: _Step) -> Decode:
     mlp, experts = parts.mlp, parts.experts
     chosen = 0 if parts.router is None else vars(parts.router)["forward"].chosen
     empty = torch.empty
-    # Inputs of the experts, which nobody keeps. Inference tensors could not be used in other passes.
+    # Inputs of the experts, overwritten for each token. Inference tensors could not be used in other passes.
     with torch.inference_mode(False):
         x = empty((1, hidden_size), dtype=torch.float32)
         top_k_index = empty((1, chosen), dtype=torch.int64)

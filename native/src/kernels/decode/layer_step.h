@@ -25,8 +25,8 @@ struct StepProduct {
   bool fp16;            // format of 16-bit rows: fp16, else bf16
 };
 
-// Nanoseconds of the parts of steps, added up, for measurements. The cache is what appends to it: rotation,
-// and the copy of keys and values.
+// Nanoseconds in each part, summed over steps, for measurements. `cache`: rotary embedding, and appending
+// keys and values.
 struct StepTimes {
   std::int64_t norms, projections, cache, attention, router;
 };

@@ -132,39 +132,13 @@ struct PackedRows {
     read_scales(values, stride, keys, scales);
     const Storage* codes = values + packed_groups(width);
     std::int64_t d = 0;
-    for (; d + 64 <= width; d += 64) add_part<kRows, 4>(weights, codes, scales, stride, keys, out, row, d);
-    for (; d < width; d += 32) add_part<kRows, 2>(weights, codes, scales, stride, keys, out, row, d);
-  }
-
-  // As add_part() of plain_rows.inc.h.
-  template <int kRows, int kVecs>
-  static MOECHAT_INLINE void add_part(const float* weights, const Storage* codes, const float* scales,
-                                      std::int64_t stride, std::int64_t keys, float* out, std::int64_t row,
-                                      std::int64_t d) {
-    Vec sums[kRows][kVecs];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kVecs; ++i) sums[r][i] = load(out + r * row + d + 16 * i);
-    }
-    for (std::int64_t k = 0; k < keys; ++k) {
+    const auto read = [&](std::int64_t k, int i) __attribute__((always_inline)) {
       const Storage* value = codes + k * stride;
-      __builtin_prefetch(value + d + kFetchedAhead * stride);
-      Vec parts[kVecs];
-#pragma GCC unroll 4
-      for (int i = 0; i < kVecs; ++i) parts[i] = element(value, scales + k * kMostGroups, d + 16 * i);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const Vec weight = set1(weights[r * kAttendKeys + k]);
-#pragma GCC unroll 4
-        for (int i = 0; i < kVecs; ++i) sums[r][i] = fma(weight, parts[i], sums[r][i]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kVecs; ++i) store(out + r * row + d + 16 * i, sums[r][i]);
-    }
+      if (i == 0) __builtin_prefetch(value + d + kFetchedAhead * stride);
+      return element(value, scales + k * kMostGroups, d + 16 * i);
+    };
+    for (; d + 64 <= width; d += 64) add_part<kRows, 4>(weights, keys, out, row, d, read);
+    for (; d < width; d += 32) add_part<kRows, 2>(weights, keys, out, row, d, read);
   }
 };
 

@@ -105,11 +105,11 @@ MOECHAT_INLINE Vec sixteen_products(const float* query, const typename Elements<
   return sixteen_sums(all);
 }
 
-// Adds weighted values to kRows rows of sums, kVecs * 16 elements from `d` on.
-template <ElementType kType, bool kFetches, int kRows, int kVecs>
-MOECHAT_INLINE void add_part(const float* weights, const typename Elements<kType>::Storage* values,
-                             std::int64_t stride, std::int64_t keys, float* out, std::int64_t row,
-                             std::int64_t d) {
+// Adds weighted values to kRows rows of sums, kVecs * 16 elements from `d` on; read(k, i) gives those of key
+// k from d + 16 * i on.
+template <int kRows, int kVecs, class Read>
+MOECHAT_INLINE void add_part(const float* weights, std::int64_t keys, float* out, std::int64_t row,
+                             std::int64_t d, const Read& read) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -117,13 +117,9 @@ MOECHAT_INLINE void add_part(const float* weights, const typename Elements<kType
     for (int i = 0; i < kVecs; ++i) sums[r][i] = load(out + r * row + d + 16 * i);
   }
   for (std::int64_t k = 0; k < keys; ++k) {
-    const auto* value = values + k * stride + d;
     Vec parts[kVecs];
 #pragma GCC unroll 4
-    for (int i = 0; i < kVecs; ++i) {
-      fetch_ahead<kType, kFetches>(value + 16 * i, stride, 16 * i);
-      parts[i] = Elements<kType>::get(value + 16 * i);
-    }
+    for (int i = 0; i < kVecs; ++i) parts[i] = read(k, i);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Vec weight = set1(weights[r * kAttendKeys + k]);
@@ -143,12 +139,14 @@ template <ElementType kType, bool kFetches, int kRows>
 MOECHAT_INLINE void add_values(const float* weights, const typename Elements<kType>::Storage* values,
                                std::int64_t stride, std::int64_t keys, float* out, std::int64_t row,
                                std::int64_t width) {
-  constexpr int kVecs = 4;
   std::int64_t d = 0;
-  for (; d + 16 * kVecs <= width; d += 16 * kVecs) {
-    add_part<kType, kFetches, kRows, kVecs>(weights, values, stride, keys, out, row, d);
-  }
-  for (; d < width; d += 16) add_part<kType, kFetches, kRows, 1>(weights, values, stride, keys, out, row, d);
+  const auto read = [&](std::int64_t k, int i) __attribute__((always_inline)) {
+    const auto* value = values + k * stride + d + 16 * i;
+    fetch_ahead<kType, kFetches>(value, stride, 16 * i);
+    return Elements<kType>::get(value);
+  };
+  for (; d + 64 <= width; d += 64) add_part<kRows, 4>(weights, keys, out, row, d, read);
+  for (; d < width; d += 16) add_part<kRows, 1>(weights, keys, out, row, d, read);
 }
 
 // Reads rows of `kType` for attend.inc.h; packed_rows.inc.h has the same for packed rows. Strides count

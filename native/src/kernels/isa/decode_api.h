@@ -45,9 +45,9 @@ struct RotateTask {
 // element. An element is its signed code, -127 to 127, times its group's unit, a power of two, whose byte is
 // the exponent of that power as a float32; 255: the group held an infinity or NaN, and reads as NaN.
 //
-// A code has 7 bits and a unit none but its exponent, so float32, bfloat16 and float16 hold every element
-// that comes from one of them exactly: whoever reads a row, in whatever type, reads the same numbers, and
-// what was unpacked packs to the same row.
+// A code has 7 significant bits and a unit is a power of two, so a row packed from float32, bfloat16 or
+// float16 unpacks to that type without rounding. Attention over packed rows therefore sees the same numbers
+// as over unpacked ones, and an unpacked row packs to the same bytes.
 static constexpr std::int64_t kPackedGroup = 32;
 static constexpr std::int64_t packed_groups(std::int64_t dim) {
   return (dim + kPackedGroup - 1) / kPackedGroup;
