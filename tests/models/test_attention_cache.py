@@ -207,7 +207,7 @@ def test_a_cache_that_cannot_be_packed_is_refused_with_the_reason() -> None:
     register()
     config = tiny_config("qwen3_moe")
     skeleton = build_skeleton(config, torch.float32, IMPLEMENTATION)  # its experts have no layers attached
-    with pytest.raises(UnsupportedModelError, match="cannot be counted before the model is loaded"):
+    with pytest.raises(UnsupportedModelError, match="is not known before the model is loaded"):
         cache_shape(skeleton.model, skeleton.model.config, torch.float32, bits=PACKED_KV_BITS)
 
 

@@ -22,10 +22,11 @@ weights, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machin
 strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share), layers \
 (layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, \
 context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, \
-figures, costs_s, cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 \
-to 1. speed is null if the machine's speed is unknown. cpu_range is null unless the rate of experts on \
-the CPU is an estimate with a range; it has bytes_per_s, and low and high: the same plan made with the \
-ends of the range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, strategy).
+figures, costs_s, cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, \
+shares from 0 to 1. speed is null if the machine's speed is unknown. cpu_range is null unless the rate of \
+experts on the CPU is an estimate with a range; it has bytes_per_s, and low and high: the same plan made \
+with the ends of the range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, \
+strategy).
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g
