@@ -173,6 +173,7 @@ def pack_expert(
     out: _U8,
     threads: int | None = None,
     solver: str = "least-squares",
+    feedback: tuple[tuple[_F32, _F32], tuple[_F32, _F32]] | None = None,
 ) -> None:
     """Write one expert as block records, quantised if the layout has fewer than 16 bits.
 
@@ -189,6 +190,10 @@ def pack_expert(
         threads: Upper limit for this call.
         solver: How scale and zero of a group are found: ``least-squares``, or ``half-quadratic`` (HQQ, Badri
             and Shaji, 2023); see ``native/src/kernels/experts/least_squares.inc.h`` and ``hqq_solver.inc.h``.
+        feedback: For the columns of gate and up, and for those of down: importances [cols] of squared errors,
+            and factors [blocks, width, width] with which columns of a block make good the rounding errors of
+            those before them (GPTQ, Frantar et al. 2023, section 3); only above the diagonal they are read.
+            Width is a multiple of 64. For ``least-squares`` only.
 
     Raises:
         ValueError: Shapes or types do not match; a weight is not finite or above 65504 (quantised) or becomes

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from moechat.calibration.calibration import calibration_of
 from moechat.config import Paths
 from moechat.fetch.download_plan import SAVED_DENSE, DownloadPlan, make_plan
 from moechat.fetch.file_selection import (
@@ -136,7 +137,15 @@ class Download:
         plan = plan_checkpoint(checkpoint)
         shards = _HubShards(self._source, self._selection.shards, transfer)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
-        supply = ShardSupply(checkpoint, plan.dense_keys, source, self._source / SAVED_DENSE, keep=self._keep)
+        calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)
+        supply = ShardSupply(
+            checkpoint,
+            plan.dense_keys,
+            source,
+            self._source / SAVED_DENSE,
+            keep=self._keep,
+            reads={} if calibration is None else plan.reads_by_layer(),
+        )
 
         def on_convert(event: ConvertProgress) -> None:
             stage = {"waiting": "wait", "checking": "verify"}.get(event.stage, "download")
@@ -156,6 +165,7 @@ class Download:
             revision=transfer.remote.commit,
             progress=on_convert,
             supply=supply,
+            calibration=calibration,
         )
         if self._keep:
             # A resumed conversion does not fetch the shards of finished layers.

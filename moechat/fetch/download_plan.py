@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moechat.calibration.calibration import calibrates
 from moechat.config import Paths
 from moechat.errors import DoesNotFitError, StoreDamagedError
 from moechat.fetch.file_selection import CONFIG, Selection, cached_file, source_path
@@ -18,12 +20,13 @@ from moechat.hardware.identity import existing_parent
 from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import ModelRef
+from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import finished_files
 from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.files import format_bytes
 from moechat.store.outline import ExpertsFile, PlannedFile, SideFile, StoreOutline, outline_store
 from moechat.store.peak_disk import peak_disk_bytes
-from moechat.store.quantizer import choose_solver, make_packer
+from moechat.store.quantizer import make_packer
 from moechat.store.shard_supply import ShardSupply
 from moechat.store.store import Store
 from moechat.store.streamed_checkpoint import StreamedCheckpoint
@@ -124,11 +127,13 @@ def make_plan(
     keep = keep_source or (source / KEEP_MARK).exists()
     sizes = {name: file.size for name, file in selection.shards.items()}
     outline = outline_store(checkpoint, plan, bits)
-    supply = ShardSupply(checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep)
+    calibrated = is_calibrated(selection, checkpoint, plan, bits)
+    reads = plan.reads_by_layer() if calibrated else {}
+    supply = ShardSupply(checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep, reads=reads)
     side_bytes = sum(file.size for file in selection.side)
     # Configuration and tokenizer of a GGUF model are generated, not fetched.
     store_bytes = outline.total_bytes + side_bytes - (0 if selection.is_gguf else _side_bytes_in(outline))
-    done = finished_files(checkpoint, plan, destination, bits=bits)
+    done = finished_files(checkpoint, plan, destination, bits=bits, calibrated=calibrated)
     missing = [file for file in outline.files if file.name not in done]
     needed = frozenset(sizes if keep else (name for file in missing for name in supply.shards_to_fetch(file)))
     present = {name: _bytes_present(source / name) for name in sizes}
@@ -182,6 +187,12 @@ def make_plan(
     return needed, made
 
 
+def is_calibrated(selection: Selection, checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> bool:
+    """Whether the conversion is calibrated, by the files that are here or will be fetched."""
+    side = {file.path for file in selection.side}
+    return calibrates(plan, bits, side.union(os.listdir(checkpoint.path)))
+
+
 class _NoSource:
     """Stands in for a source of shards while planning, where it is never called."""
 
@@ -224,7 +235,7 @@ def _is_finished(destination: Path, checkpoint: StreamedCheckpoint) -> bool:
 
 def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
     """Estimate by timing a small sample; ``None`` where values are copied."""
-    if choose_solver("auto", bits) == "none":
+    if bits == 16:
         return None
     whole = plan.geometry(bits)
     geometry = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moechat.calibration.calibration import calibration_of
 from moechat.config import user_paths
 from moechat.errors import StoreDamagedError, UsageError
 from moechat.hub.library import record_use
@@ -90,4 +91,15 @@ def _converted(checkpoint: Checkpoint, ref: ModelRef, destination: Path, bits: i
         stage = "wait" if event.stage == "waiting" else "convert"
         report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
 
-    return convert(checkpoint, plan, destination, bits=bits, source_name=ref.name, progress=on_convert)
+    def notice(text: str) -> None:
+        report(Progress("convert", 0, None, text))
+
+    return convert(
+        checkpoint,
+        plan,
+        destination,
+        bits=bits,
+        source_name=ref.name,
+        progress=on_convert,
+        calibration=calibration_of(checkpoint, plan, bits, notice),
+    )

@@ -11,7 +11,8 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from moechat.errors import DoesNotFitError, UnsupportedModelError, UsageError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# Any of them is a tokenizer.
+TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"})
 # For models without a stated limit.
 _DEFAULT_CONTEXT = 4096
 
@@ -22,7 +23,7 @@ def load_tokenizer(directory: Path) -> Any:
     Raises:
         UnsupportedModelError: Its files cannot be read, or require custom code.
     """
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)

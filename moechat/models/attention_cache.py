@@ -243,7 +243,7 @@ def _rotary_scaling(model: nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 @contextmanager
-def _without_scaling(model: nn.Module) -> Iterator[None]:
+def without_scaling(model: nn.Module) -> Iterator[None]:
     """Disable the choice of rotary frequencies by position, which needs values that meta tensors do
     not have.
     """
@@ -260,7 +260,7 @@ def _without_scaling(model: nn.Module) -> Iterator[None]:
 
 def _trial(model: nn.Module) -> Any:
     """The cache after a pass of :data:`_TRIAL` tokens on the meta device."""
-    with light_meta(), _without_scaling(model), torch.inference_mode():
+    with light_meta(), without_scaling(model), torch.inference_mode():
         ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
         return model(input_ids=ids, use_cache=True).past_key_values
 

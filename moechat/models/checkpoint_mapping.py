@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import WeightType
+from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertLayerSource, ExpertRef, MatrixRef, VectorRef
@@ -141,6 +142,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
 
     layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
+    reads = first_reads(skeleton)
     weight_type = _weight_type(checkpoint, layers)
     plan = CheckpointPlan(
         model_type=config.model_type,
@@ -148,6 +150,7 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         weight_type=weight_type,
         layers=layers,
         dense_keys=tuple(dense_keys),
+        read_before=() if reads is None else _read_before(reads, dense, len(layers)),
     )
     _check_dense(skeleton, checkpoint, dense)
     missing = missing_dense(skeleton, set(targets) | expert_names)
@@ -156,6 +159,17 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
             f"{checkpoint.title} lacks {len(missing)} tensors of the model, first {missing[0]!r}"
         )
     return plan
+
+
+def _read_before(
+    reads: dict[str, int], dense: list[Target], expert_layers: int
+) -> tuple[tuple[str, ...], ...]:
+    """Checkpoint tensors by the first expert layer before whose experts they are read."""
+    by_layer: list[list[str]] = [[] for _ in range(expert_layers)]
+    for target in dense:
+        if target.name in reads:
+            by_layer[reads[target.name]].extend(target.keys)
+    return tuple(tuple(sorted(keys, key=_natural)) for keys in by_layer)
 
 
 def missing_dense(skeleton: Skeleton, present: set[str]) -> list[str]:

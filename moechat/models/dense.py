@@ -157,7 +157,7 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
             continue
         tensors = {key: read_tensor(source, key) for key in target.keys}
         for name, tensor in combine(target, tensors, model).items():
-            _assign(skeleton, name, tensor, keep=form is not None and name in form.kept)
+            assign_weight(skeleton, name, tensor, keep=form is not None and name in form.kept)
             loaded.add(name)
         del tensors
         # Converted sources are no longer needed; pages of weights used as stored are read again on use.
@@ -169,7 +169,7 @@ def load_dense(skeleton: Skeleton, source: TensorSource, form: DenseForm | None 
             hint="the store or checkpoint was written for another version of this model",
         )
     with light_meta():  # weights to be packed are still on the meta device
-        _initialise_rest(skeleton)
+        initialise_rest(skeleton)
     model.tie_weights(missing_keys=set(skeleton.state) - loaded - expert_names)
     stray = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if stray:
@@ -209,7 +209,12 @@ def replace_modules(model: nn.Module, changed: dict[str, nn.Module]) -> None:
                 parent._modules[leaf] = by_old[child]
 
 
-def _assign(skeleton: Skeleton, name: str, tensor: torch.Tensor, *, keep: bool = False) -> None:
+def assign_weight(skeleton: Skeleton, name: str, tensor: torch.Tensor, *, keep: bool = False) -> None:
+    """Put a weight into the model, in the model's type, or with ``keep`` in its own.
+
+    Raises:
+        CheckpointError: The model has no such weight, or its shape differs from the configuration's.
+    """
     reference = skeleton.state.get(name)
     if reference is None:
         raise CheckpointError(f"the model has no parameter {name!r}")
@@ -244,8 +249,11 @@ def _wanted_type(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if keep else dtype
 
 
-def _initialise_rest(skeleton: Skeleton) -> None:
-    """Compute the buffers that are not in checkpoints, as from_pretrained does."""
+def initialise_rest(skeleton: Skeleton) -> None:
+    """Compute the buffers that are not in checkpoints, as from_pretrained does.
+
+    Weights that are on the meta device stay there; then it needs :func:`light_meta`.
+    """
     model = skeleton.model
     for module in model.modules():
         for leaf, buffer in module._buffers.items():

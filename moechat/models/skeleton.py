@@ -104,6 +104,12 @@ class Skeleton:
         """Full names of all removed parameters."""
         return frozenset(name for entry in self.experts for name in entry.parameter_names)
 
+    @property
+    def layers_name(self) -> str:
+        """Name of the list of decoder layers: ``model.layers``."""
+        first = self.experts[0]
+        return f".{first.name}.".partition(f".{first.layer}.")[0][1:]
+
 
 def load_config(directory: Path) -> Any:
     """Read ``config.json`` as a transformers configuration, without running code of the checkpoint.

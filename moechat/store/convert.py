@@ -20,6 +20,7 @@ from moechat.errors import (
     UsageError,
 )
 from moechat.geometry import ExpertGeometry
+from moechat.store.calibrated import Calibration, LayerPacker
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import CheckpointPlan, ExpertRef
 from moechat.store.files import explained
@@ -42,7 +43,7 @@ from moechat.store.outline import (
     outline_store,
 )
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer
+from moechat.store.quantizer import CALIBRATED, Biases, Matrices, choose_solver, make_packer
 from moechat.store.shard_supply import Supply
 from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, read_journal, remove_leftovers
@@ -63,6 +64,7 @@ def convert(
     quantizer: str = "auto",
     progress: ProgressCallback | None = None,
     supply: Supply | None = None,
+    calibration: Calibration | None = None,
 ) -> Store:
     """Convert ``checkpoint`` into a store at ``destination``.
 
@@ -81,6 +83,8 @@ def convert(
         progress: Called after every expert and every 8 MiB, from the calling thread. It may raise
             ``KeyboardInterrupt``.
         supply: Provides the parts of the source as they are needed; ``None`` if all are on this machine.
+        calibration: Measures inputs of experts for the quantizer ``auto``; ``None``: quantise by the weights
+            alone.
 
     Returns:
         The open store.
@@ -96,7 +100,9 @@ def convert(
     """
     destination = Path(destination)
     outline = outline_store(checkpoint, plan, bits)
-    solver = choose_solver(quantizer, bits)
+    solver = choose_solver(quantizer, bits, calibrated=calibration is not None)
+    if solver != CALIBRATED:
+        calibration = None
     report = _Report(progress, outline.total_bytes)
     with explained("converting", destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +113,8 @@ def convert(
                 return finished
             workspace = Workspace(destination, _job_key(checkpoint, plan, bits, solver))
             try:
-                _Conversion(checkpoint, outline, workspace, solver, report, supply).run()
+                conversion = _Conversion(checkpoint, outline, workspace, solver, report, supply, calibration)
+                conversion.run()
                 checkpoint.require_unchanged()
             except UnsupportedModelError:
                 # The same source cannot succeed later; a changed source starts from the beginning.
@@ -117,17 +124,17 @@ def convert(
                 if not workspace.finished:
                     workspace.discard()
                 raise
-            manifest = _manifest(checkpoint, plan, outline, workspace, solver, source_name, revision)
+            manifest = _manifest(checkpoint, plan, outline, workspace, conversion.solver, source_name, revision)
             report.at("finishing", outline.total_bytes, "manifest")
             workspace.publish(MANIFEST_NAME, manifest.to_bytes())
             return Store.open(destination)
 
 
 def finished_files(
-    checkpoint: Checkpoint, plan: CheckpointPlan, destination: Path, *, bits: int, quantizer: str = "auto"
+    checkpoint: Checkpoint, plan: CheckpointPlan, destination: Path, *, bits: int, calibrated: bool
 ) -> frozenset[str]:
     """Files of the store that an interrupted :func:`convert` with these arguments has finished."""
-    key = _job_key(checkpoint, plan, bits, choose_solver(quantizer, bits))
+    key = _job_key(checkpoint, plan, bits, choose_solver("auto", bits, calibrated=calibrated))
     return frozenset(read_journal(destination, key) or ())
 
 
@@ -147,7 +154,11 @@ class _Report:
 
 
 class _Conversion:
-    """Writes the files that are missing from a workspace."""
+    """Writes the files that are missing from a workspace.
+
+    Attributes:
+        solver: The solver of the experts; after :meth:`run` the one that was used.
+    """
 
     def __init__(
         self,
@@ -157,13 +168,16 @@ class _Conversion:
         solver: str,
         report: _Report,
         supply: Supply | None,
+        calibration: Calibration | None,
     ) -> None:
         self._checkpoint = checkpoint
         self._outline = outline
         self._workspace = workspace
-        self._solver = solver
+        self.solver = solver
         self._report = report
         self._supply = supply
+        self._calibration = calibration
+        self._experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
         self._done = 0
 
     def run(self) -> None:
@@ -171,24 +185,52 @@ class _Conversion:
         self._done = sum(record.bytes for record in self._workspace.finished.values())
         self._workspace.require_disk(self._outline)
         missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
-        pack: Packer | None = None
+        pack: LayerPacker | None = None
         for planned in missing if self._supply is None else self._supply.order(missing):
-            if self._supply is not None:
-                self._supply.provide(planned)
-            self._checkpoint.require_unchanged()
-            with self._workspace.create(planned.name) as file:
-                if isinstance(planned, ExpertsFile):
-                    pack = pack or make_packer(self._outline.geometry, self._solver)
-                    self._write_experts(planned, file.write, pack)
-                elif isinstance(planned, DenseFile):
-                    self._write_dense(planned, file.write)
-                else:
-                    self._copy(planned, file.write)
-                size, digest = file.commit()
-            self._require_size(planned, size)
-            self._workspace.record(planned.name, size, digest)
-            if self._supply is not None:
-                self._supply.note_written(planned)
+            if isinstance(planned, ExpertsFile) and self._calibration is not None:
+                calibration, self._calibration = self._calibration, None
+                self._provide(planned)
+                if not calibration.run(self._convert_layer):
+                    self.solver = choose_solver("auto", self._outline.geometry.bits, calibrated=False)
+            if planned.name in self._workspace.finished:
+                continue  # written during the calibration
+            if isinstance(planned, ExpertsFile) and pack is None:
+                of_any = make_packer(self._outline.geometry, self.solver)
+                pack = lambda _number, *expert: of_any(*expert)
+            self._write(planned, pack)
+
+    def _convert_layer(self, ordinal: int, make: Callable[[], LayerPacker]) -> NDArray[np.uint8]:
+        """See :data:`moechat.store.calibrated.ConvertLayer`."""
+        planned = self._experts[ordinal]
+        if planned.name not in self._workspace.finished:
+            self._write(planned, make())
+            later = (file for file in self._experts[ordinal:] if file.name not in self._workspace.finished)
+            if (following := next(later, None)) is not None:
+                self._provide(following)
+        shape = self._outline.geometry.layer_shape
+        path = self._workspace.path(planned.name)
+        return np.memmap(path, np.uint8, "r", offset=len(planned.header), shape=shape)
+
+    def _provide(self, planned: PlannedFile) -> None:
+        if self._supply is not None:
+            self._supply.provide(planned)
+        self._checkpoint.require_unchanged()
+
+    def _write(self, planned: PlannedFile, pack: LayerPacker | None) -> None:
+        self._provide(planned)
+        with self._workspace.create(planned.name) as file:
+            if isinstance(planned, ExpertsFile):
+                assert pack is not None
+                self._write_experts(planned, file.write, pack)
+            elif isinstance(planned, DenseFile):
+                self._write_dense(planned, file.write)
+            else:
+                self._copy(planned, file.write)
+            size, digest = file.commit()
+        self._require_size(planned, size)
+        self._workspace.record(planned.name, size, digest)
+        if self._supply is not None:
+            self._supply.note_written(planned)
 
     def _advance(self, size: int, stage: str, detail: str) -> None:
         self._done += size
@@ -214,7 +256,9 @@ class _Conversion:
                 write(data)
                 self._advance(len(data), "dense", tensor.name)
 
-    def _write_experts(self, planned: ExpertsFile, write: Callable[[object], None], pack: Packer) -> None:
+    def _write_experts(
+        self, planned: ExpertsFile, write: Callable[[object], None], pack: LayerPacker
+    ) -> None:
         write(planned.header)
         self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
         buffer = _page_aligned(self._outline.geometry)
@@ -222,7 +266,7 @@ class _Conversion:
         for number, expert in enumerate(planned.source.experts):
             matrices, biases = self._read(expert)
             try:
-                pack(matrices, biases, buffer)
+                pack(number, matrices, biases, buffer)
             except ValueError as problem:
                 raise CheckpointError(
                     f"expert {number} of layer {planned.source.layer} ({expert.gate.key}) cannot be "

@@ -149,6 +149,8 @@ class CheckpointPlan:
             it represents exactly.
         layers: Layers with routed experts, ascending; need not be all layers.
         dense_keys: Tensors that are not routed experts, copied unchanged.
+        read_before: For each of ``layers``, the dense tensors that a pass of the model reads before its
+            experts and did not read before those of earlier layers; empty if such a pass is not known.
     """
 
     model_type: str
@@ -156,6 +158,15 @@ class CheckpointPlan:
     weight_type: WeightType
     layers: tuple[ExpertLayerSource, ...]
     dense_keys: tuple[str, ...]
+    read_before: tuple[tuple[str, ...], ...] = ()
+
+    def reads_by_layer(self) -> dict[int, frozenset[str]]:
+        """By decoder layer with experts, all dense tensors that a pass reads up to its experts."""
+        so_far: frozenset[str] = frozenset()
+        found = {}
+        for layer, keys in zip(self.layers, self.read_before, strict=True):
+            found[layer.layer] = so_far = so_far.union(keys)
+        return found
 
     def geometry(self, bits: int) -> ExpertGeometry:
         """Geometry of the store with ``bits`` bits; at 16 bits fp32 weights become bf16.

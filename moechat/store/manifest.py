@@ -75,6 +75,7 @@ class LayerRecord:
     file: str
 
 
+_LEAST_SQUARES_SOLVERS = ("least-squares", "calibrated")
 _HQQ_SOLVERS = ("native", "hqq")
 
 
@@ -86,7 +87,8 @@ class Quantisation:
         method: ``least-squares``, ``hqq``, or ``none`` for 16 bits.
         group_size: Columns that share scale and zero; 0 for ``none``.
         axis: 1, groups along the columns; 0 for ``none``.
-        solver: ``least-squares``; of HQQ ``native`` or ``hqq`` (the package); ``none`` for 16 bits.
+        solver: Of least squares ``least-squares`` (by the weights alone) or ``calibrated`` (with measured
+            inputs); of HQQ ``native`` or ``hqq`` (the package); ``none`` for 16 bits.
     """
 
     method: str
@@ -99,7 +101,7 @@ class Quantisation:
         """The record for ``bits`` bits made by ``solver``."""
         if bits == 16:
             return cls("none", 0, 0, "none")
-        return cls("hqq" if solver in _HQQ_SOLVERS else solver, GROUP_SIZE, 1, solver)
+        return cls("hqq" if solver in _HQQ_SOLVERS else "least-squares", GROUP_SIZE, 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ class Manifest:
             raise ValueError(f"the expert layers {indices[:8]} are not ascending")
         if self.quantisation != Quantisation.of(self.geometry.bits, self.quantisation.solver):
             raise ValueError(f"quantisation {self.quantisation} does not fit {self.geometry.bits} bits")
-        if self.geometry.bits != 16 and self.quantisation.solver not in ("least-squares", *_HQQ_SOLVERS):
+        known = (*_LEAST_SQUARES_SOLVERS, *_HQQ_SOLVERS)
+        if self.geometry.bits != 16 and self.quantisation.solver not in known:
             raise ValueError(f"the solver {self.quantisation.solver!r} is unknown")
         names = [item.file for item in self.layers]
         if len(set(names)) != len(names):

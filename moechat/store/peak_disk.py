@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from moechat.store.outline import DenseFile, PlannedFile
+from moechat.store.outline import PlannedFile
 from moechat.store.shard_supply import ShardSupply
 
 
@@ -65,12 +65,12 @@ class _DiskUsage:
 
     def write(self, file: PlannedFile, *, ahead: bool) -> None:
         """Fetch the shards that a file needs, write it, release the shards that no other file needs."""
-        is_dense = isinstance(file, DenseFile)
         for name in self._supply.shards_of(file):
-            if not (name in self._open or (is_dense and name in self._saved)):
+            whole = self._supply.needs_whole(name, file)
+            if not (name in self._open or (not whole and name in self._saved)):
                 self._prefetched.pop(name, None)
                 self._fetch(name, self._open)
-            if is_dense:
+            if not whole:
                 self._release(name)
         if ahead and not self._prefetched:
             missing = self._supply.first_missing(

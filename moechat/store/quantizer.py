@@ -14,6 +14,8 @@ from moechat import _native
 from moechat.errors import UsageError
 from moechat.geometry import GROUP_SIZE, ExpertGeometry
 
+# By least squares, with feedback from inputs that were measured (moechat.store.calibrated).
+CALIBRATED = "calibrated"
 QUANTIZERS = ("auto", "least-squares", "native", "hqq")
 # Names of the native solvers.
 _NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
@@ -23,8 +25,8 @@ Biases = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
 Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
-def choose_solver(quantizer: str, bits: int) -> str:
-    """The solver to quantise with: ``least-squares`` for ``auto``, ``none`` for 16 bits.
+def choose_solver(quantizer: str, bits: int, *, calibrated: bool = False) -> str:
+    """The solver to quantise with: for ``auto`` :data:`CALIBRATED` or ``least-squares``; ``none`` for 16 bits.
 
     Raises:
         UsageError: ``quantizer`` is unknown.
@@ -33,7 +35,9 @@ def choose_solver(quantizer: str, bits: int) -> str:
         raise UsageError(f"quantizer {quantizer!r} is unknown", hint=f"choose one of {', '.join(QUANTIZERS)}")
     if bits == 16:
         return "none"
-    return "least-squares" if quantizer == "auto" else quantizer
+    if quantizer == "auto":
+        return CALIBRATED if calibrated else "least-squares"
+    return quantizer
 
 
 def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:

@@ -10,7 +10,7 @@ saved dense tensors, and the next shard if its source prefetches.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -60,6 +60,7 @@ class ShardSupply:
         saved: Path,
         *,
         keep: bool = False,
+        reads: Mapping[int, Collection[str]] | None = None,
     ) -> None:
         """Prepare; shards are fetched by :meth:`provide`.
 
@@ -69,6 +70,8 @@ class ShardSupply:
             source: Delivers shards.
             saved: Directory for dense tensors of discarded shards.
             keep: Keep all shards and save no dense tensors.
+            reads: By decoder layer, dense tensors that are read while its experts are converted, for a
+                calibration. Then layers are converted in order.
         """
         self._checkpoint = checkpoint
         self._source = source
@@ -78,39 +81,56 @@ class ShardSupply:
         self._dense: dict[str, list[str]] = {}
         for key in dense_keys:
             self._dense.setdefault(self._shard_of(key), []).append(key)
-        self._needs: dict[str, list[str]] = {}
+        self._reads = {layer: self._shards_of(keys) for layer, keys in (reads or {}).items()}
+        self._whole: dict[str, list[str]] = {}
         self._unwritten: list[PlannedFile] = []
 
     def order(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
-        """Side files first, then layers in the order in which shards complete them, then dense files."""
+        """Side files first, then layers in the order in which shards complete them, then dense files.
+
+        With a calibration, layers come in the order of the model.
+        """
         rank = {name: number for number, name in enumerate(sorted(self._checkpoint.shards))}
 
         def place(file: PlannedFile) -> tuple[int, ...]:
             if isinstance(file, ExpertsFile):
-                ranks = [rank[name] for name in self.shards_of(file)]
-                return (1, max(ranks), min(ranks), file.source.layer)
+                ranks = [rank[name] for name in self._whole_shards(file)]
+                first = () if self._reads else (max(ranks), min(ranks))
+                return (1, *first, file.source.layer)
             return (2,) if isinstance(file, DenseFile) else (0,)
 
         self._unwritten = sorted(files, key=place)
         return list(self._unwritten)
 
     def shards_of(self, file: PlannedFile) -> list[str]:
-        """Names of the shards that a file is written from, sorted."""
-        if file.name not in self._needs:
-            keys: Iterable[str] = ()
-            if isinstance(file, DenseFile):
-                keys = [tensor.name for tensor in file.tensors]
-            elif isinstance(file, ExpertsFile):
-                keys = {key for expert in file.source.experts for key in expert.tensors()}
-            self._needs[file.name] = sorted({self._shard_of(key) for key in keys})
-        return self._needs[file.name]
+        """Names of the shards that a file is written from, or that are read meanwhile, sorted."""
+        return sorted({*self._whole_shards(file), *self._dense_shards(file)})
+
+    def _whole_shards(self, file: PlannedFile) -> list[str]:
+        """Of these, those with experts of the file."""
+        if not isinstance(file, ExpertsFile):
+            return []
+        if file.name not in self._whole:
+            keys = {key for expert in file.source.experts for key in expert.tensors()}
+            self._whole[file.name] = self._shards_of(keys)
+        return self._whole[file.name]
+
+    def _dense_shards(self, file: PlannedFile) -> list[str]:
+        """Of these, those of which dense tensors are needed."""
+        if isinstance(file, DenseFile):
+            return self._shards_of(tensor.name for tensor in file.tensors)
+        return self._reads.get(file.source.layer, []) if isinstance(file, ExpertsFile) else []
+
+    def needs_whole(self, name: str, file: PlannedFile) -> bool:
+        """Whether a file needs experts of a shard, not only dense tensors."""
+        return name in self._whole_shards(file)
+
+    def _suffices(self, name: str, file: PlannedFile, is_saved: Callable[[str], bool]) -> bool:
+        return not self.needs_whole(name, file) and is_saved(name)
 
     def shards_to_fetch(self, file: PlannedFile) -> list[str]:
         """As :meth:`shards_of`, without those whose saved dense tensors suffice."""
-        names = self.shards_of(file)
-        if isinstance(file, DenseFile):
-            return [name for name in names if not self._saved_path(name).exists()]
-        return names
+        return [name for name in self.shards_of(file) if not self._suffices(name, file, self._is_saved)]
 
     def first_missing(
         self, files: Iterable[PlannedFile], is_open: Callable[[str], bool], is_saved: Callable[[str], bool]
@@ -119,18 +139,18 @@ class ShardSupply:
 
         Args:
             files: Unwritten files.
-            is_open: Whether a shard is open.
+            is_open: Whether a whole shard is open.
             is_saved: Whether a shard's dense tensors are saved.
         """
         for file in files:
             for name in self.shards_of(file):
-                if not (is_open(name) or (isinstance(file, DenseFile) and is_saved(name))):
+                if not (is_open(name) or self._suffices(name, file, is_saved)):
                     return name
         return None
 
     def saved_dense(self) -> list[str]:
         """Names of the shards whose dense tensors are saved."""
-        return [name for name in self._dense if self._saved_path(name).exists()]
+        return [name for name in self._dense if self._is_saved(name)]
 
     def saved_dense_bytes(self, name: str) -> int:
         """Size of the file that saves a shard's dense tensors."""
@@ -149,28 +169,30 @@ class ShardSupply:
         A shard of which only dense tensors are needed is replaced by them, unless it has no others: then
         that frees no space.
         """
-        needing = [file for file in unwritten if name in self.shards_of(file)]
-        if not needing:
+        if not any(name in self.shards_of(file) for file in unwritten):
             return "discard"
         all_dense = len(self._dense.get(name, ())) == len(self._checkpoint.shards[name].tensors)
-        return "keep" if all_dense or any(isinstance(file, ExpertsFile) for file in needing) else "save dense"
+        whole = any(self.needs_whole(name, file) for file in unwritten)
+        return "keep" if all_dense or whole else "save dense"
 
     def provide(self, file: PlannedFile) -> None:
         """See :class:`Supply`."""
         for name in self.shards_of(file):
             shard = self._checkpoint.shards[name]
-            if isinstance(file, DenseFile) and not shard.is_open and self._open_saved(name):
+            dense = not self.needs_whole(name, file)
+            if dense and (shard.is_open or self._open_saved(name)):
                 continue
-            if not shard.is_open:
+            if not shard.is_open or shard.is_reduced:
+                shard.close()
                 shard.open(self._source.fetch(name), whole=True)
-            if isinstance(file, DenseFile):
-                self._release(name)  # layers are done, so only its dense tensors are still needed
+            if dense:
+                self._release(name)  # unless its experts are still needed
         shards = self._checkpoint.shards
         self._source.expect(
             self.first_missing(
                 self._unwritten,
-                lambda name: shards[name].is_open,
-                lambda name: self._saved_path(name).exists(),
+                lambda name: shards[name].is_open and not shards[name].is_reduced,
+                self._is_saved,
             )
         )
 
@@ -231,6 +253,12 @@ class ShardSupply:
 
     def _saved_path(self, name: str) -> Path:
         return self._saved / (name + DENSE_SUFFIX)
+
+    def _is_saved(self, name: str) -> bool:
+        return self._saved_path(name).exists()
+
+    def _shards_of(self, keys: Iterable[str]) -> list[str]:
+        return sorted({self._shard_of(key) for key in keys})
 
     def _shard_of(self, key: str) -> str:
         return self._names[id(self._checkpoint.tensors.file_of(key))]

@@ -132,6 +132,10 @@ class Workspace:
             sync_directory(self._store)
         return DurableFile(path)
 
+    def path(self, name: str) -> Path:
+        """Path of a finished file until the store is published."""
+        return self._store / name
+
     def record(self, name: str, size: int, sha256: str) -> None:
         """Record a committed file as finished."""
         self.finished[name] = FileRecord(size, sha256)

@@ -59,10 +59,33 @@ int checked_threads(std::optional<int> threads) {
   return threads.value_or(0);
 }
 
+// Importances [cols] and factors [blocks, width, width].
+using FeedbackArrays = std::tuple<py::array, py::array>;
+
+ColumnFeedback checked_feedback(const char* name, const FeedbackArrays& arrays, std::int64_t cols) {
+  const auto& [importance, factors] = arrays;
+  const std::string prefix(name);
+  ColumnFeedback feedback;
+  feedback.width = factors.ndim() == 3 ? factors.shape(2) : 0;
+  if (feedback.width < kGroupColumns || feedback.width % kGroupColumns != 0) {
+    refuse(prefix + " factors must be [blocks, width, width] with a width that is a multiple of " +
+           std::to_string(kGroupColumns));
+  }
+  const std::int64_t blocks = (cols + feedback.width - 1) / feedback.width;
+  feedback.importance = checked<float>((prefix + " importance").c_str(), importance, {cols});
+  feedback.factors =
+      checked<float>((prefix + " factors").c_str(), factors, {blocks, feedback.width, feedback.width});
+  return feedback;
+}
+
 void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::array& up,
                     const py::array& down, const BiasArrays& biases, py::array out,
-                    std::optional<int> threads, const std::string& solver) {
+                    std::optional<int> threads, const std::string& solver,
+                    const std::optional<std::pair<FeedbackArrays, FeedbackArrays>>& feedback) {
   const Solver chosen = solver_of(solver);
+  if (feedback && (!layout.quantised() || chosen != Solver::kLeastSquares)) {
+    refuse("feedback needs the least-squares solver and fewer than 16 bits");
+  }
   const auto bias = checked_biases(layout, biases);
   const ExpertSource source{matrix_source("gate", gate, layout.intermediate_size, layout.hidden_size),
                             matrix_source("up", up, layout.intermediate_size, layout.hidden_size),
@@ -70,8 +93,17 @@ void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::
                             bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
+  ExpertFeedback measured;
+  if (feedback) {
+    measured.inputs = checked_feedback("input", feedback->first, layout.hidden_size);
+    measured.neurons = checked_feedback("neuron", feedback->second, layout.intermediate_size);
+  }
   const ReleaseGil released;
-  pack_expert(layout, source, records, limit, chosen);
+  if (feedback) {
+    pack_expert_with_feedback(layout, source, measured, records, limit);
+  } else {
+    pack_expert(layout, source, records, limit, chosen);
+  }
 }
 
 QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes, const py::array& scales,
@@ -276,7 +308,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("num_threads", &ThreadPool::num_threads);
   m.def("pack_expert", &pack_expert_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none(),
-        py::arg("solver") = "least-squares");
+        py::arg("solver") = "least-squares", py::arg("feedback") = py::none());
   m.def("pack_quantized", &pack_quantized_py, py::arg("layout"), py::arg("gate_q"), py::arg("gate_s"),
         py::arg("gate_z"), py::arg("up_q"), py::arg("up_s"), py::arg("up_z"), py::arg("down_q"),
         py::arg("down_s"), py::arg("down_z"), py::arg("biases"), py::arg("out"),

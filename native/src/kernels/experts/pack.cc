@@ -232,6 +232,48 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
   write_tails(layout, source.biases, records);
 }
 
+void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& source,
+                               const ExpertFeedback& feedback, unsigned char* records, int threads) {
+  const KernelTable& kernel = kernels();
+  const Fields fields = fields_of(layout);
+  const MatrixSource* matrices[kMatrices] = {&source.gate, &source.up, &source.down};
+  const std::int64_t neuron_tiles = layout.blocks * kTilesPerBlock;
+  const std::int64_t tiles[kMatrices] = {neuron_tiles, neuron_tiles, layout.hidden_padded / kTileRows};
+  const auto scratch = static_cast<std::size_t>(std::max(feedback.inputs.width, feedback.neurons.width));
+  std::atomic<bool> fine{true};
+  // One unit is one tile of rows with all its columns, which depend on each other.
+  const auto pack_tile = [&](std::size_t m, std::int64_t tile, float* columns) {
+    const Field& field = fields.field[m];
+    const std::int64_t block = field.by_rows ? tile / field.tiles : 0;
+    const std::int64_t at = (field.by_rows ? tile % field.tiles : tile) * field.groups;
+    unsigned char* record = records + block * layout.record_bytes;
+    const GroupPlaces places{record + field.q + at * layout.group_bytes,
+                             field.by_rows ? layout.group_bytes : layout.record_bytes,
+                             record + field.sz + at * kScaleBytes,
+                             field.by_rows ? std::int64_t{kScaleBytes} : layout.record_bytes};
+    const ColumnFeedback& columns_of = field.by_rows ? feedback.inputs : feedback.neurons;
+    if (!kernel.quantise_rows(*matrices[m], columns_of, tile * kTileRows, layout.bits, places, columns)) {
+      fine.store(false, std::memory_order_relaxed);
+    }
+  };
+  {
+    ThreadPool::Session session;
+    session.parallel_for(threads > 0 ? threads : kMaxThreads, tiles[0] + tiles[1] + tiles[2], 1,
+                         [&](std::int64_t begin, std::int64_t end) {
+                           std::vector<float> columns(scratch * kTileRows);
+                           for (std::int64_t unit = begin; unit < end; ++unit) {
+                             if (!fine.load(std::memory_order_relaxed)) return;
+                             std::int64_t tile = unit;
+                             std::size_t m = 0;
+                             while (tile >= tiles[m]) tile -= tiles[m++];
+                             pack_tile(m, tile, columns.data());
+                           }
+                         });
+  }
+  if (!fine.load()) report_bad_weight(layout, fields, source);
+  write_tails(layout, source.biases, records);
+}
+
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
                     int threads) {
   if (!layout.quantised()) throw std::invalid_argument("a 16-bit layout takes no quantised matrices");

@@ -37,11 +37,21 @@ struct QuantisedExpert {
   const ExpertBiases* biases;
 };
 
+// Measured feedback for the columns of gate and up, and for those of down; see ColumnFeedback.
+struct ExpertFeedback {
+  ColumnFeedback inputs;
+  ColumnFeedback neurons;
+};
+
 // Writes every byte of records [blocks, record_bytes]. REQUIRES: shapes match the layout. Throws
 // std::invalid_argument naming the first weight that is not finite or too large (quantised) or that becomes
 // infinite (rounding to 16 bits). `threads` limits the workers; 0: no limit.
 void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned char* records, int threads,
                  Solver solver = Solver::kLeastSquares);
+
+// The same by least squares with feedback. REQUIRES: a layout below 16 bits.
+void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& source,
+                               const ExpertFeedback& feedback, unsigned char* records, int threads);
 
 // Throws std::invalid_argument for a code above 2^bits - 1 or a scale or zero that is not finite.
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,

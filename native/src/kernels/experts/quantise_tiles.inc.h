@@ -1,10 +1,8 @@
 // Quantises tiles of a matrix. Included inside the anonymous namespace of one instruction set, after the
 // solvers.
 
-// Quantises one (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols
-// on get code 0. importance: as for sum_codes.
-inline void quantise_group(const float* weights, const float* importance, int valid_cols, int bits,
-                           Solver solver, unsigned char* q, unsigned char* sz) {
+// Scale and zero of one (tile, group) of weights [64][16]; importance: as for sum_codes.
+inline GroupSolution fit_group(const float* weights, const float* importance, int bits, Solver solver) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   Vec low = load(weights);
   Vec high = low;
@@ -22,19 +20,18 @@ inline void quantise_group(const float* weights, const float* importance, int va
     best.scale = fitted.scale;
     best.zero = fitted.zero;
   }
-  const Vec zeros = add(best.zero, zero());  // -0 becomes +0
-  store_fp16(sz, best.scale);
-  store_fp16(sz + 32, zeros);
-  const Vec inverse = div(set1(1.0f), best.scale);
-  const auto code = [&](int c) {
-    return c < valid_cols ? to_int(codes(mul(load(weights + c * 16), inverse), zeros, top)) : seti(0);
-  };
+  best.zero = add(best.zero, zero());  // -0 becomes +0
+  return best;
+}
+
+// Writes the codes [64] of a group into its q field.
+inline void write_codes(const VecI* codes, int bits, unsigned char* q) {
   if (bits == 3) {
     VecI high_words[2] = {seti(0), seti(0)};
     for (int unit = 0; unit < 4; ++unit) {
       VecI low_words = seti(0);
       for (int c = 0; c < 16; ++c) {
-        const VecI value = code(unit * 16 + c);
+        const VecI value = codes[unit * 16 + c];
         low_words = ori(low_words, shl(andi(value, seti(3)), 2 * c));
         high_words[unit / 2] = ori(high_words[unit / 2], shl(shr(value, 2), 16 * (unit % 2) + c));
       }
@@ -47,9 +44,79 @@ inline void quantise_group(const float* weights, const float* importance, int va
   const int columns = 32 / bits;
   for (int unit = 0; unit < 64 / columns; ++unit) {
     VecI words = seti(0);
-    for (int c = 0; c < columns; ++c) words = ori(words, shl(code(unit * columns + c), bits * c));
+    for (int c = 0; c < columns; ++c) words = ori(words, shl(codes[unit * columns + c], bits * c));
     storei(q + unit * kStepBytes, words);
   }
+}
+
+// Quantises one (tile, group): weights [64][16] -> q bytes of the group and its sz. Columns from valid_cols
+// on get code 0. importance: as for sum_codes.
+inline void quantise_group(const float* weights, const float* importance, int valid_cols, int bits,
+                           Solver solver, unsigned char* q, unsigned char* sz) {
+  const Vec top = set1(static_cast<float>((1 << bits) - 1));
+  const GroupSolution best = fit_group(weights, importance, bits, solver);
+  store_fp16(sz, best.scale);
+  store_fp16(sz + 32, best.zero);
+  const Vec inverse = div(set1(1.0f), best.scale);
+  VecI found[64];
+  for (int c = 0; c < 64; ++c) {
+    found[c] = c < valid_cols ? to_int(codes(mul(load(weights + c * 16), inverse), best.zero, top)) : seti(0);
+  }
+  write_codes(found, bits, q);
+}
+
+// Takes errors[i] * factors[i][j] from columns j in [first, last), for errors [count][16] of columns i.
+// factors points to the row of the first error; its rows are `width` apart.
+inline void take_errors(const float* errors, int count, const float* factors, std::int64_t width,
+                        std::int64_t first, std::int64_t last, float* columns) {
+  std::int64_t j = first;
+  for (; j + 4 <= last; j += 4) {
+    Vec sums[4];
+    for (int k = 0; k < 4; ++k) sums[k] = load(columns + (j + k) * 16);
+    for (int i = 0; i < count; ++i) {
+      const Vec error = load(errors + i * 16);
+      const float* row = factors + i * width + j;
+      for (int k = 0; k < 4; ++k) sums[k] = fnma(error, set1(row[k]), sums[k]);
+    }
+    for (int k = 0; k < 4; ++k) store(columns + (j + k) * 16, sums[k]);
+  }
+  for (; j < last; ++j) {
+    Vec sum = load(columns + j * 16);
+    for (int i = 0; i < count; ++i) {
+      sum = fnma(load(errors + i * 16), set1(factors[i * width + j]), sum);
+    }
+    store(columns + j * 16, sum);
+  }
+}
+
+// As quantise_group by least squares, but rounds the columns one after the other and takes the error of each
+// from those after it, up to column `last` of the block. columns: [last][16], of the whole block, changed;
+// factors [width, width]: see ColumnFeedback. first: column of the block at which the group begins.
+inline void quantise_group_with_feedback(float* columns, const float* factors, std::int64_t width,
+                                         std::int64_t first, std::int64_t last, const float* importance,
+                                         int bits, unsigned char* q, unsigned char* sz) {
+  const Vec top = set1(static_cast<float>((1 << bits) - 1));
+  float* group = columns + first * 16;
+  const int valid_cols = static_cast<int>(last - first < 64 ? last - first : 64);
+  // As gather_group does it: padding repeats real columns.
+  for (int c = valid_cols; c < 64; ++c) store(group + c * 16, load(group + (c % valid_cols) * 16));
+  const GroupSolution best = fit_group(group, importance, bits, Solver::kLeastSquares);
+  store_fp16(sz, best.scale);
+  store_fp16(sz + 32, best.zero);
+  const Vec inverse = div(set1(1.0f), best.scale);
+  VecI found[64];
+  float errors[64 * 16];
+  for (int c = 0; c < valid_cols; ++c) {
+    const Vec weight = load(group + c * 16);
+    const Vec code = codes(mul(weight, inverse), best.zero, top);
+    found[c] = to_int(code);
+    store(errors + c * 16, sub(weight, mul(sub(code, best.zero), best.scale)));
+    take_errors(errors + c * 16, 1, factors + (first + c) * width, width, first + c + 1, first + valid_cols,
+                columns);
+  }
+  for (int c = valid_cols; c < 64; ++c) found[c] = seti(0);
+  write_codes(found, bits, q);
+  take_errors(errors, valid_cols, factors + first * width, width, first + valid_cols, last, columns);
 }
 
 MOECHAT_INLINE float read_weight(const unsigned char* at, SourceType type) {
@@ -141,6 +208,32 @@ bool quantise_tile(const MatrixSource& source, const float* importance, std::int
         importance != nullptr && valid_cols > 0 && scale_importances(importance + first, valid_cols, scaled);
     quantise_group(columns, weighted ? scaled : nullptr, valid_cols, bits, solver, q + g * group_bytes,
                    sz + g * kScaleBytes);
+  }
+  return true;
+}
+
+// See kernel_api.h.
+bool quantise_rows(const MatrixSource& source, const ColumnFeedback& feedback, std::int64_t row, int bits,
+                   const GroupPlaces& to, float* columns) {
+  const std::int64_t left = source.rows - row;
+  const int valid_rows = static_cast<int>(left < 0 ? 0 : (left < kTileRows ? left : kTileRows));
+  const std::int64_t width = feedback.width;
+  const float* factors = feedback.factors;
+  for (std::int64_t block = 0; block < source.cols; block += width, factors += width * width) {
+    const std::int64_t size = source.cols - block < width ? source.cols - block : width;
+    for (std::int64_t first = 0; first < size; first += 64) {
+      const int valid_cols = static_cast<int>(size - first < 64 ? size - first : 64);
+      gather_group(source, row, block + first, valid_rows, valid_cols, columns + first * 16);
+      if (!quantisable(columns + first * 16)) return false;
+    }
+    for (std::int64_t first = 0; first < size; first += 64) {
+      const int valid_cols = static_cast<int>(size - first < 64 ? size - first : 64);
+      const std::int64_t group = (block + first) / 64;
+      float scaled[64];
+      const bool weighted = scale_importances(feedback.importance + block + first, valid_cols, scaled);
+      quantise_group_with_feedback(columns, factors, width, first, size, weighted ? scaled : nullptr, bits,
+                                   to.q + group * to.q_stride, to.sz + group * to.sz_stride);
+    }
   }
   return true;
 }

@@ -18,6 +18,6 @@
 // clang-format on
 
 // dispatch.cc adds the name and the integer kernels.
-constexpr KernelTable kFloatKernels = {nullptr,      prepare_tokens, neurons,      outputs,  block,
-                                       add_partials, quantise_tile,  row_products, activate, linear,
-                                       rows16,       nullptr,        &kDecode};
+constexpr KernelTable kFloatKernels = {nullptr,      prepare_tokens, neurons,       outputs,      block,
+                                       add_partials, quantise_tile,  quantise_rows, row_products, activate,
+                                       linear,       rows16,         nullptr,       &kDecode};

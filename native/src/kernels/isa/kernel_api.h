@@ -181,6 +181,24 @@ struct RowProducts {
   float ab[16];  // of products
 };
 
+// What the columns of a matrix mean for its products, measured: the error of quantised weights costs
+// importance[j] times its square, and part of what column i got wrong is made good in columns after it.
+// Blocks of `width` columns, a multiple of 64, are independent of each other; the last may be narrower.
+struct ColumnFeedback {
+  const float* importance = nullptr;  // [cols], or null: all are equal
+  const float* factors = nullptr;     // [blocks, width, width], or null: no feedback; column j > i of a block
+                                      // is lessened by factors[i][j] times the error of column i
+  std::int64_t width = 0;
+};
+
+// Where the groups of a tile are written: group g at q + g * q_stride and sz + g * sz_stride.
+struct GroupPlaces {
+  unsigned char* q;
+  std::int64_t q_stride;
+  unsigned char* sz;
+  std::int64_t sz_stride;
+};
+
 struct KernelTable {
   const char* name;
   // Writes scaled [count, Hp] and sums [count, groups] of x [count, hidden].
@@ -203,6 +221,12 @@ struct KernelTable {
   bool (*quantise_tile)(const MatrixSource& source, const float* importance, std::int64_t row,
                         std::int64_t col, std::int64_t groups, int bits, Solver solver, unsigned char* q,
                         unsigned char* sz);
+  // Quantises all columns of rows [row, row + 16) by least squares, with feedback, which must have
+  // importances and factors (GPTQ: Frantar et al., arXiv:2210.17323, section 3). Rows outside the matrix are
+  // padding; groups that lie wholly outside it are not written. `columns` is scratch for 16 * width floats.
+  // Returns false as quantise_tile.
+  bool (*quantise_rows)(const MatrixSource& source, const ColumnFeedback& feedback, std::int64_t row,
+                        int bits, const GroupPlaces& to, float* columns);
   // Sums over the columns of rows [row, row + 16) of two matrices of one shape; see RowProducts.
   void (*row_products)(const MatrixSource& a, const MatrixSource& b, std::int64_t row, RowProducts* out);
   // out[i] = act(gate[i]) * up[i], count a multiple of 16.

@@ -1,0 +1,94 @@
+"""Calibrated quantisation: the model runs over a text while its experts are converted, layer by layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from moechat.calibration.layer_packer import LayerPacker
+from moechat.calibration.text import calibration_ids
+from moechat.errors import MoechatError
+from moechat.geometry import ExpertGeometry
+from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
+from moechat.models.one_pass import OnePass
+from moechat.offload.experts import ExpertCounters, ExpertLayer
+from moechat.store.calibrated import ConvertLayer
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.expert_refs import CheckpointPlan
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TextCalibration:
+    """Measures activations on the packaged text; a :class:`moechat.store.calibrated.Calibration`.
+
+    Attributes:
+        checkpoint: The source.
+        plan: Its experts and dense tensors.
+        geometry: Of the store.
+        notice: Receives the reason if the model cannot be run.
+    """
+
+    checkpoint: Checkpoint
+    plan: CheckpointPlan
+    geometry: ExpertGeometry
+    notice: Notice
+
+    def run(self, convert_layer: ConvertLayer) -> bool:
+        """See :class:`moechat.store.calibrated.Calibration`."""
+        failed: list[BaseException] = []  # raised by the conversion, not by the model
+
+        def experts(
+            ordinal: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            try:
+                records = convert_layer(ordinal, lambda: LayerPacker(self.geometry, hidden, index, weights))
+            except BaseException as error:
+                failed.append(error)
+                raise
+            # The later layers get what these quantised experts compute, as they will when the model is used.
+            return ExpertLayer(self.geometry, records, ExpertCounters()).forward(hidden, index, weights)
+
+        keys = [key for layer in self.plan.read_before for key in layer]
+        try:
+            one_pass = OnePass(self.checkpoint.path)
+            ids = calibration_ids(load_tokenizer(self.checkpoint.path), one_pass.vocabulary)
+            one_pass.run(self.checkpoint.tensors, keys, ids, experts)
+        except Exception as error:  # depends on the family
+            if failed or isinstance(error, OSError):
+                raise
+            text = str(error) if isinstance(error, MoechatError) else f"{type(error).__name__}: {error}"
+            self.notice(f"experts are quantised without calibration: {text}")
+            return False
+        return True
+
+
+def calibrates(plan: CheckpointPlan, bits: int, files: Iterable[str]) -> bool:
+    """Whether a conversion is calibrated.
+
+    Args:
+        plan: Of the checkpoint.
+        bits: Bits per expert weight; from 8 on, rounding costs next to nothing.
+        files: Names of the checkpoint's files.
+    """
+    return bits < 8 and bool(plan.read_before) and not TOKENIZER_FILES.isdisjoint(files)
+
+
+def calibration_of(
+    checkpoint: Checkpoint, plan: CheckpointPlan, bits: int, notice: Notice
+) -> TextCalibration | None:
+    """The calibration of a conversion; ``None`` if it is not calibrated.
+
+    Args:
+        checkpoint: The source, with its tokenizer.
+        plan: Its experts and dense tensors.
+        bits: Bits per expert weight.
+        notice: Receives the reason if the model cannot be run after all.
+    """
+    if not calibrates(plan, bits, os.listdir(checkpoint.path)):
+        return None
+    return TextCalibration(checkpoint, plan, plan.geometry(bits), notice)

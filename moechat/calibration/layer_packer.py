@@ -1,0 +1,89 @@
+"""Packs the experts of one layer with feedback from their inputs and activations on the calibration text."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moechat import _native
+from moechat.calibration.moments import Feedback, feedback, moments
+from moechat.geometry import ExpertGeometry
+from moechat.models.gates import Gate, apply_gate
+from moechat.store.quantizer import Biases, Matrices
+
+# A prior counts as much as this many tokens: the inputs of all tokens of the layer for gate and up; for down,
+# independent neurons of the sizes that the weights of gate and up alone suggest.
+_PRIOR_TOKENS = 16.0
+
+
+class LayerPacker:
+    """Packs the experts of one layer; experts that the router chose more often are measured better."""
+
+    def __init__(
+        self, geometry: ExpertGeometry, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Take the inputs of the layer's experts.
+
+        Args:
+            geometry: Of the store.
+            hidden: float32 ``[tokens, hidden]``.
+            index: Chosen experts ``[tokens, k]``.
+            weights: Their router weights ``[tokens, k]``.
+        """
+        self._geometry = geometry
+        self._gate = Gate(geometry.activation, geometry.alpha, geometry.limit, interleaved=False)
+        self._hidden = hidden
+        self._index = index
+        self._weights = weights.float()
+        self._inputs = feedback(moments(hidden), geometry.hidden_size)
+
+    def __call__(
+        self, number: int, matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]
+    ) -> None:
+        """Pack expert ``number``; see :func:`moechat.store.quantizer.make_packer`."""
+        gate, up = (_tensor(matrix) for matrix in matrices[:2])
+        if gate.isfinite().all() and up.isfinite().all():
+            measured = (self._inputs.arrays, self._neurons(number, gate, up, biases).arrays)
+        else:
+            measured = None  # to be refused by the native packer, which names the weight
+        _native.pack_expert(self._geometry.layout, *matrices, biases, out, feedback=measured)
+
+    def _neurons(self, number: int, gate: torch.Tensor, up: torch.Tensor, biases: Biases | None) -> Feedback:
+        """Feedback for the columns of down."""
+        tokens, slots = (self._index == number).nonzero(as_tuple=True)
+        inputs = self._hidden[tokens]
+        gates, ups = inputs @ gate.T, inputs @ up.T
+        if biases is not None:
+            gates += torch.from_numpy(biases[0])
+            ups += torch.from_numpy(biases[1])
+        active = apply_gate(self._gate, gates, ups)
+        # An error in the output of a token counts as much as the router weighs it.
+        shares = self._weights[tokens, slots].square()
+        found = moments(active, shares * (len(shares) / shares.sum().clamp(min=1e-30)))
+        diagonal = found.diagonal(dim1=1, dim2=2)
+        prior = torch.zeros(diagonal.numel())
+        prior[: len(gate)] = _expected_squares(gate, up)
+        total = float(diagonal.sum())
+        scale = total / (max(1, len(tokens)) * float(prior.sum())) if total > 0 else 1.0
+        diagonal += _PRIOR_TOKENS * scale * prior.reshape(diagonal.shape)
+        return feedback(found, len(gate))
+
+
+def _expected_squares(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Expected squares of the neurons, from the weights alone; see ``neuron_importance`` in ``pack.cc``."""
+    squares = gate.square().sum(1) * up.square().sum(1) + 2 * (gate * up).sum(1).square()
+    return squares.clamp(min=1e-30)
+
+
+def _tensor(matrix: NDArray[Any]) -> torch.Tensor:
+    """A matrix of a checkpoint in float32."""
+    with warnings.catch_warnings():
+        # Mapped read-only; nothing writes through the tensor.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        if matrix.dtype == np.uint16:
+            return torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16).float()
+        return torch.from_numpy(matrix).float()

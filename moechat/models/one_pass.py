@@ -1,0 +1,141 @@
+"""Runs a model once over a text, with the dense weights of one decoder layer in memory at a time.
+
+The routed experts are left to the caller, who gets their inputs layer by layer. The pass ends after the
+experts of the last layer, so the head is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moechat.errors import CheckpointError
+from moechat.models.checkpoint_mapping import Target, combine, map_keys
+from moechat.models.dense import TensorSource, assign_weight, initialise_rest, read_tensor
+from moechat.models.light_meta import light_meta
+from moechat.models.model_outline import without_warnings
+from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+
+# Computes the experts of a layer: its ordinal, hidden states [tokens, hidden] in float32, top-k indices and
+# weights [tokens, k]; returns [tokens, hidden].
+ExpertsFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Finished(Exception):  # noqa: N818 - no error
+    """Ends the pass."""
+
+
+class OnePass:
+    """A model in float32, for one pass; see the module.
+
+    Attributes:
+        skeleton: The model; its dense weights are on the meta device unless its pass uses them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Build the model of a checkpoint's ``config.json``; no weight is read.
+
+        Raises:
+            UnsupportedModelError: The installed transformers cannot build it.
+        """
+        with without_warnings():
+            self.skeleton: Skeleton = build_skeleton(load_config(directory), torch.float32)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(self.skeleton.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index]
+
+    def run(self, source: TensorSource, keys: Iterable[str], ids: torch.Tensor, experts: ExpertsFunction) -> None:
+        """Run the pass; call once.
+
+        Args:
+            source: The checkpoint. A tensor of a layer has to be readable when the experts of the layer
+                before it have been computed, the others from the beginning.
+            keys: Its dense tensors that the pass reads.
+            ids: Token ids, int64 ``[texts, tokens]``.
+            experts: Computes the experts of each layer in turn.
+
+        Raises:
+            CheckpointError: A tensor does not fit the model.
+            Exception: What ``experts``, or the model, raises.
+        """
+        skeleton, model = self.skeleton, self.skeleton.model
+        outside, layers = self._targets(keys)
+        embeddings = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+        last = len(skeleton.experts) - 1
+
+        def compute(ordinal: int) -> Callable[..., torch.Tensor]:
+            def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                flat = hidden.reshape(-1, hidden.shape[-1])
+                chosen = index.reshape(len(flat), -1)
+                out = experts(ordinal, flat.float(), chosen, weights.reshape(chosen.shape))
+                if ordinal == last:
+                    raise _Finished
+                return out.reshape(hidden.shape).to(hidden.dtype)
+
+            return forward
+
+        with torch.inference_mode():
+            for target in outside:
+                self._load(source, target, embeddings)
+            with light_meta():
+                initialise_rest(skeleton)
+            for ordinal, entry in enumerate(skeleton.experts):
+                entry.module.forward = compute(ordinal)
+            for name, part in model.named_modules():
+                if f"{name}.weight" in embeddings:
+                    # Rows are used as stored; a float32 copy of the table could be larger than the machine.
+                    part.register_forward_hook(lambda _part, _args, rows: rows.float())
+            self._load_while_running(source, layers)
+            try:
+                model(input_ids=ids, use_cache=False)
+            except _Finished:
+                return
+        raise CheckpointError("the model's pass ended before the experts of its last layer")
+
+    def _targets(self, keys: Iterable[str]) -> tuple[list[Target], dict[int, list[Target]]]:
+        """Weights outside the decoder layers, and those of each layer."""
+        prefix = self.skeleton.layers_name + "."
+        outside: list[Target] = []
+        layers: dict[int, list[Target]] = {}
+        for target in map_keys(self.skeleton, keys)[0].values():
+            number = target.name.removeprefix(prefix).partition(".")[0]
+            if target.name.startswith(prefix) and number.isdigit():
+                layers.setdefault(int(number), []).append(target)
+            else:
+                outside.append(target)
+        return outside, layers
+
+    def _load(self, source: TensorSource, target: Target, kept: Iterable[str] = ()) -> list[str]:
+        tensors = {key: read_tensor(source, key) for key in target.keys}
+        combined = combine(target, tensors, self.skeleton.model)
+        for name, tensor in combined.items():
+            assign_weight(self.skeleton, name, tensor, keep=name in kept)
+        del tensors
+        source.release(target.keys)
+        return list(combined)
+
+    def _load_while_running(self, source: TensorSource, layers: dict[int, list[Target]]) -> None:
+        """Load each decoder layer when it is called, and drop its weights when it has returned."""
+        parts = self.skeleton.model.get_submodule(self.skeleton.layers_name)
+        for number, part in enumerate(parts.children()):
+            loaded: list[str] = []
+
+            def load(_part: nn.Module, _args: object, number: int = number, loaded: list[str] = loaded) -> None:
+                for target in layers.get(number, ()):
+                    loaded.extend(self._load(source, target))
+
+            def drop(_part: nn.Module, _args: object, _out: object, loaded: list[str] = loaded) -> None:
+                for name in loaded:
+                    parent, _, leaf = name.rpartition(".")
+                    owner = self.skeleton.model.get_submodule(parent)
+                    if leaf in owner._parameters:
+                        meta = nn.Parameter(self.skeleton.state[name], requires_grad=False)
+                        owner._parameters[leaf] = meta
+
+            part.register_forward_pre_hook(load)
+            part.register_forward_hook(drop)
