@@ -13,11 +13,14 @@ from moechat import _native
 from moechat.calibration.moments import Feedback, feedback, moments
 from moechat.geometry import ExpertGeometry
 from moechat.models.gates import Gate, apply_gate
+from moechat.models.model_outline import automatic_type
 from moechat.store.quantizer import Biases, Matrices
 
-# A prior counts as much as this many tokens: the inputs of all tokens of the layer for gate and up; for down,
-# independent neurons of the sizes that the weights of gate and up alone suggest.
-_PRIOR_TOKENS = 16.0
+# What is known before an expert's own tokens counts as much as this many of them: the inputs of all tokens of
+# the layer for gate and up; for down, independent neurons of the sizes that the weights of gate and up alone
+# suggest. On the demo model, whose experts see 1,000 tokens each, 16 left 6.5 millinats of divergence, 64 6.2,
+# 128 and 256 6.0.
+_PRIOR_TOKENS = 128.0
 
 
 class LayerPacker:
@@ -39,51 +42,64 @@ class LayerPacker:
         self._hidden = hidden
         self._index = index
         self._weights = weights.float()
-        self._inputs = feedback(moments(hidden), geometry.hidden_size)
+        self._of_any_token = moments(hidden) / len(hidden)
 
     def __call__(
         self, number: int, matrices: Matrices, biases: Biases | None, out: NDArray[np.uint8]
     ) -> None:
         """Pack expert ``number``; see :func:`moechat.store.quantizer.make_packer`."""
-        gate, up = (_tensor(matrix) for matrix in matrices[:2])
-        if gate.isfinite().all() and up.isfinite().all():
-            measured = (self._inputs.arrays, self._neurons(number, gate, up, biases).arrays)
-        else:
-            measured = None  # to be refused by the native packer, which names the weight
-        _native.pack_expert(self._geometry.layout, *matrices, biases, out, feedback=measured)
-
-    def _neurons(self, number: int, gate: torch.Tensor, up: torch.Tensor, biases: Biases | None) -> Feedback:
-        """Feedback for the columns of down."""
         tokens, slots = (self._index == number).nonzero(as_tuple=True)
         inputs = self._hidden[tokens]
-        gates, ups = inputs @ gate.T, inputs @ up.T
+        # An error in the output of a token counts as much as the router weighs it.
+        shares = self._weights[tokens, slots].square()
+        shares *= len(shares) / shares.sum().clamp(min=1e-30)
+        gate, up = (_tensor(matrix) for matrix in matrices[:2])
+        of_inputs = feedback(
+            moments(inputs, shares) + _PRIOR_TOKENS * self._of_any_token, self._geometry.hidden_size
+        )
+        of_neurons = self._neurons(inputs, shares, gate, up, biases)
+        measured = (of_inputs.arrays, of_neurons.arrays)
+        _native.pack_expert(self._geometry.layout, *matrices, biases, out, feedback=measured)
+
+    def _neurons(
+        self,
+        inputs: torch.Tensor,
+        shares: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+    ) -> Feedback:
+        """Feedback for the columns of down, for inputs ``[tokens, hidden]`` and shares ``[tokens]``."""
+        rounded = inputs.to(gate.dtype)
+        gates, ups = (rounded @ gate.T).float(), (rounded @ up.T).float()
         if biases is not None:
             gates += torch.from_numpy(biases[0])
             ups += torch.from_numpy(biases[1])
         active = apply_gate(self._gate, gates, ups)
-        # An error in the output of a token counts as much as the router weighs it.
-        shares = self._weights[tokens, slots].square()
-        found = moments(active, shares * (len(shares) / shares.sum().clamp(min=1e-30)))
+        found = moments(active, shares)
         diagonal = found.diagonal(dim1=1, dim2=2)
         prior = torch.zeros(diagonal.numel())
         prior[: len(gate)] = _expected_squares(gate, up)
         total = float(diagonal.sum())
-        scale = total / (max(1, len(tokens)) * float(prior.sum())) if total > 0 else 1.0
+        scale = total / (len(inputs) * float(prior.sum())) if total > 0 else 1.0
         diagonal += _PRIOR_TOKENS * scale * prior.reshape(diagonal.shape)
         return feedback(found, len(gate))
 
 
 def _expected_squares(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Expected squares of the neurons, from the weights alone; see ``neuron_importance`` in ``pack.cc``."""
-    squares = gate.square().sum(1) * up.square().sum(1) + 2 * (gate * up).sum(1).square()
-    return squares.clamp(min=1e-30)
+    gate, up = gate.float(), up.float()
+    lengths = torch.linalg.vector_norm(gate, dim=1) * torch.linalg.vector_norm(up, dim=1)
+    return (lengths.square() + 2 * torch.linalg.vecdot(gate, up).square()).clamp(min=1e-30)
 
 
 def _tensor(matrix: NDArray[Any]) -> torch.Tensor:
-    """A matrix of a checkpoint in float32."""
+    """A matrix of a checkpoint, in the type in which this CPU multiplies fast."""
     with warnings.catch_warnings():
         # Mapped read-only; nothing writes through the tensor.
         warnings.filterwarnings("ignore", message=".*not writable.*")
         if matrix.dtype == np.uint16:
-            return torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16).float()
-        return torch.from_numpy(matrix).float()
+            tensor = torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(matrix)
+    return tensor.to(automatic_type())
