@@ -27,6 +27,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"tuner", "fetch"}),
     frozenset({"loading", "planning"}),
+    frozenset({"calibration"}),
     frozenset({"offload"}),
     frozenset({"simulate"}),
     frozenset({"options"}),

@@ -1,1 +1,1 @@
-"""Measures a model's activations on a text while its experts are quantised, so that bits go where they count."""
+"""Quantises experts by what their inputs are on a text, while the model runs over it."""

@@ -59,9 +59,9 @@ def moments(values: torch.Tensor, shares: torch.Tensor | None = None) -> torch.T
     cols = values.shape[1]
     width = block_width(cols)
     padded = torch.nn.functional.pad(values, (0, -cols % width))
-    blocks = padded.unflatten(1, (-1, width)).transpose(0, 1)  # [blocks, tokens, width]
+    blocks = padded.reshape(len(values), -1, width).transpose(0, 1)  # [blocks, tokens, width]
     weighted = blocks if shares is None else blocks * shares[:, None]
-    return weighted.transpose(1, 2) @ blocks
+    return weighted.transpose(1, 2).matmul(blocks)
 
 
 def feedback(moment: torch.Tensor, cols: int) -> Feedback:
@@ -90,7 +90,9 @@ def feedback(moment: torch.Tensor, cols: int) -> Feedback:
     upper = lower.flip(1, 2)
     roots = upper.diagonal(dim1=1, dim2=2)
     identity = torch.eye(width).expand_as(upper)
-    factors = torch.linalg.solve_triangular(upper / roots[:, None, :], identity, upper=True, unitriangular=True)
+    factors = torch.linalg.solve_triangular(
+        upper / roots[:, None, :], identity, upper=True, unitriangular=True
+    )
     # Importances compare columns of a group only, so blocks need no common scale.
     importance = roots.square().flatten()[:cols]
     return Feedback(importance.contiguous().numpy(), factors.contiguous().numpy())

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moechat.calibration.calibration import calibrates
+from moechat.calibration.duration import calibrated_seconds
 from moechat.config import Paths
 from moechat.errors import DoesNotFitError, StoreDamagedError
 from moechat.fetch.file_selection import CONFIG, Selection, cached_file, source_path
@@ -20,6 +21,7 @@ from moechat.hardware.identity import existing_parent
 from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import ModelRef
+from moechat.models.model_outline import configured_top_k, read_config
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import finished_files
 from moechat.store.expert_refs import CheckpointPlan
@@ -129,7 +131,9 @@ def make_plan(
     outline = outline_store(checkpoint, plan, bits)
     calibrated = is_calibrated(selection, checkpoint, plan, bits)
     reads = plan.reads_by_layer() if calibrated else {}
-    supply = ShardSupply(checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep, reads=reads)
+    supply = ShardSupply(
+        checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep, reads=reads
+    )
     side_bytes = sum(file.size for file in selection.side)
     # Configuration and tokenizer of a GGUF model are generated, not fetched.
     store_bytes = outline.total_bytes + side_bytes - (0 if selection.is_gguf else _side_bytes_in(outline))
@@ -181,7 +185,7 @@ def make_plan(
         free_bytes=free,
         reads_ahead=reads_ahead,
         overlaps=reads_ahead and not finished and _is_fetched_later(supply, order, incomplete),
-        convert_s=0.0 if finished else _convert_seconds(plan, bits),
+        convert_s=0.0 if finished else _convert_seconds(checkpoint, plan, bits, calibrated=calibrated),
         finished=finished,
     )
     return needed, made
@@ -233,10 +237,14 @@ def _is_finished(destination: Path, checkpoint: StreamedCheckpoint) -> bool:
     return store.manifest.source.fingerprint == checkpoint.fingerprint()
 
 
-def _convert_seconds(plan: CheckpointPlan, bits: int) -> float | None:
-    """Estimate by timing a small sample; ``None`` where values are copied."""
+def _convert_seconds(
+    checkpoint: StreamedCheckpoint, plan: CheckpointPlan, bits: int, *, calibrated: bool
+) -> float | None:
+    """Estimate by timing small samples; ``None`` where values are copied."""
     if bits == 16:
         return None
+    if calibrated:
+        return calibrated_seconds(plan, bits, configured_top_k(read_config(checkpoint.path)))
     whole = plan.geometry(bits)
     geometry = replace(
         whole,

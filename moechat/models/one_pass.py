@@ -47,9 +47,11 @@ class OnePass:
     @property
     def vocabulary(self) -> int:
         """Rows of the embedding."""
-        return int(self.skeleton.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,index]
+        return int(self.skeleton.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
 
-    def run(self, source: TensorSource, keys: Iterable[str], ids: torch.Tensor, experts: ExpertsFunction) -> None:
+    def run(
+        self, source: TensorSource, keys: Iterable[str], ids: torch.Tensor, experts: ExpertsFunction
+    ) -> None:
         """Run the pass; call once.
 
         Args:
@@ -65,7 +67,9 @@ class OnePass:
         """
         skeleton, model = self.skeleton, self.skeleton.model
         outside, layers = self._targets(keys)
-        embeddings = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+        embeddings = {
+            f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)
+        }
         last = len(skeleton.experts) - 1
 
         def compute(ordinal: int) -> Callable[..., torch.Tensor]:
@@ -125,7 +129,9 @@ class OnePass:
         for number, part in enumerate(parts.children()):
             loaded: list[str] = []
 
-            def load(_part: nn.Module, _args: object, number: int = number, loaded: list[str] = loaded) -> None:
+            def load(
+                _part: nn.Module, _args: object, number: int = number, loaded: list[str] = loaded
+            ) -> None:
                 for target in layers.get(number, ()):
                     loaded.extend(self._load(source, target))
 

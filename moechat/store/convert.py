@@ -43,7 +43,7 @@ from moechat.store.outline import (
     outline_store,
 )
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.quantizer import CALIBRATED, Biases, Matrices, choose_solver, make_packer
+from moechat.store.quantizer import CALIBRATED, Biases, Matrices, Packer, choose_solver, make_packer
 from moechat.store.shard_supply import Supply
 from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, read_journal, remove_leftovers
@@ -124,7 +124,9 @@ def convert(
                 if not workspace.finished:
                     workspace.discard()
                 raise
-            manifest = _manifest(checkpoint, plan, outline, workspace, conversion.solver, source_name, revision)
+            manifest = _manifest(
+                checkpoint, plan, outline, workspace, conversion.solver, source_name, revision
+            )
             report.at("finishing", outline.total_bytes, "manifest")
             workspace.publish(MANIFEST_NAME, manifest.to_bytes())
             return Store.open(destination)
@@ -195,8 +197,7 @@ class _Conversion:
             if planned.name in self._workspace.finished:
                 continue  # written during the calibration
             if isinstance(planned, ExpertsFile) and pack is None:
-                of_any = make_packer(self._outline.geometry, self.solver)
-                pack = lambda _number, *expert: of_any(*expert)
+                pack = _numbered(make_packer(self._outline.geometry, self.solver))
             self._write(planned, pack)
 
     def _convert_layer(self, ordinal: int, make: Callable[[], LayerPacker]) -> NDArray[np.uint8]:
@@ -288,6 +289,11 @@ class _Conversion:
             source.vector(expert.down_bias),
         )
         return matrices, biases
+
+
+def _numbered(pack: Packer) -> LayerPacker:
+    """The packer of a layer that packs all experts alike."""
+    return lambda _number, matrices, biases, out: pack(matrices, biases, out)
 
 
 def _page_aligned(geometry: ExpertGeometry) -> NDArray[np.uint8]:

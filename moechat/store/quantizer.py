@@ -26,7 +26,7 @@ Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
 
 
 def choose_solver(quantizer: str, bits: int, *, calibrated: bool = False) -> str:
-    """The solver to quantise with: for ``auto`` :data:`CALIBRATED` or ``least-squares``; ``none`` for 16 bits.
+    """The solver to quantise with: for ``auto`` ``calibrated`` or ``least-squares``; ``none`` for 16 bits.
 
     Raises:
         UsageError: ``quantizer`` is unknown.
