@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from moechat import _native
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
 from moechat.errors import MoechatError
 from moechat.geometry import ExpertGeometry
 from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
 from moechat.models.one_pass import OnePass
+from moechat.models.threads import torch_threads
 from moechat.offload.experts import ExpertCounters, ExpertLayer
 from moechat.store.calibrated import ConvertLayer
 from moechat.store.checkpoint import Checkpoint
@@ -57,7 +59,9 @@ class TextCalibration:
         try:
             one_pass = OnePass(self.checkpoint.path)
             ids = calibration_ids(load_tokenizer(self.checkpoint.path), one_pass.vocabulary)
-            one_pass.run(self.checkpoint.tensors, keys, ids, experts)
+            # Rounding can depend on the number of threads; so the same machine makes the same store.
+            with torch_threads(_native.available_cores()):
+                one_pass.run(self.checkpoint.tensors, keys, ids, experts)
         except Exception as error:  # depends on the family
             if failed or isinstance(error, OSError):
                 raise

@@ -18,8 +18,8 @@ from moechat.store.quantizer import Biases, Matrices
 
 # What is known before an expert's own tokens counts as much as this many of them: the inputs of all tokens of
 # the layer for gate and up; for down, independent neurons of the sizes that the weights of gate and up alone
-# suggest. On the demo model, whose experts see 1,000 tokens each, divergence was 6.6 millinats with 16, 6.2 with
-# 64, and 6.0 with 128 and 256.
+# suggest. On the demo model, whose experts see 1,000 tokens each, divergence was 6.6 millinats with 16, 6.2
+# with 64, and 6.0 with 128 and 256.
 _PRIOR_TOKENS = 128.0
 
 
@@ -103,4 +103,5 @@ def _tensor(matrix: NDArray[Any]) -> torch.Tensor:
             tensor = torch.from_numpy(matrix.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(matrix)
-    return tensor.to(automatic_type())
+    # Always a copy: the results of products can depend on where their inputs lie.
+    return tensor.to(automatic_type(), copy=True, memory_format=torch.contiguous_format)

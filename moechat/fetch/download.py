@@ -137,7 +137,11 @@ class Download:
         plan = plan_checkpoint(checkpoint)
         shards = _HubShards(self._source, self._selection.shards, transfer)
         source = PrefetchingSource(shards, background, state.on_wait, ahead=self.plan.reads_ahead)
-        calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)
+        calibration = None
+        if self.plan.calibrated:
+            calibration = calibration_of(checkpoint, plan, self.plan.bits, notice)
+        elif self.plan.uncalibrated is not None:
+            notice(f"experts are quantised without calibration: {self.plan.uncalibrated}")
         supply = ShardSupply(
             checkpoint,
             plan.dense_keys,

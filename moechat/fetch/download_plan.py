@@ -22,7 +22,6 @@ from moechat.hub.leftovers import disk_usage
 from moechat.hub.library import KEEP_MARK
 from moechat.hub.model_ref import ModelRef
 from moechat.models.model_outline import configured_top_k, read_config
-from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import finished_files
 from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.files import format_bytes
@@ -63,6 +62,8 @@ class DownloadPlan:
         overlaps: Prefetching saves time.
         convert_s: Estimated seconds of conversion on this machine; ``None`` if unknown.
         finished: The store exists already, with the same weights.
+        calibrated: Experts are quantised with inputs measured on a text.
+        uncalibrated: Why they are not, if they could be.
     """
 
     name: str
@@ -83,6 +84,8 @@ class DownloadPlan:
     overlaps: bool
     convert_s: float | None
     finished: bool
+    calibrated: bool
+    uncalibrated: str | None = None
 
     def require_disk(self) -> None:
         """Check the disk space.
@@ -124,12 +127,45 @@ def make_plan(
     Returns:
         The names of the shards that are still needed, and the plan.
     """
+
+    def made(calibrated: bool) -> tuple[frozenset[str], DownloadPlan]:
+        return _plan_conversion(
+            ref, remote, selection, checkpoint, plan, bits, paths, keep_source, calibrated=calibrated
+        )
+
+    side = {file.path for file in selection.side}
+    if calibrates(plan, bits, side.union(os.listdir(checkpoint.path))):
+        calibrated = made(True)
+        # Layers in the order of the model can need more shards at once than in the order of the shards.
+        if calibrated[1].disk_bytes <= calibrated[1].free_bytes:
+            return calibrated
+        simple = made(False)
+        if simple[1].disk_bytes <= simple[1].free_bytes:
+            more = calibrated[1].disk_bytes - calibrated[1].free_bytes
+            reason = f"calibration would need {format_bytes(more)} more on the disk"
+            return simple[0], replace(simple[1], uncalibrated=reason)
+        return calibrated
+    return made(False)
+
+
+def _plan_conversion(
+    ref: ModelRef,
+    remote: RemoteRepository,
+    selection: Selection,
+    checkpoint: StreamedCheckpoint,
+    plan: CheckpointPlan,
+    bits: int,
+    paths: Paths,
+    keep_source: bool,
+    *,
+    calibrated: bool,
+) -> tuple[frozenset[str], DownloadPlan]:
+    """See :func:`make_plan`."""
     destination = ref.library_path(paths.models, bits)
     source = source_path(paths, remote, selection)
     keep = keep_source or (source / KEEP_MARK).exists()
     sizes = {name: file.size for name, file in selection.shards.items()}
     outline = outline_store(checkpoint, plan, bits)
-    calibrated = is_calibrated(selection, checkpoint, plan, bits)
     reads = plan.reads_by_layer() if calibrated else {}
     supply = ShardSupply(
         checkpoint, plan.dense_keys, _NoSource(), source / SAVED_DENSE, keep=keep, reads=reads
@@ -187,14 +223,9 @@ def make_plan(
         overlaps=reads_ahead and not finished and _is_fetched_later(supply, order, incomplete),
         convert_s=0.0 if finished else _convert_seconds(checkpoint, plan, bits, calibrated=calibrated),
         finished=finished,
+        calibrated=calibrated,
     )
     return needed, made
-
-
-def is_calibrated(selection: Selection, checkpoint: Checkpoint, plan: CheckpointPlan, bits: int) -> bool:
-    """Whether the conversion is calibrated, by the files that are here or will be fetched."""
-    side = {file.path for file in selection.side}
-    return calibrates(plan, bits, side.union(os.listdir(checkpoint.path)))
 
 
 class _NoSource:

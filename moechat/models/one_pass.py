@@ -118,7 +118,9 @@ class OnePass:
         tensors = {key: read_tensor(source, key) for key in target.keys}
         combined = combine(target, tensors, self.skeleton.model)
         for name, tensor in combined.items():
-            assign_weight(self.skeleton, name, tensor, keep=name in kept)
+            # Always a copy: products with a tensor where it lies in a file can depend on its address.
+            own = tensor if name in kept else tensor.clone()
+            assign_weight(self.skeleton, name, own, keep=name in kept)
         del tensors
         source.release(target.keys)
         return list(combined)

@@ -9,7 +9,7 @@ per thread. Products of a single row do not depend on the threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -22,17 +22,22 @@ _COLUMNS_PER_THREAD = 16
 
 
 @contextmanager
-def one_thread(needed: bool = True) -> Iterator[None]:
-    """Limit torch to one thread in the block, if ``needed``."""
-    threads = torch.get_num_threads()
-    if not needed or threads == 1:
+def torch_threads(count: int) -> Iterator[None]:
+    """Give torch ``count`` threads in the block."""
+    before = torch.get_num_threads()
+    if count == before:
         yield
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def one_thread(needed: bool = True) -> AbstractContextManager[None]:
+    """Limit torch to one thread in the block, if ``needed``."""
+    return torch_threads(1) if needed else nullcontext()
 
 
 def is_thread_invariant(columns: int) -> bool:

@@ -180,6 +180,7 @@ class _Conversion:
         self._supply = supply
         self._calibration = calibration
         self._experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
+        self._provided = ""
         self._done = 0
 
     def run(self) -> None:
@@ -213,8 +214,10 @@ class _Conversion:
         return np.memmap(path, np.uint8, "r", offset=len(planned.header), shape=shape)
 
     def _provide(self, planned: PlannedFile) -> None:
-        if self._supply is not None:
+        """Make what a file is written from readable; again for the same file, do nothing."""
+        if self._supply is not None and self._provided != planned.name:
             self._supply.provide(planned)
+            self._provided = planned.name
         self._checkpoint.require_unchanged()
 
     def _write(self, planned: PlannedFile, pack: LayerPacker | None) -> None:

@@ -159,7 +159,7 @@ def test_background_connection_losses_are_reported_and_resumed(
 def test_progress_is_reported_by_the_calling_thread_between_experts(
     inside: Cli, hub: Hub, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.faults.pace_s = 0.002
+    hub.faults.pace_s = 0.01
     seen: list[tuple[str, int]] = []
     show = LoadProgress.__call__
 

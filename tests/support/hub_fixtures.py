@@ -39,13 +39,17 @@ def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The files of the store that converting the directory gives."""
     from library_support import hashes
 
+    from moechat.calibration.calibration import calibration_of
     from moechat.models.checkpoint_mapping import plan_checkpoint
     from moechat.store.checkpoint import Checkpoint
     from moechat.store.convert import convert
 
     opened = Checkpoint.open(checkpoint)
     destination = tmp_path_factory.mktemp("reference") / "store"
-    convert(opened, plan_checkpoint(opened), destination, bits=4, source_name="reference")
+    plan = plan_checkpoint(opened)
+    calibration = calibration_of(opened, plan, 4, pytest.fail)
+    assert calibration is not None
+    convert(opened, plan, destination, bits=4, source_name="reference", calibration=calibration)
     return hashes(destination)
 
 

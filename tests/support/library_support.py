@@ -101,28 +101,23 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def before_each_expert(monkeypatch: pytest.MonkeyPatch, call: Callable[[int, int], None]) -> None:
     """Call with layer and expert before an expert is quantised; in this process."""
-    from moechat.store import convert
+    from moechat.calibration.layer_packer import LayerPacker
 
-    make = convert.make_packer
+    pack = LayerPacker.__call__
     numbers = itertools.count()
 
-    def make_packer(*arguments: Any) -> Any:
-        pack = make(*arguments)
+    def packer(*arguments: Any) -> None:
+        call(*divmod(next(numbers), EXPERTS))
+        pack(*arguments)
 
-        def packer(*arguments: Any) -> None:
-            call(*divmod(next(numbers), EXPERTS))
-            pack(*arguments)
-
-        return packer
-
-    monkeypatch.setattr(convert, "make_packer", make_packer)
+    monkeypatch.setattr(LayerPacker, "__call__", packer)
 
 
 def shards_until(hub: Hub, layer: int) -> int:
     """Number of shards that must have arrived before this layer and all before it can be converted."""
     index = json.loads(hub.repositories[REPOSITORY]["model.safetensors.index.json"])["weight_map"]
     names = sorted(set(index.values()))
-    return max(names.index(name) + 1 for key, name in index.items() if f"layers.{layer}.mlp.experts" in key)
+    return max(names.index(name) + 1 for key, name in index.items() if f"layers.{layer}." in key)
 
 
 def events(hub: Hub, kind: str) -> list[str]:
