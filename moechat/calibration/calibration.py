@@ -11,7 +11,7 @@ import torch
 from moechat import _native
 from moechat.calibration.layer_packer import LayerPacker
 from moechat.calibration.text import calibration_ids
-from moechat.errors import MoechatError
+from moechat.errors import MoechatError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry
 from moechat.models.assets import TOKENIZER_FILES, load_tokenizer
 from moechat.models.one_pass import OnePass
@@ -63,9 +63,10 @@ class TextCalibration:
             with torch_threads(_native.available_cores()):
                 one_pass.run(self.checkpoint.tensors, keys, ids, experts)
         except Exception as error:  # depends on the family
-            if failed or isinstance(error, OSError):
+            unsupported = isinstance(error, UnsupportedModelError)
+            if failed or isinstance(error, OSError) or (isinstance(error, MoechatError) and not unsupported):
                 raise
-            text = str(error) if isinstance(error, MoechatError) else f"{type(error).__name__}: {error}"
+            text = str(error) if unsupported else f"{type(error).__name__}: {error}"
             self.notice(f"experts are quantised without calibration: {text}")
             return False
         return True

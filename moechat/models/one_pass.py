@@ -43,6 +43,7 @@ class OnePass:
         """
         with without_warnings():
             self.skeleton: Skeleton = build_skeleton(load_config(directory), torch.float32)
+        self._of_layer: list[str] = []  # weights of the layer in memory
 
     @property
     def vocabulary(self) -> int:
@@ -99,6 +100,8 @@ class OnePass:
                 model(input_ids=ids, use_cache=False)
             except _Finished:
                 return
+            finally:
+                self._drop_layer()
         raise CheckpointError("the model's pass ended before the experts of its last layer")
 
     def _targets(self, keys: Iterable[str]) -> tuple[list[Target], dict[int, list[Target]]]:
@@ -129,21 +132,19 @@ class OnePass:
         """Load each decoder layer when it is called, and drop its weights when it has returned."""
         parts = self.skeleton.model.get_submodule(self.skeleton.layers_name)
         for number, part in enumerate(parts.children()):
-            loaded: list[str] = []
 
-            def load(
-                _part: nn.Module, _args: object, number: int = number, loaded: list[str] = loaded
-            ) -> None:
+            def load(_part: nn.Module, _args: object, number: int = number) -> None:
                 for target in layers.get(number, ()):
-                    loaded.extend(self._load(source, target))
-
-            def drop(_part: nn.Module, _args: object, _out: object, loaded: list[str] = loaded) -> None:
-                for name in loaded:
-                    parent, _, leaf = name.rpartition(".")
-                    owner = self.skeleton.model.get_submodule(parent)
-                    if leaf in owner._parameters:
-                        meta = nn.Parameter(self.skeleton.state[name], requires_grad=False)
-                        owner._parameters[leaf] = meta
+                    self._of_layer.extend(self._load(source, target))
 
             part.register_forward_pre_hook(load)
-            part.register_forward_hook(drop)
+            part.register_forward_hook(lambda _part, _args, _out: self._drop_layer())
+
+    def _drop_layer(self) -> None:
+        for name in self._of_layer:
+            parent, _, leaf = name.rpartition(".")
+            owner = self.skeleton.model.get_submodule(parent)
+            if leaf in owner._parameters:
+                meta = nn.Parameter(self.skeleton.state[name], requires_grad=False)
+                owner._parameters[leaf] = meta
+        self._of_layer.clear()

@@ -94,6 +94,83 @@ def test_every_byte_is_written_and_does_not_depend_on_threads(bits):
     assert not filled[:, layout.payload_bytes :].any()
 
 
+def random_feedback(
+    rng: np.random.Generator, cols: int, width: int, strength: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Importances, and unit upper triangular factors."""
+    blocks = -(-cols // width)
+    factors = np.triu(strength * rng.standard_normal((blocks, width, width), np.float32), 1)
+    return rng.random(cols, np.float32) + 0.1, factors + np.eye(width, dtype=np.float32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("hidden", "neurons", "width"), [(128, 64, 128), (200, 130, 128), (65, 20, 64)])
+def test_errors_of_columns_are_made_good_in_later_ones(bits, hidden, neurons, width):
+    rng = np.random.default_rng(bits)
+    layout = _native.BlockLayout(hidden, neurons, bits, False, False)
+    matrices, _ = random_expert(rng, hidden, neurons, False)
+    given = tuple(random_feedback(rng, cols, width, 0.1) for cols in (hidden, neurons))
+    records = empty_records(layout)
+    _native.pack_expert(layout, *matrices, None, records, threads=1, feedback=given)
+    again = empty_records(layout)
+    _native.pack_expert(layout, *matrices, None, again, threads=3, feedback=given)
+    assert np.array_equal(records, again)
+    found = _native.unpack_expert(layout, records)[:3]
+    for weights, restored, (_, factors) in zip(matrices, found, (given[0], given[0], given[1]), strict=True):
+        # GPTQ's rule, followed column by column in float64.
+        rows, cols = weights.shape
+        left = np.asarray(weights, np.float64).copy()
+        agreeing = 0
+        for c in range(cols):
+            start = c // 64 * 64
+            values = restored[:, start : start + 64].astype(np.float64)
+            nearest = np.abs(values - left[:, c, None]).min(axis=1)
+            error = left[:, c] - restored[:, c]
+            # No value that the group has is nearer than the one chosen.
+            agreeing += int((np.abs(error) <= nearest + 1e-5 * np.abs(left[:, c]) + 1e-6).sum())
+            end = min(cols, (c // width + 1) * width)
+            row = factors[c // width, c % width, c % width + 1 : c % width + end - c].astype(np.float64)
+            left[:, c + 1 : end] -= error[:, None] * row
+        assert agreeing > 0.999 * rows * cols
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_without_factors_feedback_changes_nothing(bits):
+    rng = np.random.default_rng(bits)
+    layout = _native.BlockLayout(200, 130, bits, False, True)
+    matrices, biases = random_expert(rng, 200, 130, True)
+    alike = tuple(
+        (np.ones(cols, np.float32), np.broadcast_to(np.eye(256, dtype=np.float32), (1, 256, 256)).copy())
+        for cols in (200, 130)
+    )
+    records = empty_records(layout)
+    _native.pack_expert(layout, *matrices, biases, records, feedback=alike)
+    found = _native.unpack_expert(layout, records)
+    plain = _native.unpack_expert(layout, pack(layout, matrices, biases))
+    for a, b in zip(found[:2], plain[:2], strict=True):  # down projections weigh neurons without feedback
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    assert all(np.array_equal(a, b) for a, b in zip(found[3], plain[3], strict=True))
+
+
+def test_wrong_feedback_is_refused():
+    rng = np.random.default_rng(0)
+    layout = _native.BlockLayout(64, 64, 4, False, False)
+    matrices, _ = random_expert(rng, 64, 64, False)
+    good = random_feedback(rng, 64, 64, 0.1)
+
+    def refused(message, *feedback, **options):
+        with pytest.raises(ValueError, match=message):
+            _native.pack_expert(layout, *matrices, None, empty_records(layout), feedback=feedback, **options)
+
+    refused("least-squares solver", good, good, solver="half-quadratic")
+    refused("input importance", (good[0][:-1], good[1]), good)
+    refused("neuron factors", good, (good[0], good[1][:, :, :32]))
+    refused("neuron factors", good, (good[0], np.concatenate([good[1]] * 2)))
+    whole = _native.BlockLayout(64, 64, 16, False, False)
+    with pytest.raises(ValueError, match="fewer than 16 bits"):
+        _native.pack_expert(whole, *matrices, None, empty_records(whole), feedback=(good, good))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     hidden=st.integers(1, 150),

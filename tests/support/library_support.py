@@ -86,7 +86,10 @@ def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 def finished(program: Cli, done: Result, reference: dict[str, str]) -> None:
     assert done.status == 0, done.err
-    assert hashes(models(program) / STORE) == reference
+    assert "without calibration" not in done.err, done.err
+    made = hashes(models(program) / STORE)
+    different = {name for name in {*made, *reference} if made.get(name) != reference.get(name)}
+    assert not different, different
     Store.open(models(program) / STORE).verify()
     assert sorted(path.name for path in models(program).iterdir()) == [STORE]
     assert list(sources(program).iterdir()) == []

@@ -1,0 +1,167 @@
+"""Calibrated conversions: what they save, that they resume, and what happens where a model cannot run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from moechat import _native
+from moechat.calibration.calibration import calibration_of
+from moechat.calibration.duration import calibrated_seconds
+from moechat.calibration.layer_packer import LayerPacker
+from moechat.errors import CheckpointError
+from moechat.models import one_pass
+from moechat.models.assets import load_tokenizer
+from moechat.models.checkpoint_mapping import plan_checkpoint
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import ConvertProgress, convert
+from moechat.store.store import Store
+
+
+def converted(
+    source: Path, destination: Path, *, bits: int = 4, notices: list[str] | None = None, **options: Any
+) -> Store:
+    checkpoint = Checkpoint.open(source)
+    plan = plan_checkpoint(checkpoint)
+    heard = [] if notices is None else notices
+    calibration = calibration_of(checkpoint, plan, bits, heard.append)
+    made = convert(
+        checkpoint, plan, destination, bits=bits, source_name="x", calibration=calibration, **options
+    )
+    assert notices is not None or heard == []
+    return made
+
+
+def expert_hashes(store: Store) -> dict[str, str]:
+    return {layer.file: store.manifest.files[layer.file].sha256 for layer in store.layers}
+
+
+@pytest.fixture(scope="module")
+def calibrated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return converted(checkpoint, tmp_path_factory.mktemp("store") / "store")
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return converted(checkpoint, tmp_path_factory.mktemp("plain") / "store", quantizer="least-squares")
+
+
+def output_errors(source: Path, store: Store) -> list[float]:
+    """Of each layer, the squared error of its experts' outputs relative to the outputs, on another text."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    ids = load_tokenizer(source)(Path(__file__).read_text())["input_ids"]
+    text = torch.tensor(ids[:1024]).reshape(4, 256)
+    parts = [model.get_submodule(layer.module) for layer in store.layers]
+    seen: list[tuple[Any, torch.Tensor]] = []
+    hooks = [part.register_forward_hook(lambda _, given, out: seen.append((given, out))) for part in parts]
+    found = []
+    with torch.inference_mode():
+        model(text)
+        for hook in hooks:
+            hook.remove()
+        for layer, part, (given, wanted) in zip(store.layers, parts, seen, strict=True):
+            for number, records in enumerate(store.expert_layer(layer.layer)):
+                copied = np.ascontiguousarray(records)
+                gate, up, down, _ = _native.unpack_expert(store.geometry.layout, copied)
+                part.gate_up_proj[number] = torch.from_numpy(np.concatenate([gate, up]))
+                part.down_proj[number] = torch.from_numpy(down)
+            found.append(float((part(*given) - wanted).square().sum() / wanted.square().sum()))
+    return found
+
+
+def test_a_calibrated_store_comes_nearer_to_the_outputs_of_the_experts(
+    checkpoint: Path, calibrated: Store, plain: Store
+) -> None:
+    assert calibrated.manifest.quantisation.method == "least-squares"
+    assert calibrated.manifest.quantisation.solver == "calibrated"
+    assert plain.manifest.quantisation.solver == "least-squares"
+    pairs = zip(output_errors(checkpoint, calibrated), output_errors(checkpoint, plain), strict=True)
+    assert all(measured < 0.8 * without for measured, without in pairs)
+    names = set(calibrated.manifest.files) - set(expert_hashes(calibrated))
+    assert all(calibrated.manifest.files[name] == plain.manifest.files[name] for name in names)
+
+
+@pytest.mark.parametrize("stop", ["layer 0, expert 2", "layer 1, expert 1", "layer 2, expert 4"])
+def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
+    checkpoint: Path, calibrated: Store, tmp_path: Path, stop: str
+) -> None:
+    packed: list[str] = []
+
+    def interrupt(event: ConvertProgress) -> None:
+        packed.append(event.detail)
+        if event.detail.startswith(stop):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        converted(checkpoint, tmp_path / "store", progress=interrupt)
+    packed.clear()
+    made = converted(checkpoint, tmp_path / "store", progress=lambda event: packed.append(event.detail))
+    assert expert_hashes(made) == expert_hashes(calibrated)
+    layers = {detail.partition(",")[0] for detail in packed if ", expert" in detail}
+    assert layers == {f"layer {layer}" for layer in range(int(stop[6]), 3)}
+
+
+def test_eight_bits_and_models_without_a_tokenizer_are_not_calibrated(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    for bits in (8, 16):
+        made = converted(checkpoint, tmp_path / f"{bits}", bits=bits)
+        assert made.manifest.quantisation.solver in ("least-squares", "none")
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare)
+    (bare / "tokenizer.json").unlink()
+    assert converted(bare, tmp_path / "store").manifest.quantisation.solver == "least-squares"
+
+
+def test_a_model_that_cannot_run_over_the_text_is_quantised_without_it(
+    checkpoint: Path, plain: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers before the failure keep what they have."""
+
+    def fails(self: LayerPacker, _geometry: Any, hidden: torch.Tensor, *_: Any) -> None:
+        raise RuntimeError("not enough of something")
+
+    notices: list[str] = []
+    monkeypatch.setattr(one_pass.OnePass, "run", fails)
+    made = converted(checkpoint, tmp_path / "store", notices=notices)
+    assert notices == ["experts are quantised without calibration: RuntimeError: not enough of something"]
+    assert made.manifest.quantisation.solver == "least-squares"
+    assert expert_hashes(made) == expert_hashes(plain)
+
+
+def test_a_tokenizer_of_another_model_leads_to_a_notice(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny.write_tiny_checkpoint(source, tiny.tiny_config("mixtral", 0))
+    tiny.write_byte_tokenizer(source)
+    notices: list[str] = []
+    made = converted(source, tmp_path / "store", notices=notices)
+    assert len(notices) == 1
+    assert "the tokenizer does not fit the model's 101 embeddings" in notices[0]
+    assert made.manifest.quantisation.solver == "least-squares"
+
+
+def test_weights_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[2, 5, 7] = float("nan")
+    model.save_pretrained(source)
+    tiny.write_byte_tokenizer(source)
+    with pytest.raises(CheckpointError, match=r"expert 2 of layer 1 .* gate .* row 5, column 7"):
+        converted(source, tmp_path / "store")
+
+
+def test_the_estimate_of_the_time_grows_with_the_experts(checkpoint: Path) -> None:
+    from dataclasses import replace
+
+    plan = plan_checkpoint(Checkpoint.open(checkpoint))
+    few = calibrated_seconds(plan, 4, 2)
+    more = replace(plan, experts=replace(plan.experts, num_experts=400))
+    assert 0 < few < calibrated_seconds(more, 4, 200)
