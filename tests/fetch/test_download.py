@@ -71,8 +71,9 @@ def test_a_download_interrupted_killed_and_cut_is_resumed(
     inside: Cli, hub: Hub, reference: dict[str, str]
 ) -> None:
     running: list[subprocess.Popen[bytes]] = []
+    # The fourth shard is asked for when the first layer, which needs two, is finished.
     hub.faults = Faults(
-        pace_s=0.01, reached=1_300_000, at_reached=lambda: os.kill(os.getpid(), signal.SIGINT)
+        pace_s=0.01, reached=1_450_000, at_reached=lambda: os.kill(os.getpid(), signal.SIGINT)
     )
     interrupted = inside.call("download", REPOSITORY)
     assert interrupted.status == 130

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 from store_support import mixtral_plan, mixtral_tensors, tree, write_safetensors
 
 from moechat.errors import CheckpointError
+from moechat.store.calibrated import ConvertLayer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert, finished_files
+from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.outline import DenseFile, ExpertsFile, outline_store
 from moechat.store.peak_disk import peak_disk_bytes
+from moechat.store.quantizer import make_packer
 from moechat.store.shard_supply import ShardSupply
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -191,6 +196,105 @@ def test_leftovers_of_an_interrupted_run_count_once_in_the_peak(
     shelf.fail_at, shelf.most, shelf.ahead = "", 0, ahead
     run(supply, checkpoint)
     assert shelf.most == bound
+
+
+class ReadsDense:
+    """A calibration that reads the dense tensors of each layer, and quantises as without."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: CheckpointPlan) -> None:
+        self.checkpoint, self.plan = checkpoint, plan
+        self.layers: list[int] = []
+
+    def run(self, convert_layer: ConvertLayer) -> bool:
+        pack = make_packer(self.plan.geometry(4), "least-squares")
+        for ordinal, layer in enumerate(self.plan.layers):
+            for key in self.plan.read_before[ordinal]:
+                assert self.checkpoint.array(key).size
+            records = convert_layer(ordinal, lambda: lambda _number, *expert: pack(*expert))
+            assert records.shape == self.plan.geometry(4).layer_shape
+            assert records.any()
+            self.layers.append(layer.layer)
+        return True
+
+
+def with_reads(plan: CheckpointPlan) -> CheckpointPlan:
+    """The plan of a model that reads its layers' dense tensors in order, and the others at first."""
+    by_layer: dict[int, list[str]] = {layer.layer: [] for layer in plan.layers}
+    for key in plan.dense_keys:
+        number = re.search(r"layers\.(\d+)\.", key)
+        by_layer[int(number[1]) if number else 0].append(key)
+    assert all(by_layer.values())
+    return replace(plan, read_before=tuple(tuple(keys) for keys in by_layer.values()))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_calibration_can_read_its_dense_tensors_and_peak_disk_use_is_as_predicted(
+    source: Path, tmp_path: Path, ahead: bool
+) -> None:
+    """Layers come in the order of the model, which is not that of these shards."""
+    here = tmp_path / "here"
+    checkpoint = checkpoint_of(source, here)
+    plan = with_reads(mixtral_plan(checkpoint))
+    shelf = Shelf(source, here, ahead=ahead)
+    supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside", reads=plan.reads_by_layer())
+    order = supply.order(outline_store(checkpoint, plan, 4).files)
+    layers = [file.source.layer for file in order if isinstance(file, ExpertsFile)]
+    assert layers == list(range(LAYERS))
+    bound = peak_disk_bytes(order, supply, ahead=ahead)
+    calibration = ReadsDense(checkpoint, plan)
+    made = convert(
+        checkpoint,
+        plan,
+        tmp_path / "store",
+        bits=4,
+        source_name="x",
+        progress=shelf.look,
+        supply=supply,
+        calibration=calibration,
+    )
+    assert calibration.layers == layers
+    assert sorted(shelf.fetched) == sorted(checkpoint.shards)
+    assert sorted(path.name for path in here.rglob("*") if path.is_file()) == ["config.json"]
+    assert shelf.most == bound
+    whole = Checkpoint.open(source)
+    expected = convert(whole, mixtral_plan(whole), tmp_path / "expected", bits=4, source_name="x")
+    assert made.manifest.files == expected.manifest.files
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_a_resumed_calibration_reads_saved_dense_tensors_of_finished_layers(
+    source: Path, tmp_path: Path, stop: int
+) -> None:
+    here = tmp_path / "here"
+    shelf = Shelf(source, here)
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+
+    def attempt() -> ReadsDense:
+        checkpoint = checkpoint_of(source, here)
+        plan = with_reads(mixtral_plan(checkpoint))
+        reads = plan.reads_by_layer()
+        supply = ShardSupply(checkpoint, plan.dense_keys, shelf, here / "aside", reads=reads)
+        calibration = ReadsDense(checkpoint, plan)
+        convert(
+            checkpoint,
+            plan,
+            tmp_path / "store",
+            bits=4,
+            source_name="x",
+            supply=supply,
+            calibration=calibration,
+        )
+        return calibration
+
+    shelf.fail_at = names[stop]
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    before = set(shelf.fetched)
+    shelf.fail_at = ""
+    shelf.fetched.clear()
+    assert attempt().layers == list(range(LAYERS))  # finished layers are run again, not quantised again
+    assert before.isdisjoint(shelf.fetched)
+    assert before.union(shelf.fetched) == set(names)
 
 
 def test_damaged_saved_dense_tensors_are_fetched_again(source: Path, tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ def _plan_json(plan: DownloadPlan, status: str) -> dict[str, Any]:
         "download_s": _download_seconds(plan),
         "convert_s": plan.convert_s,
         "overlap": plan.overlaps,
+        "calibrated": plan.calibrated,
         "destination": str(plan.destination),
         "finished": plan.finished or status == "finished",
     }

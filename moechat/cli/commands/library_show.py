@@ -61,6 +61,7 @@ def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
 
 
 def _facts(entry: LibraryEntry) -> dict[str, Any]:
+    from moechat.store.quantizer import CALIBRATED
     from moechat.store.store import Store
 
     if entry.damaged:
@@ -95,6 +96,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
         "expert_bytes": expert_bytes,
         "dense_bytes": sum(store.dense.entry(key).nbytes for key in store.dense),
         "licence": _licence(entry.path),
+        "calibrated": store.manifest.quantisation.solver == CALIBRATED,
         "created_by": dict(store.manifest.created_by),
     }
 
@@ -114,7 +116,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{facts['experts']} a layer" + (f", {facts['top_k']} a token" if facts["top_k"] else ""),
         ),
         ("context", f"{facts['context']:,} tokens" if isinstance(facts["context"], int) else "unknown"),
-        ("bits", str(facts["bits"])),
+        ("bits", str(facts["bits"]) + (", calibrated" if facts["calibrated"] else "")),
         (
             "size",
             f"{format_bytes(facts['bytes'])}: experts {format_bytes(facts['expert_bytes'])}, "
