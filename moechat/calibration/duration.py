@@ -12,7 +12,6 @@ import torch
 from moechat import _native
 from moechat.calibration.moments import feedback, moments
 from moechat.calibration.text import MOST_ROWS, ROW_TOKENS
-from moechat.models.model_outline import automatic_type
 from moechat.store.expert_refs import CheckpointPlan
 
 _NEURONS = 256
@@ -42,15 +41,12 @@ def calibrated_seconds(plan: CheckpointPlan, bits: int, top_k: int) -> float:
     geometry = replace(whole, num_experts=1, intermediate_size=_NEURONS, hidden_size=_COLUMNS, has_bias=False)
     out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
     rows, down = matrix.numpy(), matrix.T.contiguous().numpy()
-    fast = automatic_type()
-    x, w = inputs.to(fast), matrix.to(fast)
-
     packing = _fastest(
         lambda: _native.pack_expert(geometry.layout, rows, rows, down, None, out, feedback=given)
     ) / (3 * _NEURONS * _COLUMNS)
     measuring = _fastest(lambda: moments(inputs)) / (_TOKENS * _COLUMNS)
     solving = _fastest(lambda: feedback(measured, _COLUMNS)) / _COLUMNS
-    multiplying = _fastest(lambda: x @ w.T) / (_TOKENS * _NEURONS * _COLUMNS)
+    multiplying = _fastest(lambda: inputs @ matrix.T) / (_TOKENS * _NEURONS * _COLUMNS)
 
     # Activations take two of the three products of an expert, the pass itself all of them.
     products = multiplying * tokens * weights * (2 / 3 + 1)

@@ -13,7 +13,6 @@ from moechat import _native
 from moechat.calibration.moments import Feedback, feedback, moments
 from moechat.geometry import ExpertGeometry
 from moechat.models.gates import Gate, apply_gate
-from moechat.models.model_outline import automatic_type
 from moechat.store.quantizer import Biases, Matrices
 
 # What is known before an expert's own tokens counts as much as this many of them: the inputs of all tokens of
@@ -70,8 +69,7 @@ class LayerPacker:
         biases: Biases | None,
     ) -> Feedback:
         """Feedback for the columns of down, for inputs ``[tokens, hidden]`` and shares ``[tokens]``."""
-        rounded = inputs.to(gate.dtype)
-        gates, ups = (rounded @ gate.T).float(), (rounded @ up.T).float()
+        gates, ups = inputs @ gate.T, inputs @ up.T
         if biases is not None:
             gates += torch.from_numpy(biases[0])
             ups += torch.from_numpy(biases[1])
@@ -88,14 +86,13 @@ class LayerPacker:
 
 def _expected_squares(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Expected squares of the neurons, from the weights alone; see ``neuron_importance`` in ``pack.cc``."""
-    gate, up = gate.float(), up.float()
     lengths = torch.linalg.vector_norm(gate, dim=1) * torch.linalg.vector_norm(up, dim=1)
     squares: torch.Tensor = lengths.square() + 2 * torch.linalg.vecdot(gate, up).square()
     return squares.clamp(min=1e-30)
 
 
 def _tensor(matrix: NDArray[Any]) -> torch.Tensor:
-    """A matrix of a checkpoint, in the type in which this CPU multiplies fast."""
+    """A matrix of a checkpoint in float32."""
     with warnings.catch_warnings():
         # Mapped read-only; nothing writes through the tensor.
         warnings.filterwarnings("ignore", message=".*not writable.*")
@@ -104,4 +101,4 @@ def _tensor(matrix: NDArray[Any]) -> torch.Tensor:
         else:
             tensor = torch.from_numpy(matrix)
     # Always a copy: the results of products can depend on where their inputs lie.
-    return tensor.to(automatic_type(), copy=True, memory_format=torch.contiguous_format)
+    return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
