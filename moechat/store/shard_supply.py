@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -49,6 +50,21 @@ class ShardSource(Protocol):
         """Note that a shard is not needed again in this conversion."""
 
 
+@dataclass(frozen=True)
+class _Needs:
+    """Shards that a file of the store needs.
+
+    Attributes:
+        names: All of them, sorted.
+        whole: Those with its experts.
+        any: All of them.
+    """
+
+    names: list[str]
+    whole: frozenset[str]
+    any: frozenset[str]
+
+
 class ShardSupply:
     """Fetches shards layer by layer and discards them after use; see :class:`Supply`."""
 
@@ -82,7 +98,7 @@ class ShardSupply:
         for key in dense_keys:
             self._dense.setdefault(self._shard_of(key), []).append(key)
         self._reads = {layer: self._shards_of(keys) for layer, keys in (reads or {}).items()}
-        self._whole: dict[str, list[str]] = {}
+        self._needs: dict[str, _Needs] = {}
         self._unwritten: list[PlannedFile] = []
 
     def order(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
@@ -94,7 +110,7 @@ class ShardSupply:
 
         def place(file: PlannedFile) -> tuple[int, ...]:
             if isinstance(file, ExpertsFile):
-                ranks = [rank[name] for name in self._whole_shards(file)]
+                ranks = [rank[name] for name in self._needs_of(file).whole]
                 first = () if self._reads else (max(ranks), min(ranks))
                 return (1, *first, file.source.layer)
             return (2,) if isinstance(file, DenseFile) else (0,)
@@ -104,26 +120,23 @@ class ShardSupply:
 
     def shards_of(self, file: PlannedFile) -> list[str]:
         """Names of the shards that a file is written from, or that are read meanwhile, sorted."""
-        return sorted({*self._whole_shards(file), *self._dense_shards(file)})
-
-    def _whole_shards(self, file: PlannedFile) -> list[str]:
-        """Of these, those with experts of the file."""
-        if not isinstance(file, ExpertsFile):
-            return []
-        if file.name not in self._whole:
-            keys = {key for expert in file.source.experts for key in expert.tensors()}
-            self._whole[file.name] = self._shards_of(keys)
-        return self._whole[file.name]
-
-    def _dense_shards(self, file: PlannedFile) -> list[str]:
-        """Of these, those of which dense tensors are needed."""
-        if isinstance(file, DenseFile):
-            return self._shards_of(tensor.name for tensor in file.tensors)
-        return self._reads.get(file.source.layer, []) if isinstance(file, ExpertsFile) else []
+        return self._needs_of(file).names
 
     def needs_whole(self, name: str, file: PlannedFile) -> bool:
         """Whether a file needs experts of a shard, not only dense tensors."""
-        return name in self._whole_shards(file)
+        return name in self._needs_of(file).whole
+
+    def _needs_of(self, file: PlannedFile) -> _Needs:
+        if file.name not in self._needs:
+            whole: frozenset[str] = frozenset()
+            dense: frozenset[str] = frozenset()
+            if isinstance(file, DenseFile):
+                dense = self._shards_of(tensor.name for tensor in file.tensors)
+            elif isinstance(file, ExpertsFile):
+                whole = self._shards_of({key for expert in file.source.experts for key in expert.tensors()})
+                dense = self._reads.get(file.source.layer, dense)
+            self._needs[file.name] = _Needs(sorted(whole | dense), whole, whole | dense)
+        return self._needs[file.name]
 
     def _suffices(self, name: str, file: PlannedFile, is_saved: Callable[[str], bool]) -> bool:
         return not self.needs_whole(name, file) and is_saved(name)
@@ -169,7 +182,7 @@ class ShardSupply:
         A shard of which only dense tensors are needed is replaced by them, unless it has no others: then
         that frees no space.
         """
-        if not any(name in self.shards_of(file) for file in unwritten):
+        if not any(name in self._needs_of(file).any for file in unwritten):
             return "discard"
         all_dense = len(self._dense.get(name, ())) == len(self._checkpoint.shards[name].tensors)
         whole = any(self.needs_whole(name, file) for file in unwritten)
@@ -257,8 +270,8 @@ class ShardSupply:
     def _is_saved(self, name: str) -> bool:
         return self._saved_path(name).exists()
 
-    def _shards_of(self, keys: Iterable[str]) -> list[str]:
-        return sorted({self._shard_of(key) for key in keys})
+    def _shards_of(self, keys: Iterable[str]) -> frozenset[str]:
+        return frozenset(self._shard_of(key) for key in keys)
 
     def _shard_of(self, key: str) -> str:
         return self._names[id(self._checkpoint.tensors.file_of(key))]
