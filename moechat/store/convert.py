@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 import moechat
-from moechat.errors import (
-    CheckpointError,
-    DoesNotFitError,
-    StoreDamagedError,
-    UnsupportedModelError,
-    UsageError,
-)
+from moechat.errors import DoesNotFitError, StoreDamagedError, UnsupportedModelError, UsageError
 from moechat.geometry import ExpertGeometry
-from moechat.store.calibrated import Calibration, LayerPacker
+from moechat.store.calibrated import Calibration
 from moechat.store.checkpoint import Checkpoint
-from moechat.store.expert_refs import CheckpointPlan, ExpertRef
+from moechat.store.conversion import Conversion, Report
+from moechat.store.expert_refs import CheckpointPlan
 from moechat.store.files import explained
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
@@ -34,23 +24,14 @@ from moechat.store.manifest import (
     SourceRecord,
     build_versions,
 )
-from moechat.store.outline import (
-    DenseFile,
-    ExpertsFile,
-    PlannedFile,
-    SideFile,
-    StoreOutline,
-    outline_store,
-)
+from moechat.store.outline import ExpertsFile, StoreOutline, outline_store
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.quantizer import CALIBRATED, Biases, Matrices, Packer, choose_solver, make_packer
+from moechat.store.quantizer import CALIBRATED, choose_solver
 from moechat.store.shard_supply import Supply
 from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, read_journal, remove_leftovers
 
 __all__ = ["ConvertProgress", "convert", "finished_files"]
-
-_COPY_CHUNK = 8 << 20
 
 
 def convert(
@@ -103,7 +84,7 @@ def convert(
     solver = choose_solver(quantizer, bits, calibrated=calibration is not None)
     if solver != CALIBRATED:
         calibration = None
-    report = _Report(progress, outline.total_bytes)
+    report = Report(progress, outline.total_bytes)
     with explained("converting", destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(lock_path(destination), report.waiting):
@@ -113,7 +94,7 @@ def convert(
                 return finished
             workspace = Workspace(destination, _job_key(checkpoint, plan, bits, solver))
             try:
-                conversion = _Conversion(checkpoint, outline, workspace, solver, report, supply, calibration)
+                conversion = Conversion(checkpoint, outline, workspace, solver, report, supply, calibration)
                 conversion.run()
                 checkpoint.require_unchanged()
             except UnsupportedModelError:
@@ -138,172 +119,6 @@ def finished_files(
     """Files of the store that an interrupted :func:`convert` with these arguments has finished."""
     key = _job_key(checkpoint, plan, bits, choose_solver("auto", bits, calibrated=calibrated))
     return frozenset(read_journal(destination, key) or ())
-
-
-class _Report:
-    """Sends progress to the caller's callback, if there is one."""
-
-    def __init__(self, callback: ProgressCallback | None, total: int) -> None:
-        self._callback = callback
-        self._total = total
-
-    def at(self, stage: str, done: int, detail: str) -> None:
-        if self._callback is not None:
-            self._callback(ConvertProgress(stage, done, self._total, detail))
-
-    def waiting(self) -> None:
-        self.at("waiting", 0, "another process is converting this model")
-
-
-class _Conversion:
-    """Writes the files that are missing from a workspace.
-
-    Attributes:
-        solver: The solver of the experts; after :meth:`run` the one that was used.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        outline: StoreOutline,
-        workspace: Workspace,
-        solver: str,
-        report: _Report,
-        supply: Supply | None,
-        calibration: Calibration | None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._outline = outline
-        self._workspace = workspace
-        self.solver = solver
-        self._report = report
-        self._supply = supply
-        self._calibration = calibration
-        self._experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
-        self._provided = ""
-        self._done = 0
-
-    def run(self) -> None:
-        self._workspace.recheck(self._outline, lambda name, size: self._advance(size, "checking", name))
-        self._done = sum(record.bytes for record in self._workspace.finished.values())
-        self._workspace.require_disk(self._outline)
-        missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
-        pack: LayerPacker | None = None
-        for planned in missing if self._supply is None else self._supply.order(missing):
-            if isinstance(planned, ExpertsFile) and self._calibration is not None:
-                calibration, self._calibration = self._calibration, None
-                self._provide(planned)
-                if not calibration.run(self._convert_layer):
-                    self.solver = choose_solver("auto", self._outline.geometry.bits, calibrated=False)
-            if planned.name in self._workspace.finished:
-                continue  # written during the calibration
-            if isinstance(planned, ExpertsFile) and pack is None:
-                pack = _numbered(make_packer(self._outline.geometry, self.solver))
-            self._write(planned, pack)
-
-    def _convert_layer(self, ordinal: int, make: Callable[[], LayerPacker]) -> NDArray[np.uint8]:
-        """See :data:`moechat.store.calibrated.ConvertLayer`."""
-        planned = self._experts[ordinal]
-        if planned.name not in self._workspace.finished:
-            self._write(planned, make())
-            later = (file for file in self._experts[ordinal:] if file.name not in self._workspace.finished)
-            if (following := next(later, None)) is not None:
-                self._provide(following)
-        shape = self._outline.geometry.layer_shape
-        path = self._workspace.path(planned.name)
-        return np.memmap(path, np.uint8, "r", offset=len(planned.header), shape=shape)
-
-    def _provide(self, planned: PlannedFile) -> None:
-        """Make what a file is written from readable; again for the same file, do nothing."""
-        if self._supply is not None and self._provided != planned.name:
-            self._supply.provide(planned)
-            self._provided = planned.name
-        self._checkpoint.require_unchanged()
-
-    def _write(self, planned: PlannedFile, pack: LayerPacker | None) -> None:
-        self._provide(planned)
-        with self._workspace.create(planned.name) as file:
-            if isinstance(planned, ExpertsFile):
-                assert pack is not None
-                self._write_experts(planned, file.write, pack)
-            elif isinstance(planned, DenseFile):
-                self._write_dense(planned, file.write)
-            else:
-                self._copy(planned, file.write)
-            size, digest = file.commit()
-        self._require_size(planned, size)
-        self._workspace.record(planned.name, size, digest)
-        if self._supply is not None:
-            self._supply.note_written(planned)
-
-    def _advance(self, size: int, stage: str, detail: str) -> None:
-        self._done += size
-        self._report.at(stage, self._done, detail)
-
-    def _require_size(self, planned: PlannedFile, size: int) -> None:
-        if size != planned.nbytes:
-            raise CheckpointError(
-                f"{planned.name} became {size} bytes instead of {planned.nbytes}: the source has changed"
-            )
-
-    def _copy(self, planned: SideFile, write: Callable[[bytes], None]) -> None:
-        with open(planned.source, "rb") as source:
-            while data := source.read(_COPY_CHUNK):
-                write(data)
-                self._advance(len(data), "files", planned.name)
-
-    def _write_dense(self, planned: DenseFile, write: Callable[[bytes], None]) -> None:
-        write(planned.header)
-        self._advance(len(planned.header), "dense", planned.name)
-        for tensor in planned.tensors:
-            for data in self._checkpoint.tensors.chunks(tensor.name):
-                write(data)
-                self._advance(len(data), "dense", tensor.name)
-
-    def _write_experts(
-        self, planned: ExpertsFile, write: Callable[[object], None], pack: LayerPacker
-    ) -> None:
-        write(planned.header)
-        self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
-        buffer = _page_aligned(self._outline.geometry)
-        count = len(planned.source.experts)
-        for number, expert in enumerate(planned.source.experts):
-            matrices, biases = self._read(expert)
-            try:
-                pack(number, matrices, biases, buffer)
-            except ValueError as problem:
-                raise CheckpointError(
-                    f"expert {number} of layer {planned.source.layer} ({expert.gate.key}) cannot be "
-                    f"quantised: {problem}"
-                ) from problem
-            write(buffer)
-            self._checkpoint.release(expert)
-            detail = f"layer {planned.source.layer}, expert {number + 1} of {count}"
-            self._advance(buffer.nbytes, "experts", detail)
-
-    def _read(self, expert: ExpertRef) -> tuple[Matrices, Biases | None]:
-        source = self._checkpoint
-        matrices = (source.matrix(expert.gate), source.matrix(expert.up), source.matrix(expert.down))
-        if expert.gate_bias is None or expert.up_bias is None or expert.down_bias is None:
-            return matrices, None
-        biases = (
-            source.vector(expert.gate_bias),
-            source.vector(expert.up_bias),
-            source.vector(expert.down_bias),
-        )
-        return matrices, biases
-
-
-def _numbered(pack: Packer) -> LayerPacker:
-    """The packer of a layer that packs all experts alike."""
-    return lambda _number, matrices, biases, out: pack(matrices, biases, out)
-
-
-def _page_aligned(geometry: ExpertGeometry) -> NDArray[np.uint8]:
-    """Uninitialised ``[blocks, record_bytes]`` for one expert, aligned to a page."""
-    shape = (geometry.blocks_per_expert, geometry.record_bytes)
-    memory = mmap.mmap(-1, geometry.expert_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.ndarray(shape, dtype=np.uint8, buffer=memory)
 
 
 def _finished_store(

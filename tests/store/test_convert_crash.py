@@ -21,9 +21,9 @@ from places import SUPPORT
 from store_support import beside, mixtral_plan, tree, write_mixtral
 
 from moechat.errors import CheckpointError, DoesNotFitError, MoechatError, StoreDamagedError, UsageError
-from moechat.store import convert as convert_module
 from moechat.store import files, workspace
 from moechat.store.checkpoint import Checkpoint
+from moechat.store.conversion import Conversion
 from moechat.store.convert import ConvertProgress, convert
 from moechat.store.store import Store, removal_path
 from moechat.store.workspace import lock_path, workspace_path
@@ -369,7 +369,7 @@ def test_the_error_about_an_unreadable_source_does_not_mention_the_library(
     def denied(*_: object, **__: object) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(mixtral / "tokenizer.json"))
 
-    monkeypatch.setattr(convert_module._Conversion, "_copy", denied)
+    monkeypatch.setattr(Conversion, "_copy", denied)
     with pytest.raises(MoechatError, match=r"tokenizer\.json: Permission denied") as caught:
         run(mixtral, library / "m")
     assert caught.value.hint is None
