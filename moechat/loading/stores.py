@@ -92,7 +92,7 @@ def _converted(checkpoint: Checkpoint, ref: ModelRef, destination: Path, bits: i
         report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
 
     def notice(text: str) -> None:
-        report(Progress("convert", 0, None, text))
+        report(Progress("notice", 0, None, text))
 
     return convert(
         checkpoint,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,18 @@ def test_a_tokenizer_of_another_model_leads_to_a_notice(checkpoint: Path, tmp_pa
     assert len(notices) == 1
     assert "the tokenizer does not fit the model's 101 embeddings" in notices[0]
     assert made.manifest.quantisation.solver == "least-squares"
+
+
+def test_the_notice_reaches_the_user(tmp_path: Path) -> None:
+    """Loading a checkpoint converts it; the line is not lost behind the progress."""
+    source = tmp_path / "source"
+    tiny.write_tiny_checkpoint(source, tiny.tiny_config("mixtral", 0))
+    (source / "tokenizer.json").write_text("{")
+    command = [sys.executable, "-m", "moechat", "run", str(source), "hi", "--max-tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 3
+    assert "experts are quantised without calibration: the tokenizer in " in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: the tokenizer in ")
 
 
 def test_weights_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ class LoadProgress:
         """Show a report; fast enough for thousands per second."""
         if self._quiet:
             return
+        if report.stage == "notice":
+            self.notice(report.detail)
+            return
         now = time.monotonic()
         if report.stage != self._stage:
             self._end_stage()
