@@ -25,8 +25,8 @@ class Progress:
     """The progress of loading.
 
     Attributes:
-        stage: ``convert``, ``wait``, ``verify`` or ``load``; or ``notice``: ``detail`` is for the user to read,
-            and no step.
+        stage: ``convert``, ``wait``, ``verify`` or ``load``; or ``notice``: ``detail`` is a line for the user,
+            and there is no step.
         done: Bytes done.
         total: Bytes in all, or ``None`` where unknown.
         detail: Name of the current step.
