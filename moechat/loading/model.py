@@ -25,7 +25,7 @@ class Progress:
     """The progress of loading.
 
     Attributes:
-        stage: ``convert``, ``wait``, ``verify`` or ``load``; or ``notice``: ``detail`` is a line for the user,
+        stage: ``convert``, ``wait``, ``verify`` or ``load``; or ``notice``: ``detail`` is a line to show,
             and there is no step.
         done: Bytes done.
         total: Bytes in all, or ``None`` where unknown.
