@@ -42,16 +42,11 @@ class TextCalibration:
 
     def run(self, convert_layer: ConvertLayer) -> bool:
         """See :class:`moechat.store.calibrated.Calibration`."""
-        failed: list[BaseException] = []  # raised by the conversion, not by the model
 
         def experts(
             ordinal: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
         ) -> torch.Tensor:
-            try:
-                records = convert_layer(ordinal, lambda: LayerPacker(self.geometry, hidden, index, weights))
-            except BaseException as error:
-                failed.append(error)
-                raise
+            records = convert_layer(ordinal, lambda: LayerPacker(self.geometry, hidden, index, weights))
             # The later layers get what these quantised experts compute, as they will when the model is used.
             return ExpertLayer(self.geometry, records, ExpertCounters()).forward(hidden, index, weights)
 
@@ -64,8 +59,8 @@ class TextCalibration:
                 one_pass.run(self.checkpoint.tensors, keys, ids, experts)
         except Exception as error:  # depends on the family
             unsupported = isinstance(error, UnsupportedModelError)
-            if failed or isinstance(error, OSError) or (isinstance(error, MoechatError) and not unsupported):
-                raise
+            if isinstance(error, OSError) or (isinstance(error, MoechatError) and not unsupported):
+                raise  # of files, or of the conversion, which would meet it again
             text = str(error) if unsupported else f"{type(error).__name__}: {error}"
             self.notice(f"experts are quantised without calibration: {text}")
             return False

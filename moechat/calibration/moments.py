@@ -59,7 +59,7 @@ def moments(values: torch.Tensor, shares: torch.Tensor | None = None) -> torch.T
     cols = values.shape[1]
     width = block_width(cols)
     padded = torch.nn.functional.pad(values, (0, -cols % width))
-    blocks = padded.reshape(len(values), -1, width).transpose(0, 1)  # [blocks, tokens, width]
+    blocks = padded.reshape(len(values), padded.shape[1] // width, width).transpose(0, 1)
     weighted = blocks if shares is None else blocks * shares[:, None]
     return weighted.transpose(1, 2).matmul(blocks)
 

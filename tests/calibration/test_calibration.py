@@ -138,6 +138,50 @@ def test_a_model_that_cannot_run_over_the_text_is_quantised_without_it(
     assert expert_hashes(made) == expert_hashes(plain)
 
 
+def test_a_failure_in_the_middle_keeps_the_layers_before(
+    checkpoint: Path, calibrated: Store, plain: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = LayerPacker.__call__
+    experts = iter(range(100))
+
+    def fails(*arguments: Any) -> None:
+        if next(experts) == 6:  # of layer 1, which has four
+            raise RuntimeError("not enough memory")
+        pack(*arguments)
+
+    notices: list[str] = []
+    monkeypatch.setattr(LayerPacker, "__call__", fails)
+    made = converted(checkpoint, tmp_path / "store", notices=notices)
+    assert notices == ["experts are quantised without calibration: RuntimeError: not enough memory"]
+    assert made.manifest.quantisation.solver == "least-squares"
+    first, *others = made.layers
+    assert expert_hashes(made)[first.file] == expert_hashes(calibrated)[first.file]
+    assert all(expert_hashes(made)[layer.file] == expert_hashes(plain)[layer.file] for layer in others)
+    made.verify()
+
+
+def test_experts_that_no_token_chooses_are_quantised_by_the_inputs_of_the_layer(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    geometry = plan_checkpoint(Checkpoint.open(checkpoint)).geometry(4)
+    hidden = torch.randn(50, geometry.hidden_size) * torch.linspace(0.1, 3, geometry.hidden_size)
+    index, weights = torch.zeros((50, 1), dtype=torch.int64), torch.ones(50, 1)
+    pack = LayerPacker(geometry, hidden, index, weights)
+    rng = np.random.default_rng(0)
+    size = (geometry.intermediate_size, geometry.hidden_size)
+    gate, up, down = (rng.standard_normal(shape, np.float32) for shape in (size, size, size[::-1]))
+    errors = []
+    for number in (3, None):
+        out = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
+        if number is None:
+            _native.pack_expert(geometry.layout, gate, up, down, None, out)
+        else:
+            pack(number, (gate, up, down), None, out)
+        restored = _native.unpack_expert(geometry.layout, out)[0]
+        errors.append(float(np.square((restored - gate) @ hidden.numpy().T).sum()))
+    assert errors[0] < 0.9 * errors[1]
+
+
 def test_a_tokenizer_of_another_model_leads_to_a_notice(checkpoint: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     tiny.write_tiny_checkpoint(source, tiny.tiny_config("mixtral", 0))

@@ -80,7 +80,7 @@ def test_a_download_interrupted_killed_and_cut_is_resumed(
     assert "Traceback" not in interrupted.err
     layers = list((models(inside) / f".{STORE}.partial" / "store").glob("experts-*"))
     assert layers  # what the first shards were good for is converted
-    hub.faults = Faults(pace_s=0.01, reached=800_000, at_reached=lambda: running[0].kill())
+    hub.faults = Faults(pace_s=0.01, reached=500_000, at_reached=lambda: running[0].kill())
     running.append(inside.start("download", REPOSITORY))
     running[0].communicate(timeout=PATIENCE_S)
     assert running[0].returncode == -signal.SIGKILL
