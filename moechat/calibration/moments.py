@@ -2,9 +2,9 @@
 
 With inputs x of second moment H = E[x xᵀ], an error e of a row of weights costs eᵀ H e. Rounding the columns
 in order, and taking from the later ones what best makes up for the error of each, leaves a cost of Σ dᵢ eᵢ²
-over the errors as rounded, for H = U diag(d) Uᵀ with U unit upper triangular (GPTQ: Frantar et al.,
-arXiv:2210.17323, section 3; the form without inverses: Chen et al., "The Geometry of LLM Quantization",
-arXiv:2507.18553, section 3). The factors that column j > i is lessened by are (U⁻¹)ᵢⱼ.
+over the errors as rounded, for H = U diag(d) Uᵀ with U unit upper triangular: GPTQ (Frantar et al.,
+arXiv:2210.17323, section 3), without its inverse of H. Column j > i is lessened by (U⁻¹)ᵢⱼ times the error of
+column i.
 """
 
 from __future__ import annotations
