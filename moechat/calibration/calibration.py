@@ -54,7 +54,7 @@ class TextCalibration:
         try:
             one_pass = OnePass(self.checkpoint.path)
             ids = calibration_ids(load_tokenizer(self.checkpoint.path), one_pass.vocabulary)
-            # Rounding can depend on the number of threads; so the same machine makes the same store.
+            # Rounding can depend on the number of threads, which callers choose.
             with torch_threads(_native.available_cores()):
                 one_pass.run(self.checkpoint.tensors, keys, ids, experts)
         except Exception as error:  # depends on the family

@@ -37,7 +37,7 @@ def hub(served: Hub) -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files of the store that converting the directory gives."""
-    from library_support import hashes
+    from library_support import Reference
 
     from moechat.calibration.calibration import calibration_of
     from moechat.models.checkpoint_mapping import plan_checkpoint
@@ -50,7 +50,7 @@ def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     calibration = calibration_of(opened, plan, 4, pytest.fail)
     assert calibration is not None
     convert(opened, plan, destination, bits=4, source_name="reference", calibration=calibration)
-    return hashes(destination)
+    return Reference(destination)
 
 
 @pytest.fixture
