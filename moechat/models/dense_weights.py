@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moechat.errors import UnsupportedModelError
 from moechat.models.skeleton import ExpertsModule, Skeleton
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -51,7 +50,7 @@ def count_dense_weights(skeleton: Skeleton) -> DenseWeights:
     owners = {entry.layer: _owner(entry) for entry in skeleton.experts}
     usual = next(iter(owners.values())).rpartition(".")[2]
     first = skeleton.experts[0]
-    prefix = first.name[: _number_at(first)]  # "model.layers."
+    prefix = skeleton.layers_name + "."
     for name, tensor in skeleton.model.named_parameters():
         if tensor is embedding and tensor is not output:
             part = "embedding"
@@ -82,10 +81,3 @@ def _weight_of(module: Any) -> Any:
 
 def _owner(entry: ExpertsModule) -> str:
     return entry.name.rpartition(".")[0]
-
-
-def _number_at(entry: ExpertsModule) -> int:
-    match = _LAYER_NUMBER.search(entry.name)
-    if match is None:
-        raise UnsupportedModelError(f"{entry.name} does not say which decoder layer it belongs to")
-    return match.start() + 1

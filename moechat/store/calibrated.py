@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from moechat.store.quantizer import Biases, Matrices
 
 # Packs an expert of a layer, by its number; otherwise as moechat.store.quantizer.Packer.
-LayerPacker = Callable[[int, Matrices, Biases | None, NDArray[np.uint8]], None]
+PackExpert = Callable[[int, Matrices, Biases | None, NDArray[np.uint8]], None]
 # Converts an expert layer, given its ordinal and what makes its packer, unless it was converted before;
 # returns its records, uint8 [experts, blocks, record_bytes].
-ConvertLayer = Callable[[int, Callable[[], LayerPacker]], NDArray[np.uint8]]
+ConvertLayer = Callable[[int, Callable[[], PackExpert]], NDArray[np.uint8]]
 
 
 class Calibration(Protocol):

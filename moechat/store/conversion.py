@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError
 from moechat.geometry import ExpertGeometry
-from moechat.store.calibrated import Calibration, LayerPacker
+from moechat.store.calibrated import Calibration, PackExpert
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import ExpertRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
@@ -84,7 +84,7 @@ class Conversion:
         self._done = sum(record.bytes for record in self._workspace.finished.values())
         self._workspace.require_disk(self._outline)
         missing = [file for file in self._outline.files if file.name not in self._workspace.finished]
-        pack: LayerPacker | None = None
+        pack: PackExpert | None = None
         for planned in missing if self._supply is None else self._supply.order(missing):
             if isinstance(planned, ExpertsFile) and self._calibration is not None:
                 calibration, self._calibration = self._calibration, None
@@ -97,7 +97,7 @@ class Conversion:
                 pack = _numbered(make_packer(self._outline.geometry, self.solver))
             self._write(planned, pack)
 
-    def _convert_layer(self, ordinal: int, make: Callable[[], LayerPacker]) -> NDArray[np.uint8]:
+    def _convert_layer(self, ordinal: int, make: Callable[[], PackExpert]) -> NDArray[np.uint8]:
         """See :data:`moechat.store.calibrated.ConvertLayer`."""
         planned = self._experts[ordinal]
         if planned.name not in self._workspace.finished:
@@ -116,7 +116,7 @@ class Conversion:
             self._provided = planned.name
         self._checkpoint.require_unchanged()
 
-    def _write(self, planned: PlannedFile, pack: LayerPacker | None) -> None:
+    def _write(self, planned: PlannedFile, pack: PackExpert | None) -> None:
         self._provide(planned)
         with self._workspace.create(planned.name) as file:
             if isinstance(planned, ExpertsFile):
@@ -156,9 +156,7 @@ class Conversion:
                 write(data)
                 self._advance(len(data), "dense", tensor.name)
 
-    def _write_experts(
-        self, planned: ExpertsFile, write: Callable[[object], None], pack: LayerPacker
-    ) -> None:
+    def _write_experts(self, planned: ExpertsFile, write: Callable[[object], None], pack: PackExpert) -> None:
         write(planned.header)
         self._advance(len(planned.header), "experts", f"layer {planned.source.layer}")
         buffer = _page_aligned(self._outline.geometry)
@@ -190,7 +188,7 @@ class Conversion:
         return matrices, biases
 
 
-def _numbered(pack: Packer) -> LayerPacker:
+def _numbered(pack: Packer) -> PackExpert:
     """The packer of a layer that packs all experts alike."""
     return lambda _number, matrices, biases, out: pack(matrices, biases, out)
 

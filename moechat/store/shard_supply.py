@@ -55,14 +55,12 @@ class _Needs:
     """Shards that a file of the store needs.
 
     Attributes:
-        names: All of them, sorted.
         whole: Those with its experts.
-        any: All of them.
+        dense: Those of which dense tensors are needed.
     """
 
-    names: list[str]
     whole: frozenset[str]
-    any: frozenset[str]
+    dense: frozenset[str]
 
 
 class ShardSupply:
@@ -120,7 +118,8 @@ class ShardSupply:
 
     def shards_of(self, file: PlannedFile) -> list[str]:
         """Names of the shards that a file is written from, or that are read meanwhile, sorted."""
-        return self._needs_of(file).names
+        needs = self._needs_of(file)
+        return sorted(needs.whole | needs.dense)
 
     def needs_whole(self, name: str, file: PlannedFile) -> bool:
         """Whether a file needs experts of a shard, not only dense tensors."""
@@ -135,7 +134,7 @@ class ShardSupply:
             elif isinstance(file, ExpertsFile):
                 whole = self._shards_of({key for expert in file.source.experts for key in expert.tensors()})
                 dense = self._reads.get(file.source.layer, dense)
-            self._needs[file.name] = _Needs(sorted(whole | dense), whole, whole | dense)
+            self._needs[file.name] = _Needs(whole, dense)
         return self._needs[file.name]
 
     def _suffices(self, name: str, file: PlannedFile, is_saved: Callable[[str], bool]) -> bool:
@@ -182,10 +181,11 @@ class ShardSupply:
         A shard of which only dense tensors are needed is replaced by them, unless it has no others: then
         that frees no space.
         """
-        if not any(name in self._needs_of(file).any for file in unwritten):
+        needs = [self._needs_of(file) for file in unwritten]
+        whole = any(name in part.whole for part in needs)
+        if not whole and not any(name in part.dense for part in needs):
             return "discard"
         all_dense = len(self._dense.get(name, ())) == len(self._checkpoint.shards[name].tensors)
-        whole = any(self.needs_whole(name, file) for file in unwritten)
         return "keep" if all_dense or whole else "save dense"
 
     def provide(self, file: PlannedFile) -> None:
