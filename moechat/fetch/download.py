@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moechat.calibration.calibration import calibration_of
+from moechat.calibration.calibration import calibrates, calibration_of
 from moechat.config import Paths
-from moechat.fetch.download_plan import SAVED_DENSE, DownloadPlan, make_plan
+from moechat.fetch.download_plan import SAVED_DENSE, DownloadPlan, choose_calibration, make_plan
 from moechat.fetch.file_selection import (
     WEIGHTS_ID_FILE,
     Selection,
@@ -302,5 +303,11 @@ def prepare_download(
         headers = read_headers(transfer, selection)
         checkpoint = checkpoint_from_headers(directory, remote, selection, headers)
         plan = plan_checkpoint(checkpoint)
-        needed, made = make_plan(ref, remote, selection, checkpoint, plan, bits, paths, keep_source)
+        files = {file.path for file in selection.side}.union(os.listdir(checkpoint.path))
+        needed, made = choose_calibration(
+            lambda calibrated: make_plan(
+                ref, remote, selection, checkpoint, plan, bits, paths, keep_source, calibrated=calibrated
+            ),
+            calibrates(plan, bits, files),
+        )
         yield Download(ref, transfer, selection, headers, made, paths, keep_source, needed)

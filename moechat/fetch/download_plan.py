@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from moechat.calibration.calibration import calibrates
 from moechat.calibration.duration import calibrated_seconds
 from moechat.config import Paths
 from moechat.errors import DoesNotFitError, StoreDamagedError
@@ -102,6 +101,10 @@ class DownloadPlan:
             )
 
 
+# The names of the shards that are still needed, and the plan.
+Planned = tuple[frozenset[str], DownloadPlan]
+
+
 def make_plan(
     ref: ModelRef,
     remote: RemoteRepository,
@@ -111,7 +114,9 @@ def make_plan(
     bits: int,
     paths: Paths,
     keep_source: bool,
-) -> tuple[frozenset[str], DownloadPlan]:
+    *,
+    calibrated: bool,
+) -> Planned:
     """Plan a download.
 
     Args:
@@ -123,44 +128,11 @@ def make_plan(
         bits: Bits per expert weight.
         paths: The user's directories.
         keep_source: Keep the shards.
+        calibrated: Calibrate; see :func:`choose_calibration`.
 
     Returns:
         The names of the shards that are still needed, and the plan.
     """
-
-    def made(calibrated: bool) -> tuple[frozenset[str], DownloadPlan]:
-        return _plan_conversion(
-            ref, remote, selection, checkpoint, plan, bits, paths, keep_source, calibrated=calibrated
-        )
-
-    side = {file.path for file in selection.side}
-    if calibrates(plan, bits, side.union(os.listdir(checkpoint.path))):
-        calibrated = made(True)
-        # Layers in the order of the model can need more shards at once than in the order of the shards.
-        if calibrated[1].disk_bytes <= calibrated[1].free_bytes:
-            return calibrated
-        simple = made(False)
-        if simple[1].disk_bytes <= simple[1].free_bytes:
-            more = calibrated[1].disk_bytes - calibrated[1].free_bytes
-            reason = f"calibration would need {format_bytes(more)} more on the disk"
-            return simple[0], replace(simple[1], uncalibrated=reason)
-        return calibrated
-    return made(False)
-
-
-def _plan_conversion(
-    ref: ModelRef,
-    remote: RemoteRepository,
-    selection: Selection,
-    checkpoint: StreamedCheckpoint,
-    plan: CheckpointPlan,
-    bits: int,
-    paths: Paths,
-    keep_source: bool,
-    *,
-    calibrated: bool,
-) -> tuple[frozenset[str], DownloadPlan]:
-    """See :func:`make_plan`."""
     destination = ref.library_path(paths.models, bits)
     source = source_path(paths, remote, selection)
     keep = keep_source or (source / KEEP_MARK).exists()
@@ -226,6 +198,28 @@ def _plan_conversion(
         calibrated=calibrated,
     )
     return needed, made
+
+
+def choose_calibration(make: Callable[[bool], Planned], possible: bool) -> Planned:
+    """The plan with calibration, if it is possible and the disk has room for it, else the one without.
+
+    Layers in the order of the model can need more shards at once than in the order of the shards.
+
+    Args:
+        make: :func:`make_plan`, given whether to calibrate.
+        possible: The model can be calibrated.
+    """
+    if not possible:
+        return make(False)
+    calibrated = make(True)
+    more = calibrated[1].disk_bytes - calibrated[1].free_bytes
+    if more <= 0:
+        return calibrated
+    plain = make(False)
+    if plain[1].disk_bytes > plain[1].free_bytes:
+        return calibrated
+    reason = f"calibration would need {format_bytes(more)} more on the disk"
+    return plain[0], replace(plain[1], uncalibrated=reason)
 
 
 class _NoSource:

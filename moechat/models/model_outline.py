@@ -287,15 +287,8 @@ def outline_skeleton(
         top_k.append(index.shape[-1])
         return torch.empty_like(hidden)
 
-    for entry in skeleton.experts:
-        # Hides the class's forward, which needs the removed weights.
-        entry.module.forward = trial
-    try:
-        with watched_weights(model) as reads:
-            cache = cache_shape(model, model.config, dtype, bits=kv_bits)
-    finally:
-        for entry in skeleton.experts:
-            del entry.module.forward
+    with skeleton.experts_computed_by(trial), watched_weights(model) as reads:
+        cache = cache_shape(model, model.config, dtype, bits=kv_bits)
     form = choose_form(
         skeleton,
         stored_types(skeleton, source),

@@ -37,18 +37,19 @@ def first_reads(skeleton: Skeleton) -> dict[str, int] | None:
         noted.layer += 1
         return torch.empty_like(hidden)
 
-    for entry in skeleton.experts:
-        entry.module.forward = skip_experts  # hides the class's, which needs the removed weights
     try:
-        with light_meta(), without_scaling(model), torch.inference_mode(), noted:
+        with (
+            skeleton.experts_computed_by(skip_experts),
+            light_meta(),
+            without_scaling(model),
+            torch.inference_mode(),
+            noted,
+        ):
             ids = torch.zeros((_WINDOWS, _TOKENS), dtype=torch.int64, device="meta")
             # Without a cache, families look for several texts in one row, which needs values.
             model(input_ids=ids, use_cache=True)
     except Exception:  # depends on the family
         return None
-    finally:
-        for entry in skeleton.experts:
-            del entry.module.forward
     count = len(skeleton.experts)
     return None if noted.layer != count else {name: at for name, at in noted.first.items() if at < count}
 

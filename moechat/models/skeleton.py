@@ -7,6 +7,8 @@ and only their shapes kept, because expert weights are read from the block store
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,17 @@ class Skeleton:
     def expert_names(self) -> frozenset[str]:
         """Full names of all removed parameters."""
         return frozenset(name for entry in self.experts for name in entry.parameter_names)
+
+    @contextmanager
+    def experts_computed_by(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Compute the experts by a function in the block; their own would need the removed weights."""
+        for entry in self.experts:
+            entry.module.forward = forward
+        try:
+            yield
+        finally:
+            for entry in self.experts:
+                del entry.module.forward
 
     @property
     def layers_name(self) -> str:
