@@ -16,7 +16,6 @@ NEXT: Final[int]
 LATER: Final[int]
 
 _F32: TypeAlias = npt.NDArray[np.float32]
-_F16: TypeAlias = npt.NDArray[np.float16]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _I32: TypeAlias = npt.NDArray[np.int32]
 _I64: TypeAlias = npt.NDArray[np.int64]
@@ -196,48 +195,64 @@ def pack_expert(
             Width is a multiple of 64. For ``least-squares`` only.
 
     Raises:
-        ValueError: Shapes or types do not match; a weight is not finite or above 65504 (quantised) or becomes
-            infinite in 16 bits. The message names matrix, row and column; ``out`` is then undefined.
+        ValueError: Shapes or types do not match; a weight is not finite, or above 65504 (8 bits) or 4096
+            (fewer), or becomes infinite in 16 bits. The message names matrix, row and column; ``out`` is then
+            undefined.
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 
 def pack_quantized(
     layout: BlockLayout,
     gate_q: _U8,
-    gate_s: _F16,
-    gate_z: _F16,
+    gate_s: _U32,
     up_q: _U8,
-    up_s: _F16,
-    up_z: _F16,
+    up_s: _U32,
     down_q: _U8,
-    down_s: _F16,
-    down_z: _F16,
+    down_s: _U32,
     biases: _Biases | None,
     out: _U8,
     threads: int | None = None,
 ) -> None:
     """Write one expert, already quantised in groups of 64 along the columns, as block records.
 
-    A weight is ``(q - z) * s``. The matrices are padded here.
+    At 8 bits a weight is ``(q - zero) * scale``; below, ``(q * factor - offset) * step`` with a factor and an
+    offset for each half of a group. The matrices are padded here.
 
     Args:
         layout: Format of the records, below 16 bits.
         gate_q: Codes [intermediate, hidden], C order.
-        gate_s: Scales [intermediate, ceil(hidden / 64)], C order.
-        gate_z: Zeros, as ``gate_s``.
+        gate_s: Scales [intermediate, ceil(hidden / 64)], C order: scale words (:func:`fit_scale_words`), or
+            at 8 bits the float16 pattern of the scale plus 65536 times that of the zero.
         up_q: As ``gate_q``.
         up_s: As ``gate_s``.
-        up_z: As ``gate_s``.
         down_q: Codes [hidden, intermediate].
-        down_s: Scales [hidden, ceil(intermediate / 64)].
-        down_z: Zeros, as ``down_s``.
+        down_s: Scales [hidden, ceil(intermediate / 64)], as ``gate_s``.
         biases: As in :func:`pack_expert`.
         out: As in :func:`pack_expert`.
         threads: Upper limit for this call.
 
     Raises:
-        ValueError: Shapes or types do not match, a code exceeds the bits, a scale or zero is not finite.
+        ValueError: Shapes or types do not match, a code exceeds the bits, at 8 bits a scale or zero is not
+            finite.
     """
+
+def fit_scale_words(bits: int, scales: _F32, zeros: _F32) -> _U32:
+    """Return the scale words nearest to wanted scales and zeros of the two halves of groups.
+
+    Args:
+        bits: 2, 3 or 4.
+        scales: [groups, 2], at least 0; a half with scale 0 gets the one value 0.
+        zeros: [groups, 2], in codes.
+
+    Returns:
+        uint32 [groups]; see ``native/src/kernels/layout/block_layout.h``.
+
+    Raises:
+        ValueError: Shapes or types do not match, or a number is out of range.
+    """
+
+def read_scale_words(words: _U32) -> tuple[_F32, _I32, _I32]:
+    """Return what scale words [groups] stand for: steps [groups], factors and offsets [groups, 2]."""
 
 def unpack_expert(layout: BlockLayout, records: _U8) -> tuple[_F32, _F32, _F32, _Biases | None]:
     """Return the dequantised weights of one expert, without padding, as the kernels use them.
@@ -354,7 +369,8 @@ def pack_linear(
         uint8 [layout.nbytes], aligned to 64 bytes. Copies should be aligned too, for speed.
 
     Raises:
-        ValueError: A weight is not finite or above 65504, shapes or types do not match.
+        ValueError: A weight is not finite, or above 65504 (8 bits) or 4096 (fewer); shapes or types do not
+            match.
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moechat import _native
 
 BLOCK_NEURONS = 64
-GROUP_SIZE = 64
+GROUP_SIZE = 64  # columns that are packed together
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
 DENSE_BITS = (4, 8, 16)  # of dense (non-expert) weights
 AUTO_BITS = "auto"  # dense weights: chosen for each matrix
@@ -26,6 +26,11 @@ DenseBits = int | str  # one of DENSE_BITS, or AUTO_BITS
 ACTIVATION_BITS = (8, 16, 32)  # of the activations that quantised weights are multiplied with
 DEFAULT_ACTIVATION_BITS = 8
 PLAIN_KV_BITS, PACKED_KV_BITS = KV_BITS = (16, 8)  # of keys and values: in the type of the model, or packed
+
+
+def scale_columns(bits: int) -> int:
+    """Columns that share a scale and a zero, at 8 bits or fewer."""
+    return GROUP_SIZE if bits == 8 else GROUP_SIZE // 2
 
 
 class Activation(StrEnum):
@@ -54,7 +59,7 @@ class ExpertGeometry:
         hidden_size: Columns of gate and up, rows of down.
         intermediate_size: Neurons of one expert before padding to blocks of 64.
         num_experts: Experts in a layer.
-        bits: 2, 3, 4, 8 (HQQ, group 64, axis 1) or 16 (the checkpoint's values, not quantised).
+        bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised).
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
         activation: Gate activation.
         alpha: Sigmoid slope of ``CLAMPED_SWIGLU``; else 0.

@@ -20,10 +20,12 @@ from typing import Any
 import moechat
 from moechat.config import active_isa, user_paths
 from moechat.errors import StoreDamagedError, UnsupportedModelError, UsageError
-from moechat.geometry import GROUP_SIZE, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType, scale_columns
 from moechat.store.safetensors_file import strict_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Format 1 had other scales for weights below 8 bits; at 8 and 16 bits the formats are the same.
+_SAME_FROM_BITS = 8
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_LAYERS = 100_000
@@ -101,7 +103,7 @@ class Quantisation:
         """The record for ``bits`` bits made by ``solver``."""
         if bits == 16:
             return cls("none", 0, 0, "none")
-        return cls("hqq" if solver in _HQQ_SOLVERS else "least-squares", GROUP_SIZE, 1, solver)
+        return cls("hqq" if solver in _HQQ_SOLVERS else "least-squares", scale_columns(bits), 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +198,21 @@ class Manifest:
 
         Raises:
             StoreDamagedError: A field is not as :meth:`to_bytes` writes it; the message names it.
-            UnsupportedModelError: A newer moechat wrote it.
+            UnsupportedModelError: A newer moechat wrote it, or an older one in a form that is no longer read.
         """
         try:
             root = _Reader(strict_json(data), "the manifest")
             version = root.integer("format_version", 1)
-            if version != FORMAT_VERSION:
+            if version > FORMAT_VERSION:
                 raise UnsupportedModelError(
                     f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}",
                     hint="the store was written by a newer moechat; upgrade, or convert the model again",
+                )
+            if version < FORMAT_VERSION and _geometry(root.object("geometry")).bits < _SAME_FROM_BITS:
+                raise UnsupportedModelError(
+                    f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}, "
+                    "whose scales are finer",
+                    hint=damage_hint(where.parent),
                 )
             return cls._from_reader(root)
         except (ValueError, UsageError) as problem:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moechat import _native
 from moechat.errors import UsageError
-from moechat.geometry import GROUP_SIZE, ExpertGeometry
+from moechat.geometry import GROUP_SIZE, ExpertGeometry, scale_columns
 
 # By least squares, with feedback from inputs that were measured (moechat.store.calibrated).
 CALIBRATED = "calibrated"
@@ -20,6 +20,7 @@ QUANTIZERS = ("auto", "least-squares", "native", "hqq")
 # Names of the native solvers.
 _NATIVE = {"least-squares": "least-squares", "native": "half-quadratic"}
 _FP16_MAX = 65504.0
+_NARROW = 1e-4  # hqq does not scale a range of values below this
 Matrices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 Biases = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
 Packer = Callable[[Matrices, Biases | None, NDArray[np.uint8]], None]
@@ -82,13 +83,14 @@ class _HqqPacker:
             out,
         )
 
-    def _quantize(
-        self, name: str, matrix: NDArray[Any]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
-        """Codes ``uint8 [rows, cols]``; scales, zeros ``float16 [rows, ceil(cols / 64)]`` of one matrix."""
+    def _quantize(self, name: str, matrix: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Codes ``uint8 [rows, cols]`` and scales ``uint32 [rows, ceil(cols / 64)]`` of one matrix; see
+        :func:`moechat._native.pack_quantized`.
+        """
         import torch
         from hqq.core.quantize import Quantizer
 
+        bits = self._geometry.bits
         rows, cols = matrix.shape
         copied = np.array(matrix, order="C")  # torch needs writable arrays
         source = torch.from_numpy(copied.view(np.int16) if copied.dtype == np.uint16 else copied)
@@ -105,18 +107,54 @@ class _HqqPacker:
             weights = torch.cat([weights, weights[:, -1:].expand(rows, padding)], dim=1)
         _, meta = Quantizer.quantize(
             weights,
-            nbits=self._geometry.bits,
-            group_size=GROUP_SIZE,
+            nbits=bits,
+            group_size=scale_columns(bits),
             optimize=True,
             axis=1,
             bitpack=False,
             device=self._device,
         )
-        # Codes are recomputed with the rounded scale and zero, so that storing those as fp16 adds no error.
-        scale = meta["scale"].reshape(rows, -1).half()
-        zero = meta["zero"].reshape(rows, -1).clamp(-_FP16_MAX, _FP16_MAX).half()
-        groups = weights.reshape(rows, -1, GROUP_SIZE)
-        codes = groups / scale.float()[:, :, None] + zero.float()[:, :, None]
-        codes = codes.round_().clamp_(0, (1 << self._geometry.bits) - 1).to(torch.uint8)
-        codes = codes.reshape(rows, -1)[:, :cols].contiguous()
-        return codes.cpu().numpy(), scale.cpu().numpy(), zero.cpu().numpy()
+        scale, zero = (meta[name].float().reshape(rows, -1) for name in ("scale", "zero"))
+        if bits != 8:
+            # hqq gives narrow parts the scale 1, which the part beside it would share.
+            low, high = weights.reshape(rows, -1, scale_columns(bits)).aminmax(dim=2)
+            narrow = high - low <= _NARROW
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scale = torch.where(narrow, (high - low) / ((1 << bits) - 1), scale)
+            zero = torch.where(narrow, torch.where(scale > 0, -low / scale, 0), zero)
+        # Codes are recomputed with the scale and zero as stored.
+        words, scales, zeros = stored_scales(bits, scale.cpu().numpy(), zero.cpu().numpy())
+        scale, zero = (torch.from_numpy(part).to(self._device)[:, :, None] for part in (scales, zeros))
+        codes = weights.reshape(rows, -1, scale_columns(bits)) / scale + zero
+        codes = codes.round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
+        return codes.reshape(rows, -1)[:, :cols].contiguous().cpu().numpy(), words
+
+
+def stored_scales(
+    bits: int, scales: NDArray[np.float32], zeros: NDArray[np.float32]
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32]]:
+    """Scales for the native core, and the scales and zeros that they stand for.
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        scales: float32 ``[rows, parts]``, parts of :func:`moechat.geometry.scale_columns` columns; at 2 to 4
+            bits an even number of parts.
+        zeros: As ``scales``, in codes.
+
+    Returns:
+        uint32 ``[rows, groups]`` for :func:`moechat._native.pack_quantized`, then scales and zeros as stored.
+    """
+    if bits == 8:
+        low, high = (part.clip(-_FP16_MAX, _FP16_MAX).astype(np.float16) for part in (scales, zeros))
+        words = low.view(np.uint16) | high.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return words, low.astype(np.float32), high.astype(np.float32)
+    pairs = (np.ascontiguousarray(part, np.float32).reshape(-1, 2) for part in (scales, zeros))
+    words = _native.fit_scale_words(bits, *pairs)
+    steps, factors, offsets = _native.read_scale_words(words)
+    whole = factors.astype(np.float32)
+    stored_scale, stored_zero = steps[:, None] * whole, offsets.astype(np.float32) / whole
+    return (
+        words.reshape(len(scales), -1),
+        stored_scale.reshape(scales.shape),
+        stored_zero.reshape(scales.shape),
+    )

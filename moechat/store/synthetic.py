@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, StoreDamagedError, UsageError
-from moechat.geometry import BLOCK_NEURONS, GROUP_SIZE, ExpertGeometry
+from moechat.geometry import BLOCK_NEURONS, GROUP_SIZE, ExpertGeometry, scale_columns
 from moechat.store.files import explained, format_bytes
 from moechat.store.lock import exclusive_lock
 from moechat.store.manifest import (
@@ -34,7 +34,7 @@ from moechat.store.manifest import (
 )
 from moechat.store.outline import dense_file_name, experts_file_name, experts_header
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.quantizer import choose_solver
+from moechat.store.quantizer import choose_solver, stored_scales
 from moechat.store.safetensors_file import PlannedTensor, build_header
 from moechat.store.store import Store
 from moechat.store.workspace import Workspace, lock_path, remove_leftovers
@@ -269,18 +269,17 @@ def _packed(geometry: ExpertGeometry, fan_in: int, generator: np.random.Generato
 
 def _codes(
     bits: int, shape: tuple[int, int], inputs: int, generator: np.random.Generator
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
-    """Random codes ``[rows, columns]``, scales and zeros ``[rows, groups]``; weight variance ``1 /
-    inputs``.
-    """
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+    """Random codes ``[rows, columns]`` and scales ``[rows, groups]``; weight variance ``1 / inputs``."""
     rows, columns = shape
     levels = 1 << bits
-    groups = (rows, -(-columns // GROUP_SIZE))
+    groups = -(-columns // GROUP_SIZE)
+    parts = (rows, groups * GROUP_SIZE // scale_columns(bits))
     codes = generator.integers(0, levels, size=(rows, columns), dtype=np.uint8)
     spread = ((levels * levels - 1) / 12) ** 0.5  # of a uniform code
-    scales = generator.uniform(0.75, 1.25, size=groups) / (spread * inputs**0.5)
-    zeros = (levels - 1) / 2 + generator.uniform(-0.25, 0.25, size=groups)
-    return codes, scales.astype(np.float16), zeros.astype(np.float16)
+    scales = generator.uniform(0.75, 1.25, size=parts) / (spread * inputs**0.5)
+    zeros = (levels - 1) / 2 + generator.uniform(-0.25, 0.25, size=parts)
+    return codes, stored_scales(bits, scales.astype(np.float32), zeros.astype(np.float32))[0]
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from integer_model import Matrix
 
 from moechat import _native
 
@@ -96,10 +97,13 @@ def test_codes_lie_where_the_format_says(bits):
         words = words_of(records[block], layout.gate_q, 4 * 3 * steps)
         code = (words[(tile * 3 + group) * steps + step, lane] >> (slot * bits)) & ((1 << bits) - 1)
         assert code == parts[0][0][block * 64 + row, col]
-        scales = records[block][layout.gate_sz :].view(np.float16)
-        at = (tile * 3 + group) * 32 + lane
-        assert scales[at] == parts[0][1][block * 64 + row, group]
-        assert scales[at + 16] == parts[0][2][block * 64 + row, group]
+        at, word = (tile * 3 + group) * 64, parts[0][1][block * 64 + row, group]
+        scales = records[block][layout.gate_sz + at :][:64]
+        if bits == 8:
+            assert scales.view("<u2")[lane] == word & 0xFFFF
+            assert scales.view("<u2")[lane + 16] == word >> 16
+        else:
+            assert scales.view("<u4")[lane] == word
     for block, row, col in [(0, 0, 0), (1, 100, 63), (1, 191, 1)]:
         tile, lane = divmod(row, 16)
         step, slot = divmod(col, per_word)
@@ -123,15 +127,8 @@ def test_three_bit_codes_lie_in_two_planes():
             assert low | high << 2 == parts[1][0][row, col]
 
 
-def quantised_parts(rng: np.random.Generator, hidden: int, neurons: int, bits: int) -> list[list[np.ndarray]]:
-    parts = []
-    for rows, cols in ((neurons, hidden), (neurons, hidden), (hidden, neurons)):
-        groups = -(-cols // 64)
-        parts.append(
-            [
-                rng.integers(0, 1 << bits, (rows, cols)).astype(np.uint8),
-                rng.random((rows, groups)).astype(np.float16),
-                (rng.random((rows, groups)) * (1 << bits)).astype(np.float16),
-            ]
-        )
-    return parts
+def quantised_parts(
+    rng: np.random.Generator, hidden: int, neurons: int, bits: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    shapes = ((neurons, hidden), (neurons, hidden), (hidden, neurons))
+    return [Matrix.random(rng, *shape, bits).parts for shape in shapes]

@@ -127,7 +127,7 @@ def test_the_largest_inputs_stay_finite():
     x = np.full((1, 64), 3e38, np.float32)
     out = np.empty((1, 16), np.float32)
     _native.linear_forward(layout, data, x, None, out)
-    assert np.allclose(out, 3e38, rtol=1e-3)
+    assert np.allclose(out, 3e38, rtol=0.03)  # a lone 1 among zeros is stored 1.1 % off
 
 
 @pytest.mark.parametrize("bits", [0, 4, 15, 64])

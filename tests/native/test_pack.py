@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integer_model import Matrix
 from native_support import empty_records, from_bf16, pack, random_expert, to_bf16
 
 from moechat import _native
@@ -122,8 +123,8 @@ def test_errors_of_columns_are_made_good_in_later_ones(bits, hidden, neurons, wi
         left = np.asarray(weights, np.float64).copy()
         agreeing = 0
         for c in range(cols):
-            start = c // 64 * 64
-            values = restored[:, start : start + 64].astype(np.float64)
+            start = c // 32 * 32  # these columns have the same grid
+            values = restored[:, start : start + 32].astype(np.float64)
             nearest = np.abs(values - left[:, c, None]).min(axis=1)
             error = left[:, c] - restored[:, c]
             # No value that the group has is nearer than the one chosen.
@@ -179,26 +180,20 @@ def test_wrong_feedback_is_refused():
     bias=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-def test_quantised_parts_come_back_as_code_minus_zero_times_scale(hidden, neurons, bits, bias, seed):
+def test_quantised_parts_come_back_as_their_scales_say(hidden, neurons, bits, bias, seed):
     rng = np.random.default_rng(seed)
     layout = _native.BlockLayout(hidden, neurons, bits, False, bias)
     _, biases = random_expert(rng, hidden, neurons, bias)
-    arrays, expected = [], []
-    for rows, cols in ((neurons, hidden), (neurons, hidden), (hidden, neurons)):
-        groups = -(-cols // 64)
-        q = rng.integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
-        s = rng.random((rows, groups)).astype(np.float16)
-        z = (rng.random((rows, groups)) * 300 - 20).astype(np.float16)
-        arrays += [q, s, z]
-        column = np.arange(cols) // 64
-        expected.append(
-            (q.astype(np.float32) - z.astype(np.float32)[:, column]) * s.astype(np.float32)[:, column]
-        )
+    shapes = ((neurons, hidden), (neurons, hidden), (hidden, neurons))
+    matrices = [Matrix.random(rng, *shape, bits) for shape in shapes]
+    arrays = [part for matrix in matrices for part in matrix.parts]
+    expected = [matrix.values().astype(np.float32) for matrix in matrices]
     records = empty_records(layout)
     _native.pack_quantized(layout, *arrays, biases, records)
     *restored, restored_biases = _native.unpack_expert(layout, records)
     for want, got in zip(expected, restored, strict=True):
-        assert np.array_equal(want, got)
+        # At 8 bits the difference of a code and a zero is rounded before it is multiplied.
+        assert np.allclose(want, got, rtol=2e-7, atol=0) if bits == 8 else np.array_equal(want, got)
     assert (restored_biases is None) == (biases is None)
     for want, got in zip(biases or (), restored_biases or (), strict=True):
         assert np.array_equal(want, got)
@@ -272,18 +267,20 @@ def test_wrong_arrays_are_refused_before_anything_is_written():
 def test_bad_quantised_parts_are_refused():
     layout = _native.BlockLayout(64, 64, 3)
     q = np.zeros((64, 64), np.uint8)
-    s = np.ones((64, 1), np.float16)
+    s = np.full((64, 1), 0x3C00, np.uint32)
     out = empty_records(layout)
     bad_q = q.copy()
     bad_q[7, 9] = 8
-    bad_s = s.copy()
-    bad_s[5, 0] = np.inf
     with pytest.raises(ValueError, match="up code at row 7, column 9 is out of range"):
-        _native.pack_quantized(layout, q, s, s, bad_q, s, s, q, s, s, None, out)
-    with pytest.raises(ValueError, match="down zero at row 5, column 0 is out of range"):
-        _native.pack_quantized(layout, q, s, s, q, s, s, q, s, bad_s, None, out)
+        _native.pack_quantized(layout, q, s, bad_q, s, q, s, None, out)
     with pytest.raises(ValueError, match="gate_s has dtype float32"):
-        _native.pack_quantized(layout, q, s.astype(np.float32), s, q, s, s, q, s, s, None, out)
+        _native.pack_quantized(layout, q, s.astype(np.float32), q, s, q, s, None, out)
+    eight = _native.BlockLayout(64, 64, 8)
+    for name, bad in (("scale", 0x7C00), ("zero", 0x7C00 << 16)):
+        bad_s = s.copy()
+        bad_s[5, 0] = bad
+        with pytest.raises(ValueError, match=f"down {name} at row 5, column 0 is out of range"):
+            _native.pack_quantized(eight, q, s, q, s, q, bad_s, None, empty_records(eight))
     sixteen = _native.BlockLayout(64, 64, 16)
     with pytest.raises(ValueError, match="16-bit layout"):
-        _native.pack_quantized(sixteen, q, s, s, q, s, s, q, s, s, None, empty_records(sixteen))
+        _native.pack_quantized(sixteen, q, s, q, s, q, s, None, empty_records(sixteen))

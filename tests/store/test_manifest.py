@@ -42,7 +42,7 @@ MANIFEST = Manifest(
         LayerRecord(1, "model.layers.1.mlp.experts", "experts-00001.safetensors"),
         LayerRecord(3, "model.layers.3.mlp.experts", "experts-00003.safetensors"),
     ),
-    quantisation=Quantisation("hqq", 64, 1, "native"),
+    quantisation=Quantisation("hqq", 32, 1, "native"),
     files={
         "config.json": FileRecord(10, "a" * 64),
         "additional_chat_templates/tools.jinja": FileRecord(0, "b" * 64),
@@ -119,7 +119,7 @@ REFUSALS: dict[str, Any] = {
     "no config": lambda c: c["files"].pop("config.json"),
     "neuron order": lambda c: c.update(neuron_order=[1, 0]),
     "method does not fit bits": lambda c: c["quantisation"].update(method="none"),
-    "group size": lambda c: c["quantisation"].update(group_size=32),
+    "group size": lambda c: c["quantisation"].update(group_size=64),
     "unknown solver": lambda c: c["quantisation"].update(solver="gptq"),
     "negative bytes": lambda c: c["files"]["config.json"].update(bytes=-1),
     "short hash": lambda c: c["files"]["config.json"].update(sha256="ab"),

@@ -10,7 +10,7 @@ import hashlib
 import json
 
 import numpy as np
-from integer_model import Expert, Matrix, linear_codes
+from integer_model import Expert, Matrix, linear_codes, scales_of
 from native_support import relative_error
 
 from moechat import _native
@@ -70,9 +70,11 @@ def main() -> None:
         layout = _native.LinearLayout(32, 192, bits)
         data = _native.pack_linear(layout, np.zeros((32, 192), np.float32))
         data[: layout.sz] = 0xFF
-        one = np.ones((32, 3), np.float16)
-        data[layout.sz :].view(np.float16).reshape(2, 3, 2, 16)[:] = np.array([1, 0])[:, None]
-        matrix = Matrix(np.full((32, 192), top, np.uint8), one, one * 0)
+        if bits == 8:  # scale 1, zero 0
+            data[layout.sz :].view(np.float16).reshape(2, 3, 2, 16)[:] = np.array([1, 0])[:, None]
+        else:  # the largest factors, and no offsets to make the sums smaller
+            data[layout.sz :].view(np.uint32)[:] = 0xC0 << 24 | 0xFF00
+        matrix = Matrix(bits, np.full((32, 192), top, np.uint8), scales_of(layout, data))
         for activation_bits in (16, 8):
             x = extreme_inputs(192)
             out = np.empty((4, 32), np.float32)

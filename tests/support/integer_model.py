@@ -33,28 +33,53 @@ def quantised(x: np.ndarray, activation_bits: int) -> tuple[np.ndarray, np.ndarr
 
 @dataclass
 class Matrix:
-    """A quantised matrix: codes [rows, cols], scales and zeros [rows, groups] that fp16 holds."""
+    """A quantised matrix: codes [rows, cols] and scales uint32 [rows, groups], see block_layout.h."""
 
+    bits: int
     codes: np.ndarray
     scales: np.ndarray
-    zeros: np.ndarray
 
     @classmethod
     def random(cls, rng: np.random.Generator, rows: int, cols: int, bits: int) -> Matrix:
         groups = -(-cols // 64)
         codes = rng.integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
-        scales = (rng.random((rows, groups)) * 0.2 / (1 << bits)).astype(np.float16)
-        zeros = (rng.random((rows, groups)) * ((1 << bits) - 1)).astype(np.float16)
-        return cls(codes, scales, zeros)
+        if bits == 8:
+            scales = (rng.random((rows, groups)) * 0.2 / 256).astype(np.float16).view(np.uint16)
+            zeros = (rng.random((rows, groups)) * 255).astype(np.float16).view(np.uint16)
+            return cls(bits, codes, scales | zeros.astype(np.uint32) << np.uint32(16))
+        words = rng.integers(0, 1 << 24, (rows, groups)).astype(np.uint32)
+        steps = rng.integers(100, 160, (rows, groups)).astype(np.uint32)  # 2^-12 to 2^-4
+        return cls(bits, codes, words | steps << np.uint32(24))
 
     @property
-    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.codes, self.scales, self.zeros
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.codes, self.scales
+
+    def scale_and_zero(self) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [rows, groups], at 8 bits."""
+        halves = (self.scales & 0xFFFF, self.scales >> 16)
+        scale, zero = (half.astype(np.uint16).view(np.float16).astype(np.float32) for half in halves)
+        return scale, zero
+
+    def steps(self) -> np.ndarray:
+        """float32 [rows, groups], below 8 bits."""
+        exponent, mantissa = self.scales >> 27, self.scales >> 24 & 7
+        return (2.0 ** (exponent.astype(np.float64) - 24) * (1 + mantissa / 8)).astype(np.float32)
+
+    def factors_and_offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [rows, groups, 2], below 8 bits."""
+        half = np.arange(2)
+        words = self.scales.astype(np.int64)[:, :, None]
+        return words >> (8 + 4 * half) & 15, words >> (16 * half) & 255
 
     def values(self) -> np.ndarray:
-        groups = np.arange(self.codes.shape[1]) // 64
-        scales, zeros = (part.astype(np.float64)[:, groups] for part in (self.scales, self.zeros))
-        return (self.codes - zeros) * scales
+        column = np.arange(self.codes.shape[1])
+        codes = self.codes.astype(np.float64)
+        if self.bits == 8:
+            scale, zero = (part.astype(np.float64)[:, column // 64] for part in self.scale_and_zero())
+            return (codes - zero) * scale
+        factors, offsets = (part[:, column // 64, column % 64 // 32] for part in self.factors_and_offsets())
+        return (codes * factors - offsets) * self.steps().astype(np.float64)[:, column // 64]
 
     def times(self, x: np.ndarray, activation_bits: int) -> np.ndarray:
         """[tokens, rows] of x [tokens, cols]: one chain over the groups for every row."""
@@ -64,12 +89,22 @@ class Matrix:
         codes[:, :cols] = self.codes
         acc = np.zeros((len(x), rows), np.float32)
         for g in range(integers.shape[1]):
-            isum = integers[:, g] @ codes[:, g * 64 : g * 64 + 64].T
+            group = codes[:, g * 64 : g * 64 + 64]
+            if self.bits == 8:
+                isum = integers[:, g] @ group.T
+                sums = integers[:, g].sum(axis=1).astype(np.float32)[:, None]
+                scale, zero = (part[None, :, g] for part in self.scale_and_zero())
+                term = fma(-zero, sums, isum.astype(np.float32))
+            else:
+                scale = self.steps()[None, :, g]
+                factors, offsets = (part[:, g] for part in self.factors_and_offsets())
+                halves = integers[:, g].reshape(len(x), 2, 32)
+                products = np.einsum("thc,rhc->trh", halves, group.reshape(rows, 2, 32))
+                isum = (products * factors - halves.sum(axis=2)[:, None] * offsets).sum(axis=2)
+                assert np.abs(products * factors).sum(axis=2).max() < 2**31
+                term = isum.astype(np.float32)
             assert np.abs(isum).max() < 2**31
-            sums = integers[:, g].sum(axis=1).astype(np.float32)[:, None]
-            zeros, scales = (part.astype(np.float32)[None, :, g] for part in (self.zeros, self.scales))
-            term = fma(-zeros, sums, isum.astype(np.float32))
-            acc = fma(scales * x_scales[:, g, None], term, acc)
+            acc = fma(scale * x_scales[:, g, None], term, acc)
         return acc
 
 
@@ -125,7 +160,7 @@ class Expert:
         out = np.zeros_like(x)
         for block in range(self.layout.blocks):
             part = slice(block * 64, block * 64 + 64)
-            down = Matrix(self.down.codes[:, part], *(p[:, block, None] for p in self.down.parts[1:]))
+            down = Matrix(self.down.bits, self.down.codes[:, part], self.down.scales[:, block, None])
             partial = down.times(act[:, part], activation_bits)
             if self.biases is not None:
                 rows = slice(block * self.layout.down_bias_rows, (block + 1) * self.layout.down_bias_rows)
@@ -147,6 +182,15 @@ def linear_codes(layout: _native.LinearLayout, data: np.ndarray) -> Matrix:
 
     codes = field(0, 2) + 4 * field(4, 1) if bits == 3 else field(0, bits)
     matrix = codes.transpose(0, 3, 1, 2).reshape(tiles * 16, groups * 64)
-    sz = data[layout.sz :].view(np.float16).reshape(tiles, groups, 2, 16).transpose(2, 0, 3, 1)
-    scales, zeros = sz.reshape(2, tiles * 16, groups)[:, : layout.rows]
-    return Matrix(matrix[: layout.rows, : layout.cols].astype(np.uint8), scales, zeros)
+    return Matrix(bits, matrix[: layout.rows, : layout.cols].astype(np.uint8), scales_of(layout, data))
+
+
+def scales_of(layout: _native.LinearLayout, data: np.ndarray) -> np.ndarray:
+    """The scales uint32 [rows, groups] of a packed linear matrix."""
+    tiles, groups = -(-layout.rows // 16), -(-layout.cols // 64)
+    if layout.bits == 8:
+        halves = data[layout.sz :].view(np.uint16).reshape(tiles, groups, 2, 16).astype(np.uint32)
+        words = halves[:, :, 0] | halves[:, :, 1] << np.uint32(16)
+    else:
+        words = data[layout.sz :].view(np.uint32).reshape(tiles, groups, 16)
+    return words.transpose(0, 2, 1).reshape(tiles * 16, groups)[: layout.rows]

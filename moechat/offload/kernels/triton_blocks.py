@@ -11,8 +11,8 @@ What is computed is the same for every way in which the blocks of an expert were
   a later launch takes up where an earlier one ended;
 - ``combine`` adds the splits, then the experts of a token, in ascending order.
 
-Weights meet their inputs as codes, which 16-bit floats hold exactly; scale and zero follow after the products
-of a group. ``DOT`` says how products are made, always with float32 sums: 0, element by element in float32; 1,
+Weights meet their inputs as integers, which 16-bit floats hold exactly; scales follow after the products of a
+group. ``DOT`` says how products are made, always with float32 sums: 0, element by element in float32; 1,
 by tensor cores from inputs in their 16-bit type; 2, as matrices in float32.
 
 Every kernel is launched by :mod:`moechat.offload.kernels.launch`, which gives the meaning of the arguments.
@@ -23,6 +23,8 @@ Every kernel is launched by :mod:`moechat.offload.kernels.launch`, which gives t
 
 import triton
 import triton.language as tl
+
+from moechat.offload.kernels.triton_scales import factor_of, offset_of, step_of
 
 SILU = 0
 GELU = 1
@@ -86,7 +88,7 @@ def _many(
     """``total`` float32 ``[T, ROWS]`` plus the products of ``x`` ``[T, 64]`` with one group of weights.
 
     ``sz`` points to its scales in fp16, 16 of them and 16 zeros a tile; ``lanes`` ``[ROWS]`` is the offset of
-    each row's scale.
+    each row's scale. Below 8 bits it points to scale words.
     """
     if BITS == 16:
         weights = _halves(words, rows, ROWS, FP16)
@@ -96,11 +98,19 @@ def _many(
             total = tl.dot(x, weights.to(tl.float32), total, input_precision="ieee")
     else:
         codes = _codes(words, rows, BITS, ROWS)
-        scale = tl.load(sz + lanes).to(tl.float32)
-        zero = tl.load(sz + lanes + 16).to(tl.float32)
-        products = tl.dot(x, codes.to(x.dtype), input_precision="ieee")
-        sums = tl.sum(x.to(tl.float32), axis=1)
-        total += (products - sums[:, None] * zero[None, :]) * scale[None, :]
+        if BITS == 8:
+            scale = tl.load(sz + lanes).to(tl.float32)
+            zero = tl.load(sz + lanes + 16).to(tl.float32)
+            products = tl.dot(x, codes.to(x.dtype), input_precision="ieee")
+            sums = tl.sum(x.to(tl.float32), axis=1)
+            total += (products - sums[:, None] * zero[None, :]) * scale[None, :]
+        else:
+            both = tl.load(sz + lanes)
+            half = (tl.arange(0, 64) // 32)[:, None]
+            # Integers of 8 bits and a sign, which 16-bit floats hold exactly.
+            steps = codes * factor_of(both[None, :], half) - offset_of(both[None, :], half)
+            products = tl.dot(x, steps.to(tl.float32).to(x.dtype), input_precision="ieee")
+            total += products * step_of(both)[None, :]
     return total
 
 
@@ -141,20 +151,31 @@ def _few(total, x, inside, first, last, words, sz, rows, lanes, BITS: tl.constex
             weights = (patterns << 16).to(tl.float32, bitcast=True)
         total += tl.sum(values[:, :, :, None] * weights[None, :, :, :], axis=2)
     else:
-        scale = tl.load(sz + lanes).to(tl.float32)
-        zero = tl.load(sz + lanes + 16).to(tl.float32)
-        if BITS == 3:
-            low = _inputs(x, inside, first, last, 4, 16)
-            high = _inputs(x, inside, first, last, 2, 32)
-            products = tl.sum(_plane(words, rows, low, 2, 4, 16), axis=1)
-            products += 4.0 * tl.sum(_plane(words + 64, rows, high, 1, 2, 32), axis=1)
-            sums = tl.sum(tl.sum(low, axis=2), axis=1)
-            products, sums = products[:, None, :], sums[:, None]
-        else:
-            values = _inputs(x, inside, first, last, 2 * BITS, 32 // BITS)
-            products = _plane(words, rows, values, BITS, 2 * BITS, 32 // BITS)
+        if BITS == 8:
+            scale = tl.load(sz + lanes).to(tl.float32)
+            zero = tl.load(sz + lanes + 16).to(tl.float32)
+            values = _inputs(x, inside, first, last, 16, 4)
+            products = _plane(words, rows, values, 8, 16, 4)
             sums = tl.sum(values, axis=2)
-        total += (products - sums[:, :, None] * zero[None, None, :]) * scale[None, None, :]
+            total += (products - sums[:, :, None] * zero[None, None, :]) * scale[None, None, :]
+        else:
+            both = tl.load(sz + lanes)[None, None, :]
+            if BITS == 3:
+                low = _inputs(x, inside, first, last, 4, 16)
+                high = _inputs(x, inside, first, last, 2, 32)
+                quarter = (tl.arange(0, 4) // 2)[None, :, None]
+                half = tl.arange(0, 2)[None, :, None]
+                lows = _plane(words, rows, low, 2, 4, 16) * factor_of(both, quarter).to(tl.float32)
+                highs = _plane(words + 64, rows, high, 1, 2, 32) * factor_of(both, half).to(tl.float32)
+                taken = tl.sum(high, axis=2)[:, :, None] * offset_of(both, half).to(tl.float32)
+                terms = tl.sum(lows, axis=1) + tl.sum(4.0 * highs - taken, axis=1)
+                total += terms[:, None, :] * step_of(both)
+            else:
+                values = _inputs(x, inside, first, last, 2 * BITS, 32 // BITS)
+                products = _plane(words, rows, values, BITS, 2 * BITS, 32 // BITS)
+                half = (tl.arange(0, 2 * BITS) // BITS)[None, :, None]
+                taken = tl.sum(values, axis=2)[:, :, None] * offset_of(both, half).to(tl.float32)
+                total += (products * factor_of(both, half).to(tl.float32) - taken) * step_of(both)
     return total
 
 
@@ -221,13 +242,18 @@ def neurons(
         tile = neuron // 16
         lane = neuron % 16
         rows = tile * (GROUPS * GROUP_BYTES // 4) + lane
-        lanes = tile * (GROUPS * 32) + lane
+        SCALES: tl.constexpr = 32 if BITS == 8 else 16
+        lanes = tile * (GROUPS * SCALES) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         token = tl.load(item_token + begin + items, mask=items < count, other=0).to(tl.int64)
         gate_words = (record + GATE).to(tl.pointer_type(tl.int32))
         up_words = (record + UP).to(tl.pointer_type(tl.int32))
-        gate_sz = (record + GATE_SZ).to(tl.pointer_type(tl.float16))
-        up_sz = (record + UP_SZ).to(tl.pointer_type(tl.float16))
+        if BITS == 8:
+            gate_sz = (record + GATE_SZ).to(tl.pointer_type(tl.float16))
+            up_sz = (record + UP_SZ).to(tl.pointer_type(tl.float16))
+        else:
+            gate_sz = (record + GATE_SZ).to(tl.pointer_type(tl.int32))
+            up_sz = (record + UP_SZ).to(tl.pointer_type(tl.int32))
         there = items < count
         WORDS: tl.constexpr = GROUP_BYTES // 4
         if DOT == 0:
@@ -237,9 +263,9 @@ def neurons(
             ups = tl.zeros([TOKENS, KEPT, ROWS], dtype=tl.float32)
             for group in range(GROUPS):
                 first = group * 64
-                words, sz = gate_words + group * WORDS, gate_sz + group * 32
+                words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
                 gates = _few(gates, inputs, there, first, hidden, words, sz, rows, lanes, BITS, FP16)
-                words, sz = up_words + group * WORDS, up_sz + group * 32
+                words, sz = up_words + group * WORDS, up_sz + group * SCALES
                 ups = _few(ups, inputs, there, first, hidden, words, sz, rows, lanes, BITS, FP16)
             gate = tl.sum(gates, axis=1)
             up = tl.sum(ups, axis=1)
@@ -252,9 +278,9 @@ def neurons(
                 values = tl.load(x + token[:, None] * hidden + column[None, :], mask=inside, other=0.0)
                 if DOT == 2:
                     values = values.to(tl.float32)
-                words, sz = gate_words + group * WORDS, gate_sz + group * 32
+                words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
                 gate = _many(gate, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
-                words, sz = up_words + group * WORDS, up_sz + group * 32
+                words, sz = up_words + group * WORDS, up_sz + group * SCALES
                 up = _many(up, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
         if HAS_BIAS:
             gate += tl.load((record + GATE_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
@@ -314,7 +340,7 @@ def outputs(
         tile = output // 16
         lane = output % 16
         rows = tile * (GROUP_BYTES // 4) + lane
-        lanes = tile * 32 + lane
+        lanes = tile * (32 if BITS == 8 else 16) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
         spot = (split.to(tl.int64) * items_padded + begin + items)[:, None] * HIDDEN_PADDED + output[None, :]
@@ -326,7 +352,10 @@ def outputs(
             record = pages + tl.load(entry_page + entry).to(tl.int64) * RECORD
             slot = tl.load(entry_slot + entry).to(tl.int64) + items
             words = (record + DOWN).to(tl.pointer_type(tl.int32))
-            sz = (record + DOWN_SZ).to(tl.pointer_type(tl.float16))
+            if BITS == 8:
+                sz = (record + DOWN_SZ).to(tl.pointer_type(tl.float16))
+            else:
+                sz = (record + DOWN_SZ).to(tl.pointer_type(tl.int32))
             if DOT == 0:
                 inputs = activations + slot * 64
                 one = tl.zeros([TOKENS, KEPT, ROWS], dtype=tl.float32)

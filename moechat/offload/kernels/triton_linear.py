@@ -13,6 +13,8 @@ arguments.
 import triton
 import triton.language as tl
 
+from moechat.offload.kernels.triton_scales import factor_of, offset_of, step_of
+
 
 @triton.jit
 def _codes(packed, column, BITS: tl.constexpr):
@@ -54,7 +56,8 @@ def few(
     STEPS: tl.constexpr = 2 * BITS
     COLUMNS: tl.constexpr = 32 // BITS
     words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
-    scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
+    scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+    halves = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
     present = tile < tiles
     step = tl.arange(0, STEPS)
     columns = tl.arange(0, COLUMNS)
@@ -64,14 +67,22 @@ def few(
         here = group[:, None] * STEPS + step[None, :]
         there = (group < groups)[:, None] & present[None, :]
         packed = tl.load(words[None, None, :] + here[:, :, None] * 16, mask=there[:, None, :], other=0)
-        scale = tl.load(scales[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
-        zero = tl.load(scales[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(tl.float32)
         column = here[None, :, :] * COLUMNS + columns[:, None, None]
         values = tl.load(x + token * cols + column, mask=column < cols, other=0.0).to(tl.float32)
         codes = _codes(packed[None, :, :, :], columns[:, None, None, None], BITS)
         products = tl.sum(values[:, :, :, None] * codes, axis=0)
         sums = tl.sum(values, axis=0)
-        total += tl.sum((products - sums[:, :, None] * zero[:, None, :]) * scale[:, None, :], axis=0)
+        if BITS == 8:
+            scale = tl.load(halves[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
+            zero = tl.load(halves[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(tl.float32)
+            terms = products - sums[:, :, None] * zero[:, None, :]
+        else:
+            both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
+            half = (step // BITS)[None, :, None]
+            scale = step_of(both)
+            terms = products * factor_of(both[:, None, :], half).to(tl.float32)
+            terms -= sums[:, :, None] * offset_of(both[:, None, :], half).to(tl.float32)
+        total += tl.sum(terms * scale[:, None, :], axis=0)
     result = tl.sum(total, axis=0)
     inside = row < rows
     if HAS_BIAS:
@@ -104,13 +115,21 @@ def unpack(
     here = first * STEPS + tl.arange(0, GROUPS * STEPS)
     there = (here < groups * STEPS)[:, None] & (row < rows)[None, :]
     words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
-    scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
     packed = tl.load(words[None, :] + here[:, None] * 16, mask=there, other=0)
     group = (here // STEPS)[:, None]
-    scale = tl.load(scales[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
-    zero = tl.load(scales[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
     codes = _codes(packed[:, None, :], tl.arange(0, 32 // BITS)[None, :, None], BITS)
-    values = (codes - zero[:, None, :]) * scale[:, None, :]
+    if BITS == 8:
+        halves = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
+        scale = tl.load(halves[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
+        zero = tl.load(halves[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
+        values = (codes - zero[:, None, :]) * scale[:, None, :]
+    else:
+        scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
+        both = tl.load(scales[None, :] + group * 16, mask=there, other=0)
+        half = (here % STEPS // BITS)[:, None]
+        factor = factor_of(both, half).to(tl.float32)
+        offset = offset_of(both, half).to(tl.float32)
+        values = (codes * factor[:, None, :] - offset[:, None, :]) * step_of(both)[:, None, :]
     values = tl.reshape(values, [GROUPS * 64, ROWS])
     column = first * 64 + tl.arange(0, GROUPS * 64)
     inside = (column < cols)[:, None] & (row < rows)[None, :]

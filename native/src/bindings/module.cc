@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -19,6 +20,7 @@
 #include "kernels/experts/pack.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/block_layout.h"
+#include "kernels/layout/scale_words.h"
 #include "kernels/threads/cpu_info.h"
 #include "kernels/threads/stream_read.h"
 #include "kernels/threads/thread_pool.h"
@@ -27,17 +29,6 @@
 
 namespace moechat {
 namespace {
-
-const std::uint16_t* checked_fp16(const char* name, const py::array& array,
-                                  const std::vector<std::int64_t>& shape) {
-  if (!is_float16(array)) {
-    refuse(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() +
-           "; it must be float16");
-  }
-  require_shape(name, array, shape);
-  if (!(array.flags() & py::array::c_style)) refuse(std::string(name) + " is not C-contiguous");
-  return static_cast<const std::uint16_t*>(array.data());
-}
 
 using BiasArrays = std::optional<std::tuple<py::array, py::array, py::array>>;
 
@@ -107,29 +98,63 @@ void pack_expert_py(const BlockLayout& layout, const py::array& gate, const py::
 }
 
 QuantisedMatrix quantised_matrix(const std::string& name, const py::array& codes, const py::array& scales,
-                                 const py::array& zeros, std::int64_t rows, std::int64_t cols) {
+                                 std::int64_t rows, std::int64_t cols) {
   const std::int64_t groups = (cols + kGroupColumns - 1) / kGroupColumns;
   return {checked<std::uint8_t>((name + "_q").c_str(), codes, {rows, cols}),
-          checked_fp16((name + "_s").c_str(), scales, {rows, groups}),
-          checked_fp16((name + "_z").c_str(), zeros, {rows, groups})};
+          checked<std::uint32_t>((name + "_s").c_str(), scales, {rows, groups})};
 }
 
 void pack_quantized_py(const BlockLayout& layout, const py::array& gate_q, const py::array& gate_s,
-                       const py::array& gate_z, const py::array& up_q, const py::array& up_s,
-                       const py::array& up_z, const py::array& down_q, const py::array& down_s,
-                       const py::array& down_z, const BiasArrays& biases, py::array out,
+                       const py::array& up_q, const py::array& up_s, const py::array& down_q,
+                       const py::array& down_s, const BiasArrays& biases, py::array out,
                        std::optional<int> threads) {
   const std::int64_t neurons = layout.intermediate_size;
   const std::int64_t hidden = layout.hidden_size;
   const auto bias = checked_biases(layout, biases);
-  const QuantisedExpert source{quantised_matrix("gate", gate_q, gate_s, gate_z, neurons, hidden),
-                               quantised_matrix("up", up_q, up_s, up_z, neurons, hidden),
-                               quantised_matrix("down", down_q, down_s, down_z, hidden, neurons),
+  const QuantisedExpert source{quantised_matrix("gate", gate_q, gate_s, neurons, hidden),
+                               quantised_matrix("up", up_q, up_s, neurons, hidden),
+                               quantised_matrix("down", down_q, down_s, hidden, neurons),
                                bias ? &*bias : nullptr};
   auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
   const int limit = checked_threads(threads);
   const ReleaseGil released;
   pack_quantised(layout, source, records, limit);
+}
+
+py::array_t<std::uint32_t> fit_scale_words_py(int bits, const py::array& scales, const py::array& zeros) {
+  if (bits < 2 || bits > 4) refuse("bits is " + std::to_string(bits) + "; it must be 2, 3 or 4");
+  if (scales.ndim() != 2) refuse("scales must have two dimensions");
+  const std::vector<std::int64_t> shape = {scales.shape(0), 2};
+  const auto* scale = checked<float>("scales", scales, shape);
+  const auto* zero = checked<float>("zeros", zeros, shape);
+  py::array_t<std::uint32_t> words(shape[0]);
+  for (std::int64_t i = 0; i < shape[0]; ++i, scale += 2, zero += 2) {
+    for (int half = 0; half < 2; ++half) {
+      if (!std::isfinite(scale[half]) || !std::isfinite(zero[half]) || scale[half] < 0.0f) {
+        refuse("scale or zero " + std::to_string(i) + " is out of range");
+      }
+    }
+    words.mutable_data()[i] = fit_scale_word({{scale[0], scale[1]}, {zero[0], zero[1]}}, bits);
+  }
+  return words;
+}
+
+py::tuple read_scale_words_py(const py::array& words) {
+  if (words.ndim() != 1) refuse("words must have one dimension");
+  const auto* from = checked<std::uint32_t>("words", words, shape_of(words));
+  const std::int64_t count = words.shape(0);
+  py::array_t<float> steps(count);
+  py::array_t<std::int32_t> factors({count, std::int64_t{2}});
+  py::array_t<std::int32_t> offsets({count, std::int64_t{2}});
+  for (std::int64_t i = 0; i < count; ++i) {
+    const ScaleWord word = read_scale_word(from[i]);
+    steps.mutable_data()[i] = word.step;
+    for (int half = 0; half < 2; ++half) {
+      factors.mutable_data()[2 * i + half] = word.factor[half];
+      offsets.mutable_data()[2 * i + half] = word.offset[half];
+    }
+  }
+  return py::make_tuple(steps, factors, offsets);
 }
 
 py::tuple unpack_expert_py(const BlockLayout& layout, const py::array& records) {
@@ -310,9 +335,10 @@ PYBIND11_MODULE(_native, m) {
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none(),
         py::arg("solver") = "least-squares", py::arg("feedback") = py::none());
   m.def("pack_quantized", &pack_quantized_py, py::arg("layout"), py::arg("gate_q"), py::arg("gate_s"),
-        py::arg("gate_z"), py::arg("up_q"), py::arg("up_s"), py::arg("up_z"), py::arg("down_q"),
-        py::arg("down_s"), py::arg("down_z"), py::arg("biases"), py::arg("out"),
-        py::arg("threads") = py::none());
+        py::arg("up_q"), py::arg("up_s"), py::arg("down_q"), py::arg("down_s"), py::arg("biases"),
+        py::arg("out"), py::arg("threads") = py::none());
+  m.def("fit_scale_words", &fit_scale_words_py, py::arg("bits"), py::arg("scales"), py::arg("zeros"));
+  m.def("read_scale_words", &read_scale_words_py, py::arg("words"));
   m.def("unpack_expert", &unpack_expert_py, py::arg("layout"), py::arg("records"));
   m.def("moe_forward", &moe_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
         py::arg("limit"), py::arg("x"), py::arg("block_ptr"), py::arg("block_index"), py::arg("block_row"),

@@ -55,7 +55,7 @@ void pack_linear(const LinearLayout& layout, const MatrixSource& source, unsigne
                            }
                          });
   }
-  if (!fine.load()) report_unquantisable("matrix", source);
+  if (!fine.load()) report_unquantisable("matrix", source, layout.bits);
 }
 
 void unpack_linear(const LinearLayout& layout, const unsigned char* data, float* matrix) {
@@ -100,12 +100,12 @@ void linear_forward(const LinearCall& call) {
     task.tokens = count;
     task.out = call.out + first * layout.rows;
     const float* from = call.x + first * layout.cols;
-    auto* sums = session.scratch<float>(kSums, count * layout.groups);
     // The caller alone prepares few tokens, which is faster than waking another thread.
     const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / row_bytes);
     if (integer) {
       task.x_quantised = {session.scratch<std::int8_t>(kPlanes, count * row_bytes),
-                          session.scratch<float>(kScales, count * layout.groups), sums};
+                          session.scratch<float>(kScales, count * layout.groups),
+                          session.scratch<InputSums>(kSums, count * layout.groups)};
       session.parallel_for(
           static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
             const QuantisedRows& rows = task.x_quantised;
@@ -116,10 +116,11 @@ void linear_forward(const LinearCall& call) {
           });
     } else {
       auto* inputs = session.scratch<float>(kInputs, count * padded);
+      auto* sums = session.scratch<float>(kSums, count * layout.groups * 2);
       session.parallel_for(
           static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
             kernel.prepare_tokens(layout.bits, from + begin * layout.cols, layout.cols, end - begin,
-                                  inputs + begin * padded, sums + begin * layout.groups);
+                                  inputs + begin * padded, sums + begin * layout.groups * 2);
           });
       task.x = inputs;
       task.x_sums = sums;

@@ -1,10 +1,12 @@
 // Conversion of the words of a q field to floats, one type per encoding. Included inside the anonymous
 // namespace of one instruction set. A group of 64 columns is kUnits units of kColumns columns; column<c>() of
-// a unit returns the code multiplied by 2^column_shift(c), see kernel_api.h.
+// a unit returns the code multiplied by 2^column_shift(c), see kernel_api.h. kHalves: parts of a group with
+// factors and offsets of their own.
 
 template <int kBits>
 struct PackedBits {
   static constexpr bool kScaled = true;
+  static constexpr int kHalves = kBits == 8 ? 1 : 2;
   static constexpr int kColumns = 32 / kBits;
   static constexpr int kUnits = 64 / kColumns;
 
@@ -22,6 +24,7 @@ struct PackedBits {
 
 struct Bits3 {
   static constexpr bool kScaled = true;
+  static constexpr int kHalves = 2;
   static constexpr int kColumns = 16;
   static constexpr int kUnits = 4;
 
@@ -43,6 +46,7 @@ struct Bits3 {
 
 struct Bf16 {
   static constexpr bool kScaled = false;
+  static constexpr int kHalves = 1;
   static constexpr int kColumns = 2;
   static constexpr int kUnits = 32;
 
@@ -59,6 +63,7 @@ struct Bf16 {
 
 struct Fp16 {
   static constexpr bool kScaled = false;
+  static constexpr int kHalves = 1;
   static constexpr int kColumns = 2;
   static constexpr int kUnits = 32;
 

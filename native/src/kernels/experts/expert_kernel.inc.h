@@ -3,6 +3,8 @@
 // Summation order of one row and one group, the same for every tile of tokens and every number of threads:
 //   even = sum over even columns of q * x, odd = the same over odd columns, each one sequential chain;
 //   acc  = acc + scale * ((even + odd) - zero * sum(x))          (16 bits: acc + (even + odd))
+// below 8 bits with even, odd and sum(x) of each half of the group:
+//   acc  = acc + step * (factor_0 * (even_0 + odd_0) - offset_0 * sum_0(x) + the same of half 1)
 // The number of tokens or weight streams that share the unpacking changes how instructions interleave, but
 // never the order within a chain, so results do not depend on it.
 
@@ -17,15 +19,16 @@ constexpr int kFloatTokens = 4;
 constexpr int kFloatChains = 4;
 #endif
 
-// sums[stream][token] = the chain over the even (kFirst 0) or odd (kFirst 1) columns of one group.
+// sums[stream][token] = the chain over the even (kFirst 0) or odd (kFirst 1) columns of units [begin, end) of
+// a group.
 template <class E, int kFirst, int kStreams, int kTokens>
-MOECHAT_INLINE void dot_half(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
-                             Vec (&sums)[kStreams][kTokens]) {
+MOECHAT_INLINE void dot_every_other(int begin, int end, const unsigned char* const (&q)[kStreams],
+                                    const float* const (&x)[kTokens], Vec (&sums)[kStreams][kTokens]) {
   for (int s = 0; s < kStreams; ++s) {
     Vec chain[kTokens];
     for (int t = 0; t < kTokens; ++t) chain[t] = zero();
 #pragma GCC unroll 2
-    for (int unit = 0; unit < E::kUnits; ++unit) {
+    for (int unit = begin; unit < end; ++unit) {
       const typename E::Unit words = E::load_unit(q[s], unit);
 #pragma GCC unroll 8
       for (int c = kFirst; c < E::kColumns; c += 2) {
@@ -37,17 +40,17 @@ MOECHAT_INLINE void dot_half(const unsigned char* const (&q)[kStreams], const fl
   }
 }
 
-// sums[stream][token] = even + odd of one group.
+// sums[stream][token] = even + odd of units [begin, end) of a group.
 template <class E, int kStreams, int kTokens>
-MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const float* const (&x)[kTokens],
-                              Vec (&sums)[kStreams][kTokens]) {
+MOECHAT_INLINE void dot_units(int begin, int end, const unsigned char* const (&q)[kStreams],
+                              const float* const (&x)[kTokens], Vec (&sums)[kStreams][kTokens]) {
   if constexpr (2 * kStreams * kTokens <= kFloatChains) {
     Vec chain[2][kStreams][kTokens];
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) chain[0][s][t] = chain[1][s][t] = zero();
     }
 #pragma GCC unroll 2
-    for (int unit = 0; unit < E::kUnits; ++unit) {
+    for (int unit = begin; unit < end; ++unit) {
       typename E::Unit words[kStreams];
       for (int s = 0; s < kStreams; ++s) words[s] = E::load_unit(q[s], unit);
 #pragma GCC unroll 16
@@ -66,10 +69,50 @@ MOECHAT_INLINE void dot_group(const unsigned char* const (&q)[kStreams], const f
   } else {
     // Too many chains for the registers: sum all even columns first, then all odd ones.
     Vec odd[kStreams][kTokens];
-    dot_half<E, 0>(q, x, sums);
-    dot_half<E, 1>(q, x, odd);
+    dot_every_other<E, 0>(begin, end, q, x, sums);
+    dot_every_other<E, 1>(begin, end, q, x, odd);
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) sums[s][t] = add(sums[s][t], odd[s][t]);
+    }
+  }
+}
+
+// acc[stream][token] plus one group of columns; sz[stream] its scales, x_sums[token] the sums of its halves.
+template <class E, int kStreams, int kTokens>
+MOECHAT_INLINE void add_group(const unsigned char* const (&q)[kStreams],
+                              const unsigned char* const (&sz)[kStreams], const float* const (&x)[kTokens],
+                              const float* const (&x_sums)[kTokens], Vec (&acc)[kStreams][kTokens]) {
+  Vec total[kStreams][kTokens];
+  for (int s = 0; s < kStreams; ++s) {
+    for (int t = 0; t < kTokens; ++t) total[s][t] = zero();
+  }
+  for (int half = 0; half < E::kHalves; ++half) {
+    constexpr int kUnits = E::kUnits / E::kHalves;
+    Vec sums[kStreams][kTokens];
+    dot_units<E>(half * kUnits, (half + 1) * kUnits, q, x, sums);
+    for (int s = 0; s < kStreams; ++s) {
+      if constexpr (E::kHalves == 2) {
+        const HalfScales halves = HalfScales::read(sz[s]);
+        const Vec factor = to_float(halves.factor(half));
+        const Vec offset = to_float(halves.offset(half));
+        for (int t = 0; t < kTokens; ++t) {
+          total[s][t] = fnma(offset, set1(x_sums[t][half]), fma(factor, sums[s][t], total[s][t]));
+        }
+      } else if constexpr (E::kScaled) {
+        const Vec zeros = load_fp16(sz[s] + 32);
+        for (int t = 0; t < kTokens; ++t)
+          total[s][t] = fnma(zeros, set1(x_sums[t][0] + x_sums[t][1]), sums[s][t]);
+      } else {
+        for (int t = 0; t < kTokens; ++t) total[s][t] = sums[s][t];
+      }
+    }
+  }
+  for (int s = 0; s < kStreams; ++s) {
+    if constexpr (E::kScaled) {
+      const Vec scale = E::kHalves == 2 ? HalfScales::read(sz[s]).step() : load_fp16(sz[s]);
+      for (int t = 0; t < kTokens; ++t) acc[s][t] = fma(scale, total[s][t], acc[s][t]);
+    } else {
+      for (int t = 0; t < kTokens; ++t) acc[s][t] = add(acc[s][t], total[s][t]);
     }
   }
 }
@@ -101,21 +144,9 @@ void prepare_tokens(int bits, const float* x, std::int64_t cols, std::int64_t co
         part[i] = load(columns + 16 * i);
         store(to + 16 * i, mul(part[i], factors));
       }
-      sums[t * groups + g] = lane_sum(add(add(part[0], part[1]), add(part[2], part[3])));
+      sums[2 * (t * groups + g)] = lane_sum(add(part[0], part[1]));
+      sums[2 * (t * groups + g) + 1] = lane_sum(add(part[2], part[3]));
     }
-  }
-}
-
-// One matrix of the neurons phase: adds group g of one tile to acc[token].
-template <class E, int kTokens>
-MOECHAT_INLINE void add_group(const unsigned char* sz, const float* const (&x_sums)[kTokens], std::int64_t g,
-                              const Vec (&sums)[kTokens], Vec (&acc)[kTokens]) {
-  if constexpr (E::kScaled) {
-    const Vec scale = load_fp16(sz);
-    const Vec zeros = load_fp16(sz + 32);
-    for (int t = 0; t < kTokens; ++t) acc[t] = fma(scale, fnma(zeros, set1(x_sums[t][g]), sums[t]), acc[t]);
-  } else {
-    for (int t = 0; t < kTokens; ++t) acc[t] = add(acc[t], sums[t]);
   }
 }
 
@@ -135,30 +166,28 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
   for (int t = 0; t < kTokens; ++t) {
     const std::int64_t token = task.row_token[row_item + t] - task.token_base;
     x[t] = task.x + token * layout.hidden_padded;
-    x_sums[t] = task.x_sums + token * groups;
+    x_sums[t] = task.x_sums + token * groups * 2;
   }
 
-  Vec gate_acc[kTokens];
-  Vec up_acc[kTokens];
-  for (int t = 0; t < kTokens; ++t) gate_acc[t] = up_acc[t] = zero();
+  Vec acc[2][kTokens];
+  for (int t = 0; t < kTokens; ++t) acc[0][t] = acc[1][t] = zero();
   for (std::int64_t g = 0; g < groups; ++g) {
-    Vec sums[2][kTokens];
     prefetch_bytes(gate + kPrefetchBytes, bytes);
     prefetch_bytes(up + kPrefetchBytes, bytes);
     if constexpr (kTokens == 1 && kPairStreams) {
       const unsigned char* const streams[2] = {gate, up};
-      dot_group<E>(streams, x, sums);
+      const unsigned char* const scales[2] = {gate_sz, up_sz};
+      add_group<E>(streams, scales, x, x_sums, acc);
     } else {
-      const unsigned char* const gate_stream[1] = {gate};
-      const unsigned char* const up_stream[1] = {up};
-      Vec one[1][kTokens];
-      dot_group<E>(gate_stream, x, one);
-      for (int t = 0; t < kTokens; ++t) sums[0][t] = one[0][t];
-      dot_group<E>(up_stream, x, one);
-      for (int t = 0; t < kTokens; ++t) sums[1][t] = one[0][t];
+      for (int m = 0; m < 2; ++m) {
+        const unsigned char* const stream[1] = {m == 0 ? gate : up};
+        const unsigned char* const scales[1] = {m == 0 ? gate_sz : up_sz};
+        Vec one[1][kTokens];
+        for (int t = 0; t < kTokens; ++t) one[0][t] = acc[m][t];
+        add_group<E>(stream, scales, x, x_sums, one);
+        for (int t = 0; t < kTokens; ++t) acc[m][t] = one[0][t];
+      }
     }
-    add_group<E>(gate_sz, x_sums, g, sums[0], gate_acc);
-    add_group<E>(up_sz, x_sums, g, sums[1], up_acc);
     gate += bytes;
     up += bytes;
     if constexpr (E::kScaled) {
@@ -167,16 +196,19 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
       __builtin_prefetch(gate_sz + 4 * kScaleBytes, 0, 3);
       __builtin_prefetch(up_sz + 4 * kScaleBytes, 0, 3);
     }
-    for (int t = 0; t < kTokens; ++t) x[t] += 64;
+    for (int t = 0; t < kTokens; ++t) {
+      x[t] += 64;
+      x_sums[t] += 2;
+    }
   }
 
   for (int t = 0; t < kTokens; ++t) {
     if (layout.has_bias) {
       const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
-      gate_acc[t] = add(gate_acc[t], load(record + layout.gate_bias + at));
-      up_acc[t] = add(up_acc[t], load(record + layout.up_bias + at));
+      acc[0][t] = add(acc[0][t], load(record + layout.gate_bias + at));
+      acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
     }
-    const Vec value = activate_lanes(task.activation, gate_acc[t], up_acc[t]);
+    const Vec value = activate_lanes(task.activation, acc[0][t], acc[1][t]);
     store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows, mul(value, factors));
     task.activation_sums[(slot + t) * kTilesPerBlock + tile] = lane_sum(value);
   }
@@ -220,28 +252,29 @@ void neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
 template <class E, int kTiles, int kTokens>
 MOECHAT_INLINE void output_rows(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                                 std::int64_t tile, const OutputRows& to, const float* activations,
-                                const float (&act_sums)[kTokens]) {
+                                const float (&act_sums)[kTokens][2]) {
   const BlockLayout& layout = *task.layout;
   const unsigned char* q[kTiles];
+  const unsigned char* sz[kTiles];
   const float* a[kTokens];
-  for (int i = 0; i < kTiles; ++i) q[i] = record + layout.down_q + (tile + i) * layout.group_bytes;
-  for (int t = 0; t < kTokens; ++t) a[t] = activations + t * kBlockNeurons;
+  const float* a_sums[kTokens];
   Vec sums[kTiles][kTokens];
-  dot_group<E>(q, a, sums);
+  for (int t = 0; t < kTokens; ++t) {
+    a[t] = activations + t * kBlockNeurons;
+    a_sums[t] = act_sums[t];
+  }
+  for (int i = 0; i < kTiles; ++i) {
+    q[i] = record + layout.down_q + (tile + i) * layout.group_bytes;
+    sz[i] = E::kScaled ? record + layout.down_sz + (tile + i) * kScaleBytes : nullptr;
+    for (int t = 0; t < kTokens; ++t) sums[i][t] = zero();
+  }
+  add_group<E>(q, sz, a, a_sums, sums);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (tile + i) * kTileRows;
     const std::int64_t bias_row = row - block * layout.down_bias_rows;
     const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
-    Vec scale = zero();
-    Vec zeros = zero();
-    if constexpr (E::kScaled) {
-      const unsigned char* sz = record + layout.down_sz + (tile + i) * kScaleBytes;
-      scale = load_fp16(sz);
-      zeros = load_fp16(sz + 32);
-    }
     for (int t = 0; t < kTokens; ++t) {
       Vec partial = sums[i][t];
-      if constexpr (E::kScaled) partial = mul(scale, fnma(zeros, set1(act_sums[t]), partial));
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }
@@ -256,10 +289,11 @@ void output_range(const ForwardTask& task, const unsigned char* record, std::int
                   const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   const float* activations = task.activations + slot * kBlockNeurons;
-  float act_sums[kTokens];
+  float act_sums[kTokens][2];
   for (int t = 0; t < kTokens; ++t) {
     const float* s = task.activation_sums + (slot + t) * kTilesPerBlock;
-    act_sums[t] = (s[0] + s[1]) + (s[2] + s[3]);
+    act_sums[t][0] = s[0] + s[1];
+    act_sums[t][1] = s[2] + s[3];
   }
   constexpr int kStep = kTokens == 1 && kPairStreams ? 2 : 1;
   const std::int64_t bytes = layout.group_bytes;
@@ -390,23 +424,25 @@ void linear_tile(const LinearTask& task, std::int64_t tile, std::int64_t token) 
   const unsigned char* sz = task.sz + tile * task.groups * kScaleBytes;
   const float* x[kTokens];
   const float* x_sums[kTokens];
-  Vec acc[kTokens];
+  Vec acc[1][kTokens];
   for (int t = 0; t < kTokens; ++t) {
     x[t] = task.x + (token + t) * task.groups * kGroupColumns;
-    x_sums[t] = task.x_sums + (token + t) * task.groups;
-    acc[t] = zero();
+    x_sums[t] = task.x_sums + (token + t) * task.groups * 2;
+    acc[0][t] = zero();
   }
   for (std::int64_t g = 0; g < task.groups; ++g) {
     const unsigned char* const stream[1] = {q};
-    Vec sums[1][kTokens];
+    const unsigned char* const scales[1] = {sz};
     prefetch_bytes(q + kPrefetchBytes, bytes);
-    dot_group<E>(stream, x, sums);
-    add_group<E>(sz, x_sums, g, sums[0], acc);
+    add_group<E>(stream, scales, x, x_sums, acc);
     q += bytes;
     sz += kScaleBytes;
-    for (int t = 0; t < kTokens; ++t) x[t] += kGroupColumns;
+    for (int t = 0; t < kTokens; ++t) {
+      x[t] += kGroupColumns;
+      x_sums[t] += 2;
+    }
   }
-  for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, tile * kTileRows, acc[t]);
+  for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, tile * kTileRows, acc[0][t]);
 }
 
 template <class E>

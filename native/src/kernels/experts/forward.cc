@@ -155,7 +155,7 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   }
   task->quantised.planes = session.scratch<std::int8_t>(kActivationPlanes, slots * 8 * task->activation_bits);
   task->quantised.scales = session.scratch<float>(kActivationScales, slots);
-  task->quantised.sums = session.scratch<float>(kActivationPlaneSums, slots);
+  task->quantised.sums = session.scratch<InputSums>(kActivationPlaneSums, slots);
   if (task->many_x == nullptr) return;
   // A row of n groups takes at most the space of n rows of one group.
   const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
@@ -299,10 +299,10 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
   task->token_base = first;
   if (task->activation_bits == kFloatActivations) {
     auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
-    auto* sums = session.scratch<float>(kInputSums, count * layout.groups);
+    auto* sums = session.scratch<float>(kInputSums, count * layout.groups * 2);
     session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
       kernel.prepare_tokens(layout.bits, from + begin * layout.hidden_size, layout.hidden_size, end - begin,
-                            inputs + begin * layout.hidden_padded, sums + begin * layout.groups);
+                            inputs + begin * layout.hidden_padded, sums + begin * layout.groups * 2);
     });
     task->x = inputs;
     task->x_sums = sums;
@@ -311,7 +311,7 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
   const std::int64_t bytes = layout.groups * 8 * task->activation_bits;
   const QuantisedRows rows{session.scratch<std::int8_t>(kPlanes, count * bytes),
                            session.scratch<float>(kScales, count * layout.groups),
-                           session.scratch<float>(kPlaneSums, count * layout.groups)};
+                           session.scratch<InputSums>(kPlaneSums, count * layout.groups)};
   session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = begin * layout.groups;
     kernel.integer->quantise_rows(layout.bits, task->activation_bits, from + begin * layout.hidden_size,

@@ -1,5 +1,5 @@
-// Half-quadratic quantisation of one tile (16 rows x 64 columns, one group a row, lane = row). Included
-// inside the anonymous namespace of one instruction set.
+// Half-quadratic quantisation of some columns of one tile (16 rows, lane = row): a group at 8 bits, a half of
+// one below. Included inside the anonymous namespace of one instruction set.
 //
 // Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023, with
 // the settings that the hqq package uses by default (p = 0.7, beta = 10, kappa = 1.01, 20 iterations). For
@@ -11,15 +11,17 @@
 // - the stopping rule and the best zero so far are kept per group, not for the whole matrix. The best zero
 //   has the smallest product of mean absolute error and root mean square error, so that neither error falls
 //   at the cost of the other;
-// - scale and zero are rounded to their stored fp16 values before codes and errors are computed, so storage
-//   adds no error;
+// - at 8 bits scale and zero are rounded to their stored fp16 values before codes and errors are computed, so
+//   storage adds no error; below, fit_scale_word() makes a word of those of both halves, and codes are
+//   computed with that;
 // - at 8 bits, where rounding the scale to fp16 matters, the neighbouring fp16 values of the scale are solved
 //   too and the best is kept. At fewer bits only the published start is used, the scale that spans the whole
 //   range: narrower scales gave up to 28 % less mean error at 2 bits, but they clip the outermost weights,
 //   and the perplexity of a trained model became worse;
 // - shrink_p is 0 below |x| = beta^(-1/(2-p)); its powers are not computed while the whole tile is below;
-// - groups whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
-//   contain 0 (then zero is large and fp16 is coarse) get one more start that avoids the problem.
+// - columns whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
+//   contain 0 (then zero is large and fp16 is coarse, and offsets cannot be below 0) get one more start that
+//   avoids the problem.
 
 constexpr int kSolverIterations = 20;
 constexpr int kProbeIterations = 3;  // of each start, before the best one continues
@@ -40,8 +42,8 @@ constexpr float kNeighbours[] = {1.0f - 2.0f / 2048, 1.0f - 1.0f / 2048, 1.0f + 
                                  1.0f + 2.0f / 2048, 1.0f + 3.0f / 2048, 1.0f + 4.0f / 2048};
 
 struct GroupSolution {
-  Vec scale;  // fp16 values
-  Vec zero;   // fp16 values
+  Vec scale;  // at 8 bits fp16 values
+  Vec zero;   // at 8 bits fp16 values
   Vec error;  // sum of |w - dequantised| times the root of the sum of its squares
 };
 
@@ -51,14 +53,18 @@ MOECHAT_INLINE Vec through_fp16(Vec x) {
   return load_fp16(stored);
 }
 
+// A scale or zero as it will be stored, as far as that is decided here.
+MOECHAT_INLINE Vec as_stored(Vec x, int bits) { return bits == 8 ? through_fp16(x) : x; }
+
 MOECHAT_INLINE Vec codes(Vec scaled, Vec zeros, Vec top) {
   return round_small(min(top, max(zero(), add(scaled, zeros))));
 }
 
 // Sum over the group of e = shrink_p(w - dequantised, beta), which is 0 for errors up to the threshold.
-inline Vec shrunk_sum(const float* scaled, Vec zeros, Vec scale, Vec top, float beta, float threshold) {
+inline Vec shrunk_sum(const float* scaled, int columns, Vec zeros, Vec scale, Vec top, float beta,
+                      float threshold) {
   Vec sum = zero();
-  for (int c = 0; c < 64; ++c) {
+  for (int c = 0; c < columns; ++c) {
     const Vec place = add(load(scaled + c * 16), zeros);
     const Vec residual = mul(sub(place, round_small(min(top, max(zero(), place)))), scale);
     const Vec size = max(set1(1e-20f), absolute(residual));
@@ -72,14 +78,16 @@ inline Vec shrunk_sum(const float* scaled, Vec zeros, Vec scale, Vec top, float 
 
 MOECHAT_INLINE Vec half_range(Vec x) { return min(set1(65504.0f), max(set1(-65504.0f), x)); }
 
-// Iterates on all rows from a scale (fp16 values) and a zero, with at most `iterations` updates of the zero.
-inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bits, int iterations) {
+// Iterates on all rows from a scale and a zero, with at most `iterations` updates of the zero.
+inline GroupSolution descend(const float* weights, int columns, Vec scale, Vec start, int bits,
+                             int iterations) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   const Vec inverse = div(set1(1.0f), scale);
   float scaled[64 * 16];
-  for (int c = 0; c < 64; ++c) store(scaled + c * 16, mul(load(weights + c * 16), inverse));
+  for (int c = 0; c < columns; ++c) store(scaled + c * 16, mul(load(weights + c * 16), inverse));
 
-  Vec zeros = through_fp16(half_range(start));
+  const float share = 1.0f / static_cast<float>(columns);
+  Vec zeros = as_stored(half_range(start), bits);
   GroupSolution best{scale, zeros, set1(3.4e38f)};
   Mask active = equal(inverse, inverse);
   float beta = kBetaStart;
@@ -91,7 +99,7 @@ inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bit
     Vec squares[2] = {zero(), zero()};
     Vec sums[2] = {zero(), zero()};
 #pragma GCC unroll 4
-    for (int c = 0; c < 64; ++c) {
+    for (int c = 0; c < columns; ++c) {
       const Vec place = add(load(scaled + c * 16), zeros);
       const Vec distance = sub(round_small(min(top, max(zero(), place))), place);
       sizes[c % 2] = add(sizes[c % 2], absolute(distance));
@@ -105,10 +113,10 @@ inline GroupSolution descend(const float* weights, Vec scale, Vec start, int bit
     best.error = select(better, error, best.error);
     if (iteration == iterations || !any(better)) return best;
 
-    Vec shift = add(sums[0], sums[1]);  // sum of q - w * k, less 64 z
+    Vec shift = add(sums[0], sums[1]);  // sum of q - w * k - z
     if (any(less(set1(threshold), root)))
-      shift = fma(shrunk_sum(scaled, zeros, scale, top, beta, threshold), inverse, shift);
-    const Vec next = through_fp16(half_range(fma(shift, set1(1.0f / 64.0f), zeros)));
+      shift = fma(shrunk_sum(scaled, columns, zeros, scale, top, beta, threshold), inverse, shift);
+    const Vec next = as_stored(half_range(fma(shift, set1(share), zeros)), bits);
     // A group is done when its error did not fall or its zero did not change.
     active = both(better, negate(equal(next, zeros)));
     if (!any(active)) return best;
@@ -125,8 +133,9 @@ MOECHAT_INLINE void keep_better(Mask candidates, const GroupSolution& other, Gro
   best->error = select(better, other.error, best->error);
 }
 
-// Finds scale and zero of one (tile, group) of weights [64][16]. `iterations` of 0 takes the best start.
-inline GroupSolution solve_group(const float* weights, Vec low, Vec high, int bits, int iterations) {
+// Finds scale and zero of weights [columns][16]. `iterations` of 0 takes the best start.
+inline GroupSolution solve_group(const float* weights, int columns, Vec low, Vec high, int bits,
+                                 int iterations) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   const Vec range = sub(high, low);
   const Mask tiny = less(range, set1(1.0000001e-4f));
@@ -135,8 +144,8 @@ inline GroupSolution solve_group(const float* weights, Vec low, Vec high, int bi
   const Vec multiplier =
       min(set1(2e4f), select(tiny, set1(1.0f), natural));  // hqq's scale, inverse of the stored one
   const auto probe = [&](Vec step, Vec lowest) {           // lowest: the weight that starts with code 0
-    const Vec scale = through_fp16(step);
-    return descend(weights, scale, div(negative(lowest), scale), bits, kProbeIterations);
+    const Vec scale = as_stored(step, bits);
+    return descend(weights, columns, scale, div(negative(lowest), scale), bits, kProbeIterations);
   };
   const Vec step = div(set1(1.0f), multiplier);
   GroupSolution best = probe(step, low);
@@ -156,7 +165,7 @@ inline GroupSolution solve_group(const float* weights, Vec low, Vec high, int bi
     keep_better(one_sided, probe(fma(span, div(set1(1.0f), top), set1(kScaleMargin)), from), &best);
   }
   if (iterations == 0) return best;
-  const GroupSolution last = descend(weights, best.scale, best.zero, bits, iterations);
+  const GroupSolution last = descend(weights, columns, best.scale, best.zero, bits, iterations);
   keep_better(less(last.error, best.error), last, &best);
   return best;
 }

@@ -45,14 +45,18 @@ struct Codes<3> {
 // Whether sums of two products for each of `dwords` dwords fit in 16 bits.
 constexpr bool fits_16(int largest_code, int dwords) { return largest_code * 128 * 2 * dwords < 32768; }
 
-// isum[stream][token] of one group, x[token] its planes.
+// isum[stream][token] of one group, x[token] its planes; below 8 bits with the factors of the halves,
+// sz[stream] their scale words, and without the offsets.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
+                               const unsigned char* const (&sz)[kStreams],
                                const std::int8_t* const (&x)[kTokens], VecI (&isum)[kStreams][kTokens]) {
   using C = Codes<kBits>;
+  constexpr int kHalves = kBits == 8 ? 1 : 2;
   if constexpr (kStreams > 1 && !kPairDots) {
     for (int s = 0; s < kStreams; ++s) {
       const unsigned char* const one[1] = {q[s]};
+      const unsigned char* const one_sz[1] = {sz[s]};
       const std::int8_t* again[kTokens];
       for (int t = 0; t < kTokens; ++t) {
         // Hides that the pointer is the same for every stream; otherwise compilers keep all of it on the
@@ -61,52 +65,59 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
         __asm__("" : "+r"(again[t]));
       }
       VecI sums[1][kTokens];
-      group_dots<kBits, kPlanes>(one, again, sums);
+      group_dots<kBits, kPlanes>(one, one_sz, again, sums);
       for (int t = 0; t < kTokens; ++t) isum[s][t] = sums[0][t];
     }
   } else if constexpr (kWideDot) {
     // Use two chains each if there are few sums; with one, the latency of a product would bound the loop.
     constexpr int kChains = 2 * kStreams * kTokens * kPlanes <= kMostChains ? 2 : 1;
-    VecI chain[kStreams][kTokens][kPlanes][kChains];
-    for (int s = 0; s < kStreams; ++s) {
-      for (int t = 0; t < kTokens; ++t) {
-        for (int p = 0; p < kPlanes; ++p) {
-          for (int c = 0; c < kChains; ++c) chain[s][t][p][c] = seti(0);
-        }
-      }
-    }
     MOECHAT_UNROLL
-    for (int at = 0; at < C::kUnits; ++at) {
-      VecI codes[kStreams][C::kWords];
-      for (int s = 0; s < kStreams; ++s) C::unit(q[s], at, codes[s]);
-      MOECHAT_UNROLL
-      for (int i = 0; i < C::kWords; ++i) {
-        const int d = at * C::kWords + i;
+    for (int half = 0; half < kHalves; ++half) {
+      VecI chain[kStreams][kTokens][kPlanes][kChains];
+      for (int s = 0; s < kStreams; ++s) {
         for (int t = 0; t < kTokens; ++t) {
           for (int p = 0; p < kPlanes; ++p) {
-            const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
-            for (int s = 0; s < kStreams; ++s) {
-              chain[s][t][p][d % kChains] = dot(chain[s][t][p][d % kChains], codes[s][i], bytes);
+            for (int c = 0; c < kChains; ++c) chain[s][t][p][c] = seti(0);
+          }
+        }
+      }
+      MOECHAT_UNROLL
+      for (int unit = 0; unit < C::kUnits / kHalves; ++unit) {
+        const int at = half * (C::kUnits / kHalves) + unit;
+        VecI codes[kStreams][C::kWords];
+        for (int s = 0; s < kStreams; ++s) C::unit(q[s], at, codes[s]);
+        MOECHAT_UNROLL
+        for (int i = 0; i < C::kWords; ++i) {
+          const int d = at * C::kWords + i;
+          for (int t = 0; t < kTokens; ++t) {
+            for (int p = 0; p < kPlanes; ++p) {
+              const VecI bytes = broadcast4(x[t] + p * 64 + 4 * d);
+              for (int s = 0; s < kStreams; ++s) {
+                chain[s][t][p][d % kChains] = dot(chain[s][t][p][d % kChains], codes[s][i], bytes);
+              }
             }
           }
         }
       }
-    }
-    for (int s = 0; s < kStreams; ++s) {
-      for (int t = 0; t < kTokens; ++t) {
-        VecI sums[kPlanes];
-        for (int p = 0; p < kPlanes; ++p) {
-          sums[p] = chain[s][t][p][0];
-          if constexpr (kChains == 2) sums[p] = addi(sums[p], chain[s][t][p][1]);
+      for (int s = 0; s < kStreams; ++s) {
+        for (int t = 0; t < kTokens; ++t) {
+          VecI sums[kPlanes];
+          for (int p = 0; p < kPlanes; ++p) {
+            sums[p] = chain[s][t][p][0];
+            if constexpr (kChains == 2) sums[p] = addi(sums[p], chain[s][t][p][1]);
+          }
+          VecI sum = kPlanes == 2 ? addi(shl(sums[0], 8), sums[kPlanes - 1]) : sums[0];
+          if constexpr (kHalves == 2) sum = muli(sum, HalfScales::read(sz[s]).factor(half));
+          isum[s][t] = half == 0 ? sum : addi(isum[s][t], sum);
         }
-        isum[s][t] = kPlanes == 2 ? addi(shl(sums[0], 8), sums[kPlanes - 1]) : sums[0];
       }
     }
   } else {
-    // Codes of 8 bits are processed as two of 4 bits; sums of 16 bits are widened before they can overflow.
+    // Codes of 8 bits are processed as two of 4 bits; sums of 16 bits are widened, times the factors of the
+    // halves, before they can overflow.
     constexpr int kParts = kBits == 8 ? 2 : 1;
     constexpr int kLargest = kBits == 8 ? 15 : C::kLargest;
-    constexpr int kRuns = fits_16(kLargest, 16) ? 1 : 2;
+    constexpr int kRuns = 2;
     static_assert(fits_16(kLargest, 16 / kRuns), "sums of 16 bits would overflow");
     for (int s = 0; s < kStreams; ++s) {
       for (int t = 0; t < kTokens; ++t) isum[s][t] = seti(0);
@@ -144,11 +155,13 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
             }
           }
         }
+        const VecI of_half = kBits == 8 ? seti(1) : HalfScales::read(sz[s]).factor(run);
         for (int t = 0; t < kTokens; ++t) {
           for (int p = 0; p < kPlanes; ++p) {
             for (int part = 0; part < kParts; ++part) {
-              const int factor = (kPlanes == 2 && p == 0 ? 256 : 1) * (part == 1 ? 16 : 1);
-              isum[s][t] = addi(isum[s][t], widen(chain[t][p][part], factor));
+              const int shift = (kPlanes == 2 && p == 0 ? 8 : 0) + (part == 1 ? 4 : 0);
+              const VecI factor = shl(of_half, shift);
+              isum[s][t] = addi(isum[s][t], madd16(chain[t][p][part], ori(factor, shl(factor, 16))));
             }
           }
         }
@@ -161,7 +174,7 @@ MOECHAT_INLINE void group_dots(const unsigned char* const (&q)[kStreams],
 struct TokenInputs {
   const std::int8_t* planes;
   const float* scales;
-  const float* sums;
+  const InputSums* sums;
 };
 
 MOECHAT_INLINE TokenInputs inputs_of(const QuantisedRows& rows, int planes, std::int64_t groups,
@@ -207,12 +220,11 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
       __builtin_prefetch(at_sz, 0, 3);
     }
     VecI isum[kStreams][kTokens];
-    group_dots<kBits, kPlanes>(q, x, isum);
+    group_dots<kBits, kPlanes>(q, sz, x, isum);
     for (int s = 0; s < kStreams; ++s) {
-      const Vec scale = load_fp16(sz[s]);
-      const Vec zeros = load_fp16(sz[s] + 32);
+      const auto term = GroupTerm<kBits, kPlanes>::read(sz[s]);
       for (int t = 0; t < kTokens; ++t) {
-        acc[s][t] = group_term(scale, zeros, isum[s][t], inputs[t].scales[g], inputs[t].sums[g], acc[s][t]);
+        acc[s][t] = term.add_to(acc[s][t], isum[s][t], inputs[t].scales[g], inputs[t].sums[g]);
       }
       q[s] += kBytes;
       sz[s] += kScaleBytes;
@@ -334,20 +346,22 @@ MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char
   const BlockLayout& layout = *task.layout;
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   const unsigned char* q[kTiles];
+  const unsigned char* sz[kTiles];
   const std::int8_t* x[kTokens];
-  for (int i = 0; i < kTiles; ++i) q[i] = record + layout.down_q + (tile + i) * kBytes;
+  for (int i = 0; i < kTiles; ++i) {
+    q[i] = record + layout.down_q + (tile + i) * kBytes;
+    sz[i] = record + layout.down_sz + (tile + i) * kScaleBytes;
+  }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
   VecI isum[kTiles][kTokens];
-  group_dots<kBits, kPlanes>(q, x, isum);
+  group_dots<kBits, kPlanes>(q, sz, x, isum);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (tile + i) * kTileRows;
     const std::int64_t bias_row = row - block * layout.down_bias_rows;
     const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
-    const unsigned char* sz = record + layout.down_sz + (tile + i) * kScaleBytes;
-    const Vec scale = load_fp16(sz);
-    const Vec zeros = load_fp16(sz + 32);
+    const auto term = GroupTerm<kBits, kPlanes>::read(sz[i]);
     for (int t = 0; t < kTokens; ++t) {
-      Vec partial = group_term(scale, zeros, isum[i][t], inputs[t].scales[0], inputs[t].sums[0], zero());
+      Vec partial = term.add_to(zero(), isum[i][t], inputs[t].scales[0], inputs[t].sums[0]);
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }

@@ -1,13 +1,13 @@
-// Least-squares quantisation of one tile (16 rows x 64 columns, one group a row, lane = row). Included inside
-// the anonymous namespace of one instruction set, after hqq_solver.inc.h.
+// Least-squares quantisation of the columns of one half of a group, of one tile (16 rows, lane = row), below
+// 8 bits. Included inside the anonymous namespace of one instruction set, after hqq_solver.inc.h.
 //
-// A group keeps the scale and zero with the smallest sum of squared errors, each times the importance of its
+// A row keeps the scale and zero with the smallest sum of squared errors, each times the importance of its
 // column if there is one, that these steps find:
 //   1. spans from kNarrowest to all of the range, around its middle;
 //   2. from the best one, in turns: codes q = round(clip(w / scale + zero)) for the scale and zero, then the
 //      scale and zero that minimise this error for these codes (linear regression of w on q), until the error
 //      no longer falls.
-// Scale and zero are rounded to fp16 before each error is computed, so storage adds none.
+// fit_scale_word() then makes a word of those of both halves, and codes are computed with that.
 //
 // Without importances, on the dense weights of the demo model, perplexity rose by 0.8, 2.5 and 14 % at 4, 3
 // and 2 bits; with the half-quadratic solver, whose norm of 0.7 neglects large errors, by 1.6, 5.2 and 55 %.
@@ -17,19 +17,19 @@ constexpr float kNarrowest[] = {0.0f, 0.0f, 0.4f, 0.6f, 0.7f};  // by bits, rela
 constexpr int kRegressions = 6;
 
 struct LeastSquares {
-  Vec scale;  // fp16 values
-  Vec zero;   // fp16 values
+  Vec scale;
+  Vec zero;
   Vec error;  // sum of squares
 };
 
-// Sums over the columns of a group for a scale and zero. Each term is multiplied by the importance of its
+// Sums over the columns for a scale and zero. Each term is multiplied by the importance of its
 // column; without importances all are 1.
 struct CodeSums {
   Vec squares;  // of errors
   Vec q, qq, qw;
 };
 
-// importance: 64 numbers whose sum is 64, or null.
+// importance: 32 numbers whose sum is 32, or null.
 inline CodeSums sum_codes(const float* weights, const float* importance, Vec scale, Vec zeros, Vec top) {
   const Vec inverse = div(set1(1.0f), scale);
   // Two chains each, because with one the latency of the additions would bound the loop.
@@ -50,10 +50,10 @@ inline CodeSums sum_codes(const float* weights, const float* importance, Vec sca
   };
   if (importance == nullptr) {
 #pragma GCC unroll 2
-    for (int c = 0; c < 64; ++c) add_column(c, [](Vec x) { return x; });
+    for (int c = 0; c < kHalfColumns; ++c) add_column(c, [](Vec x) { return x; });
   } else {
 #pragma GCC unroll 2
-    for (int c = 0; c < 64; ++c) {
+    for (int c = 0; c < kHalfColumns; ++c) {
       add_column(c, [factor = set1(importance[c])](Vec x) { return mul(x, factor); });
     }
   }
@@ -67,7 +67,7 @@ inline void fit_least_squares(const float* weights, const float* importance, Vec
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   const Vec middle = fma(range, set1(0.5f), low);
   Vec total = zero();
-  for (int c = 0; c < 64; ++c) {
+  for (int c = 0; c < kHalfColumns; ++c) {
     const Vec weight = load(weights + c * 16);
     total = add(total, importance == nullptr ? weight : mul(weight, set1(importance[c])));
   }
@@ -87,22 +87,22 @@ inline void fit_least_squares(const float* weights, const float* importance, Vec
   const Vec unit = div(range, top);
   for (int i = 0; i < kSpans; ++i) {
     const float width = kNarrowest[bits] + (1.0f - kNarrowest[bits]) * static_cast<float>(i) / (kSpans - 1);
-    const Vec scale = through_fp16(select(ranged, fma(unit, set1(width), set1(kScaleMargin)), best->scale));
-    const Vec zeros = through_fp16(half_range(fnma(middle, div(set1(1.0f), scale), mul(top, set1(0.5f)))));
+    const Vec scale = select(ranged, fma(unit, set1(width), set1(kScaleMargin)), best->scale);
+    const Vec zeros = half_range(fnma(middle, div(set1(1.0f), scale), mul(top, set1(0.5f))));
     keep(ranged, try_grid(scale, zeros));
   }
   Mask active = ranged;
   for (int i = 0; i < kRegressions && any(active); ++i) {
     const CodeSums sums = sum_codes(weights, importance, best->scale, best->zero, top);
-    // Slope of the regression of w on q; 64 times covariance and variance.
-    const Vec mean = mul(sums.q, set1(1.0f / 64.0f));
+    // Slope of the regression of w on q; 32 times covariance and variance.
+    const Vec mean = mul(sums.q, set1(1.0f / kHalfColumns));
     const Vec covariance = fnma(mean, total, sums.qw);
     const Vec variance = fnma(mean, sums.q, sums.qq);
     active = both(active, both(less(set1(0.5f), variance), less(zero(), covariance)));
     const Vec slope = div(covariance, max(set1(0.5f), variance));
-    const Vec scale = through_fp16(select(active, add(slope, set1(kScaleMargin)), best->scale));
-    const Vec centre = mul(total, set1(1.0f / 64.0f));
-    const Vec zeros = through_fp16(half_range(fnma(centre, div(set1(1.0f), scale), mean)));
+    const Vec scale = select(active, add(slope, set1(kScaleMargin)), best->scale);
+    const Vec centre = mul(total, set1(1.0f / kHalfColumns));
+    const Vec zeros = half_range(fnma(centre, div(set1(1.0f), scale), mean));
     active = keep(active, try_grid(scale, select(active, zeros, best->zero)));
   }
 }

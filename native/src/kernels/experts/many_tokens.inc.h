@@ -55,7 +55,7 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
           unsigned char* to = panel + m * kTileStride + g * panel_bytes(kForm);
           unpack_panel<kForm, kBits>(from.q, from.sz, to);
           if constexpr (kSum == Sum::kBiased)
-            store(to + code_bytes(kForm) + 2 * kStepBytes, source.bias(pair, m, first + g));
+            store(to + code_bytes(kForm) + kBiasPlace, source.bias(pair, m, first + g));
         }
       }
       Ahead<kBits> ahead;
@@ -69,9 +69,9 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
           for (std::int64_t g = next; g < end; ++g) ahead.add((*reads)(same ? pair + 1 : 0, m, g));
         }
       }
-      add_panel<kForm, kSum, kBits>(panel, kTileStride, first, count, rows, tokens, weights,
-                                    acc + pair * kPairSums,
-                                    [&ahead](std::int64_t parts) { ahead.fetch(parts); });
+      add_panel<kForm, kSum, terms_of(kBits, kPlanes)>(panel, kTileStride, first, count, rows, tokens,
+                                                       weights, acc + pair * kPairSums,
+                                                       [&ahead](std::int64_t parts) { ahead.fetch(parts); });
     }
   }
 }
@@ -95,7 +95,7 @@ void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::i
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t row = index != nullptr ? index[i] - base : base + i;
     for (std::int64_t g = 0; g < groups; ++g) {
-      gather_group<kForm, kPlanes>(from, row * groups + g, to + i * stride, groups, g);
+      gather_group<kForm, kBits, kPlanes>(from, row * groups + g, to + i * stride, groups, g);
     }
   }
 }
@@ -113,7 +113,7 @@ void many_gather_slots_of(const ForwardTask& task, std::int64_t local) {
   const std::int64_t stride = gathered_bytes(kForm, groups);
   unsigned char* to = slots_of<kForm>(task, local);
   for (std::int64_t slot = task.slot_start[local]; slot < task.slot_start[local + 1]; ++slot, to += stride) {
-    gather_group<kForm, kPlanes>(task.quantised, slot, to, groups, local - task.run_begin[local]);
+    gather_group<kForm, kBits, kPlanes>(task.quantised, slot, to, groups, local - task.run_begin[local]);
   }
 }
 

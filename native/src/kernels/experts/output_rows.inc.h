@@ -1,5 +1,5 @@
-// Parts shared by the kernels: choice of an instantiation, prefetching, the term of one group of integers,
-// and adding or storing 16 output rows. Included inside the anonymous namespace of one instruction set.
+// Parts shared by the kernels: choice of an instantiation, prefetching, and adding or storing 16 output rows.
+// Included inside the anonymous namespace of one instruction set.
 
 // Returns function<bits, planes of the activations>(...).
 #define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
@@ -16,11 +16,6 @@
 
 MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
-}
-
-// Returns acc + the term of one group for 16 rows, see QuantisedRows in kernel_api.h.
-MOECHAT_INLINE Vec group_term(Vec scale, Vec zeros, VecI isum, float x_scale, float x_sum, Vec acc) {
-  return fma(mul(scale, set1(x_scale)), fnma(zeros, set1(x_sum), to_float(isum)), acc);
 }
 
 // add_output() for the last tile of a row. Not inlined, so that every instantiation calls the same code.

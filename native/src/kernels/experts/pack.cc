@@ -116,7 +116,7 @@ void report_bad_weight(const BlockLayout& layout, const Fields& fields, const Ex
   for (std::size_t m = 0; m < kMatrices; ++m) {
     const char* name = fields.field[m].name;
     if (layout.quantised()) {
-      report_unquantisable(name, *matrices[m]);
+      report_unquantisable(name, *matrices[m], layout.bits);
       continue;
     }
     for (std::int64_t r = 0; r < matrices[m]->rows; ++r) {
@@ -155,6 +155,11 @@ void store_half(unsigned char* at, std::uint16_t pattern) {
   at[1] = static_cast<unsigned char>(pattern >> 8);
 }
 
+void store_word(unsigned char* at, std::uint32_t word) {
+  store_half(at, static_cast<std::uint16_t>(word));
+  store_half(at + 2, static_cast<std::uint16_t>(word >> 16));
+}
+
 bool half_is_finite(std::uint16_t pattern) { return (pattern & 0x7c00u) != 0x7c00u; }
 
 [[noreturn]] void refuse_part(const char* matrix, const char* what, std::int64_t row, std::int64_t col) {
@@ -170,8 +175,10 @@ void check_quantised(const Field& field, const QuantisedMatrix& matrix, int bits
       if (matrix.codes[r * field.cols + c] > top) refuse_part(field.name, "code", r, c);
     }
     for (std::int64_t g = 0; g < groups; ++g) {
-      if (!half_is_finite(matrix.scales[r * groups + g])) refuse_part(field.name, "scale", r, g);
-      if (!half_is_finite(matrix.zeros[r * groups + g])) refuse_part(field.name, "zero", r, g);
+      if (bits < 8) break;
+      const std::uint32_t scales = matrix.scales[r * groups + g];
+      if (!half_is_finite(static_cast<std::uint16_t>(scales))) refuse_part(field.name, "scale", r, g);
+      if (!half_is_finite(static_cast<std::uint16_t>(scales >> 16))) refuse_part(field.name, "zero", r, g);
     }
   }
 }
@@ -200,7 +207,9 @@ std::vector<float> neuron_importance(const KernelTable& kernel, const ExpertSour
   return importance;
 }
 
-constexpr std::uint16_t kHalfOne = 0x3c00;
+constexpr std::uint32_t kHalfOne = 0x3c00;
+constexpr std::uint32_t kNoScales =
+    0x1100;  // of rows that do not exist: factors 1, offsets 0, the least step
 
 }  // namespace
 
@@ -296,8 +305,13 @@ void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, un
         const std::int64_t row = field.first_row(block, tile) + lane;
         const bool real = row < field.rows && cols > 0;
         const std::int64_t group = row * matrix_groups + col / kGroupColumns;
-        store_half(sz + lane * 2, real ? matrix.scales[group] : kHalfOne);
-        store_half(sz + 32 + lane * 2, real ? matrix.zeros[group] : std::uint16_t{0});
+        if (layout.bits < 8) {
+          store_word(sz + lane * 4, real ? matrix.scales[group] : kNoScales);
+        } else {
+          const std::uint32_t scales = real ? matrix.scales[group] : kHalfOne;
+          store_half(sz + lane * 2, static_cast<std::uint16_t>(scales));
+          store_half(sz + 32 + lane * 2, static_cast<std::uint16_t>(scales >> 16));
+        }
         if (!real) continue;
         for (int c = 0; c < cols; ++c)
           put_code(q, layout.bits, lane, c, matrix.codes[row * field.cols + col + c]);

@@ -23,12 +23,12 @@ struct ExpertSource {
   const ExpertBiases* biases;  // null exactly if the layout has no biases
 };
 
-// Already quantised matrices: codes [rows, cols] of bytes, C order; scales and zeros [rows, ceil(cols / 64)]
-// of fp16 patterns, C order.
+// Already quantised matrices: codes [rows, cols] of bytes, C order; scales [rows, ceil(cols / 64)], C order:
+// below 8 bits the scale words of block_layout.h, at 8 bits the fp16 pattern of the scale in the low half and
+// that of the zero in the high one.
 struct QuantisedMatrix {
   const unsigned char* codes;
-  const std::uint16_t* scales;
-  const std::uint16_t* zeros;
+  const std::uint32_t* scales;
 };
 struct QuantisedExpert {
   QuantisedMatrix gate;
@@ -53,7 +53,8 @@ void pack_expert(const BlockLayout& layout, const ExpertSource& source, unsigned
 void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& source,
                                const ExpertFeedback& feedback, unsigned char* records, int threads);
 
-// Throws std::invalid_argument for a code above 2^bits - 1 or a scale or zero that is not finite.
+// Throws std::invalid_argument for a code above 2^bits - 1, or at 8 bits for a scale or zero that is not
+// finite.
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
                     int threads);
 

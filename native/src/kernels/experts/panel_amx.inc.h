@@ -45,10 +45,10 @@ MOECHAT_INLINE void group_products(const unsigned char* const (&codes)[2], const
   }
 }
 
-// acc[t * 32 + 16 * m] += a group whose sums are computed; `tail` is (scale, sum) of the group for token 0.
-template <Form kForm, Sum kSum>
+// acc[t * 32 + 16 * m] += a group whose sums are computed; `tail` begins with the group for token 0.
+template <Form kForm, Sum kSum, Terms kTerms>
 MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const unsigned char* sums,
-                                 const float* tail, std::int64_t tail_stride, const float* weights,
+                                 const std::uint32_t* tail, std::int64_t tail_stride, const float* weights,
                                  float* acc) {
   for (int m = 0; m < 2; ++m) {
     const unsigned char* of_tile = codes[m] + code_bytes(kForm);
@@ -59,25 +59,27 @@ MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const u
       VecI sum = loadi(at);
       if constexpr (kForm == Form::kPlanes) sum = addi(shl(sum, 8), loadi(at + 2 * kTileBytes));
       float* to = acc + t * 2 * kTileRows + m * kTileRows;
-      store(to, next_sum<kSum>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t, load(to)));
+      store(to,
+            next_sum<kSum, kTerms>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t, load(to)));
     }
   }
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows
 // after them. Calls `between` with the number of blocks before every block of tokens.
-template <Form kForm, Sum kSum, int kBits, class Between>
+template <Form kForm, Sum kSum, Terms kTerms, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                               const float* weights, float* acc, const Between& between) {
   constexpr std::int64_t kTokenBytes = token_bytes(kForm);
   alignas(64) unsigned char sums[2][4 * kTileBytes];
-  const std::int64_t tail_stride = rows.stride / static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t tail_stride = rows.stride / 4;
   for (std::int64_t block = 0; block < tokens; block += kPanelTokens) {
     between((tokens + kPanelTokens - 1) / kPanelTokens);
     const unsigned char* row = rows.data + block * rows.stride;
     const unsigned char* x = row + first * kTokenBytes;
-    const float* tail = reinterpret_cast<const float*>(row + rows.groups * kTokenBytes) + 2 * first;
+    const std::uint32_t* tail =
+        reinterpret_cast<const std::uint32_t*>(row + rows.groups * kTokenBytes) + kTailDwords * first;
     const float* of_block = kSum == Sum::kTerms ? nullptr : weights + block;
     const unsigned char* codes[2] = {panel, panel + tile_stride};
     group_products<kForm>(codes, x, rows.stride, sums[0]);
@@ -86,10 +88,11 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
       const unsigned char* next[2] = {codes[0] + panel_bytes(kForm), codes[1] + panel_bytes(kForm)};
       x += kTokenBytes;
       if (g + 1 < groups) group_products<kForm>(next, x, rows.stride, sums[(g + 1) % 2]);
-      add_products<kForm, kSum>(codes, sums[g % 2], tail, tail_stride, of_block, acc + block * 2 * kTileRows);
+      add_products<kForm, kSum, kTerms>(codes, sums[g % 2], tail, tail_stride, of_block,
+                                        acc + block * 2 * kTileRows);
       codes[0] = next[0];
       codes[1] = next[1];
-      tail += 2;
+      tail += kTailDwords;
     }
   }
 }

@@ -3,7 +3,7 @@
 //
 // Pairs: a 32-bit lane holds two codes as int16; a dword of a token holds two integers of 16 bits.
 // Quads: a lane holds four codes as bytes; a dword of a token holds four integers of 8 bits. With kQuadsIn16
-// their sums are two int16 per lane, which the caller widens before they can overflow.
+// their sums are two int16 per lane, which the caller widens, times a factor, before they can overflow.
 //
 // Inline assembly instead of intrinsics: with intrinsics GCC copies every sum before and after the product,
 // and keeps some on the stack.
@@ -24,7 +24,6 @@ MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum.a) : "v"(codes.a), "v"(x.a));
 }
 MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // used only for sums in 16 bits
-MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
 MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
@@ -40,7 +39,6 @@ MOECHAT_INLINE VecI first_quads(VecI codes, VecI x) {
   asm("vpmaddubsw %2, %1, %0" : "=v"(sum.a) : "v"(codes.a), "v"(x.a));
   return sum;
 }
-MOECHAT_INLINE VecI widen_quads(VecI sum) { return VecI{_mm512_madd_epi16(sum.a, _mm512_set1_epi16(1))}; }
 #endif
 
 #elif defined(__AVX2__)
@@ -61,7 +59,6 @@ MOECHAT_INLINE void add_quads(VecI& sum, VecI codes, VecI x) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.b) : "x"(codes.b), "x"(x.b));
 }
 MOECHAT_INLINE VecI first_quads(VecI, VecI) { return seti(0); }  // used only for sums in 16 bits
-MOECHAT_INLINE VecI widen_quads(VecI sum) { return sum; }
 #else
 constexpr bool kQuadsIn16 = true;
 MOECHAT_INLINE void add_pairs(VecI& sum, VecI codes, VecI x) {
@@ -79,10 +76,6 @@ MOECHAT_INLINE VecI first_quads(VecI codes, VecI x) {
   asm("vpmaddubsw %2, %1, %0" : "=x"(sum.a) : "x"(codes.a), "x"(x.a));
   asm("vpmaddubsw %2, %1, %0" : "=x"(sum.b) : "x"(codes.b), "x"(x.b));
   return sum;
-}
-MOECHAT_INLINE VecI widen_quads(VecI sum) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  return VecI{_mm256_madd_epi16(sum.a, ones), _mm256_madd_epi16(sum.b, ones)};
 }
 #endif
 

@@ -45,13 +45,14 @@ MOECHAT_INLINE VecI broadcast_dword(const unsigned char* from) {
   return seti(word);
 }
 
-// Steps whose sums of quads fit in 16 bits, if sums are that wide: two products of a code and -128 each.
-constexpr int chain_of(Form form, int bits) {
-  return form == Form::kPairs ? kPairSteps : (kQuadsIn16 && bits == 4 ? 8 : kQuadSteps);
+// Steps of one chain of sums. Those of short quads are a half of a group: there two products of a code of 4
+// bits and -128 each fit in 16 bits, and one factor applies.
+constexpr int chain_of(Form form) {
+  return form == Form::kPairs ? kPairSteps : (form == Form::kShortQuads ? kQuadSteps / 2 : kQuadSteps);
 }
 
 // Element m * kTokens + t: the sums over one group of tile m for token t.
-template <Form kForm, int kChain, int kTiles, int kTokens>
+template <Form kForm, int kTiles, int kTokens>
 MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* const (&panel)[kTiles],
                                                        const unsigned char* const (&x)[kTokens]) {
   constexpr int kCount = kTiles * kTokens;
@@ -73,8 +74,9 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
   });
 #else
   constexpr int kSteps = kForm == Form::kPairs ? kPairSteps : kQuadSteps;
+  constexpr int kChain = chain_of(kForm);
   // A short chain starts with its first product, a long one with zeros.
-  constexpr bool kShort = kForm == Form::kQuads && kQuadsIn16;
+  constexpr bool kShort = kForm == Form::kShortQuads;
   unrolled<0, kSteps / kChain>(MOECHAT_UNROLLED(run) {
     constexpr int kFirst = kChain * MOECHAT_VALUE(run);
     Bundle<kCount> chain;
@@ -107,7 +109,10 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
     }
     unrolled<0, kCount>(MOECHAT_UNROLLED(i) {
       VecI sum = pick<MOECHAT_VALUE(i)>(chain);
-      if constexpr (kForm == Form::kQuads) sum = widen_quads(sum);
+      if constexpr (kShort) {
+        sum = madd16(sum, loadi(panel[MOECHAT_VALUE(i) / kTokens] + code_bytes(kForm) + kFactorPlace +
+                                MOECHAT_VALUE(run) * kStepBytes));
+      }
       VecI& total = pick<MOECHAT_VALUE(i)>(sums);
       total = MOECHAT_VALUE(run) == 0 ? sum : addi(total, sum);
     });
@@ -118,7 +123,7 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
 // begin at panel + m * tile_stride. Sum defines the added terms and the meaning of `weights`.
-template <Form kForm, Sum kSum, int kChain, int kTiles, int kTokens>
+template <Form kForm, Sum kSum, Terms kTerms, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
                                           const float* weights, float* acc) {
@@ -127,10 +132,11 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
   const unsigned char* codes[kTiles];
   for (int t = 0; t < kTokens; ++t) x[t] = rows.data + t * rows.stride + first * kTokenBytes;
   for (int m = 0; m < kTiles; ++m) codes[m] = panel + m * tile_stride;
-  const float* tail = reinterpret_cast<const float*>(rows.data + rows.groups * kTokenBytes) + 2 * first;
-  const std::int64_t tail_stride = rows.stride / static_cast<std::int64_t>(sizeof(float));
+  const std::uint32_t* tail =
+      reinterpret_cast<const std::uint32_t*>(rows.data + rows.groups * kTokenBytes) + kTailDwords * first;
+  const std::int64_t tail_stride = rows.stride / 4;
   for (std::int64_t g = 0; g < groups; ++g) {
-    Bundle<kTiles * kTokens> sums = panel_products<kForm, kChain, kTiles, kTokens>(codes, x);
+    Bundle<kTiles * kTokens> sums = panel_products<kForm, kTiles, kTokens>(codes, x);
     // Without this, GCC keeps acc in registers over the groups, and too few are left for the sums.
     asm volatile("" ::: "memory");
     unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
@@ -139,29 +145,29 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
       const Vec zeros = load(of_tile + kStepBytes);
       unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
         float* at = acc + MOECHAT_VALUE(t) * 2 * kTileRows + MOECHAT_VALUE(m) * kTileRows;
-        store(at,
-              next_sum<kSum>(of_tile, scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
-                             tail + MOECHAT_VALUE(t) * tail_stride, weights, MOECHAT_VALUE(t), load(at)));
+        store(at, next_sum<kSum, kTerms>(
+                      of_tile, scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
+                      tail + MOECHAT_VALUE(t) * tail_stride, weights, MOECHAT_VALUE(t), load(at)));
       });
     });
     for (int t = 0; t < kTokens; ++t) x[t] += kTokenBytes;
     for (int m = 0; m < kTiles; ++m) codes[m] += panel_bytes(kForm);
-    tail += 2;
+    tail += kTailDwords;
   }
 }
 
 // The same for 1..kPanelTokens tokens and two tiles; may read and add up to kTokenStep - 1 more tokens.
-template <Form kForm, Sum kSum, int kChain, int kTokens = kPanelTokens>
+template <Form kForm, Sum kSum, Terms kTerms, int kTokens = kPanelTokens>
 MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* panel, std::int64_t tile_stride,
                                   std::int64_t first, std::int64_t groups, const TokenRows& rows,
                                   const float* weights, float* acc) {
   if constexpr (kTokens > 0) {
     if (tokens <= kTokens - kTokenStep) {
-      return add_groups_of<kForm, kSum, kChain, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
+      return add_groups_of<kForm, kSum, kTerms, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
                                                                       groups, rows, weights, acc);
     }
     for (int m = 0; m < 2; m += kPanelTiles) {
-      add_groups<kForm, kSum, kChain, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
+      add_groups<kForm, kSum, kTerms, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
                                                             groups, rows, weights, acc + m * kTileRows);
     }
   }
@@ -169,7 +175,7 @@ MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* pane
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens. Calls `between` with the number of
 // blocks before every block of tokens.
-template <Form kForm, Sum kSum, int kBits, class Between>
+template <Form kForm, Sum kSum, Terms kTerms, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                               const float* weights, float* acc, const Between& between) {
@@ -182,14 +188,15 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     between(blocks);
     const TokenRows part{rows.data + begin * rows.stride, rows.stride, rows.groups};
     const float* of_part = kSum == Sum::kTerms ? nullptr : weights + begin;
-    add_groups_of<kForm, kSum, chain_of(kForm, kBits)>(end - begin, panel, tile_stride, first, groups, part,
-                                                       of_part, acc + begin * 2 * kTileRows);
+    add_groups_of<kForm, kSum, kTerms>(end - begin, panel, tile_stride, first, groups, part, of_part,
+                                       acc + begin * 2 * kTileRows);
   }
 }
 
 template <int kBits, int kPlanes>
 constexpr Form form_of() {
-  return kHasQuads && kPlanes == 1 && !(kQuadsIn16 && kBits == 8) ? Form::kQuads : Form::kPairs;
+  if (!kHasQuads || kPlanes == 2 || (kQuadsIn16 && kBits == 8)) return Form::kPairs;
+  return kQuadsIn16 ? Form::kShortQuads : Form::kQuads;
 }
 constexpr std::int64_t kThreshold = 8;
 constexpr std::int64_t kRowsAfter = kTokenStep - 1;

@@ -1,18 +1,24 @@
 // Codes of a (tile, group) unpacked for many tokens, and tokens rearranged to match them. Included inside the
 // anonymous namespace of one instruction set.
 //
-// A panel record holds the codes of 16 rows x 64 columns, then 16 fp32 scales, 16 fp32 zeros and, for biased
-// sums, 16 fp32 biases:
-//   kQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
+// A panel record holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales or steps; fp32
+// zeros or, below 8 bits, offsets of both halves; for biased sums, fp32 biases; for kShortQuads, the factors
+// of the first half and of the second, in both int16 of a lane.
+//   kQuads, kShortQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
 //   kPairs: 32 steps of two int16 a lane, step 2d + j = bytes j and j + 2 of dword d; instruction sets that
 //   multiply by row hold 16 rows of these 64 int16 instead
-// A gathered token holds, for every group, the integers that are multiplied by the record: the hi plane
-// (kQuads), the hi and lo planes (kPlanes) or int16 in the order of kPairs. After all groups follow (scale,
-// sum) of every group as floats.
+// Below 8 bits the codes are multiplied by the factors of their halves, except in kShortQuads, whose sums
+// have 16 bits and are multiplied when they are widened. A gathered token holds, for every group, the
+// integers that are multiplied by the record: the hi plane (kQuads, kShortQuads), the hi and lo planes
+// (kPlanes) or int16 in the order of kPairs. After all groups follow three dwords of every group: the scale
+// as float, then the sum as float, or that of each half as an integer or those of both halves in 16 bits each
+// (see Terms).
 
-enum class Form { kQuads, kPairs, kPlanes };
+enum class Form { kQuads, kShortQuads, kPairs, kPlanes };
 
-constexpr std::int64_t token_bytes(Form form) { return form == Form::kQuads ? 64 : 128; }
+constexpr std::int64_t token_bytes(Form form) {
+  return form == Form::kQuads || form == Form::kShortQuads ? 64 : 128;
+}
 
 constexpr int kPairSteps = 32;
 constexpr int kQuadSteps = 16;
@@ -20,12 +26,18 @@ constexpr int kQuadSteps = 16;
 constexpr std::int64_t code_bytes(Form form) {
   return (form == Form::kPairs ? kPairSteps : kQuadSteps) * kStepBytes;
 }
-constexpr std::int64_t panel_bytes(Form form) { return code_bytes(form) + 3 * kStepBytes; }
+constexpr std::int64_t kBiasPlace = 2 * kStepBytes;  // after the codes
+constexpr std::int64_t kFactorPlace = 3 * kStepBytes;
+constexpr std::int64_t panel_bytes(Form form) {
+  return code_bytes(form) + (form == Form::kShortQuads ? 5 : 3) * kStepBytes;
+}
+
+constexpr std::int64_t kTailDwords = 3;
 
 // Bytes of a gathered token, an odd number of cache lines: rows of a power of two bytes would map to the same
 // cache sets.
 constexpr std::int64_t gathered_bytes(Form form, std::int64_t groups) {
-  const std::int64_t bytes = groups * (token_bytes(form) + 2 * static_cast<std::int64_t>(sizeof(float)));
+  const std::int64_t bytes = groups * (token_bytes(form) + kTailDwords * 4);
   return ((bytes + 63) / 64 | 1) * 64;
 }
 
@@ -41,14 +53,28 @@ struct TokenRows {
 // the record added to the term.
 enum class Sum { kTerms, kWeighted, kBiased };
 
-template <Sum kSum>
-MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, VecI isum,
-                            const float* of_group, const float* weights, int token, Vec acc) {
-  if constexpr (kSum == Sum::kTerms) {
-    return group_term(scale, zeros, isum, of_group[0], of_group[1], acc);
+template <Terms kTerms>
+MOECHAT_INLINE Vec panel_term(Vec scale, Vec zeros, VecI isum, const std::uint32_t* of_group, Vec acc) {
+  float x_scale;
+  __builtin_memcpy(&x_scale, of_group, sizeof x_scale);
+  if constexpr (kTerms == Terms::kZeros) {
+    float sum;
+    __builtin_memcpy(&sum, of_group + 1, sizeof sum);
+    return zero_term(scale, zeros, isum, x_scale, sum, acc);
   } else {
-    Vec term = group_term(scale, zeros, isum, of_group[0], of_group[1], zero());
-    if constexpr (kSum == Sum::kBiased) term = add(term, load(of_tile + 2 * kStepBytes));
+    const VecI taken = offset_sums<kTerms>(as_int(zeros), of_group[1], of_group[2]);
+    return half_term(scale, subi(isum, taken), x_scale, acc);
+  }
+}
+
+template <Sum kSum, Terms kTerms>
+MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, VecI isum,
+                            const std::uint32_t* of_group, const float* weights, int token, Vec acc) {
+  if constexpr (kSum == Sum::kTerms) {
+    return panel_term<kTerms>(scale, zeros, isum, of_group, acc);
+  } else {
+    Vec term = panel_term<kTerms>(scale, zeros, isum, of_group, zero());
+    if constexpr (kSum == Sum::kBiased) term = add(term, load(of_tile + kBiasPlace));
     return fma(set1(weights[token]), term, acc);
   }
 }
@@ -87,10 +113,32 @@ MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
 
 template <Form kForm, int kBits>
 MOECHAT_INLINE void unpack_panel(const unsigned char* q, const unsigned char* sz, unsigned char* panel) {
+  unsigned char* tail = panel + code_bytes(kForm);
+  VecI factors[2] = {seti(1), seti(1)};
+  if constexpr (kBits == 8) {
+    store(tail, load_fp16(sz));
+    store(tail + kStepBytes, load_fp16(sz + 32));
+  } else {
+    const HalfScales halves = HalfScales::read(sz);
+    store(tail, halves.step());
+    storei(tail + kStepBytes, halves.offsets());
+    for (int half = 0; half < 2; ++half) {
+      factors[half] = halves.factor(half);
+      if constexpr (kForm == Form::kShortQuads) {
+        storei(tail + kFactorPlace + half * kStepBytes, ori(factors[half], shl(factors[half], 16)));
+      }
+    }
+  }
+  // A product of a code and a factor fits in a byte, so a product of lanes is one of bytes.
+  const auto scaled = [&factors](int d, VecI codes) __attribute__((always_inline)) {
+    if constexpr (kBits == 8 || kForm == Form::kShortQuads) return codes;
+    return muli(codes, factors[d / 8]);
+  };
   if constexpr (kForm == Form::kPairs) {
     const VecI low = seti(0x00ff00ffu);
 #if defined(MOECHAT_PANEL_BY_ROW)
-    unpack_dwords<kBits>(q, [panel, low](int d, VecI codes) {
+    unpack_dwords<kBits>(q, [&](int d, VecI raw) {
+      const VecI codes = scaled(d, raw);
       std::uint32_t lanes[2][16];
       storei(lanes[0], andi(codes, low));
       storei(lanes[1], andi(shr(codes, 8), low));
@@ -100,16 +148,15 @@ MOECHAT_INLINE void unpack_panel(const unsigned char* q, const unsigned char* sz
       }
     });
 #else
-    unpack_dwords<kBits>(q, [panel, low](int d, VecI codes) {
+    unpack_dwords<kBits>(q, [&](int d, VecI raw) {
+      const VecI codes = scaled(d, raw);
       storei(panel + 2 * d * kStepBytes, andi(codes, low));
       storei(panel + (2 * d + 1) * kStepBytes, andi(shr(codes, 8), low));
     });
 #endif
   } else {
-    unpack_dwords<kBits>(q, [panel](int d, VecI codes) { storei(panel + d * kStepBytes, codes); });
+    unpack_dwords<kBits>(q, [&](int d, VecI codes) { storei(panel + d * kStepBytes, scaled(d, codes)); });
   }
-  store(panel + code_bytes(kForm), load_fp16(sz));
-  store(panel + code_bytes(kForm) + kStepBytes, load_fp16(sz + 32));
 }
 
 // Writes the integers of one group, 64 bytes of hi and, with two planes, 64 of lo, as pairs.
@@ -130,7 +177,7 @@ MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, u
 }
 
 // Copies group `from` of `rows` to group `at` of a gathered token of `groups` groups.
-template <Form kForm, int kPlanes>
+template <Form kForm, int kBits, int kPlanes>
 MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, unsigned char* to,
                                  std::int64_t groups, std::int64_t at) {
   constexpr std::int64_t kFrom = 64 * kPlanes;
@@ -141,7 +188,15 @@ MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, u
   } else {
     __builtin_memcpy(to + at * kTo, planes, kFrom);
   }
-  float* tail = reinterpret_cast<float*>(to + groups * kTo) + 2 * at;
-  tail[0] = rows.scales[from];
-  tail[1] = rows.sums[from];
+  constexpr Terms kTerms = terms_of(kBits, kPlanes);
+  const InputSums& sums = rows.sums[from];
+  unsigned char* tail = to + groups * kTo + kTailDwords * 4 * at;
+  __builtin_memcpy(tail, rows.scales + from, 4);
+  if constexpr (kTerms == Terms::kZeros) {
+    __builtin_memcpy(tail + 4, &sums.total, 4);
+  } else if constexpr (kTerms == Terms::kPairs) {
+    __builtin_memcpy(tail + 4, &sums.pair, 4);
+  } else {
+    __builtin_memcpy(tail + 4, sums.half, 8);
+  }
 }

@@ -23,7 +23,7 @@ MOECHAT_INLINE std::int32_t largest_pattern(const Vec (&x)[4]) {
 }
 
 MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits, const unsigned char* order,
-                                          std::int8_t* planes, float* scale, float* sum) {
+                                          std::int8_t* planes, float* scale, InputSums* sums) {
   const std::int32_t pattern = largest_pattern(x);
   float largest;
   __builtin_memcpy(&largest, &pattern, sizeof largest);
@@ -31,16 +31,16 @@ MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits
   if (!finite || largest < kSmallestInput) {
     __builtin_memset(planes, 0, static_cast<unsigned>(activation_bits) * 8u);
     *scale = finite ? 0.0f : __builtin_nanf("");
-    *sum = 0.0f;
+    *sums = InputSums{};
     return;
   }
   const float range = input_range(activation_bits);
   const Vec inverse = set1(range / largest);
   *scale = largest / range;
-  VecI total = seti(0);
+  VecI totals[2] = {seti(0), seti(0)};
   for (int i = 0; i < 4; ++i) {
     const VecI value = to_int(round_small(mul(x[i], inverse)));
-    total = addi(total, value);
+    totals[i / 2] = addi(totals[i / 2], value);
     if (activation_bits == 16) {
       const VecI high = shr_signed(addi(value, seti(128)), 8);
       store_bytes(planes + 16 * i, high, order);
@@ -49,12 +49,17 @@ MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits
       store_bytes(planes + 16 * i, value, order);
     }
   }
-  std::int32_t lanes[16];
-  storei(lanes, total);
-  for (int width = 8; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  for (int half = 0; half < 2; ++half) {
+    std::int32_t lanes[16];
+    storei(lanes, totals[half]);
+    for (int width = 8; width > 0; width /= 2) {
+      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    sums->half[half] = lanes[0];
   }
-  *sum = static_cast<float>(lanes[0]);
+  sums->pair =
+      (static_cast<std::uint32_t>(sums->half[0]) & 0xffffu) | static_cast<std::uint32_t>(sums->half[1]) << 16;
+  sums->total = static_cast<float>(sums->half[0] + sums->half[1]);
 }
 
 void quantise_rows(int bits, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,

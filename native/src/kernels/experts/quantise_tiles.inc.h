@@ -1,27 +1,76 @@
 // Quantises tiles of a matrix. Included inside the anonymous namespace of one instruction set, after the
 // solvers.
 
-// Scale and zero of one (tile, group) of weights [64][16]; importance: as for sum_codes.
-inline GroupSolution fit_group(const float* weights, const float* importance, int bits, Solver solver) {
+// Scale and zero of 16 rows.
+struct Scales {
+  Vec scale;
+  Vec zero;
+};
+
+MOECHAT_INLINE void find_range(const float* weights, int columns, Vec* low, Vec* high) {
+  *low = *high = load(weights);
+  for (int c = 1; c < columns; ++c) {
+    *low = min(*low, load(weights + c * 16));
+    *high = max(*high, load(weights + c * 16));
+  }
+}
+
+// Of a half of a group, weights [32][16]; scale 0 where all are 0. importance: as for sum_codes.
+inline Scales fit_half(const float* weights, const float* importance, int bits, Solver solver) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
-  Vec low = load(weights);
-  Vec high = low;
-  for (int c = 1; c < 64; ++c) {
-    low = min(low, load(weights + c * 16));
-    high = max(high, load(weights + c * 16));
-  }
-  // At 8 bits the solvers would differ by less than the rounding of the scale.
-  const bool regress = solver == Solver::kLeastSquares && bits < 8;
-  GroupSolution best = solve_group(weights, low, high, bits, regress ? 0 : kSolverIterations);
+  Vec low;
+  Vec high;
+  find_range(weights, kHalfColumns, &low, &high);
+  // Offsets cannot be below 0.
+  low = min(low, zero());
+  high = max(high, zero());
+  const bool regress = solver == Solver::kLeastSquares;
+  const GroupSolution start =
+      solve_group(weights, kHalfColumns, low, high, bits, regress ? 0 : kSolverIterations);
+  LeastSquares best{start.scale, start.zero, zero()};
   if (regress) {
-    LeastSquares fitted{best.scale, best.zero,
-                        sum_codes(weights, importance, best.scale, best.zero, top).squares};
-    fit_least_squares(weights, importance, low, sub(high, low), bits, &fitted);
-    best.scale = fitted.scale;
-    best.zero = fitted.zero;
+    best.error = sum_codes(weights, importance, best.scale, best.zero, top).squares;
+    fit_least_squares(weights, importance, low, sub(high, low), bits, &best);
   }
-  best.zero = add(best.zero, zero());  // -0 becomes +0
-  return best;
+  return {select(less(low, high), best.scale, zero()), best.zero};
+}
+
+// Writes the sz of one (tile, group) of weights [64][16] and returns what it stands for in each half;
+// importance: as for sum_codes, for each half, or null.
+inline void fit_group(const float* weights, const float* importance, int bits, Solver solver,
+                      unsigned char* sz, Scales (&halves)[2]) {
+  if (bits == 8) {
+    Vec low;
+    Vec high;
+    find_range(weights, 64, &low, &high);
+    // The solvers would differ by less than the rounding of the scale.
+    const int iterations = solver == Solver::kLeastSquares ? 0 : kSolverIterations;
+    const GroupSolution best = solve_group(weights, 64, low, high, bits, iterations);
+    const Vec zeros = add(best.zero, zero());  // -0 becomes +0
+    store_fp16(sz, best.scale);
+    store_fp16(sz + 32, zeros);
+    halves[0] = halves[1] = Scales{best.scale, zeros};
+    return;
+  }
+  float scales[2][16];
+  float zeros[2][16];
+  for (int half = 0; half < 2; ++half) {
+    const Scales fitted =
+        fit_half(weights + half * kHalfColumns * 16,
+                 importance == nullptr ? nullptr : importance + half * kHalfColumns, bits, solver);
+    store(scales[half], fitted.scale);
+    store(zeros[half], fitted.zero);
+  }
+  std::uint32_t words[16];
+  for (int row = 0; row < kTileRows; ++row) {
+    words[row] = fit_scale_word({{scales[0][row], scales[1][row]}, {zeros[0][row], zeros[1][row]}}, bits);
+  }
+  __builtin_memcpy(sz, words, sizeof words);
+  const HalfScales stored = HalfScales::read(sz);
+  for (int half = 0; half < 2; ++half) {
+    const Vec factor = to_float(stored.factor(half));
+    halves[half] = {mul(stored.step(), factor), div(to_float(stored.offset(half)), factor)};
+  }
 }
 
 // Writes the codes [64] of a group into its q field.
@@ -54,13 +103,15 @@ inline void write_codes(const VecI* codes, int bits, unsigned char* q) {
 inline void quantise_group(const float* weights, const float* importance, int valid_cols, int bits,
                            Solver solver, unsigned char* q, unsigned char* sz) {
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
-  const GroupSolution best = fit_group(weights, importance, bits, solver);
-  store_fp16(sz, best.scale);
-  store_fp16(sz + 32, best.zero);
-  const Vec inverse = div(set1(1.0f), best.scale);
+  Scales halves[2];
+  fit_group(weights, importance, bits, solver, sz, halves);
+  const Vec inverse[2] = {div(set1(1.0f), halves[0].scale), div(set1(1.0f), halves[1].scale)};
   VecI found[64];
   for (int c = 0; c < 64; ++c) {
-    found[c] = c < valid_cols ? to_int(codes(mul(load(weights + c * 16), inverse), best.zero, top)) : seti(0);
+    const int half = c / kHalfColumns;
+    found[c] = c < valid_cols
+                   ? to_int(codes(mul(load(weights + c * 16), inverse[half]), halves[half].zero, top))
+                   : seti(0);
   }
   write_codes(found, bits, q);
 }
@@ -100,17 +151,17 @@ inline void quantise_group_with_feedback(float* columns, const float* factors, s
   const int valid_cols = static_cast<int>(last - first < 64 ? last - first : 64);
   // As gather_group does it: padding repeats real columns.
   for (int c = valid_cols; c < 64; ++c) store(group + c * 16, load(group + (c % valid_cols) * 16));
-  const GroupSolution best = fit_group(group, importance, bits, Solver::kLeastSquares);
-  store_fp16(sz, best.scale);
-  store_fp16(sz + 32, best.zero);
-  const Vec inverse = div(set1(1.0f), best.scale);
+  Scales halves[2];
+  fit_group(group, importance, bits, Solver::kLeastSquares, sz, halves);
+  const Vec inverse[2] = {div(set1(1.0f), halves[0].scale), div(set1(1.0f), halves[1].scale)};
   VecI found[64];
   float errors[64 * 16];
   for (int c = 0; c < valid_cols; ++c) {
     const Vec weight = load(group + c * 16);
-    const Vec code = codes(mul(weight, inverse), best.zero, top);
+    const Scales& scales = halves[c / kHalfColumns];
+    const Vec code = codes(mul(weight, inverse[c / kHalfColumns]), scales.zero, top);
     found[c] = to_int(code);
-    store(errors + c * 16, sub(weight, mul(sub(code, best.zero), best.scale)));
+    store(errors + c * 16, sub(weight, mul(sub(code, scales.zero), scales.scale)));
     take_errors(errors + c * 16, 1, factors + (first + c) * width, width, first + c + 1, first + valid_cols,
                 columns);
   }
@@ -164,29 +215,33 @@ inline void gather_group(const MatrixSource& source, std::int64_t row, std::int6
   }
 }
 
-// Returns whether all magnitudes are at most kMaxQuantisable; false for NaN and infinities.
-MOECHAT_INLINE bool quantisable(const float* columns) {
-  const Vec beyond = set1(kMaxQuantisable + 1.0f);
+// Returns whether all magnitudes are at most max_quantisable(bits); false for NaN and infinities.
+MOECHAT_INLINE bool quantisable(const float* columns, int bits) {
+  const Vec beyond = set1(max_quantisable(bits) * (1.0f + 1e-6f));
   Mask fine = less(absolute(load(columns)), beyond);
   for (int c = 1; c < 64; ++c) fine = both(fine, less(absolute(load(columns + c * 16)), beyond));
   return all(fine);
 }
 
-// Least importance of a column, relative to the mean of its group.
+// Least importance of a column, relative to the mean of its half of a group.
 constexpr float kLeastImportance = 1.0f / 64.0f;
 
-// Writes the importances of a group's columns, with a sum of 64; padding columns repeat real ones. Returns
-// false if the group has none: all are 0, or one is not finite.
+// Writes the importances of a group's columns, each half with a sum of 32; padding columns repeat real ones.
+// Returns false if a half has none: all are 0, or one is not finite.
 MOECHAT_INLINE bool scale_importances(const float* from, int valid_cols, float* to) {
-  float sum = 0.0f;
-  for (int c = 0; c < 64; ++c) sum += to[c] = from[c % valid_cols];
-  if (!(sum > 0.0f && sum < 3.4e38f)) return false;
-  float total = 0.0f;
-  for (int c = 0; c < 64; ++c) {
-    const float relative = to[c] * (64.0f / sum);
-    total += to[c] = relative > kLeastImportance ? relative : kLeastImportance;
+  for (int half = 0; half < 2; ++half) {
+    const int begin = half * kHalfColumns;
+    const int end = begin + kHalfColumns;
+    float sum = 0.0f;
+    for (int c = begin; c < end; ++c) sum += to[c] = from[c % valid_cols];
+    if (!(sum > 0.0f && sum < 3.4e38f)) return false;
+    float total = 0.0f;
+    for (int c = begin; c < end; ++c) {
+      const float relative = to[c] * (kHalfColumns / sum);
+      total += to[c] = relative > kLeastImportance ? relative : kLeastImportance;
+    }
+    for (int c = begin; c < end; ++c) to[c] *= kHalfColumns / total;
   }
-  for (int c = 0; c < 64; ++c) to[c] *= 64.0f / total;
   return true;
 }
 
@@ -201,7 +256,7 @@ bool quantise_tile(const MatrixSource& source, const float* importance, std::int
     const int valid_cols = static_cast<int>(right < 0 ? 0 : (right < 64 ? right : 64));
     float columns[64 * 16];
     gather_group(source, row, first, valid_rows, valid_cols, columns);
-    if (!quantisable(columns)) return false;
+    if (!quantisable(columns, bits)) return false;
 
     float scaled[64];
     const bool weighted =
@@ -224,7 +279,7 @@ bool quantise_rows(const MatrixSource& source, const ColumnFeedback& feedback, s
     for (std::int64_t first = 0; first < size; first += 64) {
       const int valid_cols = static_cast<int>(size - first < 64 ? size - first : 64);
       gather_group(source, row, block + first, valid_rows, valid_cols, columns + first * 16);
-      if (!quantisable(columns + first * 16)) return false;
+      if (!quantisable(columns + first * 16, bits)) return false;
     }
     for (std::int64_t first = 0; first < size; first += 64) {
       const int valid_cols = static_cast<int>(size - first < 64 ? size - first : 64);

@@ -9,6 +9,7 @@ namespace {
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/simd_avx512.h"
 #include "kernels/isa/math.inc.h"
+#include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"
 #include "kernels/isa/amx_tiles.h"

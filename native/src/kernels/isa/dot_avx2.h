@@ -8,8 +8,4 @@ MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   return VecI{_mm256_add_epi16(sums.a, _mm256_maddubs_epi16(codes.a, x.a)),
               _mm256_add_epi16(sums.b, _mm256_maddubs_epi16(codes.b, x.b))};
 }
-MOECHAT_INLINE VecI widen(VecI sums, int factor) {
-  const __m256i all = _mm256_set1_epi16(static_cast<short>(factor));
-  return VecI{_mm256_madd_epi16(sums.a, all), _mm256_madd_epi16(sums.b, all)};
-}
 MOECHAT_INLINE void pin(VecI& sums) { __asm__("" : "+x"(sums.a), "+x"(sums.b)); }

@@ -7,5 +7,4 @@ constexpr bool kPairDots = false;
 MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   return VecI{_mm256_dpbusd_avx_epi32(sums.a, codes.a, x.a), _mm256_dpbusd_avx_epi32(sums.b, codes.b, x.b)};
 }
-MOECHAT_INLINE VecI widen(VecI sums, int) { return sums; }
 MOECHAT_INLINE void pin(VecI&) {}

@@ -7,7 +7,4 @@ constexpr bool kPairDots = false;
 MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   return VecI{_mm512_add_epi16(sums.a, _mm512_maddubs_epi16(codes.a, x.a))};
 }
-MOECHAT_INLINE VecI widen(VecI sums, int factor) {
-  return VecI{_mm512_madd_epi16(sums.a, _mm512_set1_epi16(static_cast<short>(factor)))};
-}
 MOECHAT_INLINE void pin(VecI& sums) { __asm__("" : "+v"(sums.a)); }

@@ -7,5 +7,4 @@ constexpr bool kPairDots = true;
 MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   return VecI{_mm512_dpbusd_epi32(sums.a, codes.a, x.a)};
 }
-MOECHAT_INLINE VecI widen(VecI sums, int) { return sums; }
 MOECHAT_INLINE void pin(VecI&) {}

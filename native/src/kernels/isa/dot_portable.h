@@ -30,8 +30,6 @@ MOECHAT_INLINE VecI dot(VecI sums, VecI codes, VecI x) {
   }
   return sums;
 }
-// factor * the sums of a row; only with pairs summed in 16 bits.
-MOECHAT_INLINE VecI widen(const VecI& sums, int) { return sums; }
 // Keeps the additions in the order of the source. Otherwise compilers collect all products first, which needs
 // more registers than there are.
 MOECHAT_INLINE void pin(VecI&) {}

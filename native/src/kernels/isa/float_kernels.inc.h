@@ -4,6 +4,7 @@
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"
 #include "kernels/experts/encodings.inc.h"
+#include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/expert_kernel.inc.h"
 #include "kernels/experts/hqq_solver.inc.h"

@@ -3,6 +3,7 @@
 //
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"
+#include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/quantise_inputs.inc.h"
 #include "kernels/experts/integer_kernel.inc.h"

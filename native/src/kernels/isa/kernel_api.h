@@ -26,15 +26,20 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 //
 // A row (a token, or the activations of a block for one token) is divided into groups of 64 columns. A group
 // is
-//   scale = max|x| / range,   i[c] = nearest even integer of x[c] * (range / max|x|),   sum = sum of i[c],
-// range 32512 for 16 bits and 127 for 8; all in fp32, the integers and their sum exact. At 16 bits an integer
-// is kept as two bytes, i = 256 * hi + lo, hi in [-127, 127], lo in [-128, 127]; at 8 bits it is hi alone. A
-// group whose magnitudes are all below kSmallestInput has scale 0 and integers 0. A group with a value that
-// is not finite has scale NaN and integers 0, so that NaN reaches every output that depends on it.
+//   scale = max|x| / range,   i[c] = nearest even integer of x[c] * (range / max|x|),
+// range 32512 for 16 bits and 127 for 8, in fp32; and the sums of i over the group and its halves, exact. At
+// 16 bits an integer is kept as two bytes, i = 256 * hi + lo, hi in [-127, 127], lo in [-128, 127]; at 8 bits
+// it is hi alone. A group whose magnitudes are all below kSmallestInput has scale 0 and integers 0. A group
+// with a value that is not finite has scale NaN and integers 0, so that NaN reaches every output that depends
+// on it.
 //
-// One row of weights and one group: isum = 256 * sum(q * hi) + sum(q * lo), exact in 32 bits, then
-//   acc = fma(scale_w * scale, fnma(zero_w, sum, isum), acc),
-// groups ascending, one chain a row. Integer sums do not depend on the order of additions, so results are
+// One row of weights and one group, at 8 bits a code: isum = 256 * sum(q * hi) + sum(q * lo), exact in 32
+// bits, then
+//   acc = fma(scale_w * scale, fnma(zero_w, sum, isum), acc).
+// Below 8 bits, with isum_h and sum_h over half h: isum = sum over h of factor_h * isum_h - offset_h * sum_h,
+// exact in 32 bits, then
+//   acc = fma(step_w * scale, isum, acc).
+// Groups ascending, one chain a row. Integer sums do not depend on the order of additions, so results are
 // bitwise equal for any tiling and any number of tokens, and between instruction sets with a fused
 // multiply-add.
 //
@@ -42,10 +47,15 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 // 0..3, holds column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
 // (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four adjacent bytes of a
 // plane.
+struct InputSums {
+  std::int32_t half[2];
+  std::uint32_t pair;  // at 8 bits: those of the halves in 16 bits each, the first in the low ones
+  float total;
+};
 struct QuantisedRows {
   std::int8_t* planes;  // [rows, groups, activation_bits / 8, 64]: hi, then lo
   float* scales;        // [rows, groups]
-  float* sums;          // [rows, groups], the exact integers
+  InputSums* sums;      // [rows, groups]
 };
 
 static constexpr float kSmallestInput = 1e-30f;
@@ -63,7 +73,7 @@ struct ForwardTask {
   const ManyTokens* many;
 
   const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
-  const float* x_sums;        // [tokens, groups], sums of the unscaled columns
+  const float* x_sums;        // [tokens, groups, 2], sums of the unscaled columns of each half
   QuantisedRows x_quantised;  // [tokens]
   unsigned char*
       many_x;  // [items], gathered for `many`; filled in only for rows of at least `threshold` tokens
@@ -139,7 +149,7 @@ struct LinearTask {
   const unsigned char* sz;  // [tiles, groups] as gate.sz
   const float* bias;        // [rows] or null
   const float* x;           // [tokens, 64 * groups], as ForwardTask::x; at 32 bits
-  const float* x_sums;      // [tokens, groups]
+  const float* x_sums;      // [tokens, groups, 2], as ForwardTask::x_sums
   QuantisedRows x_quantised;
   const unsigned char* many_x;  // [tokens] gathered, or null: fewer than `threshold`
   const ManyTokens* many;
@@ -201,7 +211,7 @@ struct GroupPlaces {
 
 struct KernelTable {
   const char* name;
-  // Writes scaled [count, Hp] and sums [count, groups] of x [count, hidden].
+  // Writes scaled [count, Hp] and sums [count, groups, 2] of x [count, hidden].
   void (*prepare_tokens)(int bits, const float* x, std::int64_t cols, std::int64_t count, float* scaled,
                          float* sums);
   // Activations of units [begin, end); unit = entry of the chunk * 4 + tile.
@@ -217,7 +227,7 @@ struct KernelTable {
   // Quantises rows [row, row + 16) x columns [col, col + 64 * groups) into q and sz fields; rows and columns
   // outside the matrix are padding. `importance` has a factor of the squared errors for each column of the
   // matrix, or is null: all are equal; only the least-squares solver uses it, below 8 bits. Returns false
-  // when a weight is not finite or above kMaxQuantisable.
+  // when a weight is not finite or above max_quantisable().
   bool (*quantise_tile)(const MatrixSource& source, const float* importance, std::int64_t row,
                         std::int64_t col, std::int64_t groups, int bits, Solver solver, unsigned char* q,
                         unsigned char* sz);

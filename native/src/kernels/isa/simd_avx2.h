@@ -72,6 +72,12 @@ MOECHAT_INLINE VecI addi(VecI x, VecI y) {
 MOECHAT_INLINE VecI subi(VecI x, VecI y) {
   return VecI{_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)};
 }
+MOECHAT_INLINE VecI muli(VecI x, VecI y) {
+  return VecI{_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+}
+MOECHAT_INLINE VecI madd16(VecI x, VecI y) {
+  return VecI{_mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b)};
+}
 MOECHAT_INLINE VecI shl(VecI x, int bits) {
   return VecI{_mm256_slli_epi32(x.a, bits), _mm256_slli_epi32(x.b, bits)};
 }

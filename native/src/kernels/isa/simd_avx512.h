@@ -41,6 +41,8 @@ MOECHAT_INLINE VecI andi(VecI x, VecI y) { return VecI{_mm512_and_si512(x.a, y.a
 MOECHAT_INLINE VecI ori(VecI x, VecI y) { return VecI{_mm512_or_si512(x.a, y.a)}; }
 MOECHAT_INLINE VecI addi(VecI x, VecI y) { return VecI{_mm512_add_epi32(x.a, y.a)}; }
 MOECHAT_INLINE VecI subi(VecI x, VecI y) { return VecI{_mm512_sub_epi32(x.a, y.a)}; }
+MOECHAT_INLINE VecI muli(VecI x, VecI y) { return VecI{_mm512_mullo_epi32(x.a, y.a)}; }
+MOECHAT_INLINE VecI madd16(VecI x, VecI y) { return VecI{_mm512_madd_epi16(x.a, y.a)}; }
 MOECHAT_INLINE VecI shl(VecI x, int bits) {
   return VecI{_mm512_slli_epi32(x.a, static_cast<unsigned>(bits))};
 }

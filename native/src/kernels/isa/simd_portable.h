@@ -100,6 +100,17 @@ MOECHAT_INLINE VecI subi(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = a.v[i] - b.v[i]);
   return a;
 }
+// Low 32 bits of the products.
+MOECHAT_INLINE VecI muli(VecI a, VecI b) {
+  MOECHAT_LANES(a.v[i] = a.v[i] * b.v[i]);
+  return a;
+}
+// Sums of the two products of signed 16-bit halves.
+MOECHAT_INLINE VecI madd16(VecI a, VecI b) {
+  MOECHAT_LANES(const I4 low = ((I4)(a.v[i] << 16) >> 16) * ((I4)(b.v[i] << 16) >> 16);
+                const I4 high = ((I4)a.v[i] >> 16) * ((I4)b.v[i] >> 16); a.v[i] = (U4)low + (U4)high);
+  return a;
+}
 MOECHAT_INLINE VecI shl(VecI a, int bits) {
   MOECHAT_LANES(a.v[i] = a.v[i] << bits);
   return a;

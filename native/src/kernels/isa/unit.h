@@ -14,5 +14,6 @@
 
 #include "kernels/isa/kernel_api.h"
 #include "kernels/layout/half.h"
+#include "kernels/layout/scale_words.h"
 
 #define MOECHAT_INLINE inline __attribute__((always_inline))

@@ -1,6 +1,6 @@
 // Byte map of a neuron block, the unit of storage, transfer, caching and compute.
 //
-// FORMAT VERSION 1. Any change below changes stores on disk: raise kBlockFormatVersion.
+// FORMAT VERSION 2. Any change below changes stores on disk: raise kBlockFormatVersion.
 //
 // A block holds 64 neurons of one expert: 64 rows of gate and up, 64 columns of down. Hp is hidden_size
 // rounded up to 64. Every field starts on a 64-byte boundary; the record is padded with zeros to a multiple
@@ -27,10 +27,23 @@
 // Order: tile, then group, then step.   gate, up: [64, Hp] = 4 tiles x Hp/64 groups.   down: [Hp, 64] = Hp/16
 // tiles x 1 group.
 //
-// sz fields (absent at 16 bits). For every (tile, group) in the same order 16 fp16 scales, then 16 fp16
-// zeros, one per row. A value is (q - zero) * scale in fp32. Padding neurons and rows have q 0, scale 1, zero
-// 0 and are exactly 0; padding columns inside a group of real columns have q 0 and are only multiplied by x =
-// 0.
+// sz fields (absent at 16 bits): 64 bytes for every (tile, group) in the same order.
+//
+// 8 bits: 16 fp16 scales, then 16 fp16 zeros, one per row. A value is (q - zero) * scale in fp32.
+//
+// 2 to 4 bits: 16 little-endian 32-bit scale words, one per row. The columns of half h = 0 (0..31) and h = 1
+// (32..63) have factors and offsets of their own: a value is (q * factor_h - offset_h) * step.
+//
+//   bits of a word   0-7       8-11      12-15     16-23     24-31
+//                    offset_0  factor_0  factor_1  offset_1  step, as exponent and mantissa of 5 and 3 bits:
+//                                                            2^(e - 24) * (1 + m / 8)
+//
+// q * factor_h - offset_h is an integer of at most 8 bits and a sign: the products of a group stay integers,
+// and so halves cost the kernels little, although they have scales of their own. Q4_K of llama.cpp has the
+// same idea, with 6-bit factors and offsets for 8 groups of 32 and two fp16 steps.
+//
+// Padding neurons and rows have q 0, offset 0 (8 bits: scale 1, zero 0) and are exactly 0; padding columns
+// inside a group of real columns have q 0 and are only multiplied by x = 0.
 //
 // Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
 // that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
@@ -43,13 +56,18 @@
 
 namespace moechat {
 
-constexpr int kBlockFormatVersion = 1;
+constexpr int kBlockFormatVersion = 2;
 constexpr int kBlockNeurons = 64;
 constexpr int kGroupColumns = 64;
+constexpr int kHalfColumns = 32;  // columns with one factor and offset, below 8 bits
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBlock = kBlockNeurons / kTileRows;
 constexpr int kStepBytes = 64;
-constexpr int kScaleBytes = 64;  // 16 scales and 16 zeros of a (tile, group)
+constexpr int kScaleBytes = 64;  // of the sz of a (tile, group)
+constexpr int kMostFactor = 15;
+constexpr int kMostOffset = 255;
+constexpr int kStepShift = 20;                    // a step as fp32: its 8 bits shifted by this,
+constexpr std::uint32_t kLeastStep = 103u << 23;  // plus the pattern of 2^-24
 constexpr std::int64_t kRecordAlignment = 4096;
 constexpr std::int64_t kMaxDimension = 1 << 20;
 

@@ -8,6 +8,7 @@
 
 #include "kernels/layout/block_layout.h"
 #include "kernels/layout/half.h"
+#include "kernels/layout/scale_words.h"
 
 namespace moechat {
 namespace {
@@ -85,6 +86,16 @@ std::uint32_t get_code(const unsigned char* group, int bits, std::int64_t row, i
 void unpack_group(const unsigned char* group, const unsigned char* sz, int bits, std::int64_t rows, int cols,
                   float* matrix, std::int64_t stride) {
   for (std::int64_t row = 0; row < rows; ++row) {
+    if (bits < 8) {
+      const ScaleWord scales = read_scale_word(load_word(sz + row * 4));
+      for (int c = 0; c < cols; ++c) {
+        const int half = c / kHalfColumns;
+        const int code = static_cast<int>(get_code(group, bits, row, c));
+        matrix[row * stride + c] =
+            static_cast<float>(code * scales.factor[half] - scales.offset[half]) * scales.step;
+      }
+      continue;
+    }
     const float scale = half::from_fp16(load_half(sz + row * 2));
     const float zero = half::from_fp16(load_half(sz + 32 + row * 2));
     for (int c = 0; c < cols; ++c) {
@@ -93,13 +104,16 @@ void unpack_group(const unsigned char* group, const unsigned char* sz, int bits,
   }
 }
 
-void report_unquantisable(const char* matrix, const MatrixSource& source) {
+void report_unquantisable(const char* matrix, const MatrixSource& source, int bits) {
+  const float most = max_quantisable(bits);
   for (std::int64_t r = 0; r < source.rows; ++r) {
     for (std::int64_t c = 0; c < source.cols; ++c) {
       const float value = read_element(source, r, c);
       if (!std::isfinite(value)) refuse_weight(matrix, r, c, value, "not finite");
-      if (std::fabs(value) > kMaxQuantisable) {
-        refuse_weight(matrix, r, c, value, "magnitudes above 65504 cannot be quantised");
+      if (std::fabs(value) > most) {
+        refuse_weight(matrix, r, c, value,
+                      "magnitudes above " + std::to_string(static_cast<int>(most)) +
+                          " cannot be quantised to " + std::to_string(bits) + " bits");
       }
     }
   }

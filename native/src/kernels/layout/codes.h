@@ -23,6 +23,6 @@ void unpack_group(const unsigned char* group, const unsigned char* sz, int bits,
 [[noreturn]] void refuse_weight(const char* matrix, std::int64_t row, std::int64_t col, float value,
                                 const std::string& reason);
 // Throws std::invalid_argument naming the first weight that cannot be quantised; returns if there is none.
-void report_unquantisable(const char* matrix, const MatrixSource& source);
+void report_unquantisable(const char* matrix, const MatrixSource& source, int bits);
 
 }  // namespace moechat
