@@ -171,6 +171,31 @@ def test_a_field_of_a_wrong_type_raises_only_damage_errors(data: st.DataObject) 
         Manifest.parse(resealed(change), Path("m"))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_stores_of_format_1_below_8_bits_are_refused(bits: int) -> None:
+    def older(content: dict[str, Any]) -> None:
+        content.update(format_version=1)
+        content["geometry"].update(bits=bits)
+        content["quantisation"].update(group_size=64)
+
+    with pytest.raises(UnsupportedModelError, match="format 1; this moechat reads format 2") as refused:
+        Manifest.parse(resealed(older), Path("stores/mine/manifest.json"))
+    assert "mine" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(("bits", "method", "group"), [(8, "hqq", 64), (16, "none", 0)])
+def test_stores_of_format_1_with_8_or_16_bits_are_read(bits: int, method: str, group: int) -> None:
+    def older(content: dict[str, Any]) -> None:
+        content.update(format_version=1)
+        content["geometry"].update(bits=bits)
+        solver = "none" if bits == 16 else "native"
+        content["quantisation"].update(method=method, group_size=group, axis=int(bits == 8), solver=solver)
+        for number in (1, 3):
+            content["files"][f"experts-0000{number}.safetensors"].update(bytes=1 << 30)
+
+    assert Manifest.parse(resealed(older), Path("m")).geometry.bits == bits
+
+
 def test_a_missing_or_oversized_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreDamagedError, match="cannot be read"):
         Manifest.read(tmp_path / "manifest.json")
