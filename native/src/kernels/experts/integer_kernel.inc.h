@@ -191,15 +191,31 @@ struct TileStream {
   const unsigned char* next_sz;
 };
 
-constexpr std::int64_t kAheadBytes = 4096;  // of codes that are prefetched ahead
+// Prefetches `bytes` of codes and their scales into the first cache, and what lies `beyond` bytes after them
+// into the second, unless that is 0. It may be of no use where a stream ends.
+MOECHAT_INLINE void prefetch_codes(const unsigned char* q, std::int64_t bytes, const unsigned char* sz,
+                                   std::int64_t bytes_sz, std::int64_t beyond) {
+  if (beyond == 0) {
+    prefetch_bytes(q, bytes);
+    prefetch_bytes(sz, bytes_sz);
+    return;
+  }
+  for (std::int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(q + beyond + i, 0, 2);
+    __builtin_prefetch(q + i, 0, 3);
+  }
+  for (std::int64_t i = 0; i < bytes_sz; i += 64) {
+    __builtin_prefetch(sz + beyond + i, 0, 2);
+    __builtin_prefetch(sz + i, 0, 3);
+  }
+}
 
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
-                                         const TokenInputs (&inputs)[kTokens],
+                                         const TokenInputs (&inputs)[kTokens], PrefetchAhead ahead,
                                          Vec (&acc)[kStreams][kTokens]) {
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
-  constexpr std::int64_t kAhead = kAheadBytes / kBytes;
   const unsigned char* q[kStreams];
   const unsigned char* sz[kStreams];
   const std::int8_t* x[kTokens];
@@ -209,15 +225,14 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
     for (int t = 0; t < kTokens; ++t) acc[s][t] = zero();
   }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
+  const std::int64_t groups_ahead = ahead.first / kBytes;
   for (std::int64_t g = 0; g < groups; ++g) {
-    const std::int64_t later = g + kAhead;
-    for (int s = 0; s < kStreams; ++s) {
+    const std::int64_t later = g + groups_ahead;
+    for (const TileStream& stream : streams) {
       const bool within = later < groups;
       const std::int64_t which = within ? later : later - groups;
-      const unsigned char* at = (within ? streams[s].q : streams[s].next_q) + which * kBytes;
-      const unsigned char* at_sz = (within ? streams[s].sz : streams[s].next_sz) + which * kScaleBytes;
-      for (std::int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 3);
-      __builtin_prefetch(at_sz, 0, 3);
+      prefetch_codes((within ? stream.q : stream.next_q) + which * kBytes, kBytes,
+                     (within ? stream.sz : stream.next_sz) + which * kScaleBytes, kScaleBytes, ahead.beyond);
     }
     VecI isum[kStreams][kTokens];
     group_dots<kBits, kPlanes>(q, sz, x, isum);
@@ -244,7 +259,7 @@ void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int ti
         inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item + t] - task.token_base);
   }
   Vec acc[2][kTokens];
-  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, acc);
+  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, task.ahead, acc);
   for (int t = 0; t < kTokens; ++t) {
     if (layout.has_bias) {
       const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
@@ -316,7 +331,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       } else if (unit + 1 == end && then >= 0) {
         const unsigned char* first = reinterpret_cast<const unsigned char*>(task.block_ptr[task.entry_begin]);
         for (int s = 0; s < 2; ++s) {
-          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * kAheadBytes;
+          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * task.ahead.first;
           streams[s].next_sz = first + layout.down_sz + (then + s) * kScaleBytes;
         }
       } else {
@@ -377,17 +392,17 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
   const BlockLayout& layout = *task.layout;
   constexpr int kStep = kWideDot && kTokens == 1 ? 2 : 1;
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
-  constexpr std::int64_t kAhead = kAheadBytes / kBytes;
   TokenInputs inputs[kTokens];
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
+  const std::int64_t tiles_ahead = task.ahead.first / kBytes;
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
     // Near the end of the range, prefetch the beginning of the range in the next block.
-    const std::int64_t later = tile + kAhead;
+    const std::int64_t later = tile + tiles_ahead;
     const unsigned char* at = later < end ? record : next_record;
     const std::int64_t which = later < end ? later : begin + (later - end);
-    prefetch_bytes(at + layout.down_q + which * kBytes, kStep * kBytes);
-    prefetch_bytes(at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
+    prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
+                   at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes, task.ahead.beyond);
     output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs);
   }
   if constexpr (kStep > 1) {
@@ -445,7 +460,7 @@ void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, 
         {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
     for (int s = 0; s < 2; ++s) {
       const bool last = tile + 1 == kTilesPerBlock;
-      streams[s].next_q = last ? record + layout.down_q + s * kAheadBytes : streams[s].q + span;
+      streams[s].next_q = last ? record + layout.down_q + s * task.ahead.first : streams[s].q + span;
       streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : streams[s].sz + span_sz;
     }
     neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
@@ -473,7 +488,7 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
-  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, acc);
+  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, task.ahead, acc);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (first + i * apart) * kTileRows;
     for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, row, acc[i][t]);

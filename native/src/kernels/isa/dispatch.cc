@@ -144,6 +144,11 @@ const KernelTable& kernels() {
   return *table;
 }
 
+PrefetchAhead prefetch_ahead() {
+  static const PrefetchAhead ahead = cpu_is_amd() ? PrefetchAhead{2048, 4096} : PrefetchAhead{4096, 0};
+  return ahead;
+}
+
 std::vector<const char*> available_isas() {
   std::vector<const char*> names;
   for (const InstructionSet& set : sets()) {

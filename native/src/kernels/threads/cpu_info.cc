@@ -23,6 +23,7 @@ namespace {
 struct X86 {
   bool avx, avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_vnni, avx512_bf16, avx_vnni;
   bool amx_tile, amx_int8, amx_bf16;
+  bool amd;
 };
 
 std::uint64_t enabled_state() {
@@ -38,6 +39,9 @@ X86 detect() {
   unsigned b = 0;
   unsigned c = 0;
   unsigned d = 0;
+  if (__get_cpuid(0, &a, &b, &c, &d)) {
+    cpu.amd = b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+  }
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return cpu;
   const std::uint64_t state = enabled_state();
   const bool ymm = (state & 0x6) == 0x6;
@@ -177,6 +181,14 @@ std::vector<std::pair<const char*, bool>> cpu_features() {
           {"amx_bf16", cpu.amx_bf16}};
 #else
   return {};
+#endif
+}
+
+bool cpu_is_amd() {
+#if defined(MOECHAT_X86)
+  return x86().amd;
+#else
+  return false;
 #endif
 }
 

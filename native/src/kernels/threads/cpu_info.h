@@ -16,6 +16,8 @@ bool cpu_runs_avx512_vnni();  // the same, and AVX-512 VNNI
 // operating system grants for the life of the process.
 bool cpu_runs_amx();
 
+bool cpu_is_amd();
+
 // Returns the physical cores that the affinity mask and the CPU quota of the cgroup allow; at least 1.
 int available_cores();
 
