@@ -160,6 +160,18 @@ def set_num_threads(n: int) -> None:
         ValueError: ``n`` is not between 1 and 1024.
     """
 
+def set_weight_streams(n: int) -> None:
+    """Set how later calls with few tokens read weights; the default is what is faster on this processor.
+
+    Results do not depend on it.
+
+    Args:
+        n: 1: gate, up and down projection one after the other. 2: gate and up side by side.
+
+    Raises:
+        ValueError: ``n`` is another number.
+    """
+
 def num_threads() -> int:
     """Threads in use; initially :func:`available_cores`."""
 

@@ -130,6 +130,12 @@ def test_the_largest_inputs_stay_finite():
     assert np.allclose(out, 3e38, rtol=0.03)  # a lone 1 among zeros is stored 1.1 % off
 
 
+@pytest.mark.parametrize("n", [0, 3, -1])
+def test_weights_are_read_as_one_or_two_streams(n):
+    with pytest.raises(ValueError, match="1 or 2 streams"):
+        _native.set_weight_streams(n)
+
+
 @pytest.mark.parametrize("bits", [0, 4, 15, 64])
 def test_other_numbers_of_bits_are_refused(bits):
     call = Call.random(5, 96, 64, 4, tokens=3, experts=1)

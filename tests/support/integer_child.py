@@ -52,6 +52,7 @@ def main() -> None:
                 note(name, got, expert.model(x, weights, activation_bits))
                 for token in range(7):
                     one = slice(token, token + 1)
+                    _native.set_weight_streams(1 + token % 2)
                     alone = expert.native(x[one], weights[one], activation_bits)
                     equal[f"{name}, token {token} alone"] = bool(np.array_equal(got[token], alone[0]))
         for rows, cols in [(1, 1), (33, 130), (48, 64), (70, 200)]:
@@ -65,6 +66,11 @@ def main() -> None:
                 _native.linear_forward(layout, data, x, bias, out, activation_bits)
                 name = f"linear {bits} bits, {activation_bits}, {rows} x {cols}"
                 note(name, out, codes.times(x, activation_bits) + bias)
+                for token in range(4):
+                    _native.set_weight_streams(1 + token % 2)
+                    alone = np.full((1 + token // 2, rows), np.nan, np.float32)
+                    _native.linear_forward(layout, data, x[: len(alone)], bias, alone, activation_bits)
+                    equal[f"{name}, {token}, alone"] = bool(np.array_equal(out[: len(alone)], alone))
         # Codes and inputs so large that sums of 16 bits would overflow if they could.
         top = (1 << bits) - 1
         layout = _native.LinearLayout(32, 192, bits)

@@ -330,6 +330,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("active_isa", [] { return std::string(kernels().name); });
   m.def("available_cores", &available_cores);
   m.def("set_num_threads", &ThreadPool::set_num_threads, py::arg("n"));
+  m.def("set_weight_streams", &set_weight_streams, py::arg("n"));
   m.def("num_threads", &ThreadPool::num_threads);
   m.def("pack_expert", &pack_expert_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
         py::arg("biases"), py::arg("out"), py::arg("threads") = py::none(),

@@ -97,7 +97,7 @@ void linear_forward(const LinearCall& call) {
     task.q = call.data;
     task.sz = call.data + layout.sz;
     task.bias = call.bias;
-    task.ahead = prefetch_ahead();
+    task.reading = weight_reading();
     task.tokens = count;
     task.out = call.out + first * layout.rows;
     const float* from = call.x + first * layout.cols;

@@ -383,7 +383,7 @@ void moe_forward(const ForwardCall& call) {
   task.layout = call.layout;
   task.activation = call.activation;
   task.activation_bits = layout.quantised() ? call.activation_bits : kFloatActivations;
-  task.ahead = prefetch_ahead();
+  task.reading = weight_reading();
   task.many = kernel.integer->many;
   task.block_ptr = call.block_ptr;
   task.block_index = call.block_index;

@@ -191,29 +191,19 @@ struct TileStream {
   const unsigned char* next_sz;
 };
 
-// Prefetches `bytes` of codes and their scales into the first cache, and what lies `beyond` bytes after them
-// into the second, unless that is 0. It may be of no use where a stream ends.
+// Prefetches codes and their scales.
 MOECHAT_INLINE void prefetch_codes(const unsigned char* q, std::int64_t bytes, const unsigned char* sz,
-                                   std::int64_t bytes_sz, std::int64_t beyond) {
-  if (beyond == 0) {
-    prefetch_bytes(q, bytes);
-    prefetch_bytes(sz, bytes_sz);
-    return;
-  }
-  for (std::int64_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(q + beyond + i, 0, 2);
-    __builtin_prefetch(q + i, 0, 3);
-  }
-  for (std::int64_t i = 0; i < bytes_sz; i += 64) {
-    __builtin_prefetch(sz + beyond + i, 0, 2);
-    __builtin_prefetch(sz + i, 0, 3);
-  }
+                                   std::int64_t bytes_sz) {
+  // Hides what the pointers are; otherwise compilers compute every address ahead and run out of registers.
+  __asm__("" : "+r"(q), "+r"(sz));
+  prefetch_bytes(q, bytes);
+  prefetch_bytes(sz, bytes_sz);
 }
 
 // acc[stream][token]: 16 rows over all groups.
 template <int kBits, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
-                                         const TokenInputs (&inputs)[kTokens], PrefetchAhead ahead,
+                                         const TokenInputs (&inputs)[kTokens], std::int64_t ahead,
                                          Vec (&acc)[kStreams][kTokens]) {
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   const unsigned char* q[kStreams];
@@ -225,14 +215,14 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
     for (int t = 0; t < kTokens; ++t) acc[s][t] = zero();
   }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
-  const std::int64_t groups_ahead = ahead.first / kBytes;
+  const std::int64_t groups_ahead = ahead / kBytes;
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::int64_t later = g + groups_ahead;
     for (const TileStream& stream : streams) {
       const bool within = later < groups;
       const std::int64_t which = within ? later : later - groups;
       prefetch_codes((within ? stream.q : stream.next_q) + which * kBytes, kBytes,
-                     (within ? stream.sz : stream.next_sz) + which * kScaleBytes, kScaleBytes, ahead.beyond);
+                     (within ? stream.sz : stream.next_sz) + which * kScaleBytes, kScaleBytes);
     }
     VecI isum[kStreams][kTokens];
     group_dots<kBits, kPlanes>(q, sz, x, isum);
@@ -248,6 +238,19 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
   }
 }
 
+// Writes the activations of 16 neurons for one token, from their sums without biases.
+MOECHAT_INLINE void store_neurons(const ForwardTask& task, const unsigned char* record, int tile,
+                                  std::int64_t slot, Vec gate, Vec up) {
+  const BlockLayout& layout = *task.layout;
+  if (layout.has_bias) {
+    const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
+    gate = add(gate, load(record + layout.gate_bias + at));
+    up = add(up, load(record + layout.up_bias + at));
+  }
+  store(task.activations + slot * kBlockNeurons + tile * kTileRows,
+        activate_lanes(task.activation, gate, up));
+}
+
 // Activations of 16 neurons (one tile) for kTokens tokens of one row.
 template <int kBits, int kPlanes, int kTokens>
 void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
@@ -259,15 +262,38 @@ void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int ti
         inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item + t] - task.token_base);
   }
   Vec acc[2][kTokens];
-  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, task.ahead, acc);
-  for (int t = 0; t < kTokens; ++t) {
-    if (layout.has_bias) {
-      const std::int64_t at = tile * std::int64_t{kTileRows * sizeof(float)};
-      acc[0][t] = add(acc[0][t], load(record + layout.gate_bias + at));
-      acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
+  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, task.reading.ahead, acc);
+  for (int t = 0; t < kTokens; ++t) store_neurons(task, record, tile, slot + t, acc[0][t], acc[1][t]);
+}
+
+// Activations of a block for one token. Reads first all codes of gate, then all of up, then goes on to those
+// of down: one stream, where neuron_tile_of reads two.
+template <int kBits, int kPlanes>
+void block_neurons_of(const ForwardTask& task, const unsigned char* record, std::int64_t item,
+                      std::int64_t slot) {
+  const BlockLayout& layout = *task.layout;
+  const std::int64_t span = layout.groups * layout.group_bytes;
+  const std::int64_t span_sz = layout.groups * kScaleBytes;
+  const TokenInputs inputs[1] = {
+      inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item] - task.token_base)};
+  const std::int64_t q[3] = {layout.gate_q, layout.up_q, layout.down_q};
+  const std::int64_t sz[3] = {layout.gate_sz, layout.up_sz, layout.down_sz};
+  Vec sums[2][kTilesPerBlock];
+  for (int matrix = 0; matrix < 2; ++matrix) {
+    for (int tile = 0; tile < kTilesPerBlock; ++tile) {
+      TileStream stream[1] = {{record + q[matrix] + tile * span, record + sz[matrix] + tile * span_sz,
+                               record + q[matrix + 1], record + sz[matrix + 1]}};
+      if (tile + 1 < kTilesPerBlock) {
+        stream[0].next_q = stream[0].q + span;
+        stream[0].next_sz = stream[0].sz + span_sz;
+      }
+      Vec acc[1][1];
+      tile_sums<kBits, kPlanes>(stream, layout.groups, inputs, task.reading.ahead, acc);
+      sums[matrix][tile] = acc[0][0];
     }
-    store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows,
-          activate_lanes(task.activation, acc[0][t], acc[1][t]));
+  }
+  for (int tile = 0; tile < kTilesPerBlock; ++tile) {
+    store_neurons(task, record, tile, slot, sums[0][tile], sums[1][tile]);
   }
 }
 
@@ -331,7 +357,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       } else if (unit + 1 == end && then >= 0) {
         const unsigned char* first = reinterpret_cast<const unsigned char*>(task.block_ptr[task.entry_begin]);
         for (int s = 0; s < 2; ++s) {
-          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * task.ahead.first;
+          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * task.reading.ahead;
           streams[s].next_sz = first + layout.down_sz + (then + s) * kScaleBytes;
         }
       } else {
@@ -394,7 +420,7 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
   constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
   TokenInputs inputs[kTokens];
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
-  const std::int64_t tiles_ahead = task.ahead.first / kBytes;
+  const std::int64_t tiles_ahead = task.reading.ahead / kBytes;
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
     // Near the end of the range, prefetch the beginning of the range in the next block.
@@ -402,7 +428,7 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
     const unsigned char* at = later < end ? record : next_record;
     const std::int64_t which = later < end ? later : begin + (later - end);
     prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
-                   at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes, task.ahead.beyond);
+                   at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
     output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs);
   }
   if constexpr (kStep > 1) {
@@ -454,13 +480,15 @@ void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, 
   const std::int64_t entry = task.entry_begin + local;
   const auto [record, block, item, slot, count] = entry_of(task, entry);
   (void)block;
-  for (int tile = 0; tile < kTilesPerBlock; ++tile) {
+  const bool one_stream = task.reading.one_stream && count == 1;
+  if (one_stream) block_neurons_of<kBits, kPlanes>(task, record, item, slot);
+  for (int tile = 0; !one_stream && tile < kTilesPerBlock; ++tile) {
     TileStream streams[2] = {
         {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
         {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
     for (int s = 0; s < 2; ++s) {
       const bool last = tile + 1 == kTilesPerBlock;
-      streams[s].next_q = last ? record + layout.down_q + s * task.ahead.first : streams[s].q + span;
+      streams[s].next_q = last ? record + layout.down_q + s * task.reading.ahead : streams[s].q + span;
       streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : streams[s].sz + span_sz;
     }
     neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
@@ -488,7 +516,7 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
-  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, task.ahead, acc);
+  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, task.reading.ahead, acc);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (first + i * apart) * kTileRows;
     for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, row, acc[i][t]);
@@ -500,6 +528,12 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
 template <int kBits, int kPlanes, int kTokens>
 void linear_range_of(const LinearTask& task, std::int64_t begin, std::int64_t end, std::int64_t token) {
   constexpr int kTiles = kTokens <= 2 ? 2 : 1;
+  if (kTiles == 2 && task.reading.one_stream) {
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, 0, tile + 1 < end, token);
+    }
+    return;
+  }
   const std::int64_t part = (end - begin) / kTiles;
   for (std::int64_t i = 0; i < part; ++i) {
     linear_tiles_of<kBits, kPlanes, kTiles, kTokens>(task, begin + i, part, i + 1 < part, token);

@@ -144,9 +144,26 @@ const KernelTable& kernels() {
   return *table;
 }
 
-PrefetchAhead prefetch_ahead() {
-  static const PrefetchAhead ahead = cpu_is_amd() ? PrefetchAhead{2048, 4096} : PrefetchAhead{4096, 0};
-  return ahead;
+namespace {
+
+constexpr Reading kOneStream{6144, true};
+constexpr Reading kTwoStreams{4096, false};
+std::atomic<int> g_streams{0};  // 0: not chosen yet
+
+}  // namespace
+
+Reading weight_reading() {
+  int streams = g_streams.load(std::memory_order_relaxed);
+  if (streams == 0) {
+    streams = cpu_is_amd() ? 1 : 2;
+    g_streams.store(streams, std::memory_order_relaxed);
+  }
+  return streams == 1 ? kOneStream : kTwoStreams;
+}
+
+void set_weight_streams(int streams) {
+  if (streams != 1 && streams != 2) throw std::invalid_argument("weights are read as 1 or 2 streams");
+  g_streams.store(streams, std::memory_order_relaxed);
 }
 
 std::vector<const char*> available_isas() {

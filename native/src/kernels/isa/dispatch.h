@@ -14,12 +14,15 @@ namespace moechat {
 // cannot run, or that is not compiled in.
 const KernelTable& kernels();
 
-// Returns what is fastest on this processor. AMD's reads weights from memory faster if they come in two
-// steps: on Zen 5, with one token and experts of 2048 x 1024 in 4 bits, two threads read 0.72 to 0.80 of
-// streaming with AVX-512 and with AVX2, and 0.67 to 0.75 with one step of 4096 bytes; in 2880 columns AVX2
-// was a fifth faster. From the third cache two steps are up to a fifth slower, but models that fit there are
-// tiny. On Intel's processors one step reaches 0.9; two were not tried.
-PrefetchAhead prefetch_ahead();
+// Returns what is fastest on this processor, unless set_weight_streams() was called. On AMD's that is one
+// stream: on Zen 5, with one token and experts of 2048 x 1024 in 4 bits, two threads read 0.81 to 0.82 of
+// streaming with AVX-512 and 0.84 to 0.86 with AVX2; two streams and 4096 bytes ahead gave 0.79 and 0.78, the
+// same bytes and one stream 0.83 and 0.86, 12288 bytes 0.80 and 0.81. Prefetching twice, into the second
+// cache first, gained nothing. Intel's read two streams faster.
+Reading weight_reading();
+
+// Results do not depend on it. Throws std::invalid_argument for other numbers than 1 and 2.
+void set_weight_streams(int streams);
 
 // Returns the names of the instruction sets that are compiled in and run on this processor, slowest first.
 std::vector<const char*> available_isas();

@@ -65,11 +65,12 @@ static constexpr float input_range(int activation_bits) { return activation_bits
 struct ManyTokens;
 struct LinearTask;
 
-// How far ahead the integer kernels for few tokens prefetch codes into the first cache, in bytes of a stream,
-// and how far beyond that into the second one, or 0.
-struct PrefetchAhead {
-  std::int64_t first;
-  std::int64_t beyond;
+// How the integer kernels for few tokens read weights: how many bytes of codes ahead they prefetch, and
+// whether they read one stream where they could read two side by side, which is what most processors read
+// faster.
+struct Reading {
+  std::int64_t ahead;
+  bool one_stream;
 };
 
 // One chunk of a moe_forward call, see forward.cc.
@@ -77,7 +78,7 @@ struct ForwardTask {
   const BlockLayout* layout;
   ActivationSpec activation;
   int activation_bits;  // 8, 16: x_quantised and quantised are used; 32: x, x_sums and activation_sums
-  PrefetchAhead ahead;
+  Reading reading;
   const ManyTokens* many;
 
   const float* x;             // [tokens, Hp], column c multiplied by column_scale(encoding, c), zero padded
@@ -160,7 +161,7 @@ struct LinearTask {
   const float* x_sums;      // [tokens, groups, 2], as ForwardTask::x_sums
   QuantisedRows x_quantised;
   const unsigned char* many_x;  // [tokens] gathered, or null: fewer than `threshold`
-  PrefetchAhead ahead;
+  Reading reading;
   const ManyTokens* many;
   std::int64_t tokens;
   float* out;  // [tokens, rows]
