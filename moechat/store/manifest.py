@@ -37,6 +37,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def damage_hint(store: Path) -> str:
     """The next step for a damaged store, which depends on where the store is."""
+    again = "copy it here again, or run the checkpoint that it was made from"
+    return _owner_hint(store) or f"remove the store ({_remove(store)}) and {again}"
+
+
+def _old_format_hint(store: Path) -> str:
+    return _owner_hint(store) or "run the checkpoint that it was made from, which converts it again"
+
+
+def _owner_hint(store: Path) -> str | None:
+    """The next step if the store belongs to the package or the library."""
     path = store.absolute()
     if path.resolve().is_relative_to(_PACKAGE):
         return "install moechat again: this model is a part of it"
@@ -44,10 +54,13 @@ def damage_hint(store: Path) -> str:
         in_library = path.is_relative_to(user_paths().models)
     except UsageError:
         in_library = False
-    remove = f"rm -r {shlex.quote(str(path))}"
     if in_library:
-        return f"remove the store and run the same command again, which creates it again: {remove}"
-    return f"remove the store ({remove}) and copy it here again, or run the checkpoint that it was made from"
+        return f"remove the store and run the same command again, which creates it again: {_remove(store)}"
+    return None
+
+
+def _remove(store: Path) -> str:
+    return f"rm -r {shlex.quote(str(store.absolute()))}"
 
 
 def build_versions() -> dict[str, str]:
@@ -212,7 +225,7 @@ class Manifest:
                 raise UnsupportedModelError(
                     f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}, "
                     "whose scales are finer",
-                    hint=damage_hint(where.parent),
+                    hint=_old_format_hint(where.parent),
                 )
             return cls._from_reader(root)
         except (ValueError, UsageError) as problem:
