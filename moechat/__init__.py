@@ -19,6 +19,7 @@ from moechat.errors import (
     OfflineError,
     PromptTooLongError,
     StoreDamagedError,
+    StoreFormatError,
     UnsupportedModelError,
     UsageError,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Stats",
     "Step",
     "StoreDamagedError",
+    "StoreFormatError",
     "Tuning",
     "UnsupportedModelError",
     "UsageError",

@@ -36,7 +36,7 @@ class BlockLayout:
     Args:
         hidden_size: Columns of gate and up, rows of down; 1 to 2**20.
         intermediate_size: Neurons of an expert; 1 to 2**20.
-        bits: 2, 3, 4, 8 (groups of 64 with fp16 scale and zero) or 16.
+        bits: 2, 3, 4, 8 or 16.
         fp16: 16-bit values are fp16 patterns instead of bf16.
         has_bias: Records carry gate, up and down biases.
 
@@ -166,7 +166,8 @@ def set_weight_streams(n: int) -> None:
     Results do not depend on it.
 
     Args:
-        n: 1: gate, up and down projection one after the other. 2: gate and up side by side.
+        n: 2: gate and up of an expert, or two parts of a dense matrix, side by side. 1: one after the other,
+            dense matrices with one or two tokens, experts where one token takes whole blocks.
 
     Raises:
         ValueError: ``n`` is another number.
@@ -248,6 +249,9 @@ def pack_quantized(
             finite.
     """
 
+def max_quantisable(bits: int) -> float:
+    """Largest magnitude of a weight that can be quantised in ``bits`` bits."""
+
 def fit_scale_words(bits: int, scales: _F32, zeros: _F32) -> _U32:
     """Return the scale words nearest to wanted scales and zeros of the two halves of groups.
 
@@ -260,7 +264,7 @@ def fit_scale_words(bits: int, scales: _F32, zeros: _F32) -> _U32:
         uint32 [groups]; see ``native/src/kernels/layout/block_layout.h``.
 
     Raises:
-        ValueError: Shapes or types do not match, or a number is out of range.
+        ValueError: Shapes or types do not match, a number is not finite, or a scale is below 0 or above 3600.
     """
 
 def read_scale_words(words: _U32) -> tuple[_F32, _I32, _I32]:

@@ -110,6 +110,10 @@ class StoreDamagedError(MoechatError):
     exit_code = 6
 
 
+class StoreFormatError(StoreDamagedError):
+    """A store has an older format, which is no longer read; where its source is known it is made again."""
+
+
 class SessionsUnavailableError(MoechatError):
     """The conversation database is locked, damaged, of a newer version, or cannot be written."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from moechat.calibration.calibration import calibration_of
 from moechat.config import user_paths
-from moechat.errors import StoreDamagedError, UsageError
+from moechat.errors import StoreDamagedError, StoreFormatError, UsageError
 from moechat.hub.library import record_use
 from moechat.hub.model_ref import ModelRef
 from moechat.loading.model import Progress, Report
@@ -71,7 +72,10 @@ def _find_store(ref: ModelRef, bits: int | None, report: Report) -> Store:
     destination = ref.library_path(user_paths().models, wanted)
     manifest = destination / MANIFEST_NAME
     # When the checkpoint has changed since, the conversion below replaces the store once it is complete.
-    stored = Manifest.read(manifest).source.fingerprint if manifest.exists() else None
+    stored = None
+    if manifest.exists():
+        with suppress(StoreFormatError):  # replaced too
+            stored = Manifest.read(manifest).source.fingerprint
     if ref.checkpoint.is_file():
         # Reading a GGUF file's header and vocabulary takes seconds, so look for a current store first.
         if stored is not None and stored == gguf_fingerprint(all_parts(ref.checkpoint)):

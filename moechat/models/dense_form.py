@@ -59,8 +59,8 @@ def automatic_parts(name: str, rows: int, cols: int) -> tuple[Part, ...]:
 
 
 def packed_bytes(rows: int, cols: int, bits: int) -> int:
-    """Bytes of a packed matrix: rows padded to 16, columns to 64, codes, and an fp16 scale and zero per group
-    of each row.
+    """Bytes of a packed matrix: rows padded to 16, columns to 64, codes, and four bytes of scales for each
+    row of a group.
     """
     padded_rows, groups = -(-rows // 16) * 16, -(-cols // 64)
     return padded_rows * groups * (64 * bits // 8 + 4)

@@ -19,7 +19,7 @@ from typing import Any
 
 import moechat
 from moechat.config import active_isa, user_paths
-from moechat.errors import StoreDamagedError, UnsupportedModelError, UsageError
+from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModelError, UsageError
 from moechat.geometry import ExpertGeometry, WeightType, scale_columns
 from moechat.store.safetensors_file import strict_json
 
@@ -211,7 +211,8 @@ class Manifest:
 
         Raises:
             StoreDamagedError: A field is not as :meth:`to_bytes` writes it; the message names it.
-            UnsupportedModelError: A newer moechat wrote it, or an older one in a form that is no longer read.
+            StoreFormatError: An older moechat wrote it, in a format that is no longer read.
+            UnsupportedModelError: A newer moechat wrote it.
         """
         try:
             root = _Reader(strict_json(data), "the manifest")
@@ -222,7 +223,7 @@ class Manifest:
                     hint="the store was written by a newer moechat; upgrade, or convert the model again",
                 )
             if version < FORMAT_VERSION and _geometry(root.object("geometry")).bits < _SAME_FROM_BITS:
-                raise UnsupportedModelError(
+                raise StoreFormatError(
                     f"{where} has format {version}; this moechat reads format {FORMAT_VERSION}, "
                     "whose scales are finer",
                     hint=_old_format_hint(where.parent),

@@ -101,6 +101,13 @@ class _HqqPacker:
         if not bool(finite.all()):
             row, col = (int(n) for n in (~finite).nonzero()[0])
             raise ValueError(f"{name} is not finite at row {row}, column {col}")
+        most = _native.max_quantisable(bits)
+        if float(weights.abs().max()) > most:
+            row, col = (int(n) for n in (weights.abs() > most).nonzero()[0])
+            raise ValueError(
+                f"{name} weight at row {row}, column {col} is {float(weights[row, col]):g}: magnitudes above "
+                f"{most:g} cannot be quantised"
+            )
         padding = -cols % GROUP_SIZE
         if padding:
             # Padding with the last column keeps the value range of its group.

@@ -107,6 +107,7 @@ class Store:
         Raises:
             StoreDamagedError: It is not a store, or a file is missing, of another size or unlisted; the
                 message names it.
+            StoreFormatError: An older moechat wrote it, in a format that is no longer read.
             UnsupportedModelError: A newer moechat wrote it.
         """
         directory = Path(path)

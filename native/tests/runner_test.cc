@@ -76,12 +76,12 @@ struct Model {
           const std::int64_t tiles =
               field == layout.down_sz ? layout.hidden_padded / kTileRows : kTilesPerBlock * layout.groups;
           for (std::int64_t i = 0; i < tiles; ++i) {
-            std::uint16_t lanes[32];
-            for (int lane = 0; lane < 16; ++lane) {
-              lanes[lane] = static_cast<std::uint16_t>(0x2c00 + (random() & 0x3ff));  // about 0.06 to 0.12
-              lanes[16 + lane] = 0x4700;                                              // 7
+            std::uint32_t words[16];
+            for (std::uint32_t& word : words) {  // scales of about 0.06 to 0.12, zeros 7
+              const auto factor = static_cast<std::uint32_t>(between(random, 8, 16));
+              word = 17u << 27 | factor * 7u << 16 | factor << 12 | factor << 8 | factor * 7u;
             }
-            std::memcpy(all.data() + at + static_cast<std::size_t>(field + i * kScaleBytes), lanes, 64);
+            std::memcpy(all.data() + at + static_cast<std::size_t>(field + i * kScaleBytes), words, 64);
           }
         }
       }

@@ -213,6 +213,22 @@ def test_changed_checkpoint_is_converted_again(home: Path, tmp_path: Path) -> No
     assert not torch.equal(loaded.logits([1, 2, 3]), before)
 
 
+def test_a_store_of_an_older_format_is_converted_again(home: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_tiny_chat_model(source)
+    first = moechat.load(source)
+    before = first.logits([1, 2, 3])
+    manifest = first.loaded.store.path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["format_version"] = 1
+    manifest.write_text(json.dumps(content))
+    stages: list[str] = []
+    again = moechat.load(source, progress=lambda event: stages.append(event.stage))
+    assert "convert" in stages
+    assert json.loads(manifest.read_text())["format_version"] == 2
+    assert torch.equal(again.logits([1, 2, 3]), before)
+
+
 def test_a_store_directory_can_be_loaded(engine: Engine, home: Path) -> None:
     direct = moechat.load(engine.loaded.store.path)
     assert torch.equal(direct.logits([1, 2, 3]), engine.logits([1, 2, 3]))

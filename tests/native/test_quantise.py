@@ -3,6 +3,7 @@ import pytest
 from native_support import pack, run_isa
 
 from moechat import _native
+from moechat.geometry import scale_columns
 
 torch = pytest.importorskip("torch")
 Quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
@@ -20,7 +21,12 @@ def real_looking(rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
 
 def hqq_restored(weights: np.ndarray, bits: int) -> np.ndarray:
     codes, meta = Quantizer.quantize(
-        torch.from_numpy(weights), nbits=bits, group_size=64, optimize=True, axis=1, device="cpu"
+        torch.from_numpy(weights),
+        nbits=bits,
+        group_size=scale_columns(bits),
+        optimize=True,
+        axis=1,
+        device="cpu",
     )
     return Quantizer.dequantize(codes, dict(meta, compute_dtype=torch.float32)).numpy()
 
@@ -67,7 +73,8 @@ def test_unusual_groups_are_no_worse_than_rounding_to_their_grid(bits, name, low
     # A grid over the range, or over the range with 0 where a zero point far outside is not representable; the
     # scale's fp16 step of 2^-24 is felt in the tiny group.
     span = max(high, 0.0) - min(low, 0.0)
-    assert np.abs(gate - weights).max() <= span / top * 0.5 + span * 2.0**-10 + top * 2.0**-24 or bits < 8
+    if bits == 8:  # with fewer, least squares may give up single weights for the others
+        assert np.abs(gate - weights).max() <= span / top * 0.5 + span * 2.0**-10 + top * 2.0**-24
     assert rmse(gate, weights) <= span / top * 0.5
     if name == "tiny":
         assert rmse(gate, weights) < 0.9 * rmse(hqq_restored(weights, bits), weights)
@@ -142,6 +149,7 @@ def test_instruction_sets_agree_on_the_quality():
 import numpy as np
 from native_support import pack
 from moechat import _native
+from moechat.geometry import scale_columns
 weights = (np.random.default_rng(1).standard_normal((128, 192)) * 0.02).astype(np.float32)
 for bits in (2, 3, 4, 8):
     layout = _native.BlockLayout(192, 128, bits)
@@ -164,6 +172,16 @@ def test_padding_columns_do_not_spoil_the_last_group(valid):
     # A uniform grid over the real columns (and 0 where it must lie on the grid) rounds by step / sqrt(12).
     step = (np.maximum(last.max(1), 0) - np.minimum(last.min(1), 0)) / 15
     assert (np.sqrt(((gate[:, 64:] - last) ** 2).mean(1)) <= 0.5 * step).all()
+
+
+@pytest.mark.parametrize("valid", [33, 40, 63])
+def test_padding_of_the_second_half_repeats_its_own_columns(valid):
+    rng = np.random.default_rng(valid)
+    weights = rng.uniform(-1, 1, (64, 64 + valid)).astype(np.float32)
+    weights[:, 96:] *= 0.1
+    gate, _ = our_restored(weights, 4)
+    # Steps of 0.2 / 15, or the least beside 2 / 15. With steps of 2 / 15 the mean would be 0.033.
+    assert np.abs(gate - weights)[:, 96:].mean() <= 0.0045
 
 
 def test_weights_already_on_a_grid_are_found_again():

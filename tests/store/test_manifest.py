@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moechat.errors import StoreDamagedError, UnsupportedModelError
+from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModelError
 from moechat.geometry import Activation, ExpertGeometry, WeightType
 from moechat.store.manifest import (
     FORMAT_VERSION,
@@ -178,7 +178,7 @@ def test_stores_of_format_1_below_8_bits_are_refused(bits: int) -> None:
         content["geometry"].update(bits=bits)
         content["quantisation"].update(group_size=64)
 
-    with pytest.raises(UnsupportedModelError, match="format 1; this moechat reads format 2") as refused:
+    with pytest.raises(StoreFormatError, match="format 1; this moechat reads format 2") as refused:
         Manifest.parse(resealed(older), Path("stores/mine/manifest.json"))
     assert "run the checkpoint that it was made from" in str(refused.value.hint)
 

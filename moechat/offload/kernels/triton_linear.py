@@ -57,7 +57,7 @@ def few(
     COLUMNS: tl.constexpr = 32 // BITS
     words = data.to(tl.pointer_type(tl.int32)) + tile * groups * (STEPS * 16) + lane
     scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane
-    halves = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
+    fp16_scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
     present = tile < tiles
     step = tl.arange(0, STEPS)
     columns = tl.arange(0, COLUMNS)
@@ -73,8 +73,10 @@ def few(
         products = tl.sum(values[:, :, :, None] * codes, axis=0)
         sums = tl.sum(values, axis=0)
         if BITS == 8:
-            scale = tl.load(halves[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
-            zero = tl.load(halves[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(tl.float32)
+            scale = tl.load(fp16_scales[None, :] + group[:, None] * 32, mask=there, other=0.0).to(tl.float32)
+            zero = tl.load(fp16_scales[None, :] + group[:, None] * 32 + 16, mask=there, other=0.0).to(
+                tl.float32
+            )
             terms = products - sums[:, :, None] * zero[:, None, :]
         else:
             both = tl.load(scales[None, :] + group[:, None] * 16, mask=there, other=0)
@@ -119,9 +121,9 @@ def unpack(
     group = (here // STEPS)[:, None]
     codes = _codes(packed[:, None, :], tl.arange(0, 32 // BITS)[None, :, None], BITS)
     if BITS == 8:
-        halves = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
-        scale = tl.load(halves[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
-        zero = tl.load(halves[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
+        fp16_scales = (data + sz).to(tl.pointer_type(tl.float16)) + tile * groups * 32 + lane
+        scale = tl.load(fp16_scales[None, :] + group * 32, mask=there, other=0.0).to(tl.float32)
+        zero = tl.load(fp16_scales[None, :] + group * 32 + 16, mask=there, other=0.0).to(tl.float32)
         values = (codes - zero[:, None, :]) * scale[:, None, :]
     else:
         scales = (data + sz).to(tl.pointer_type(tl.int32)) + tile * groups * 16 + lane

@@ -130,7 +130,8 @@ py::array_t<std::uint32_t> fit_scale_words_py(int bits, const py::array& scales,
   py::array_t<std::uint32_t> words(shape[0]);
   for (std::int64_t i = 0; i < shape[0]; ++i, scale += 2, zero += 2) {
     for (int half = 0; half < 2; ++half) {
-      if (!std::isfinite(scale[half]) || !std::isfinite(zero[half]) || scale[half] < 0.0f) {
+      const bool fits = scale[half] >= 0.0f && scale[half] <= kMostScale;  // false for NaN
+      if (!fits || !std::isfinite(zero[half])) {
         refuse("scale or zero " + std::to_string(i) + " is out of range");
       }
     }
@@ -338,6 +339,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("pack_quantized", &pack_quantized_py, py::arg("layout"), py::arg("gate_q"), py::arg("gate_s"),
         py::arg("up_q"), py::arg("up_s"), py::arg("down_q"), py::arg("down_s"), py::arg("biases"),
         py::arg("out"), py::arg("threads") = py::none());
+  m.def("max_quantisable", &max_quantisable, py::arg("bits"));
   m.def("fit_scale_words", &fit_scale_words_py, py::arg("bits"), py::arg("scales"), py::arg("zeros"));
   m.def("read_scale_words", &read_scale_words_py, py::arg("words"));
   m.def("unpack_expert", &unpack_expert_py, py::arg("layout"), py::arg("records"));

@@ -20,8 +20,8 @@
 //   and the perplexity of a trained model became worse;
 // - shrink_p is 0 below |x| = beta^(-1/(2-p)); its powers are not computed while the whole tile is below;
 // - columns whose range hits a guard of the initialisation (range under 1e-4, scale clamp 2e4) or does not
-//   contain 0 (then zero is large and fp16 is coarse, and offsets cannot be below 0) get one more start that
-//   avoids the problem.
+//   contain 0 (then zero is large and fp16 is coarse; at 8 bits only, because below them ranges are widened
+//   to 0) get one more start that avoids the problem.
 
 constexpr int kSolverIterations = 20;
 constexpr int kProbeIterations = 3;  // of each start, before the best one continues

@@ -73,6 +73,14 @@ inline void fit_group(const float* weights, const float* importance, int bits, S
   }
 }
 
+// The column that stands in for column c of a group with `valid_cols`. Padding repeats real columns of its
+// half, or of the other if it has none, so that it neither widens the range nor shifts the zero.
+MOECHAT_INLINE int repeated(int c, int valid_cols) {
+  if (c < valid_cols) return c;
+  if (valid_cols <= kHalfColumns) return c % valid_cols;
+  return kHalfColumns + (c - kHalfColumns) % (valid_cols - kHalfColumns);
+}
+
 // Writes the codes [64] of a group into its q field.
 inline void write_codes(const VecI* codes, int bits, unsigned char* q) {
   if (bits == 3) {
@@ -149,8 +157,7 @@ inline void quantise_group_with_feedback(float* columns, const float* factors, s
   const Vec top = set1(static_cast<float>((1 << bits) - 1));
   float* group = columns + first * 16;
   const int valid_cols = static_cast<int>(last - first < 64 ? last - first : 64);
-  // As gather_group does it: padding repeats real columns.
-  for (int c = valid_cols; c < 64; ++c) store(group + c * 16, load(group + (c % valid_cols) * 16));
+  for (int c = valid_cols; c < 64; ++c) store(group + c * 16, load(group + repeated(c, valid_cols) * 16));
   Scales halves[2];
   fit_group(group, importance, bits, Solver::kLeastSquares, sz, halves);
   const Vec inverse[2] = {div(set1(1.0f), halves[0].scale), div(set1(1.0f), halves[1].scale)};
@@ -194,8 +201,7 @@ MOECHAT_INLINE void read_row(const unsigned char* from, SourceType type, float* 
   }
 }
 
-// Gathers columns [64][16] of the rows and columns that exist. Padding rows are zero; the padding columns of
-// a row repeat its real ones, so that they neither widen the range nor shift the zero.
+// Gathers columns [64][16] of the rows and columns that exist. Padding rows are zero.
 inline void gather_group(const MatrixSource& source, std::int64_t row, std::int64_t col, int valid_rows,
                          int valid_cols, float* columns) {
   const std::int64_t element = source.type == SourceType::kFloat32 ? 4 : 2;
@@ -207,7 +213,7 @@ inline void gather_group(const MatrixSource& source, std::int64_t row, std::int6
     return;
   }
   for (int c = 0; c < 64; ++c) {
-    const unsigned char* from = origin + (valid_cols > 0 ? c % valid_cols : 0) * source.col_stride;
+    const unsigned char* from = origin + (valid_cols > 0 ? repeated(c, valid_cols) : 0) * source.col_stride;
     for (int r = 0; r < 16; ++r) {
       const bool real = r < valid_rows && valid_cols > 0;
       columns[c * 16 + r] = real ? read_weight(from + r * source.row_stride, source.type) : 0.0f;
@@ -233,7 +239,7 @@ MOECHAT_INLINE bool scale_importances(const float* from, int valid_cols, float* 
     const int begin = half * kHalfColumns;
     const int end = begin + kHalfColumns;
     float sum = 0.0f;
-    for (int c = begin; c < end; ++c) sum += to[c] = from[c % valid_cols];
+    for (int c = begin; c < end; ++c) sum += to[c] = from[repeated(c, valid_cols)];
     if (!(sum > 0.0f && sum < 3.4e38f)) return false;
     float total = 0.0f;
     for (int c = begin; c < end; ++c) {

@@ -14,11 +14,11 @@ namespace moechat {
 // cannot run, or that is not compiled in.
 const KernelTable& kernels();
 
-// Returns what is fastest on this processor, unless set_weight_streams() was called. On AMD's that is one
-// stream: on Zen 5, with one token and experts of 2048 x 1024 in 4 bits, two threads read 0.81 to 0.82 of
-// streaming with AVX-512 and 0.84 to 0.86 with AVX2; two streams and 4096 bytes ahead gave 0.79 and 0.78, the
-// same bytes and one stream 0.83 and 0.86, 12288 bytes 0.80 and 0.81. Prefetching twice, into the second
-// cache first, gained nothing. Intel's read two streams faster.
+// Returns what is fast on this processor, unless set_weight_streams() was called. On AMD's that is one
+// stream: on Zen 5, with one token, experts of 2048 x 1024 in 4 bits and one thread it read 0.77 to 0.82 of
+// streaming with AVX-512 and 0.79 with AVX2; two streams, 4096 bytes ahead, gave 0.74 and 0.74; one stream
+// with 4096 bytes 0.75 and 0.73, with 12288 bytes 0.72 and 0.77. With two threads all were nearer to each
+// other. Prefetching twice, into the second cache first, gained nothing. Intel's read two streams faster.
 Reading weight_reading();
 
 // Results do not depend on it. Throws std::invalid_argument for other numbers than 1 and 2.

@@ -66,8 +66,7 @@ struct ManyTokens;
 struct LinearTask;
 
 // How the integer kernels for few tokens read weights: how many bytes of codes ahead they prefetch, and
-// whether they read one stream where they could read two side by side, which is what most processors read
-// faster.
+// whether they read one stream of weights after the other, or two side by side.
 struct Reading {
   std::int64_t ahead;
   bool one_stream;

@@ -1,6 +1,7 @@
 // Byte map of a neuron block, the unit of storage, transfer, caching and compute.
 //
-// FORMAT VERSION 2. Any change below changes stores on disk: raise kBlockFormatVersion.
+// FORMAT VERSION 2. Any change below changes stores on disk: raise kBlockFormatVersion, and
+// FORMAT_VERSION in moechat/store/manifest.py.
 //
 // A block holds 64 neurons of one expert: 64 rows of gate and up, 64 columns of down. Hp is hidden_size
 // rounded up to 64. Every field starts on a 64-byte boundary; the record is padded with zeros to a multiple

@@ -17,6 +17,9 @@ struct RowScales {
 // gets offset 0, so that code 0 is 0. REQUIRES: finite, scales >= 0, bits below 8.
 std::uint32_t fit_scale_word(const RowScales& wanted, int bits);
 
+// The largest scale that a word can hold.
+constexpr float kMostScale = 15.0f * 240.0f;
+
 // What a scale word stands for. A value is computed as (q * factor - offset) * step.
 struct ScaleWord {
   float step;
