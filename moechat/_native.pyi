@@ -1642,6 +1642,48 @@ class Attention:
             visible_token: Stride.
             out: [tokens, heads, value_dim].
         """
+    def prompt(
+        self,
+        query: int,
+        query_head: int,
+        query_token: int,
+        tokens: int,
+        key: int,
+        key_head: int,
+        key_token: int,
+        value: int,
+        value_head: int,
+        value_token: int,
+        context: int,
+        visible: int,
+        visible_token: int,
+        out: int,
+    ) -> bool:
+        """The same for the many tokens of a prompt, in float32.
+
+        Sums are made in parts of 64 keys, in order: a token's result depends neither on the number of threads
+        nor on the other tokens of the call.
+
+        Args:
+            query: As above.
+            query_head: Stride.
+            query_token: Stride.
+            tokens: Query tokens.
+            key: As above.
+            key_head: Stride.
+            key_token: Stride.
+            value: As above.
+            value_head: Stride.
+            value_token: Stride.
+            context: Keys.
+            visible: bool [tokens, context], or 0: each token sees the keys up to its own, the last ones.
+            visible_token: Stride.
+            out: [tokens, heads, value_dim].
+
+        Returns:
+            False, with nothing computed, if the keys that some token sees are not one range, there is a tail,
+            or a KV head has more than 64 query heads.
+        """
 
 class Routing:
     """A router: computes logits, the top-k experts and their weights.

@@ -1,4 +1,6 @@
-"""Native attention of a few tokens directly on the attention cache, without copies of its heads or masks.
+"""Native attention directly on the attention cache, without copies of its heads or masks.
+
+Few tokens and prompts have code of their own: :class:`moechat._native.Attention` and its method ``prompt``.
 
 The function is registered with transformers under two names: one replaces torch's
 ``scaled_dot_product_attention``, one the eager functions of families that cannot use that. Passes that the
@@ -7,6 +9,7 @@ native code does not support use the replaced function.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -167,10 +170,13 @@ def _attend(
 ) -> torch.Tensor | None:
     """Native attention ``[1, tokens, heads, value_dim]``; ``None`` if the native code does not support it."""
     batch, heads, tokens, key_dim = query.shape
-    if tokens > FEW_TOKENS or batch != 1 or (mask is None and tokens > 1):
-        return None
     dtype = query.dtype
     _, kv_heads, context, value_dim = value.shape
+    few = tokens <= FEW_TOKENS
+    if batch != 1 or (not few and _torch_is_faster(dtype)):
+        return None
+    if mask is None and tokens > 1 and (few or not _is_causal(module, named, own) or tokens != context):
+        return None
     if dtype not in ELEMENTS or key.dtype is not dtype or value.dtype is not dtype or not query.is_cpu:
         return None
     _, query_head, query_token, query_step = query.stride()
@@ -193,6 +199,24 @@ def _attend(
     if plan.run is None or not _supported(named):
         return None
     out = torch.empty((1, tokens, heads, value_dim), dtype=dtype)
+    if not few:
+        done = plan.run.prompt(
+            query.data_ptr(),
+            query_head,
+            query_token,
+            tokens,
+            key.data_ptr(),
+            key_head,
+            key_token,
+            value.data_ptr(),
+            value_head,
+            value_token,
+            context,
+            seen,
+            seen_token,
+            out.data_ptr(),
+        )
+        return out if done else None
     plan.run(
         query.data_ptr(),
         query_head,
@@ -212,6 +236,20 @@ def _attend(
         out.data_ptr(),
     )
     return out
+
+
+@functools.cache
+def _torch_is_faster(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies the queries and keys of prompts with AMX, which was not compared."""
+    return dtype is torch.bfloat16 and bool(_native.cpu_features().get("amx_bf16"))
+
+
+def _is_causal(module: nn.Module, named: dict[str, Any], own: Attend) -> bool:
+    """Whether ``own`` masks later keys by itself where it gets no mask; see transformers."""
+    given = named.get("is_causal")
+    return own is sdpa_attention_forward and bool(
+        getattr(module, "is_causal", True) if given is None else given
+    )
 
 
 def _supported(named: dict[str, Any]) -> bool:

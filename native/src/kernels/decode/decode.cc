@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -125,6 +126,51 @@ void attend(const AttendTask& task) {
     }
   });
   kernel.attend_sum(task, shape, partials);
+}
+
+bool attend_prompt(const AttendTask& task) {
+  if (task.group > kMostPromptLanes || task.packed || task.tail_dim > 0) return false;
+  std::vector<std::int64_t> first(static_cast<std::size_t>(task.tokens));
+  std::vector<std::int64_t> end(first.size());
+  for (std::int64_t t = 0; t < task.tokens; ++t) {
+    std::int64_t from = 0;
+    std::int64_t to = task.context - task.tokens + t + 1;
+    if (task.visible != nullptr) {
+      const unsigned char* seen = task.visible + t * task.visible_token;
+      const unsigned char* last = seen + task.context;
+      const unsigned char* begin = std::find(seen, last, static_cast<unsigned char>(1));
+      const unsigned char* after = std::find(begin, last, static_cast<unsigned char>(0));
+      if (std::find(after, last, static_cast<unsigned char>(1)) != last) return false;
+      from = begin - seen;
+      to = after - seen;
+    }
+    first[static_cast<std::size_t>(t)] = from;
+    end[static_cast<std::size_t>(t)] = to;
+  }
+  PromptTask prompt{task, first.data(), end.data()};
+  prompt.attend.visible = nullptr;
+  // Two groups of tokens share the elements of keys and values: of two heads, or else of one.
+  const std::int64_t blocks = task.group == 1 ? 2 : 1;
+  const std::int64_t each = blocks * kPromptTokens;
+  const std::int64_t pieces = (task.tokens + each - 1) / each;
+  const DecodeKernels& kernel = *kernels().decode;
+  ThreadPool::Session session;
+  const int threads = ThreadPool::num_threads();
+  const std::int64_t floats = padded(prompt_scratch(task, blocks));
+  float* scratch = session.scratch<float>(kUnitScratch, floats * threads);
+  std::atomic<std::int64_t> next{0};
+  session.parallel(threads, [&](int thread, int) {
+    for (;;) {
+      const std::int64_t unit = next.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= task.kv_heads * pieces) return;
+      // The last tokens see most keys: they come first, so that threads end together.
+      const std::int64_t token = (pieces - 1 - unit / task.kv_heads) * each;
+      const std::int64_t left = (task.tokens - token + kPromptTokens - 1) / kPromptTokens;
+      kernel.attend_prompt(prompt, unit % task.kv_heads, token, left < blocks ? left : blocks,
+                           scratch + floats * thread);
+    }
+  });
+  return true;
 }
 
 void route(const RouteTask& task, const RouterRule& rule, std::int64_t* index, void* weights) {

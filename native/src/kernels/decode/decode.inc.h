@@ -191,5 +191,6 @@ void add_elements(ElementType type, const float* x, std::int64_t count, void* ou
   for_type(type, [&](auto tag) { add_of<decltype(tag)::kType>(x, count, out); });
 }
 
-const DecodeKernels kDecode = {rms_norm,    rotate, attend_queries, attend_unit, attend_sum, pack_rows,
-                               unpack_rows, route,  exponentials,   widen,       narrow,     add_elements};
+const DecodeKernels kDecode = {rms_norm,      rotate,    attend_queries, attend_unit, attend_sum,
+                               attend_prompt, pack_rows, unpack_rows,    route,       exponentials,
+                               widen,         narrow,    add_elements};

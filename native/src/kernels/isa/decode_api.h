@@ -105,6 +105,19 @@ struct AttendShape {
   std::int64_t partial;      // floats of one row of a unit: value_width, then maximum and sum padded to 16
 };
 
+// Attention of the many tokens of a prompt. Token t sees the keys [first[t], end[t]) of the context; attend
+// has no tail, no packed rows and no `visible`.
+struct PromptTask {
+  AttendTask attend;
+  const std::int64_t* first;  // [tokens]
+  const std::int64_t* end;
+};
+
+// Keys of a block of a prompt's attention, which begins at a multiple of this; results depend on it.
+static constexpr std::int64_t kPromptKeys = 64;
+static constexpr std::int64_t kPromptTokens = 16;     // of one head, side by side
+static constexpr std::int64_t kMostPromptLanes = 64;  // such groups of tokens in one call
+
 struct RouteTask {
   ElementType type;
   const void* x;       // [tokens, hidden], contiguous
@@ -129,6 +142,10 @@ struct DecodeKernels {
                       std::int64_t head, std::int64_t index, float* scratch, float* partials);
   // Adds up the units of all rows, in order.
   void (*attend_sum)(const AttendTask& task, const AttendShape& shape, float* partials);
+  // Tokens [token, token + blocks * kPromptTokens) of all heads of key head `kv_head`; group * blocks is at
+  // most kMostPromptLanes. `scratch` has prompt_scratch(task, blocks) floats.
+  void (*attend_prompt)(const PromptTask& task, std::int64_t kv_head, std::int64_t token, std::int64_t blocks,
+                        float* scratch);
   // Rows [begin, end) of heads * tokens: makes the packed ones, or the plain ones.
   void (*pack_rows)(const PackTask& task, std::int64_t begin, std::int64_t end);
   void (*unpack_rows)(const PackTask& task, std::int64_t begin, std::int64_t end);
@@ -144,6 +161,11 @@ struct DecodeKernels {
 
 static constexpr std::int64_t attend_scratch(const AttendShape& shape) {
   return 16 * (shape.query_width + shape.value_width) + shape.rows * kAttendKeys;
+}
+
+static constexpr std::int64_t prompt_scratch(const AttendTask& task, std::int64_t blocks) {
+  const std::int64_t width = (task.key_dim + 15) / 16 * 16 + (task.value_dim + 15) / 16 * 16;
+  return kPromptKeys * (width + 2 * kPromptTokens) + task.group * blocks * kPromptTokens * (width + 4);
 }
 
 }  // namespace moechat

@@ -15,6 +15,7 @@
 #include "kernels/decode/plain_rows.inc.h"
 #include "kernels/decode/packed_rows.inc.h"
 #include "kernels/decode/attend.inc.h"
+#include "kernels/decode/attend_prompt.inc.h"
 #include "kernels/decode/decode.inc.h"
 // clang-format on
 

@@ -1,0 +1,200 @@
+"""Native attention of prompts against a softmax in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_decode_parts import DTYPES, SUPPORT, draw, reference
+from tiny import tiny_config, write_tiny_checkpoint
+
+import moechat
+from moechat import _native
+from moechat.models.decode.probe import ELEMENTS, close
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """[1, tokens, heads, value_dim]; ``None`` if the native code refuses."""
+    _, heads, tokens, key_dim = query.shape
+    _, kv_heads, context, value_dim = value.shape
+    run = _native.Attention(
+        ELEMENTS[query.dtype],
+        kv_heads,
+        heads // kv_heads,
+        key_dim,
+        0,
+        value_dim,
+        scale,
+        0 if sinks is None else sinks.data_ptr(),
+    )
+    out = torch.full((1, tokens, heads, value_dim), math.nan, dtype=query.dtype)
+    done = run.prompt(
+        query.data_ptr(),
+        *query.stride()[1:3],
+        tokens,
+        key.data_ptr(),
+        *key.stride()[1:3],
+        value.data_ptr(),
+        *value.stride()[1:3],
+        context,
+        0 if visible is None else visible.data_ptr(),
+        0 if visible is None else visible.stride(2),
+        out.data_ptr(),
+    )
+    return out if done else None
+
+
+def causal(tokens: int, context: int, window: int | None = None) -> torch.Tensor:
+    """bool [1, 1, tokens, context]; the last token is that of the last key."""
+    own = torch.arange(context - tokens, context)[:, None]
+    keys = torch.arange(context)[None]
+    seen = keys <= own
+    return (seen if window is None else seen & (keys > own - window))[None, None]
+
+
+def inputs(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, context: int, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values are parts of larger tensors, as in the cache."""
+    return (
+        draw(1, tokens, heads, key_dim, dtype=dtype).transpose(1, 2),
+        draw(1, kv_heads, context + 9, key_dim, dtype=dtype, seed=2)[..., :context, :],
+        draw(1, kv_heads, context + 9, value_dim, dtype=dtype, seed=3)[..., :context, :],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_dim", "value_dim", "context", "tokens"),
+    [
+        (8, 2, 64, 64, 150, 150),
+        (3, 3, 24, 12, 129, 40),
+        (6, 2, 128, 128, 200, 17),
+        (4, 4, 20, 36, 64, 64),
+        (64, 1, 16, 16, 33, 33),
+    ],
+)
+def test_prompts_agree_with_a_softmax_in_double(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, context: int, tokens: int, dtype: torch.dtype
+) -> None:
+    query, key, value = inputs(heads, kv_heads, key_dim, value_dim, context, tokens, dtype)
+    sinks = draw(heads, seed=4)
+    whole, window = causal(tokens, context), causal(tokens, context, 30)
+    for given, seen in ((None, whole), (whole, whole), (window, window)):
+        for extra in (None, sinks):
+            wanted = reference(query, key, value, 0.3, extra, seen)
+            found = attend(query, key, value, 0.3, extra, given)
+            assert found is not None
+            assert close(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("heads", [4, 8])  # one or two for each key head
+def test_a_token_s_result_depends_neither_on_other_tokens_nor_on_threads(heads: int) -> None:
+    before = _native.num_threads()
+    query, key, value = inputs(heads, 4, 32, 48, 300, 300, torch.float32)
+    try:
+        _native.set_num_threads(1)
+        whole = attend(query, key, value, 0.2)
+        assert whole is not None
+        for threads in (2, 3, 7):
+            _native.set_num_threads(threads)
+            again = attend(query, key, value, 0.2)
+            assert again is not None
+            assert torch.equal(again, whole)
+        for tokens in (1, 15, 37, 299):
+            part = attend(query[:, :, -tokens:], key, value, 0.2)
+            assert part is not None
+            assert torch.equal(part, whole[:, -tokens:])
+    finally:
+        _native.set_num_threads(before)
+    window = causal(300, 300, 70)
+    windowed = attend(query, key, value, 0.2, None, window)
+    part = attend(query[:, :, -41:], key, value, 0.2, None, window[:, :, -41:].contiguous())
+    assert windowed is not None
+    assert part is not None
+    assert torch.equal(part, windowed[:, -41:])
+
+
+def test_a_token_that_sees_nothing_gets_zero_as_in_torch() -> None:
+    query, key, value = inputs(2, 1, 16, 16, 20, 20, torch.float32)
+    visible = causal(20, 20)
+    visible[..., 7, :] = False
+    found = attend(query, key, value, 0.25, None, visible)
+    assert found is not None
+    assert torch.isfinite(found).all()
+    assert not found[0, 7].any()
+    assert found[0, 6].abs().max() > 0.01
+
+
+def test_masks_with_gaps_and_too_many_heads_are_refused() -> None:
+    query, key, value = inputs(2, 1, 16, 16, 20, 20, torch.float32)
+    visible = causal(20, 20)
+    visible[..., 12, 5] = False
+    assert attend(query, key, value, 0.25, None, visible) is None
+    assert attend(*inputs(65, 1, 16, 16, 20, 20, torch.float32), 0.25) is None
+    with pytest.raises(ValueError, match="fewer keys than tokens"):
+        attend(query, key[..., :19, :], value[..., :19, :], 0.25)
+
+
+@pytest.mark.skipif(_native.cpu_features()["amx_bf16"], reason="torch is kept for bfloat16 on this processor")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_prompts_do_not_call_torch_s_attention(
+    family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_checkpoint(tmp_path / "model", tiny_config(family))
+    tokens = [(7 * i) % 50 + 3 for i in range(40)]
+    with moechat.load(tmp_path / "model", bits=16, dtype=dtype) as engine:
+        ours = engine.logits(tokens)
+
+        def forbidden(*_: object, **__: object) -> None:
+            raise AssertionError("called")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", forbidden)
+            assert torch.equal(engine.logits(tokens), ours)
+        engine.loaded.native_modules.undo()
+        theirs = engine.logits(tokens)
+    with moechat.load(tmp_path / "model", bits=16, dtype="float32") as engine:
+        engine.loaded.native_modules.undo()
+        exact = engine.logits(tokens)
+    # Of most tokens: in bfloat16 a router chooses another expert here and there.
+    error, their_error = ((found - exact).norm(dim=1).median() for found in (ours, theirs))
+    assert error <= 1.2 * their_error + 1e-5 * exact.norm(dim=1).median()
+
+
+@pytest.fixture(scope="module")
+def other_process() -> Iterator[subprocess.Popen[str]]:
+    """Runs some of these tests under the instruction sets that it reads."""
+    child = subprocess.Popen(
+        [sys.executable, str(SUPPORT / "isa_child.py"), __file__, "-k", "softmax_in_double or nothing"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        yield child
+        child.communicate()
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_every_instruction_set_attends_alike(isa: str, other_process: subprocess.Popen[str]) -> None:
+    assert other_process.stdin is not None
+    assert other_process.stdout is not None
+    other_process.stdin.write(f"{isa}\n")
+    other_process.stdin.flush()
+    status, output = json.loads(other_process.stdout.readline())
+    assert status == 0, output
