@@ -173,7 +173,7 @@ def _attend(
     dtype = query.dtype
     _, kv_heads, context, value_dim = value.shape
     few = tokens <= FEW_TOKENS
-    if batch != 1 or (not few and _torch_is_faster(dtype)):
+    if batch != 1 or (not few and _torch_uses_amx(dtype)):
         return None
     if mask is None and tokens > 1 and (few or not _is_causal(module, named, own) or tokens != context):
         return None
@@ -239,8 +239,8 @@ def _attend(
 
 
 @functools.cache
-def _torch_is_faster(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies the queries and keys of prompts with AMX, which was not compared."""
+def _torch_uses_amx(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies queries and keys with AMX. Its prompts were not compared with ours."""
     return dtype is torch.bfloat16 and bool(_native.cpu_features().get("amx_bf16"))
 
 
