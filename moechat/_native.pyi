@@ -1577,9 +1577,10 @@ class RmsNorm:
         """Normalise ``x`` into ``out``, addresses of [rows, cols]; drops the GIL, as all calls below."""
 
 class Attention:
-    """Attention of a few query tokens of one sequence over all its keys.
+    """Attention of the query tokens of one sequence over its keys.
 
-    Sums are made in parts of 128 keys, in order: the result does not depend on the number of threads.
+    Sums are made in parts of 128 keys, in prompts of 64, in order: the result does not depend on the number
+    of threads. In prompts a token's result does not depend on the other tokens either.
 
     Args:
         type: Element type of queries, keys, values and the result.
@@ -1621,7 +1622,8 @@ class Attention:
         visible: int,
         visible_token: int,
         out: int,
-    ) -> None:
+        prompt: bool = False,
+    ) -> bool:
         """Compute attention. Arguments are addresses, each followed by its strides in elements.
 
         Args:
@@ -1638,51 +1640,15 @@ class Attention:
             value_head: Stride.
             value_token: Stride.
             context: Keys.
-            visible: bool [tokens, context], or 0: every token sees every key.
+            visible: bool [tokens, context], or 0: every token sees every key; in a prompt each sees the keys
+                up to its own, the last token that of the last key.
             visible_token: Stride.
             out: [tokens, heads, value_dim].
-        """
-    def prompt(
-        self,
-        query: int,
-        query_head: int,
-        query_token: int,
-        tokens: int,
-        key: int,
-        key_head: int,
-        key_token: int,
-        value: int,
-        value_head: int,
-        value_token: int,
-        context: int,
-        visible: int,
-        visible_token: int,
-        out: int,
-    ) -> bool:
-        """The same for the many tokens of a prompt, in float32.
-
-        Sums are made in parts of 64 keys, in order: a token's result depends neither on the number of threads
-        nor on the other tokens of the call.
-
-        Args:
-            query: As above.
-            query_head: Stride.
-            query_token: Stride.
-            tokens: Query tokens.
-            key: As above.
-            key_head: Stride.
-            key_token: Stride.
-            value: As above.
-            value_head: Stride.
-            value_token: Stride.
-            context: Keys.
-            visible: bool [tokens, context], or 0: each token sees the keys up to its own, the last ones.
-            visible_token: Stride.
-            out: [tokens, heads, value_dim].
+            prompt: Use the code for many tokens.
 
         Returns:
-            False, with nothing computed, if the keys that some token sees are not one range, there is a tail,
-            or a KV head has more than 64 query heads.
+            False, with nothing computed, if this is a prompt and the keys that some token sees are not one
+            range, there is a tail, or a KV head has more than 64 query heads.
         """
 
 class Routing:

@@ -123,7 +123,8 @@ class _HqqPacker:
         )
         scale, zero = (meta[name].float().reshape(rows, -1) for name in ("scale", "zero"))
         if bits != 8:
-            # hqq gives narrow parts the scale 1, which the part beside it would share.
+            # hqq gives a group of nearly equal weights the scale 1. Two groups of a row share a step here, so
+            # that scale would leave the other group without precision.
             low, high = weights.reshape(rows, -1, scale_columns(bits)).aminmax(dim=2)
             narrow = high - low <= _NARROW
             low, high = low.clamp(max=0), high.clamp(min=0)

@@ -131,6 +131,10 @@ def reference(
     return (weights @ value).transpose(1, 2)
 
 
+class RefusedError(Exception):
+    """The native attention does not support a call."""
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -138,7 +142,10 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
+    *,
+    prompt: bool = False,
 ) -> torch.Tensor:
+    """[1, tokens, heads, value_dim]; raises ``RefusedError`` if the native code does not support the call."""
     _, heads, tokens, key_dim = query.shape
     _, kv_heads, context, value_dim = value.shape
     run = _native.Attention(
@@ -151,8 +158,8 @@ def attend(
         scale,
         0 if sinks is None else sinks.data_ptr(),
     )
-    out = torch.empty((1, tokens, heads, value_dim), dtype=query.dtype)
-    run(
+    out = torch.full((1, tokens, heads, value_dim), math.nan, dtype=query.dtype)
+    done = run(
         query.data_ptr(),
         *query.stride()[1:3],
         tokens,
@@ -166,7 +173,10 @@ def attend(
         0 if visible is None else visible.data_ptr(),
         0 if visible is None else visible.stride(2),
         out.data_ptr(),
+        prompt,
     )
+    if not done:
+        raise RefusedError
     return out
 
 

@@ -2,59 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_decode_parts
 import torch
-from test_decode_parts import DTYPES, SUPPORT, draw, reference
+from places import SUPPORT
+from test_decode_parts import DTYPES, RefusedError, draw, reference
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
 from moechat import _native
-from moechat.models.decode.probe import ELEMENTS, close
+from moechat.models.decode import attention
+from moechat.models.decode.probe import close
 
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """[1, tokens, heads, value_dim]; ``None`` if the native code refuses."""
-    _, heads, tokens, key_dim = query.shape
-    _, kv_heads, context, value_dim = value.shape
-    run = _native.Attention(
-        ELEMENTS[query.dtype],
-        kv_heads,
-        heads // kv_heads,
-        key_dim,
-        0,
-        value_dim,
-        scale,
-        0 if sinks is None else sinks.data_ptr(),
-    )
-    out = torch.full((1, tokens, heads, value_dim), math.nan, dtype=query.dtype)
-    done = run.prompt(
-        query.data_ptr(),
-        *query.stride()[1:3],
-        tokens,
-        key.data_ptr(),
-        *key.stride()[1:3],
-        value.data_ptr(),
-        *value.stride()[1:3],
-        context,
-        0 if visible is None else visible.data_ptr(),
-        0 if visible is None else visible.stride(2),
-        out.data_ptr(),
-    )
-    return out if done else None
+attend = functools.partial(test_decode_parts.attend, prompt=True)
 
 
 def causal(tokens: int, context: int, window: int | None = None) -> torch.Tensor:
@@ -97,7 +64,6 @@ def test_prompts_agree_with_a_softmax_in_double(
         for extra in (None, sinks):
             wanted = reference(query, key, value, 0.3, extra, seen)
             found = attend(query, key, value, 0.3, extra, given)
-            assert found is not None
             assert close(found, wanted.to(dtype))
 
 
@@ -108,23 +74,18 @@ def test_a_token_s_result_depends_neither_on_other_tokens_nor_on_threads(heads: 
     try:
         _native.set_num_threads(1)
         whole = attend(query, key, value, 0.2)
-        assert whole is not None
         for threads in (2, 3, 7):
             _native.set_num_threads(threads)
             again = attend(query, key, value, 0.2)
-            assert again is not None
             assert torch.equal(again, whole)
         for tokens in (1, 15, 37, 299):
             part = attend(query[:, :, -tokens:], key, value, 0.2)
-            assert part is not None
             assert torch.equal(part, whole[:, -tokens:])
     finally:
         _native.set_num_threads(before)
     window = causal(300, 300, 70)
     windowed = attend(query, key, value, 0.2, None, window)
     part = attend(query[:, :, -41:], key, value, 0.2, None, window[:, :, -41:].contiguous())
-    assert windowed is not None
-    assert part is not None
     assert torch.equal(part, windowed[:, -41:])
 
 
@@ -133,7 +94,6 @@ def test_a_token_that_sees_nothing_gets_zero_as_in_torch() -> None:
     visible = causal(20, 20)
     visible[..., 7, :] = False
     found = attend(query, key, value, 0.25, None, visible)
-    assert found is not None
     assert torch.isfinite(found).all()
     assert not found[0, 7].any()
     assert found[0, 6].abs().max() > 0.01
@@ -143,18 +103,21 @@ def test_masks_with_gaps_and_too_many_heads_are_refused() -> None:
     query, key, value = inputs(2, 1, 16, 16, 20, 20, torch.float32)
     visible = causal(20, 20)
     visible[..., 12, 5] = False
-    assert attend(query, key, value, 0.25, None, visible) is None
-    assert attend(*inputs(65, 1, 16, 16, 20, 20, torch.float32), 0.25) is None
+    with pytest.raises(RefusedError):
+        attend(query, key, value, 0.25, None, visible)
+    with pytest.raises(RefusedError):
+        attend(*inputs(65, 1, 16, 16, 20, 20, torch.float32), 0.25)
     with pytest.raises(ValueError, match="fewer keys than tokens"):
         attend(query, key[..., :19, :], value[..., :19, :], 0.25)
 
 
-@pytest.mark.skipif(_native.cpu_features()["amx_bf16"], reason="torch is kept for bfloat16 on this processor")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
 def test_prompts_do_not_call_torch_s_attention(
     family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if attention._torch_uses_amx(getattr(torch, dtype)):
+        pytest.skip("on this processor bfloat16 is left to torch")
     write_tiny_checkpoint(tmp_path / "model", tiny_config(family))
     tokens = [(7 * i) % 50 + 3 for i in range(40)]
     with moechat.load(tmp_path / "model", bits=16, dtype=dtype) as engine:

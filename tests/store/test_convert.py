@@ -377,7 +377,7 @@ def test_columns_of_one_value_do_not_cost_their_neighbours_precision(bits: int, 
     weights = np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32) * 0.03
     weights[:, 32:] = narrow * (1 + np.arange(32) % 2)  # ranges up to 0.02
     record = np.empty((geometry.blocks_per_expert, geometry.record_bytes), np.uint8)
-    quantizer.make_packer(geometry, "hqq")((weights,) * 3, None, record)  # type: ignore[arg-type]
+    quantizer.make_packer(geometry, "hqq")((weights, weights, weights), None, record)
     ours = _native.unpack_expert(geometry.layout, record)[0]
     scale = np.ptp(np.c_[weights[:, :32], np.zeros(64)], axis=1)[:, None] / (2**bits - 1)
     errors = np.abs(ours - weights)

@@ -1,6 +1,6 @@
 """Native attention directly on the attention cache, without copies of its heads or masks.
 
-Few tokens and prompts have code of their own: :class:`moechat._native.Attention` and its method ``prompt``.
+Few tokens and prompts have native code of their own.
 
 The function is registered with transformers under two names: one replaces torch's
 ``scaled_dot_product_attention``, one the eager functions of families that cannot use that. Passes that the
@@ -199,25 +199,7 @@ def _attend(
     if plan.run is None or not _supported(named):
         return None
     out = torch.empty((1, tokens, heads, value_dim), dtype=dtype)
-    if not few:
-        done = plan.run.prompt(
-            query.data_ptr(),
-            query_head,
-            query_token,
-            tokens,
-            key.data_ptr(),
-            key_head,
-            key_token,
-            value.data_ptr(),
-            value_head,
-            value_token,
-            context,
-            seen,
-            seen_token,
-            out.data_ptr(),
-        )
-        return out if done else None
-    plan.run(
+    done = plan.run(
         query.data_ptr(),
         query_head,
         query_token,
@@ -234,8 +216,9 @@ def _attend(
         seen,
         seen_token,
         out.data_ptr(),
+        not few,
     )
-    return out
+    return out if done else None
 
 
 @functools.cache

@@ -130,11 +130,8 @@ void bind_decode(py::module_& m) {
       .def("__call__", &Attention::run, py::arg("query"), py::arg("query_head"), py::arg("query_token"),
            py::arg("tokens"), py::arg("key"), py::arg("key_head"), py::arg("key_token"), py::arg("tail"),
            py::arg("tail_token"), py::arg("value"), py::arg("value_head"), py::arg("value_token"),
-           py::arg("context"), py::arg("visible"), py::arg("visible_token"), py::arg("out"))
-      .def("prompt", &Attention::prompt, py::arg("query"), py::arg("query_head"), py::arg("query_token"),
-           py::arg("tokens"), py::arg("key"), py::arg("key_head"), py::arg("key_token"), py::arg("value"),
-           py::arg("value_head"), py::arg("value_token"), py::arg("context"), py::arg("visible"),
-           py::arg("visible_token"), py::arg("out"));
+           py::arg("context"), py::arg("visible"), py::arg("visible_token"), py::arg("out"),
+           py::arg("prompt") = false);
 
   py::class_<RouterStep>(m, "Routing")
       .def(py::init([](const std::string& type, Address weight, Address bias, std::int64_t experts,

@@ -43,12 +43,14 @@ struct Norm {
 struct Attention {
   AttendTask task;
 
-  void run(Address query, std::int64_t query_head, std::int64_t query_token, std::int64_t tokens, Address key,
+  // Returns whether attend_prompt() supports the call; without `prompt` true.
+  bool run(Address query, std::int64_t query_head, std::int64_t query_token, std::int64_t tokens, Address key,
            std::int64_t key_head, std::int64_t key_token, Address tail, std::int64_t tail_token,
            Address value, std::int64_t value_head, std::int64_t value_token, std::int64_t context,
-           Address visible, std::int64_t visible_token, Address out) const {
+           Address visible, std::int64_t visible_token, Address out, bool prompt) const {
     require_positive("tokens", tokens);
     require_positive("context", context);
+    if (prompt && context < tokens) refuse("there are fewer keys than tokens");
     AttendTask own = task;
     own.query = at(query);
     own.query_head = query_head;
@@ -68,32 +70,9 @@ struct Attention {
     own.visible_token = visible_token;
     own.out = at(out);
     const ReleaseGil released;
+    if (prompt) return attend_prompt(own);
     attend(own);
-  }
-
-  bool prompt(Address query, std::int64_t query_head, std::int64_t query_token, std::int64_t tokens,
-              Address key, std::int64_t key_head, std::int64_t key_token, Address value,
-              std::int64_t value_head, std::int64_t value_token, std::int64_t context, Address visible,
-              std::int64_t visible_token, Address out) const {
-    require_positive("tokens", tokens);
-    if (context < tokens) refuse("there are fewer keys than tokens");
-    AttendTask own = task;
-    own.query = at(query);
-    own.query_head = query_head;
-    own.query_token = query_token;
-    own.tokens = tokens;
-    own.key = at(key);
-    own.key_head = key_head;
-    own.key_token = key_token;
-    own.value = at(value);
-    own.value_head = value_head;
-    own.value_token = value_token;
-    own.context = context;
-    own.visible = at<const unsigned char>(visible);
-    own.visible_token = visible_token;
-    own.out = at(out);
-    const ReleaseGil released;
-    return attend_prompt(own);
+    return true;
   }
 };
 

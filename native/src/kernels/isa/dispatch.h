@@ -15,10 +15,11 @@ namespace moechat {
 const KernelTable& kernels();
 
 // Returns what is fast on this processor, unless set_weight_streams() was called. On AMD's that is one
-// stream: on Zen 5, with one token, experts of 2048 x 1024 in 4 bits and one thread it read 0.77 to 0.82 of
-// streaming with AVX-512 and 0.79 with AVX2; two streams, 4096 bytes ahead, gave 0.74 and 0.74; one stream
-// with 4096 bytes 0.75 and 0.73, with 12288 bytes 0.72 and 0.77. With two threads all were nearer to each
-// other. Prefetching twice, into the second cache first, gained nothing. Intel's read two streams faster.
+// stream: on Zen 5, with one token, experts of 2048 x 1024 in 4 bits and one thread it read 0.76 to 0.82 of
+// streaming with AVX-512 and 0.78 to 0.79 with AVX2; two streams, 4096 bytes ahead, gave 0.74 and 0.74; one
+// stream with 4096 bytes 0.75 and 0.73, with 12288 bytes 0.72 and 0.77. With two threads all were nearer to
+// each other. Prefetching twice, into the second cache first, gained nothing. One stream was not tried on
+// Intel's.
 Reading weight_reading();
 
 // Results do not depend on it. Throws std::invalid_argument for other numbers than 1 and 2.

@@ -6,6 +6,7 @@
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
 #include "kernels/experts/quantise_inputs.inc.h"
+#include "kernels/experts/integer_dots.inc.h"
 #include "kernels/experts/integer_kernel.inc.h"
 #include "kernels/experts/panel_dot.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"
