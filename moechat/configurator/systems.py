@@ -35,6 +35,10 @@ class RequestForm:
         """Whether a request of this form has all that one of the other form has."""
         return self.ahead >= other.ahead and self.inputs >= other.inputs
 
+    def union(self, other: RequestForm) -> RequestForm:
+        """The smallest form that serves both."""
+        return RequestForm(max(self.ahead, other.ahead), self.inputs or other.inputs)
+
 
 @dataclass(frozen=True)
 class CacheSettings:

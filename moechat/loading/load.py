@@ -130,8 +130,9 @@ def _load(
         except BaseException:
             tier.close()
             raise
-        if uses_graphs(outline, memory):
-            decoder = placement.decoder(skeleton.model, parts, dtype, upkeep.notify)
+        decoder = placement.decoder(
+            skeleton.model, parts, dtype, upkeep.notify, graphs=uses_graphs(outline, memory)
+        )
     loaded = LoadedModel(
         store=store,
         config=config,

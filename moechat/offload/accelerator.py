@@ -135,6 +135,20 @@ class Accelerator:
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
 
+    def mark(self) -> Any:
+        """An event in the current stream, whose time the GPU notes when it gets there."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the GPU has got to a mark; does not wait."""
+        return bool(mark.query())
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Seconds between two marks that the GPU has passed."""
+        return float(first.elapsed_time(second)) / 1000
+
     def active(self) -> AbstractContextManager[Any]:
         """Make the GPU the current device of this thread, for launches of torch and Triton."""
         return torch.cuda.device(self.device)

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat.config import cuda_graphs_wanted
+from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
-from moechat.configurator.systems import CacheSettings, Prefetch
+from moechat.configurator.systems import CacheSettings, Prefetch, RequestForm
 from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
@@ -29,6 +30,7 @@ from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.links import open_link
 from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
+from moechat.offload.observed import Observed, observed_on_gpu
 from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
@@ -52,8 +54,6 @@ class GpuPlacement:
     near: Near = "gpu"
     labels = VRAM_LABELS
     maps_experts = False
-    # A GPU computes while the host does something else: the runner's clocks do not measure that.
-    timed = False
     can_shrink = True
 
     def __init__(self, accelerator: Accelerator, geometry: ExpertGeometry) -> None:
@@ -126,6 +126,17 @@ class GpuPlacement:
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
         return PageMemory(link, address, self.pages.far_records)
 
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """See :meth:`Placement.observed`: the GPU's own clocks, since it computes while the host goes on."""
+        return observed_on_gpu(before, observed, self.pages.clocks.take())
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """See :meth:`Placement.serve`."""
+        form = RequestForm(0, False)
+        for each in settings:
+            form = form.union(self.pages.request_form(each))
+        self.pages.served = form
+
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """See :meth:`Placement.may_take_turns`: the requests of recorded graphs have to serve both."""
         return self.pages.request_form(at_work).serves(self.pages.request_form(other))
@@ -145,9 +156,21 @@ class GpuPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
+        *,
+        graphs: bool,
     ) -> Callable[..., Any] | None:
         """See :meth:`ModelPlacement.decoder`."""
-        return GraphDecoder(model, parts, self.accelerator.graphs, dtype=dtype, notify=notify)
+        clocks = self.pages.clocks
+        if graphs:
+            return GraphDecoder(
+                model, parts, self.accelerator.graphs, dtype=dtype, clocks=clocks, notify=notify
+            )
+
+        def timed(*, input_ids: torch.Tensor, **arguments: Any) -> Any:
+            with clocks.token(input_ids.shape[1]):
+                return model(input_ids=input_ids, **arguments)
+
+        return timed
 
     def close_pages(self) -> None:
         """See :meth:`Placement.close_pages`."""

@@ -136,6 +136,7 @@ class GpuExpertLayer:
             into: Memory for the sum; ``None`` allocates it.
         """
         tier, tokens, chosen = self.tier, len(request.x), request.chosen
+        self.pages.clocks.begin_layer()
         packed = self.pages.accelerator.to_host(request.packed)
         index, weight = packed[:chosen], packed[chosen : 2 * chosen]
         experts = tier.geometry.num_experts
@@ -163,6 +164,7 @@ class GpuExpertLayer:
         tier, pages, tokens = self.tier, self.pages, len(x)
         # Read once: another thread may close the tier, and kernels read these pages until the pass is over.
         kernels, accelerator, memory, lists = pages.kernels, pages.accelerator, pages.memory, pages.lists
+        clocks, record_bytes = pages.clocks, pages.geometry.record_bytes
         items = lists.begin(tier.runner, tokens, activations // max(1, tokens))
         partial = kernels.partials(items, x.dtype)
         far_out = None
@@ -172,7 +174,9 @@ class GpuExpertLayer:
 
         def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
             accelerator.before_kernels()
+            clocks.begin_launch(entries * record_bytes)
             kernels.add(memory, lists.blocks(begin, end, entries, rows, slots), items, x, partial)
+            clocks.end_launch()
             return lists.next(end)
 
         tier.counters.bytes_read += tier.runner.finish_on_device(
@@ -192,4 +196,5 @@ class GpuExpertLayer:
         if far_out is not None and tier.runner.far_blocks():
             others = accelerator.to_device(far_out)
         kernels.combine(partial, items, out, others)
+        clocks.end_layer()
         return out

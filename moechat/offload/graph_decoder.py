@@ -29,6 +29,7 @@ from moechat.models.bucket_cache import BucketCache, BucketLayer
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.limits import LEAST_BUCKET, MOST_BUCKET
@@ -125,6 +126,7 @@ class GraphDecoder:
         parts: Its experts modules, in order.
         graphs: Makes graphs of the GPU.
         dtype: Type of the dense part.
+        clocks: Times some of the tokens.
         notify: Takes a sentence for the user.
     """
 
@@ -138,6 +140,7 @@ class GraphDecoder:
         graphs: Callable[[], Graphs],
         *,
         dtype: torch.dtype,
+        clocks: GpuClocks,
         notify: Callable[[str], None],
     ) -> None:
         self.memory = CacheMemory()
@@ -146,6 +149,7 @@ class GraphDecoder:
         self._make = graphs
         self._graphs: Graphs | None = None
         self._tolerance = _TOLERANCE.get(dtype, _TOLERANCE_16)
+        self._clocks = clocks
         self._notify = notify
         self._recordings: dict[int, _Recording] = {}
         self._addresses: tuple[int, ...] = ()
@@ -167,6 +171,10 @@ class GraphDecoder:
         Raises:
             Exception: Any error of the model's forward or of an expert layer.
         """
+        with self._clocks.token(input_ids.shape[1]):
+            return self._called(input_ids, arguments)
+
+    def _called(self, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
         cache = arguments.get("past_key_values")
         if not self.off and cache is not None and self.memory.lend(cache):
             output = self._replayed(input_ids, cache, arguments)
@@ -228,6 +236,7 @@ class GraphDecoder:
         arguments: dict[str, Any],
     ) -> Any:
         """Output of a replay after comparison with a pass; ``None``: they differ."""
+        self._clocks.drop()
         # The replay does not advance the cache: the pass writes the same token to the same place.
         comparison = _Comparison(recording.form)
         logits = self._replay(recording, experts, comparison)
@@ -270,9 +279,7 @@ class GraphDecoder:
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
         tier, pages = experts[0].tier, experts[0].pages
-        wanted, form = pages.request_form(tier.settings), pages.request_form(tier.planned_settings)
-        if not form.serves(wanted):
-            form = wanted
+        form = pages.recorded_form(tier.planned_settings, tier.settings)
         if addresses == self._addresses and self._tier is tier and self._form == form:
             return
         self._forget()
@@ -296,6 +303,7 @@ class GraphDecoder:
         experts: Sequence[GpuExpertLayer],
         arguments: dict[str, Any],
     ) -> _Recording:
+        self._clocks.drop()
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
         position, slots = self._numbers[0], self._numbers[1:]
         cache = BucketCache(

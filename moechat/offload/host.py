@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moechat import _native
+from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
 from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
@@ -24,6 +25,7 @@ from moechat.offload.budget import RAM_LABELS, MemoryPlan, automatic_budget
 from moechat.offload.far_memory import ReadProgress
 from moechat.offload.links import open_link
 from moechat.offload.needs import HostMemory
+from moechat.offload.observed import Observed, observed_costs
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
@@ -37,7 +39,6 @@ class HostPlacement:
     device = torch.device("cpu")
     labels = RAM_LABELS
     maps_experts = True
-    timed = True
     can_shrink = False
     computes_far = False
 
@@ -81,6 +82,13 @@ class HostPlacement:
         """See :meth:`Placement.open_pages`."""
         return PageMemory(open_link(config.store, config.link))
 
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """See :meth:`Placement.observed`: the native runner's clocks."""
+        return observed_costs(before, observed)
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """Does nothing: nothing is recorded."""
+
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """See :meth:`Placement.may_take_turns`."""
         return True
@@ -98,6 +106,8 @@ class HostPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
+        *,
+        graphs: bool,
     ) -> Callable[..., Any] | None:
         """``None``: the model's own forward is the only way."""
         return None

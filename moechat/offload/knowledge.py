@@ -8,7 +8,7 @@ are replaced: recorded statistics by the package's defaults for the family, meas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -224,38 +224,6 @@ def assumed_on_gpu(shape: ModelShape) -> Costs:
         compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
         call=_GPU_CALL_SECONDS,
         far_call=_GPU_FAR_CALL_SECONDS,
-    )
-
-
-def observed_costs(
-    shape: ModelShape, before: Costs, counted: Mapping[str, float], tokens: int, seconds: float
-) -> Costs | None:
-    """Costs observed while decoding; ``None`` if no expert was computed or no block was moved.
-
-    The time outside the experts is divided between layers and head in the ratio of ``before``. The link's
-    rate is that of all its transfers over the time that it was busy.
-
-    Args:
-        shape: Shape of the model.
-        before: Costs that these replace.
-        counted: Differences of the native runner's counters over these tokens.
-        tokens: Tokens decoded.
-        seconds: Seconds that they took.
-    """
-    computed, computing = counted["bytes_computed"], counted["compute_seconds"]
-    moved, busy = counted["link_bytes"], counted["link_busy_seconds"]
-    if min(computed, computing, moved, busy, tokens) <= 0:
-        return None
-    rest = max(0.0, seconds - computing - counted["stall_seconds"] - counted["begin_seconds"]) / tokens
-    layers = before.attention * shape.layers
-    share = layers / (layers + before.head) if layers + before.head > 0 else 1.0
-    return replace(
-        before,
-        attention=rest * share / shape.layers,
-        head=rest * (1 - share),
-        moe=shape.top_k * shape.expert_bytes * computing / computed,
-        load=shape.expert_bytes * busy / moved,
-        load_together=None,
     )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moechat.configurator.estimate import Near
 from moechat.configurator.systems import Prefetch
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
@@ -30,16 +29,12 @@ class ModelPlacement(Placement, Protocol):
     Loading calls the methods in the order in which they stand here.
 
     Attributes:
-        near: Name of that memory in costs and plans.
         device: Device of tokens and logits.
         labels: Words for its budget in messages.
-        maps_experts: Experts that all fit are computed from the mapped store, without a tier.
     """
 
-    near: Near
     device: torch.device
     labels: BudgetLabels
-    maps_experts: bool
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that the dense part computes in, for a type's name or ``auto``."""
@@ -115,13 +110,16 @@ class ModelPlacement(Placement, Protocol):
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
+        *,
+        graphs: bool,
     ) -> Callable[..., Any] | None:
-        """A faster way to call the model than its own forward; ``None``: there is none.
+        """A way to call the model that is faster, or timed; ``None``: there is none.
 
         Args:
             model: On the device.
             parts: Its experts modules, in order.
             dtype: Type of the dense part.
             notify: Takes sentences for the user.
+            graphs: CUDA graphs may be used: their memory is in the plan.
         """
         ...

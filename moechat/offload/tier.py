@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.configurator.estimate import ModelShape
+from moechat.configurator.costs import Costs
+from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
@@ -28,6 +29,7 @@ from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.experts import ExpertCounters, RunsExperts
 from moechat.offload.knowledge import Knowledge, defaults
 from moechat.offload.limits import MIN_PAGES
+from moechat.offload.observed import Observed
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
 from moechat.offload.planner import TierTargets, plan_tier
 from moechat.offload.settings import LinkSettings
@@ -79,11 +81,13 @@ class Placement(Protocol):
     """The memory that the pages of a tier lie in, and the device that computes from them.
 
     Attributes:
-        timed: The native runner's clocks measure the time of computing.
+        near: Name of the memory in costs and plans.
+        maps_experts: Experts that all fit are computed from the mapped store, without a tier.
         can_shrink: Pages can be given back while the model is loaded.
     """
 
-    timed: bool
+    near: Near
+    maps_experts: bool
     can_shrink: bool
 
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
@@ -93,6 +97,19 @@ class Placement(Protocol):
             DoesNotFitError: The memory is not available.
             MoechatError: Files of the store cannot be opened.
         """
+        ...
+
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """Costs that were observed while decoding since the last call; ``None``: too little was timed.
+
+        Args:
+            before: The costs that these replace.
+            observed: Counters of the tokens.
+        """
+        ...
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """Prepare for all of these settings, besides those at work: each may take effect at any token."""
         ...
 
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:

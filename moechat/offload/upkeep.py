@@ -22,9 +22,9 @@ from moechat.offload.knowledge import (
     blend,
     family_statistics,
     key_of,
-    observed_costs,
     saved_statistics,
 )
+from moechat.offload.observed import Observed
 from moechat.offload.planner import expected_seconds
 from moechat.offload.tier import ExpertTier
 from moechat.offload.watching import TierWatch
@@ -48,6 +48,8 @@ _RUNNER_COUNTERS = (
     "link_busy_seconds",
     "stall_seconds",
     "begin_seconds",
+    "blocks_far",
+    "far_seconds",
 )
 
 
@@ -276,9 +278,7 @@ class Upkeep:
         costs, costs_from = knowledge.costs, knowledge.costs_from
         if self._taken_tokens >= _OBSERVED_TOKENS:
             tokens, seconds = self._taken_tokens, self._taken_seconds
-            found = None
-            if self._near.placement.timed:
-                found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
+            found = self._near.placement.observed(costs, Observed(self._shape, self._taken, tokens, seconds))
             if found is not None:
                 costs, costs_from = found, f"{tokens:,} decoded tokens"
             self._taken = dict.fromkeys(self._taken, 0.0)
