@@ -113,9 +113,7 @@ class Far {
     std::vector<CudaRegion> list;
     for (const auto& layer : layers_) {
       CudaRegion region;
-      region.data = layer.data();
-      region.bytes = static_cast<std::int64_t>(layer.size());
-      region.pinned = pinned_;
+      region.parts.push_back({static_cast<std::int64_t>(layer.size()), layer.data(), pinned_});
       list.push_back(region);
     }
     return list;
