@@ -42,6 +42,7 @@ class GpuPages:
         kernels: Kernels of these experts.
         lists: Lists of blocks that host and GPU share.
         far_records: Records of each layer in host memory; empty: the CPU computes none of them.
+        far_experts: int32 of each layer: the experts that these are of.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GpuPages:
         self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
         self.memory = torch.empty(0)
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
+        self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
         self._far_out: torch.Tensor | None = None
 
     def open(self, pages: int) -> int:

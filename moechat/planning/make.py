@@ -65,7 +65,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     budget, given, short = machine.ram_budget(options.ram, cases.needs.base), options.ram is not None, ""
     behind: tuple[Tier, Far] | None = None
     if near == "vram":
-        behind = far_in_ram(shape.all_expert_bytes, budget, given)
+        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
         budget, given, short = machine.vram_budget(options.vram)
     ram_share = 0.0 if behind is None else behind[1].share
     case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share)

@@ -1,5 +1,5 @@
-"""Batches of the link into a GPU's memory: how much is on the stream while there is work, and how calls behave
-while the driver is busy. Over the stand-in driver, whose copies begin when a test lets them.
+"""Batches of the link into a GPU's memory: how much is on the stream while there is work, and how calls
+behave while the driver is busy. Over the stand-in driver, whose copies begin when a test lets them.
 """
 
 import threading

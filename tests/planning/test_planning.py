@@ -161,7 +161,9 @@ def test_little_ram_adds_the_disk_behind_it() -> None:
     made = moechat.plan("olmoe", vram="2G", ram="2G", profile=desktop(), ctx=512)
     assert made.far is not None
     assert made.far.kind == "ram+disk"
-    assert made.far.share == pytest.approx((2 * GIB - part(made, "process", 1)) / made.all_expert_bytes)
+    held, each = part(made, "experts, pinned", 1), made.all_expert_bytes / (made.experts * made.expert_layers)
+    assert made.far.share == held / made.all_expert_bytes
+    assert 0 <= 2 * GIB - part(made, "process", 1) - held < each  # whole experts, as many as fit
     assert any("read from the disk" in note for note in made.notes)
     assert made.speed is not None
     assert plenty.speed is not None

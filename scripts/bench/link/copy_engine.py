@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """How busy the link into a GPU's memory keeps the copy engine, and what a layer's transfers cost the host.
 
-Runs over the stand-in for the driver (``native/tests/fake_cuda.cc``), whose copies take as long as they do at a
-bandwidth and move nothing. The engine's idle time between two copies is computed from the moments of calls, so
-it shows how late the link issues, and not how late the stand-in's threads are.
+Runs over the stand-in for the driver (``native/tests/fake_cuda.cc``), whose copies take as long as they do at
+a bandwidth and move nothing. The engine's idle time between two copies is computed from the moments of calls,
+so it shows how late the link issues, and not how late the stand-in's threads are.
 
     scripts/bench/link/copy_engine.py [--bandwidth GB/S ...] [--blocks N] [--rounds N] [--json]
 
-Prefetches: all are queued at once. Busy: share of the time from the first copy to the last in which the engine
-copies, in the best round: whatever else runs on the machine delays threads. Ran empty: how often a batch ended
-with no other behind it while transfers were queued, a round. Submit: median seconds of the call that queues the
-demands of a layer (8 experts; those of 221 KB and 442 KB have 12 blocks), none of them neighbours, on an idle
-link.
+Prefetches: all are queued at once. Busy: share of the time from the first copy to the last in which the
+engine copies, in the best round: whatever else runs on the machine delays threads. Ran empty: how often a
+batch ended with no other behind it while transfers were queued, a round. Submit: median seconds of the call
+that queues the demands of a layer (8 experts; those of 221 KB and 442 KB have 12 blocks), none of them
+neighbours, on an idle link.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main() -> int:
     )
     for row in rows:
         print(
-            f"{row['bandwidth']:>5.0f} {row['block']:>7} {row['busy']:>7.1%} {row['batches']:>8.0f} "
-            f"{row['ran_empty']:>9.1f} {row['largest'] / 1e6:>6.2f} MB {row['submit'] * 1e6:>6.0f} us"
+            f"{row['bandwidth']:>5.0f} {row['block']:>7}{row['busy']:>10.1%}{row['batches']:>10.0f}"
+            f"{row['ran_empty']:>10.1f}{row['largest'] / 1e6:>7.2f} MB{row['submit'] * 1e6:>7.0f} us"
         )
     return 0
 
