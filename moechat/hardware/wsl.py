@@ -5,6 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 _RELEASE = Path("/proc/sys/kernel/osrelease")
+# Windows lends its GPU about half of the memory.
+PINNED_SHARE = 0.5
+MORE_PINNED = (
+    "give WSL2 more memory with memory= under [wsl2] in %UserProfile%\\.wslconfig on Windows, then run "
+    "`wsl --shutdown` there"
+)
 
 
 def in_wsl2(release: Path = _RELEASE) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
-from moechat.hardware.wsl import in_wsl2
+from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
 
 # A call pins so much: at some 100 ms a GiB it neither delays an interruption nor takes a second, a model of
 # 100 GiB takes 400 of them, and a refusal leaves no more than this unpinned.
@@ -141,8 +141,5 @@ def refusal_notice(pinned: int, total: int, reason: str) -> str:
         "the rest is copied through pinned buffers, which is slower"
     )
     if in_wsl2():
-        text += (
-            ". WSL2 lets programs pin about half of its memory: give it more with memory= under [wsl2] in "
-            "%UserProfile%\\.wslconfig on Windows, then run `wsl --shutdown` there"
-        )
+        text += f". Under WSL2 about {100 * PINNED_SHARE:.0f} % of the memory can be pinned: {MORE_PINNED}"
     return text
