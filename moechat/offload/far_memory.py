@@ -21,6 +21,8 @@ _PIECE = 16 << 20
 _READERS = 4
 # Pinned buffers of one block each: threads fill some while others are copied.
 _BUFFERS = 16
+# Threads that read experts from files into them: a disk is fast with several reads at a time.
+_FILE_READERS = 4
 
 # Memory or None (then it is in the file), bytes, pinned.
 _Part = tuple[Bytes | None, int, bool]
@@ -106,7 +108,12 @@ class FarMemory:
             device=self._ordinal,
             buffer_bytes=self._record_bytes,
             buffers=_BUFFERS,
+            threads=_FILE_READERS if self._reads_files else 0,
         )
+
+    @property
+    def _reads_files(self) -> bool:
+        return any(memory is None for parts, *_ in self._regions for memory, *_ in parts)
 
     def close(self) -> None:
         """Free the memory; REQUIRES: the link has stopped. Harmless when repeated."""
