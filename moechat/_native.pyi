@@ -624,7 +624,7 @@ def cuda_unpin(memory: _U8, device: int = 0) -> None:
     """Undo :func:`cuda_pin`, for the same array."""
 
 def cuda_link(
-    regions: Sequence[tuple[_U8 | None, int, bool, str, int]],
+    regions: Sequence[tuple[_U8 | list[tuple[_U8 | None, int, bool]] | None, int, bool, str, int]],
     device: int = 0,
     in_flight_bytes: int = 0,
     buffer_bytes: int = 0,
@@ -635,12 +635,13 @@ def cuda_link(
 
     Args:
         regions: (memory, bytes, pinned, path, offset) each. If memory is None, ``bytes`` are read from the
-            file, starting at ``offset``; otherwise path and offset are for messages only. Memory is kept
-            alive.
+            file, starting at ``offset``; otherwise path and offset are for messages only. Instead of memory,
+            a list of parts (memory, bytes, pinned), in order; those whose memory is None are read from their
+            place in the file. Pinned memory of a part was pinned by one call. Memory is kept alive.
         device: Number of the GPU.
         in_flight_bytes: Most bytes of prefetches in flight; 0: default.
         buffer_bytes: Size of a pinned buffer, used for unpinned regions; at least the largest transfer.
-        buffers: Number of pinned buffers; 0: default.
+        buffers: Number of pinned buffers, fewer if the system does not pin so many; 0: default.
         threads: Threads that fill the buffers; 0: default.
 
     Raises:
@@ -1062,8 +1063,10 @@ class ExpertRunner:
         activation_bits: As in :func:`moe_forward`.
         near_memory: Address of ``pages`` pages in device memory, which must outlive :meth:`close`; 0: the
             runner allocates host memory.
-        far_records: uint8 ``[experts * blocks * record_bytes]`` of each layer, in host memory, from which the
+        far_records: uint8 ``[n * blocks * record_bytes]`` of each layer, in host memory, from which the
             CPU can compute blocks that are missing on the device; empty: the CPU computes none.
+        far_experts: int32 ``[n]`` of each layer: the experts whose records ``far_records`` has, in that
+            order; empty: it has all, in ascending order.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1092,6 +1095,7 @@ class ExpertRunner:
         activation_bits: int = 16,
         near_memory: int = 0,
         far_records: Sequence[_U8] = (),
+        far_experts: Sequence[_I32] = (),
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -1114,8 +1118,8 @@ class ExpertRunner:
             top_k_weights: [tokens, k], C order.
             miss: Treatment of missing blocks in :meth:`finish_on_device`. ``fetch``: the link transfers them.
                 ``compute``: the CPU computes them, except those that the targets keep. ``both``: link and CPU
-                share them by their recent rates when both work. Experts of more than 8 tokens are always
-                fetched, and without ``far_records`` all blocks are.
+                share them by their recent rates when both work. Experts of more than 8 tokens, and those that
+                are not in ``far_records``, are always fetched.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.

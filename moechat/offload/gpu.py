@@ -1,4 +1,4 @@
-"""A GPU as a placement: dense weights and pages in its memory, all experts in the host's."""
+"""A GPU as a placement: dense weights and pages in its memory, experts in the host's or in their files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,6 +26,7 @@ from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
+from moechat.offload.far_choice import choose_experts, experts_held
 from moechat.offload.far_memory import FarMemory, ReadProgress
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
@@ -103,17 +106,22 @@ class GpuPlacement:
         give_back_unused()
         return NativeModules(), None
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """See :meth:`ModelPlacement.read_far`; experts that do not fit into memory stay in their files."""
         process = resident_bytes()
         budget = automatic_budget(available_bytes(), process) if options.ram is None else options.ram
-        self.far = FarMemory(
-            store,
-            ordinal=self.accelerator.ordinal,
-            in_memory=len(store.layers) * store.geometry.layer_bytes <= budget - process,
-            progress=progress,
-        )
-        self.pages.far_records = self.far.records()
+        layers, experts = len(store.layers), store.geometry.num_experts
+        count = experts_held(budget, layers * experts, store.geometry.expert_bytes, process)
+        held = choose_experts(layers, experts, count, activations)
+        self.far = FarMemory(store, ordinal=self.accelerator.ordinal, held=held, progress=progress)
+        if count > 0:
+            self.pages.far_records, self.pages.far_experts = self.far.records, self.far.held
 
     @property
     def computes_far(self) -> bool:
@@ -124,7 +132,7 @@ class GpuPlacement:
         """See :meth:`Placement.open_pages`."""
         address = self.pages.open(pages)
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
-        return PageMemory(link, address, self.pages.far_records)
+        return PageMemory(link, address, self.pages.far_records, self.pages.far_experts)
 
     def observed(self, before: Costs, observed: Observed) -> Costs | None:
         """See :meth:`Placement.observed`: the GPU's own clocks, since it computes while the host goes on."""

@@ -46,6 +46,7 @@ class GpuPages:
         clocks: Times of decoded tokens.
         served: What requests contain besides what the settings at work need, so that other settings can take
             turns with them.
+        far_experts: int32 of each layer: the experts that these are of.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GpuPages:
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
         self.clocks = GpuClocks(accelerator.mark, accelerator.passed, accelerator.seconds_between)
         self.served = RequestForm(0, False)
+        self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
         self._far_out: torch.Tensor | None = None
 
     def open(self, pages: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -75,7 +77,13 @@ class HostPlacement:
             return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
         return native_modules, None
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """Does nothing: the link reads the store's files."""
 
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -83,8 +85,21 @@ class ModelPlacement(Placement, Protocol):
         """
         ...
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """Read experts into the far memory that the link copies from, where there is one.
+
+        Args:
+            store: The experts.
+            options: With ``ram``.
+            activations: ``[layers, experts]``: how often each was activated in earlier runs; ``None``: not
+                known. Where memory does not hold all experts, it gets the most used ones.
+            progress: Called with bytes read and bytes in all.
 
         Raises:
             MoechatError: A file cannot be read.

@@ -70,11 +70,13 @@ class PageMemory:
         address: Address of memory of a device; 0: the runner allocates host memory.
         far_records: Records of each layer in memory, from which the CPU computes missing experts of a device;
             empty: it cannot.
+        far_experts: int32 of each layer: the experts that these are of, in that order.
     """
 
     link: _native.Link
     address: int = 0
     far_records: Sequence[npt.NDArray[np.uint8]] = ()
+    far_experts: Sequence[npt.NDArray[np.int32]] = ()
 
 
 class Placement(Protocol):
@@ -221,6 +223,7 @@ class ExpertTier:
                 activation_bits=config.activation_bits,
                 near_memory=memory.address,
                 far_records=memory.far_records,
+                far_experts=memory.far_experts,
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error

@@ -15,10 +15,11 @@ from moechat.hardware.memory import available_bytes, resident_bytes
 from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
 from moechat.offload.budget import MEBI, automatic_budget, gpu_budget
+from moechat.offload.far_choice import HOST_BYTES
 from moechat.offload.limits import CONTEXT_BYTES
 from moechat.offload.needs import GpuMemory, HostMemory, Memory
 from moechat.options import LoadOptions
-from moechat.planning.memory import HOST_BYTES, PROCESS_BYTES, SYSTEM_BYTES
+from moechat.planning.memory import PROCESS_BYTES, SYSTEM_BYTES
 
 # Tolerance: the reported memory of a GPU is a little below or above its nominal size.
 _SAME_VRAM = 1.03

@@ -65,16 +65,17 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     budget, given, short = machine.ram_budget(options.ram, cases.needs.base), options.ram is not None, ""
     behind: tuple[Tier, Far] | None = None
     if near == "vram":
-        behind = far_in_ram(shape.all_expert_bytes, budget, given)
+        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
         budget, given, short = machine.vram_budget(options.vram)
     ram_share = 0.0 if behind is None else behind[1].share
     case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share)
     memory = case.memory
     tiers = [Tier(near, memory.budget, memory.given, memory.parts)]
     far: Far | None = None
+    pinned = 0
     if behind is not None and not memory.mapped:
         tiers.append(behind[0])
-        far = behind[1]
+        far, pinned = behind[1], behind[0].parts[-1].nbytes
     elif not memory.mapped:
         far = Far("disk", 0.0, memory.total - memory.expert_bytes + shape.all_expert_bytes)
     remarks = [short, found.note, *cases.routing.remarks, *case.remarks]
@@ -110,7 +111,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         statistics_source=cases.routing.source,
         speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share),
         other_budgets=() if machine.figures is None else _others(cases, case, ram_share),
-        notes=notes(machine, far, options.ram, remarks),
+        notes=notes(machine, far, options.ram, remarks, pinned=pinned),
     )
 
 

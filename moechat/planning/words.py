@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.memory import total_bytes
+from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
 from moechat.offload.budget import MEBI
 from moechat.planning.machine import Machine
 from moechat.planning.memory import Far
@@ -36,7 +37,9 @@ def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
     return f"{name}: {100 * parts[name] / decode.seconds:.0f} % of a token's time"
 
 
-def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str]) -> tuple[str, ...]:
+def notes(
+    machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str], *, pinned: int
+) -> tuple[str, ...]:
     """Remarks for the user.
 
     Args:
@@ -44,6 +47,7 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
         far: Place of the experts that are not near.
         ram: Bytes of RAM that the user gave.
         remarks: Remarks on the model; empty ones are dropped.
+        pinned: Bytes of experts that are to be pinned for a GPU.
     """
     sentences = [remark for remark in (*remarks, *machine.remarks) if remark]
     profile = machine.profile
@@ -54,6 +58,12 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
     if far is not None and far.kind == "ram+disk":
         sentences.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
+        )
+    most = int(PINNED_SHARE * total_bytes())
+    if machine.here and pinned > most and in_wsl2():
+        sentences.append(
+            f"WSL2 pins about {most // MEBI} MiB of the {pinned // MEBI} MiB of experts in RAM; the rest is "
+            f"copied more slowly: {MORE_PINNED}"
         )
     if profile is None:
         sentences.append(

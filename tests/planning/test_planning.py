@@ -38,7 +38,7 @@ from moechat.offload.tier import ExpertTier, TierConfig
 from moechat.options import LoadOptions
 from moechat.planning import Plan
 from moechat.planning.cases import Cases
-from moechat.planning.machine import find_machine
+from moechat.planning.machine import Machine, find_machine
 from moechat.planning.source import find_model
 from moechat.store.store import Store
 
@@ -161,7 +161,9 @@ def test_little_ram_adds_the_disk_behind_it() -> None:
     made = moechat.plan("olmoe", vram="2G", ram="2G", profile=desktop(), ctx=512)
     assert made.far is not None
     assert made.far.kind == "ram+disk"
-    assert made.far.share == pytest.approx((2 * GIB - part(made, "process", 1)) / made.all_expert_bytes)
+    held, each = part(made, "experts, pinned", 1), made.all_expert_bytes / (made.experts * made.expert_layers)
+    assert made.far.share == held / made.all_expert_bytes
+    assert 0 <= 2 * GIB - part(made, "process", 1) - held < each  # whole experts, as many as fit
     assert any("read from the disk" in note for note in made.notes)
     assert made.speed is not None
     assert plenty.speed is not None
@@ -592,3 +594,18 @@ def test_json_has_only_plain_values_and_every_field(olmoe: Plan) -> None:
     assert {figure["origin"] for figure in plain["speed"]["figures"]} == {"datasheet"}
     assert {figure["name"] for figure in plain["speed"]["costs_s"]} >= {"attention", "moe", "head", "load"}
     assert list(plain["speed"]["ttft_s"]) == ["128", "1024"]
+
+
+def test_a_plan_for_wsl2_says_that_less_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.planning import words
+
+    machine = Machine(desktop(), True, "gpu")
+    monkeypatch.setattr(words, "in_wsl2", lambda: True)
+    monkeypatch.setattr(words, "total_bytes", lambda: 16 * GIB)
+    (note,) = (note for note in words.notes(machine, None, None, [], pinned=9 * GIB) if "WSL2" in note)
+    assert "WSL2 pins about 8192 MiB of the 9216 MiB of experts in RAM" in note
+    assert ".wslconfig" in note
+    for pinned, here, wsl in ((8 * GIB, True, True), (9 * GIB, False, True), (9 * GIB, True, False)):
+        monkeypatch.setattr(words, "in_wsl2", lambda wsl=wsl: wsl)
+        other = Machine(desktop(), here, "gpu")
+        assert not any("WSL2" in note for note in words.notes(other, None, None, [], pinned=pinned))

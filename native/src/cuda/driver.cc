@@ -50,7 +50,6 @@ Driver load(void* library) {
   find(library, "cuEventDestroy_v2", &found.event_destroy);
   find(library, "cuEventRecord", &found.event_record);
   find(library, "cuEventQuery", &found.event_query);
-  find(library, "cuEventSynchronize", &found.event_synchronize);
   find(library, "cuMemcpyHtoDAsync_v2", &found.copy_to_device);
   return found;
 }

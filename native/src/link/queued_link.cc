@@ -110,10 +110,12 @@ bool LinkEngine::wait(std::chrono::microseconds limit) {
   const Clock::time_point until = after(limit);
   Lock lock(mutex_);
   pump();
+  ++waiting_;
   // Wait 1: for something to poll.
   MOECHAT_WAIT(1, ready_.wait_until(lock, until, [this] {
     return queue_.has_completions() || stopping_ || (failed() && queue_.started() == 0);
   }));
+  --waiting_;
   return queue_.has_completions();
 }
 

@@ -5,7 +5,8 @@
 // - One mutex guards everything. Every holder pumps: it reaps the transfers that have ended and begins those
 //   that there is room for. So a submit to an idle link starts at once, without a switch to another thread,
 //   and a caller that polls need not wait for a busy link thread. The link's own threads do the same while
-//   callers compute.
+//   callers compute. A backend may release the mutex within reap() and start(), around calls that can block
+//   (Unlocked): nothing that was read before pump() still holds after it.
 // - stopping_ and failure_ are final; both mean that no further transfer begins.
 #pragma once
 
@@ -65,6 +66,18 @@ class LinkEngine {
   LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment, std::int64_t demand_limit)
       : queue_(in_flight_limit, demand_limit), alignment_(alignment) {}
 
+  // Releases the mutex for a scope; REQUIRES: this thread holds it.
+  class Unlocked {
+   public:
+    explicit Unlocked(std::mutex* mutex) : mutex_(mutex) { mutex_->unlock(); }
+    ~Unlocked() { mutex_->lock(); }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+   private:
+    std::mutex* const mutex_;
+  };
+
   // ---- The backend's part; the mutex is held, except in `work`.
   virtual int threads() const = 0;
   // Body of a thread; returns soon after ending_ was set and wake() called.
@@ -83,6 +96,7 @@ class LinkEngine {
   bool startable() const { return !halted() && queue_.startable(); }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }
+  bool awaited() const { return waiting_ > 0; }        // a caller waits for something to poll
   const std::string& why() const { return failure_; }  // empty unless failed()
   void finish(std::uint32_t slot, int error);
   // As TransferQueue::put_back; a halted link finishes the transfer instead.
@@ -102,6 +116,7 @@ class LinkEngine {
   const std::int64_t alignment_;
   std::condition_variable ready_;  // completions, stop, failure; nothing in flight any more
   bool opened_ = false;
+  int waiting_ = 0;  // callers in wait()
   std::string failure_;
   std::vector<std::thread> workers_;
 };

@@ -19,14 +19,16 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-void FarShare::begin(const Grouped* rows, const double* keys, std::int64_t tokens) {
+void FarShare::begin(const Grouped* rows, const double* keys, std::int64_t tokens, const std::uint8_t* held) {
   rows_ = rows;
+  held_ = held;
   tokens_ = tokens;
   order_.resize(at(rows->rows()));
   for (std::int32_t row = 0; row < rows->rows(); ++row) order_[at(row)] = row;
   // Rows of few tokens first, since the CPU pays for tokens and the link does not; of equal ones those that
-  // are least worth a page.
+  // are least worth a page. Last those that the CPU does not have: so the link begins with them.
   std::sort(order_.begin(), order_.end(), [&](std::int32_t a, std::int32_t b) {
+    if (holds(a) != holds(b)) return holds(a);
     const std::int32_t items_a = rows->tokens_of[at(a)];
     const std::int32_t items_b = rows->tokens_of[at(b)];
     if (items_a != items_b) return items_a < items_b;

@@ -32,13 +32,15 @@ class FarShare {
 
   explicit FarShare(std::int64_t record_bytes) : record_bytes_(record_bytes) {}
 
-  // A layer begins. keys [experts of the layer]: of the policy. Sets the order in which rows are taken.
-  void begin(const Grouped* rows, const double* keys, std::int64_t tokens);
+  // A layer begins. keys [experts of the layer]: of the policy. held [experts of the layer]: whether the CPU
+  // has the records of an expert; null: of all. Both outlive the layer. Sets the order in which rows are
+  // taken.
+  void begin(const Grouped* rows, const double* keys, std::int64_t tokens, const std::uint8_t* held);
   // Rows in the order in which the CPU takes them; the link takes them in the opposite order.
   const std::vector<std::int32_t>& order() const { return order_; }
   // Whether the CPU may compute blocks of this row.
   bool eligible(std::int32_t row) const {
-    return rows_->tokens_of[static_cast<std::size_t>(row)] <= kMostItems;
+    return rows_->tokens_of[static_cast<std::size_t>(row)] <= kMostItems && holds(row);
   }
 
   // Bytes a second that the link moves, as far as is known.
@@ -52,6 +54,9 @@ class FarShare {
   void count(std::int64_t blocks, double seconds);
 
  private:
+  bool holds(std::int32_t row) const {
+    return held_ == nullptr || held_[rows_->experts[static_cast<std::size_t>(row)]] != 0;
+  }
   const double& rate() const { return rates_[tokens_ == 1 ? 0 : 1]; }
 
   const std::int64_t record_bytes_;
@@ -60,6 +65,7 @@ class FarShare {
   double rates_[2] = {20e9, 10e9};
   std::int64_t tokens_ = 0;
   const Grouped* rows_ = nullptr;
+  const std::uint8_t* held_ = nullptr;
   std::vector<std::int32_t> order_;
 };
 

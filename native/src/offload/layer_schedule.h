@@ -72,6 +72,8 @@ struct ScheduleOptions {
   // As most published systems: an expert is computed once all of it has arrived.
   bool whole_experts = false;
   double stall_seconds = 30;  // how long nothing may arrive before a pass gives up
+  // [layers, experts] whether the CPU can compute an expert where it lies; empty: all of them.
+  std::vector<std::uint8_t> far_experts;
   // Memory of the pages, [pages, record_bytes]; it must outlive the schedule and all transfers in flight.
   // Null: the schedule allocates host memory.
   unsigned char* near_memory = nullptr;

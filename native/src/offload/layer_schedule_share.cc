@@ -13,7 +13,10 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 // Leaves the blocks unassigned that the CPU may compute of a layer that begins.
 void LayerSchedule::divide() {
   const double* const keys = policy_->keys(layer_);
-  far_.begin(&grouped_, keys, tokens_);
+  far_.begin(&grouped_, keys, tokens_,
+             options_.far_experts.empty()
+                 ? nullptr
+                 : &options_.far_experts[at(std::int64_t{layer_} * options_.experts)]);
   const LayerTarget target = cache_.targets()[at(layer_)];
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
     if (!far_.eligible(i)) continue;

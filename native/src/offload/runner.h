@@ -38,8 +38,9 @@ struct RunnerOptions : ScheduleOptions {
   std::int32_t top_k = 1;  // experts that a token uses; decides how much of a prediction is counted
   std::int64_t accumulator_bytes = ExpertSum::kBytes;
   bool populate = false;  // commit all pages at once, not one by one as they are first filled
-  // [layers] records [experts, blocks] of each layer in memory of the host, which outlive the runner; none:
-  // the CPU does not compute what is missing on a device.
+  // [layers, experts] records [blocks] of each expert in memory of the host, which outlive the runner; null:
+  // the CPU does not have that expert. None: the CPU does not compute what is missing on a device. Sets
+  // far_experts.
   std::vector<const unsigned char*> far_records;
 };
 

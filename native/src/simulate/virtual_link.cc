@@ -155,7 +155,9 @@ void VirtualLink::start(double moment) {
     return options_.card || TransferQueue::adjacent(last.transfer, next.transfer);
   };
   while (queue_.startable()) {
-    const std::size_t count = queue_.begin_run(run_.data(), run_.size(), moment, joins);
+    const std::int64_t most = options_.card ? queue_.batch_bytes(queue_[queue_.front()].transfer)
+                                            : std::numeric_limits<std::int64_t>::max();
+    const std::size_t count = queue_.begin_run(run_.data(), run_.size(), most, moment, joins);
     double ready = moment + (hurried_ ? 0 : options_.latency);
     for (std::size_t i = 0; i < count; ++i) ready = std::max(ready, move_after_[run_[i]]);
     const double begin = std::max(busy_until_, ready);
