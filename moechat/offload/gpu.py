@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.links import open_link
 from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
 from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import Predictor
@@ -71,7 +71,7 @@ class GpuPlacement:
     def memory(self, options: LoadOptions) -> GpuMemory:
         """See :meth:`ModelPlacement.memory`."""
         graphs = cuda_graphs_wanted() and not options.deterministic
-        return GpuMemory(self.accelerator.context_bytes, graphs)
+        return GpuMemory(self.accelerator.context_bytes, graphs, not options.deterministic)
 
     def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
         """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
@@ -145,7 +145,7 @@ class GpuPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """See :meth:`ModelPlacement.decoder`."""
         return GraphDecoder(model, parts, self.accelerator.graphs, dtype=dtype, notify=notify)
 

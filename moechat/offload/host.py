@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from moechat.offload.budget import RAM_LABELS, MemoryPlan, automatic_budget
 from moechat.offload.far_memory import ReadProgress
 from moechat.offload.links import open_link
 from moechat.offload.needs import HostMemory
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
@@ -98,7 +98,7 @@ class HostPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """``None``: the model's own forward is the only way."""
         return None
 

@@ -53,11 +53,14 @@ class GpuMemory:
     Attributes:
         base: Bytes of the CUDA context: the driver's own, and the kernels that torch and the libraries load.
         graphs: Decoded tokens may be replayed from CUDA graphs, where the model's attention cache allows it.
+        waves: Prompts may be computed in waves. How long they are depends on the budget, and on a GPU the
+            rounding of the experts' sums depends on it.
         basis: Source of ``base``.
     """
 
     base: int
     graphs: bool = True
+    waves: bool = True
     basis: Basis = "measured"
 
 
@@ -87,6 +90,13 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
             total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, bucket)
         return total
 
+    def wave(tokens: int, context: int) -> int:
+        total = outline.wave(tokens, context, on_gpu=on_gpu)
+        if on_gpu:
+            total += _expert_workspace(outline, geometry, tokens)
+            total -= _expert_workspace(outline, geometry, outline.pass_tokens(context))
+        return total
+
     return Needs(
         base=memory.base,
         base_name="CUDA context" if on_gpu else "process",
@@ -103,6 +113,8 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         min_pages=MIN_PAGES,
         own_context=outline.own_context,
         threads=memory.threads if isinstance(memory, HostMemory) else 0,
+        chunk=0 if isinstance(memory, GpuMemory) and not memory.waves else outline.wave_chunk,
+        wave=wave,
     )
 
 

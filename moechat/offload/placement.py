@@ -24,6 +24,18 @@ from moechat.predict import Predictor
 from moechat.store.store import Store
 
 
+class PassDecoder(Protocol):
+    """Calls a model, with fewer launches than its own forward where it can."""
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        """Output of the model's forward for these arguments."""
+        ...
+
+    def lend(self, cache: Any) -> None:
+        """Prepare an attention cache that a prompt is about to fill in another way."""
+        ...
+
+
 class ModelPlacement(Placement, Protocol):
     """The placement of a whole model: dense weights and pages lie in one memory, beside one device.
 
@@ -115,7 +127,7 @@ class ModelPlacement(Placement, Protocol):
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """A faster way to call the model than its own forward; ``None``: there is none.
 
         Args:
