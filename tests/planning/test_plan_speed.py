@@ -133,12 +133,15 @@ def test_a_prompt_takes_the_longer_of_computing_and_streaming() -> None:
     assert streamed == pytest.approx(4e-3 + 2 * 4 * 10_000 / 1e6, rel=1e-4)
     twice = prompt_seconds(20, 10, 0, SHAPE, instant, counts, none_kept, COSTS)
     assert twice == pytest.approx(4e-3 + 2 * 2 * 4 * (1 - 2**-10) * 10_000 / 1e6, rel=1e-4)
+    one_wave = prompt_seconds(20, 10, 20, SHAPE, instant, counts, none_kept, COSTS)
+    assert one_wave == pytest.approx(streamed), "two passes through a layer move its experts once"
     half_kept = prompt_seconds(
         20, 100, 0, SHAPE, instant, counts, allocation((4, 5), (4, 5), loaded=1.0), COSTS
     )
     assert half_kept == pytest.approx(4e-3 + 4 * 10_000 / 1e6, rel=1e-4)
     slow = replace(instant, experts=1e6)
     computed = prompt_seconds(20, 100, 0, SHAPE, slow, counts, None, COSTS)
+    assert prompt_seconds(20, 10, 20, SHAPE, slow, counts, None, COSTS) == pytest.approx(computed)
     assert computed == pytest.approx(4e-3 + 2 * 2 * 20 * 2 * 20_000 / 1e6, rel=1e-4)
 
 
