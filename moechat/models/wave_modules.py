@@ -90,7 +90,7 @@ class WaveModules:
                 return out
             out = own(*args, **named)
             if not step.resumes:
-                outputs.append((module, out))
+                outputs.append((module, _without_weights(out)))
             return out
 
         return forward
@@ -126,6 +126,13 @@ def _kept_modules(layer: nn.Module, experts: nn.Module) -> list[nn.Module]:
         if module is not experts:
             found += [child for child in module.children() if child not in above and not _is_norm(child)]
     return found
+
+
+def _without_weights(out: Any) -> Any:
+    """An output without the weights of attention, ``[1, heads, tokens, keys]``, which layers do not read."""
+    if not isinstance(out, tuple):
+        return out
+    return tuple(None if isinstance(item, torch.Tensor) and item.ndim == 4 else item for item in out)
 
 
 def _is_norm(module: nn.Module) -> bool:

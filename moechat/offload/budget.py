@@ -107,6 +107,8 @@ class Needs:
         threads: Threads that compute.
         chunk: Tokens of a chunk of a wave; 0: prompts are not computed in waves.
         wave: Bytes of a wave beyond the workspace, for its tokens and the tokens of the context.
+        operations: Of a token.
+        operations_per_byte: Operations that a fast machine computes while a byte of experts is moved.
     """
 
     base: int
@@ -125,6 +127,8 @@ class Needs:
     threads: int
     chunk: int = 0
     wave: Callable[[int, int], int] = lambda _tokens, _context: 0
+    operations: int = 1
+    operations_per_byte: int = 1
 
     @property
     def all_expert_bytes(self) -> int:
@@ -353,15 +357,19 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
 
 def _wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
     """Tokens of the longest wave within its share of the room for experts, and its bytes; 0 of both if even
-    two chunks exceed it. Longer ones than the context have no use.
+    two chunks exceed it.
+
+    A wave that is longer than the context has no use, nor one that takes longer to compute than to move.
     """
+    missing = max(0, needs.all_expert_bytes - room)
+    enough = missing * needs.operations_per_byte // needs.operations
     best, tokens = (0, 0), 2 * needs.chunk
     while needs.chunk and needs.chunk < context and tokens <= _MOST_WAVE:
         nbytes = needs.wave(min(tokens, context), context)
         if nbytes > _WAVE_SHARE * room:
             break
         best = tokens, nbytes
-        if tokens >= context:
+        if tokens >= min(context, enough):
             break
         tokens *= 2
     return best

@@ -227,4 +227,7 @@ def test_a_wave_is_no_longer_than_a_context_and_none_where_experts_are_mapped() 
     assert mapped.mapped
     assert mapped.wave == 0
     assert plan_memory(WAVES, 4096 * MEBI, ctx=16_384, pages=100).wave > 0
+    # Of 4,000 MiB of experts 2,700 are missing: computing 1,350 tokens takes as long as moving them.
+    fast = replace(WAVES, operations=2 * MEBI)
+    assert plan_memory(fast, 3072 * MEBI, ctx=16_384).wave == 2048
     assert least_budget(WAVES, 4096) == least_budget(NEEDS, 4096), "a wave refuses no budget"
