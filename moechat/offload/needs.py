@@ -33,8 +33,8 @@ _GRAPH_BYTES = 96 << 20
 
 # Operations that a fast machine computes in the time in which a byte of experts arrives: on an RTX 4090,
 # 85 * 10^12 a second of products with quantised weights against 25 * 10^9 bytes over PCIe 4.0 x16; on 16
-# cores with AVX-512, 0.75 * 10^12 against 3 * 10^9 of an SSD. A wave so long that computing it takes longer than
-# moving its experts gains nothing by being longer.
+# cores with AVX-512, 0.75 * 10^12 against 3 * 10^9 of an SSD. A wave so long that computing it takes longer
+# than moving its experts gains nothing by being longer.
 _OPERATIONS_OF_GPU = 3400
 _OPERATIONS_OF_CPU = 250
 
