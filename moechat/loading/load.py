@@ -20,6 +20,7 @@ from moechat.models.assets import context_length
 from moechat.models.footprint import prefill_chunk
 from moechat.models.model_outline import ModelOutline, outline_skeleton
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import plan_memory
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
@@ -145,6 +146,7 @@ def _load(
         model=skeleton.model,
         outline=outline,
         chunk=prefill_chunk(outline.config),
+        waves=Waves(skeleton.model, skeleton.layers_name, parts),
         plan=plan,
         near=tier,
         counters=counters,

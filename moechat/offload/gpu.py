@@ -28,6 +28,7 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
 from moechat.offload.far_choice import choose_experts, experts_held
 from moechat.offload.far_memory import FarMemory, ReadProgress
+from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
@@ -35,6 +36,7 @@ from moechat.offload.links import open_link
 from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
 from moechat.offload.observed import Observed, observed_on_gpu
 from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import Predictor
@@ -74,7 +76,7 @@ class GpuPlacement:
     def memory(self, options: LoadOptions) -> GpuMemory:
         """See :meth:`ModelPlacement.memory`."""
         graphs = cuda_graphs_wanted() and not options.deterministic
-        return GpuMemory(self.accelerator.context_bytes, graphs)
+        return GpuMemory(self.accelerator.context_bytes, graphs, not options.deterministic)
 
     def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
         """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
@@ -166,7 +168,7 @@ class GpuPlacement:
         notify: Callable[[str], None],
         *,
         graphs: bool,
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """See :meth:`ModelPlacement.decoder`."""
         clocks = self.pages.clocks
         if graphs:
@@ -174,11 +176,7 @@ class GpuPlacement:
                 model, parts, self.accelerator.graphs, dtype=dtype, clocks=clocks, notify=notify
             )
 
-        def timed(*, input_ids: torch.Tensor, **arguments: Any) -> Any:
-            with clocks.token(input_ids.shape[1]):
-                return model(input_ids=input_ids, **arguments)
-
-        return timed
+        return _TimedPasses(model, clocks)
 
     def close_pages(self) -> None:
         """See :meth:`Placement.close_pages`."""
@@ -190,6 +188,21 @@ class GpuPlacement:
         if self.far is not None:
             self.far.close()
         self.pages.close()
+
+
+class _TimedPasses:
+    """The model's own passes, some of them timed."""
+
+    def __init__(self, model: PreTrainedModel, clocks: GpuClocks) -> None:
+        self._model = model
+        self._clocks = clocks
+
+    def lend(self, cache: object) -> None:
+        """Does nothing: no recording reads the memory of a cache."""
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        with self._clocks.token(input_ids.shape[1]):
+            return self._model(input_ids=input_ids, **arguments)
 
 
 @contextmanager

@@ -182,6 +182,11 @@ class GraphDecoder:
                 return output
         return self._model(input_ids=input_ids, **arguments)
 
+    def lend(self, cache: Any) -> None:
+        """Let a cache that a prompt is about to fill use the memory that recordings read, if it can."""
+        if not self.off:
+            self.memory.lend(cache)
+
     def _replayed(self, input_ids: torch.Tensor, cache: Any, arguments: dict[str, Any]) -> Any:
         """Output of a replay; ``None``: replays do not support this call."""
         if (

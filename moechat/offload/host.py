@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from moechat.offload.far_memory import ReadProgress
 from moechat.offload.links import open_link
 from moechat.offload.needs import HostMemory
 from moechat.offload.observed import Observed, observed_costs
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
@@ -116,7 +116,7 @@ class HostPlacement:
         notify: Callable[[str], None],
         *,
         graphs: bool,
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """``None``: the model's own forward is the only way."""
         return None
 

@@ -25,6 +25,18 @@ from moechat.predict import Predictor
 from moechat.store.store import Store
 
 
+class PassDecoder(Protocol):
+    """Calls a model, with fewer launches than its own forward where it can."""
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        """Output of the model's forward for these arguments."""
+        ...
+
+    def lend(self, cache: Any) -> None:
+        """Prepare an attention cache that a prompt is about to fill in another way."""
+        ...
+
+
 class ModelPlacement(Placement, Protocol):
     """The placement of a whole model: dense weights and pages lie in one memory, beside one device.
 
@@ -127,7 +139,7 @@ class ModelPlacement(Placement, Protocol):
         notify: Callable[[str], None],
         *,
         graphs: bool,
-    ) -> Callable[..., Any] | None:
+    ) -> PassDecoder | None:
         """A way to call the model that is faster, or timed; ``None``: there is none.
 
         Args:

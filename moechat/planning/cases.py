@@ -225,7 +225,16 @@ class Cases:
         chunk = self.outline.pass_tokens(case.memory.context)
         statistics = self.routing.statistics
         return {
-            tokens: prompt_seconds(tokens, chunk, self.shape, rates, statistics, case.allocation, case.costs)
+            tokens: prompt_seconds(
+                tokens,
+                chunk,
+                case.memory.wave,
+                self.shape,
+                rates,
+                statistics,
+                case.allocation,
+                case.costs,
+            )
             for tokens in PROMPTS
             if tokens < case.memory.context
         }

@@ -78,7 +78,7 @@ class Machine:
         """The memory that computes, before anything is loaded."""
         if self.near == "gpu":
             graphs = cuda_graphs_wanted() and not options.deterministic
-            return GpuMemory(CONTEXT_BYTES, graphs, "estimate")
+            return GpuMemory(CONTEXT_BYTES, graphs, not options.deterministic, "estimate")
         if self.here or self.profile is None:
             return HostMemory(resident_bytes(), options.threads or _native.num_threads())
         return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")

@@ -106,6 +106,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         far=far,
         pages=memory.pages,
         resident_share=cases.resident(memory),
+        wave_tokens=memory.wave,
         layers=_layers(cases, case),
         statistics_tokens=cases.routing.tokens,
         statistics_source=cases.routing.source,

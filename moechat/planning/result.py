@@ -136,6 +136,7 @@ class Plan:
         far: Place of the other experts; ``None`` if all are near.
         pages: Pages of the near tier; 0 if all experts are near.
         resident_share: Share of all experts that the near tier keeps.
+        wave_tokens: Tokens of a prompt for which missing experts are moved once; 0: those of one pass.
         layers: Targets of each layer; empty if all experts are near. They rest on assumed times if the
             machine was not measured.
         statistics_tokens: Recorded tokens of this model that the choice rests on; 0: the family's defaults.
@@ -171,6 +172,7 @@ class Plan:
     far: Far | None
     pages: int
     resident_share: float
+    wave_tokens: int
     layers: tuple[LayerTargets, ...]
     statistics_tokens: int
     statistics_source: str
@@ -214,6 +216,7 @@ class Plan:
                 },
                 "pages": self.pages,
                 "resident_share": self.resident_share,
+                "wave_tokens": self.wave_tokens,
             },
             "layers": [asdict(entry) for entry in self.layers],
             "statistics": {"tokens": self.statistics_tokens, "source": self.statistics_source},

@@ -5,8 +5,8 @@ are those of the expected number of missing experts, which is a lower bound: a l
 expert on average misses none in one token and one in the next, and only the latter waits. So this module
 takes the expectation over the number of missing experts, each activated expert missing independently.
 
-A prompt goes through the layers in passes; in each, the experts that its tokens choose and that are not near
-are streamed while the layer before is computed.
+A prompt goes through the layers in waves of one or more passes; in each, the experts that its tokens choose
+and that are not near are streamed once, while the layer before is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.routing.statistics import RoutingStatistics
 
-PROMPTS = (128, 1024, 4096)
+PROMPTS = (128, 1024, 4096, 16384)
 # Share of a GPU's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
 _QUANTISED_SHARE = 0.5
 
@@ -181,30 +181,50 @@ def prefill_rates(
 def prompt_seconds(
     tokens: int,
     chunk: int,
+    wave: int,
     shape: ModelShape,
     rates: PrefillRates,
     statistics: RoutingStatistics,
     allocation: Allocation | None,
     costs: Costs,
 ) -> float:
-    """Time to the first token of a prompt, in passes of ``chunk`` tokens."""
-    dense_weights = shape.dense_bytes / shape.dense_itemsize
+    """Time to the first token of a prompt.
+
+    Args:
+        tokens: Of the prompt.
+        chunk: Tokens of a pass.
+        wave: Tokens of a wave, whose missing experts are moved once; at most ``chunk``: those of a pass.
+        shape: The model.
+        rates: Of many tokens.
+        statistics: Which experts tokens choose.
+        allocation: Which experts are near; ``None``: all.
+        costs: Of a decoded token.
+    """
     seconds, done = costs.head, 0
     while done < tokens:
-        step = min(chunk, tokens - done)
+        step = min(max(chunk, wave), tokens - done)
         chosen, missing = _streamed(step, shape, statistics, allocation)
-        # Scores and values of attention: two products a pair of tokens.
-        pairs = step * (done + step / 2)
-        products = 2 * step * dense_weights + 4 * pairs * shape.hidden_size * shape.layers
-        dense = max(products / rates.dense, shape.dense_bytes / rates.width)
+        dense = sum(
+            _dense_seconds(min(chunk, done + step - begin), begin, shape, rates)
+            for begin in range(done, done + step, chunk)
+        )
         routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts
         computed = dense / shape.layers + np.maximum(routed, chosen * shape.expert_bytes / rates.width)
         # No pass is faster than that of one token.
-        computed = np.maximum(computed, costs.attention + costs.moe)
+        computed = np.maximum(computed, -(-step // chunk) * costs.attention + costs.moe)
         moved = missing * shape.expert_bytes / rates.stream
         seconds += float(np.maximum(computed, moved).sum())
         done += step
     return seconds
+
+
+def _dense_seconds(tokens: int, before: int, shape: ModelShape, rates: PrefillRates) -> float:
+    """Time of the dense part of a pass of so many tokens behind ``before`` others."""
+    # Scores and values of attention: two products a pair of tokens.
+    pairs = tokens * (before + tokens / 2)
+    products = 2 * tokens * shape.dense_bytes / shape.dense_itemsize
+    products += 4 * pairs * shape.hidden_size * shape.layers
+    return max(products / rates.dense, shape.dense_bytes / rates.width)
 
 
 def _streamed(

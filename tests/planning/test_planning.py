@@ -305,7 +305,10 @@ def test_loading_takes_what_the_plan_shows(
 
 
 @pytest.mark.parametrize("vram", [12 * GIB, 8 * GIB])
-def test_mixtral_fits_desktop_gpus_and_fewer_dense_bits_leave_more_for_experts(vram: int) -> None:
+def test_mixtral_fits_desktop_gpus_and_fewer_dense_bits_leave_more_for_experts(
+    vram: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moechat.offload.budget._WAVE_SHARE", 0)  # waves are longer where more is left
     plans = {
         bits: moechat.plan("mixtral", vram=vram, profile=desktop(vram=vram), ctx=4096, dense_bits=bits)
         for bits in (16, 8, 4)
@@ -609,3 +612,28 @@ def test_a_plan_for_wsl2_says_that_less_can_be_pinned(monkeypatch: pytest.Monkey
         monkeypatch.setattr(words, "in_wsl2", lambda wsl=wsl: wsl)
         other = Machine(desktop(), here, "gpu")
         assert not any("WSL2" in note for note in words.notes(other, None, None, [], pinned=pinned))
+
+
+def test_a_wave_takes_a_small_share_of_the_memory_and_moves_missing_experts_once() -> None:
+    made = moechat.plan("mixtral", vram="12G", profile="rtx3060-12g", ctx=8192)
+    assert made.wave_tokens == 4096
+    assert made.speed is not None
+    assert made.speed.ttft_s is not None
+    longer = moechat.plan("mixtral", vram="20G", profile="rtx4090-24g", ctx=8192)
+    assert longer.wave_tokens == 8192, "more would exceed the context"
+    # How long a wave is depends on the budget, and on a GPU the rounding on how long it is.
+    same_bits = moechat.plan("mixtral", vram="12G", profile="rtx3060-12g", ctx=8192, deterministic=True)
+    assert same_bits.wave_tokens == 0
+    # Without a second chunk there is nothing to be saved.
+    assert moechat.plan("mixtral", vram="12G", profile="rtx3060-12g", ctx=1024).wave_tokens == 0
+    # Experts that are all near are moved no more.
+    assert moechat.plan("olmoe", profile=desktop(gpu=False), ctx=4096).wave_tokens == 0
+
+
+def test_scores_that_are_materialised_make_chunks_short_but_not_waves() -> None:
+    made = moechat.plan("gpt-oss-120b", profile="rtx3060-12g", ctx=8192)
+    assert made.wave_tokens >= 2048
+    assert made.speed is not None
+    assert made.speed.ttft_s is not None
+    # A pass has 256 tokens: it would move nearly all experts, and four passes four times as much.
+    assert made.speed.ttft_s[1024] < 1.1 * made.speed.ttft_s[128]

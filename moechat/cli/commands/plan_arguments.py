@@ -19,10 +19,11 @@ model need not be downloaded: the shapes of known models are built in; others ne
 
 --json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, dense_weights, kv_bits, \
 weights, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, \
-strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share), layers \
-(layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, \
-context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, \
-figures, costs_s, cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, \
+strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share, \
+wave_tokens), layers (layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, \
+source), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, \
+far_bytes_per_token, ttft_s, bottleneck, figures, costs_s, cpu_range), other_budgets (name, bytes, \
+tokens_per_s), notes. Units: bytes, seconds, \
 shares from 0 to 1. speed is null if the machine's speed is unknown. cpu_range is null unless the rate of \
 experts on the CPU is an estimate with a range; it has bytes_per_s, and low and high: the same plan made \
 with the ends of the range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, \
