@@ -100,6 +100,8 @@ class PassRunner:
         """The model's output; ``None`` if a GPU's memory ran out."""
         model, loaded = self.usable_model(), self.loaded
         gpu = loaded.accelerator
+        if loaded.upkeep is not None:
+            loaded.upkeep.busy()
         try:
             with (
                 self.translate_native_errors(),
