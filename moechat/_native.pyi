@@ -744,6 +744,9 @@ class EvictionPolicy:
     def layers(self) -> int: ...
     @property
     def experts(self) -> int: ...
+    @property
+    def comparable(self) -> bool:
+        """Whether keys of different layers may be compared."""
     def access(self, layer: int, experts: _I32, tokens: _I32, pass_tokens: int = 1) -> None:
         """Record the router's choice of experts [n]; advances the layer's clock by ``pass_tokens``.
 
@@ -851,6 +854,18 @@ class SplitExpertCache:
     def free_pages(self) -> int: ...
     def available(self) -> int:
         """Pages that a demand can take at once: free, or surplus of unpinned experts."""
+    def cheapest(self, at: int) -> float:
+        """Key of the expert that would lose the next page to a demand of layer ``at``; infinite: none would.
+
+        Raises:
+            ValueError: The layer does not exist.
+        """
+    def expect(self, shares: _F64) -> None:
+        """Rank experts that no layer has accessed yet: float64 [layers, experts], shares of tokens.
+
+        Raises:
+            ValueError: Wrong dtype or shape.
+        """
     def in_flight(self) -> int:
         """Pages whose transfer has not been reported as finished, including orphans and staging pages."""
     def staging(self) -> int: ...
@@ -897,6 +912,7 @@ class SplitExpertCache:
         prefetch: bool = False,
         max_blocks: int | None = None,
         whole: bool = True,
+        preload: bool = False,
     ) -> CachePlan:
         """Decide how the missing blocks of experts [n] get pages; changes nothing.
 
@@ -907,6 +923,7 @@ class SplitExpertCache:
             prefetch: The fetches are speculative and may evict less (rules in ``split_cache.h``).
             max_blocks: Most fetches; ``None`` sets no limit.
             whole: Give an expert pages for all of its missing blocks or for none.
+            preload: A prefetch that takes free pages only, and is never wasted.
 
         Raises:
             ValueError: A number is out of range, an expert occurs twice, or a demanded one is not pinned.
@@ -1145,6 +1162,31 @@ class ExpertRunner:
         Raises:
             ValueError: Shapes or types do not match, a number is negative, or the layer does not exist.
         """
+    def expect(self, shares: _F64) -> None:
+        """Rank experts that no layer has accessed yet: float64 [layers, experts], shares of earlier tokens.
+
+        Raises:
+            ValueError: Wrong dtype or shape.
+        """
+    def preload(self, experts: _I32, most_bytes: int) -> int:
+        """Queue missing blocks of experts, in this order, into free pages beyond the reserve.
+
+        They move behind everything else on the link, and are no accesses. To be called again and again
+        between passes, from any thread.
+
+        Args:
+            experts: int32 [n, 2]: layer and expert.
+            most_bytes: Most bytes on their way at a time.
+
+        Returns:
+            How many experts at the front are resident or on their way; all, if no pages are left or the link
+            has failed.
+
+        Raises:
+            ValueError: An expert does not exist; wrong dtype or shape.
+        """
+    def stop_preload(self) -> None:
+        """Cancel what :meth:`preload` has queued and the link has not started."""
     def finish(self, x: _F32, out: _F32) -> int:
         """Compute the current layer and release its experts; result as :func:`resident_forward`.
 
@@ -1239,6 +1281,7 @@ class ExpertRunner:
         ``hits_*`` and ``prefill_hits_*`` for ``full``, ``prefetch``, ``top``, ``miss``: (expert, pass)
         pairs of passes with one token, and with more. In blocks: ``blocks_wanted``, ``blocks_resident``,
         ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
+        ``preloaded`` (by :meth:`preload`, in no other count),
         ``blocks_staged``, ``blocks_far`` (computed by the CPU in the far tier, in ``far_seconds``);
         ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
         ``link_transfers_*`` by ``demand``, ``next``, ``later``, and the others of :meth:`Link.stats` with
@@ -1393,6 +1436,14 @@ class Timeline:
         """
     def preload(self, layer: int, experts: _I32, blocks: int) -> int:
         """Place the first blocks of experts int32 [n] in free pages at no cost; returns their number."""
+    def start_warm(self, shares: _F64, experts: _I32) -> None:
+        """As the engine after a start with statistics, in no time.
+
+        See :meth:`ExpertRunner.expect` and :meth:`ExpertRunner.preload`.
+
+        Raises:
+            ValueError: Wrong dtype or shape, or an expert does not exist.
+        """
     def run(
         self,
         experts: _I32,

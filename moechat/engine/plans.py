@@ -74,6 +74,8 @@ class PlanKeeper:
             require_bool("may_map", may_map)
         require_callable("progress", progress)
         self._passes.usable_model()
+        if self._passes.loaded.upkeep is not None:
+            self._passes.loaded.upkeep.busy()  # its transfers would be timed too
         self.tuning = self._tune(limit_s, again, may_map, progress)
         if self.mapped:
             self._release_pages()

@@ -169,6 +169,8 @@ class PassRunner:
         self.usable_model()
         loaded = self.loaded
         gpu = loaded.accelerator
+        if loaded.upkeep is not None:
+            loaded.upkeep.busy()
         try:
             with (
                 self.translate_native_errors(),

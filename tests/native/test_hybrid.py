@@ -144,7 +144,7 @@ class Tier:
 @given(
     seed=st.integers(0, 1 << 30),
     pages=st.sampled_from([2, 3, 6, 11, 20, 40, 95]),
-    miss=st.sampled_from(["both", "both", "compute"]),
+    miss=st.sampled_from(["both", "both", "compute", "cpu"]),
     policy=st.sampled_from(["lru", "lcp"]),
     work=st.sampled_from([1, 7, 1 << 20]),
     delays=st.booleans(),
@@ -205,7 +205,7 @@ def test_experts_of_many_tokens_are_fetched(cuda, records):
     tier = Tier(cuda, records, 95)
     try:
         index = [[0, 1]] * 8 + [[0, 2]]  # nine tokens for 0, eight for 1, one for 2
-        launched, shared = tier.layer(0, index, rng, "compute")
+        launched, shared = tier.layer(0, index, rng, "cpu")
         assert launched == [(0, block) for block in range(BLOCKS)]
         assert shared == 2 * BLOCKS
     finally:
@@ -227,18 +227,31 @@ def test_experts_that_the_cpu_does_not_have_are_fetched(cuda, records):
         tier.close()
 
 
-def test_target_blocks_are_fetched_once_while_the_cpu_computes_misses(cuda, records):
+def test_each_block_is_uploaded_once_while_the_cpu_computes_misses(cuda, records):
     rng = np.random.default_rng(2)
     tier = Tier(cuda, records, 3 * 2 * BLOCKS + 4, target=2)
     try:
-        tier.layer(0, [[4, 5]], rng, "compute")
-        tier.runner.drain()  # else the CPU might have what is still on its way sooner
-        seen = [tier.layer(0, [[4, 5]], rng, "compute")[1] for _ in range(2)]
-        assert seen == [0, 0], "two experts are kept, and these are the two"
-        before = tier.runner.stats()["fetched_demand"]
+        for _ in range(200):  # a part of what is missing each time
+            tier.layer(0, [[4, 5]], rng, "compute")
+            tier.runner.drain()
+            if tier.runner.residency()[0, 4:].sum() == 2 * BLOCKS:
+                break
+        assert tier.layer(0, [[4, 5]], rng, "compute")[1] == 0, "both experts are there"
+        assert tier.runner.stats()["fetched_demand"] == 2 * BLOCKS
         for _ in range(3):
             tier.layer(0, [[4, 5]], rng, "compute")
-        assert tier.runner.stats()["fetched_demand"] == before
+        assert tier.runner.stats()["fetched_demand"] == 2 * BLOCKS
+    finally:
+        tier.close()
+
+
+def test_the_cpu_alone_moves_nothing(cuda, records):
+    rng = np.random.default_rng(2)
+    tier = Tier(cuda, records, 95, target=2)
+    try:
+        for step in range(4):
+            assert tier.layer(step % LAYERS, [[4, 5]], rng, "cpu")[1] == 2 * BLOCKS
+        assert tier.runner.stats()["fetched_demand"] == 0
     finally:
         tier.close()
 

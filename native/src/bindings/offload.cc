@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -281,6 +282,13 @@ std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std
   });
 }
 
+std::int64_t preload_py(const RunnerObject& self, const py::array& experts, std::int64_t most_bytes) {
+  const RunnerOptions& options = self.parts()->runner->options();
+  const auto pairs = expert_pairs(experts);
+  const std::int64_t most = std::max<std::int64_t>(1, most_bytes / options.layout.record_bytes);
+  return self.call([&](ExpertRunner& runner) { return runner.preload(pairs, most); });
+}
+
 std::int64_t finish_py(const RunnerObject& self, const py::array& x, py::array out) {
   const Matrices matrices = checked_matrices(self.parts()->runner->options().layout, x, out);
   return self.call([&](ExpertRunner& runner) {
@@ -408,6 +416,16 @@ void bind_offload(py::module_& m) {
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("later") = false)
+      .def(
+          "expect",
+          [](const Self& self, const py::array& shares) {
+            const auto values = expert_shares(shares);
+            self.call([&](ExpertRunner& runner) { runner.expect(values); });
+          },
+          py::arg("shares"))
+      .def("preload", &preload_py, py::arg("experts"), py::arg("most_bytes"))
+      .def("stop_preload",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.stop_preload(); }); })
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
       .def("rows", &rows_py)
       .def("item_lists", &item_lists_py, py::arg("lists"))

@@ -213,6 +213,14 @@ void bind_simulate(py::module_& m) {
       .def("switch_to", &switch_to_py, py::kw_only(), py::arg("targets"), py::arg("miss"), py::arg("ahead"),
            py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"))
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
+      .def(
+          "start_warm",
+          [](Self& self, const py::array& shares, const py::array& experts) {
+            const auto values = expert_shares(shares);
+            const auto pairs = expert_pairs(experts);
+            self.call([&](Timeline& timeline) { timeline.start_warm(values, pairs); });
+          },
+          py::arg("shares"), py::arg("experts"))
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)
       .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })

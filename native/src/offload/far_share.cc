@@ -43,11 +43,14 @@ double FarShare::link_rate(const LinkStats& link) {
 }
 
 std::int64_t FarShare::of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const {
+  return std::llround(share_of_link(left, link, ahead));
+}
+
+double FarShare::share_of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const {
   const double bandwidth = link_rate(link);
   // n blocks of the link take (ahead + n * record) / bandwidth, the others (left - n) * record / rate.
   const double before = static_cast<double>(ahead) / static_cast<double>(record_bytes_);
-  const double blocks = (static_cast<double>(left) * bandwidth - before * rate()) / (bandwidth + rate());
-  return std::llround(std::max(0.0, blocks));
+  return std::max(0.0, (static_cast<double>(left) * bandwidth - before * rate()) / (bandwidth + rate()));
 }
 
 std::int64_t FarShare::piece(std::int64_t unassigned, std::int64_t threads) const {

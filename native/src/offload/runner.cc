@@ -250,6 +250,22 @@ void ExpertRunner::set_targets(const std::vector<LayerTarget>& targets) {
   schedule_.set_targets(targets);
 }
 
+void ExpertRunner::expect(const std::vector<double>& shares) {
+  const ApiLock lock(this);
+  schedule_.expect(shares);
+}
+
+std::int64_t ExpertRunner::preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
+                                   std::int64_t most) {
+  const ApiLock lock(this);
+  return schedule_.preload(experts, most);
+}
+
+void ExpertRunner::stop_preload() {
+  const ApiLock lock(this);
+  schedule_.stop_preload();
+}
+
 ScheduleStats ExpertRunner::stats() const {
   const ApiLock lock(this);
   ScheduleStats stats = schedule_.stats();

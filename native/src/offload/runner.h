@@ -18,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cache/policy.h"
@@ -87,6 +88,11 @@ class ExpertRunner {
   std::int64_t begun_tokens() const;  // -1: no layer has begun
 
   void set_targets(const std::vector<LayerTarget>& targets);
+  // As EvictionPolicy::expect, for all layers: shares [layers * experts].
+  void expect(const std::vector<double>& shares);
+  // As LayerSchedule.
+  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most);
+  void stop_preload();
   ScheduleStats stats() const;
   void reset_stats();
   // How routing has been since the last reset; see routing_counter.h.

@@ -94,6 +94,15 @@ std::int64_t Timeline::preload(std::int32_t layer, const std::int32_t* experts, 
   return loaded;
 }
 
+void Timeline::start_warm(const std::vector<double>& shares,
+                          const std::vector<std::pair<std::int32_t, std::int32_t>>& experts) {
+  schedule_.expect(shares);
+  link_->hurry(true);
+  schedule_.preload(experts, schedule_.slab().pages());
+  drain();
+  link_->hurry(hurried_);
+}
+
 void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {
   check_loading(loading);
   const auto same = [](const LayerTarget& one, const LayerTarget& other) {
