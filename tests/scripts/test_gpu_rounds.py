@@ -35,11 +35,9 @@ def gpu():
 
 def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
     from gpu_rounds import Rounds, measure
+    from wide_products import use_wide_products
 
-    from moechat.offload.kernels import launch
-
-    if launch.INTERPRETED:
-        monkeypatch.setattr(launch, "FEW_ROWS", 64)
+    use_wide_products(monkeypatch)
     write_tiny_checkpoint(tmp_path / "tiny", tiny_config("qwen3_moe", 0))
     rounds = Rounds(prompts=(3, 4, 4096), warm=0, tokens=2, rounds=2)
     with moechat.load(
