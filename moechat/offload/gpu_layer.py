@@ -170,13 +170,17 @@ class GpuExpertLayer:
         far_out = None
         if inputs is not None:
             far_out = pages.far_out(tokens)
-            partial.zero_()  # an expert may have no block here
+        # The CPU may compute all blocks of an expert; the first launch clears the outputs without blocks.
+        clear = inputs is not None
 
         def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
+            nonlocal clear
             accelerator.before_kernels()
+            blocks = lists.blocks(begin, end, entries, rows, slots)
             clocks.begin_launch(entries * record_bytes)
-            kernels.add(memory, lists.blocks(begin, end, entries, rows, slots), items, x, partial)
+            kernels.add(memory, blocks, items, x, partial, clear=clear)
             clocks.end_launch()
+            clear = False
             return lists.next(end)
 
         tier.counters.bytes_read += tier.runner.finish_on_device(
@@ -190,6 +194,8 @@ class GpuExpertLayer:
             out=None if far_out is None else far_out.numpy(),
         )
         lists.finish()
+        if clear:
+            partial.zero_()
         tier.counters.activations += activations
         out = torch.empty_like(x) if into is None else into
         others = None

@@ -10,13 +10,13 @@ from moechat.models.footprint import workspace_bytes
 from moechat.models.model_outline import ModelOutline
 from moechat.offload.budget import Basis, Needs
 from moechat.offload.limits import (
-    FEW_TOKENS,
+    FEW_SUMS,
     MIN_PAGES,
     MOST_BUCKET,
     PAIR_BYTES,
     SHARED_TOKENS,
-    SPLITS,
     WORK_PAIRS,
+    few_splits,
 )
 
 # Tokens that a decoded token attends to, where its time is estimated.
@@ -162,7 +162,7 @@ def _expert_workspace(outline: ModelOutline, geometry: ExpertGeometry, tokens: i
     """
     items = tokens * outline.top_k
     pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
-    # Experts with few tokens keep their outputs in several chains.
-    few = min(items, FEW_TOKENS * geometry.num_experts)
-    outputs = max(items, SPLITS * few) + 3 * min(tokens, SHARED_TOKENS)
+    # Passes of few tokens keep their outputs in several chains.
+    chains = min(items * few_splits(geometry.blocks_per_expert), FEW_SUMS)
+    outputs = max(items, chains) + 3 * min(tokens, SHARED_TOKENS)
     return pairs * PAIR_BYTES + outputs * geometry.layout.hidden_padded * 4

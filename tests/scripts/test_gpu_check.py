@@ -35,13 +35,9 @@ def gpu():
         driver.reset()
 
 
-def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
+def test_every_system_is_measured_in_turns(gpu, tmp_path):
     from gpu.rounds import Rounds, measure
 
-    from moechat.offload.kernels import launch
-
-    if launch.INTERPRETED:
-        monkeypatch.setattr(launch, "FEW_ROWS", 64)
     write_tiny_checkpoint(tmp_path / "tiny", tiny_config("qwen3_moe", 0))
     rounds = Rounds(prompts=(3, 4, 4096), contexts=(4, 4096), warm=0, tokens=2, rounds=2)
     with moechat.load(
@@ -74,10 +70,6 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path, monkeypatch):
 def test_the_packaged_model_is_compared_with_the_cpu(gpu, tmp_path, monkeypatch):
     from gpu import smoke
 
-    from moechat.offload.kernels import launch
-
-    if launch.INTERPRETED:
-        monkeypatch.setattr(launch, "FEW_ROWS", 64)
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(smoke, "_TOKENS", 2)
     monkeypatch.setattr(smoke, "_PROMPT", [{"role": "user", "content": "fox"}])

@@ -2,17 +2,21 @@
 
 import itertools
 import json
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
-from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_linear
+from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_few, triton_linear
 
 SCALARS = {
-    "alpha": "fp32", "limit": "fp32",
+    "alpha": "fp32", "limit": "fp32", "clear": "i32",
     **dict.fromkeys(
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz"), "i32"
     ),
@@ -22,7 +26,11 @@ POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*
 EVEN = ("hidden", "rows", "cols", "sz")
 
 
-def compile_one(kernel, constants, types, warps, capability):
+def kernel_named(name):
+    return getattr(triton_few if name == "blocks" else triton_blocks, name)
+
+
+def build(kernel, constants, types, warps, capability):
     signature = {
         name: "constexpr"
         if name in constants
@@ -42,7 +50,24 @@ def compile_one(kernel, constants, types, warps, capability):
 
 
 def sizes_of(built):
-    return {"shared": built.metadata.shared, "bytes": len(built.asm["cubin"])}
+    ptx = built.asm["ptx"]
+    return {
+        "shared": built.metadata.shared,
+        "bytes": len(built.asm["cubin"]),
+        "conversions": len(re.findall(r"\bcvt\.rn\.f32\.[su]\d+", ptx)),
+        "flushing": ptx.count(".ftz"),
+        "wide_loads": len(re.findall(r"\bld\.global\.v4\.b32", ptx)),
+        "spilled": spilled_bytes(built.asm["cubin"]),
+    }
+
+
+def spilled_bytes(cubin):
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr).group(1))
 
 
 def main() -> None:
@@ -58,7 +83,7 @@ def main() -> None:
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):
                 for capability in map(int, capabilities):
                     kernel = getattr(triton_linear, plan.kernel)
-                    built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                    built = build(kernel, plan.constants, plan.types, plan.warps, capability)
                     results[f"{plan.kernel} sm_{capability} {bits} bits, bias {bias}"] = sizes_of(built)
         encodings = []
     for encoding in encodings:
@@ -71,8 +96,9 @@ def main() -> None:
             for plan in launch.launches(geometry, count, dtype):
                 for capability in map(int, capabilities):
                     name = f"{plan.kernel} sm_{capability} {encoding} bits, {count} items"
-                    kernel = getattr(triton_blocks, plan.kernel)
-                    built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                    built = build(
+                        kernel_named(plan.kernel), plan.constants, plan.types, plan.warps, capability
+                    )
                     results[name] = sizes_of(built)
     print(json.dumps(results))
 

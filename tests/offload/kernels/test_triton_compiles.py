@@ -30,14 +30,14 @@ def compiled(capabilities: str, encodings: str, items: str, dtype: str) -> dict:
 
 def test_every_encoding_compiles_for_few_and_many_tokens():
     results = compiled("86", "2,3,4,8,16,16h", "1,40", "bfloat16")
-    assert len(results) == 6 * 2 * 3
+    assert len(results) == 6 * (2 + 3)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
 @pytest.mark.parametrize(("dtype", "capability"), [("float16", "75"), ("float32", "89")])
 def test_other_types_compile(dtype, capability):
     results = compiled(capability, "4,16", "1,40", dtype)
-    assert len(results) == 2 * 2 * 3
+    assert len(results) == 2 * (2 + 3)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
@@ -53,5 +53,5 @@ def test_packed_dense_layers_compile(dtype, capabilities):
 @pytest.mark.slow
 def test_old_and_new_generations_compile_any_number_of_tokens():
     results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")
-    assert len(results) == 3 * 4 * 3
+    assert len(results) == 3 * (2 * 2 + 2 * 3)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
