@@ -42,9 +42,12 @@ def _cheaper_launches() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes a millisecond a program, whatever its size."""
-    from moechat.offload.kernels import launch, packed_linear
+    from moechat.offload.kernels import attention, launch, packed_linear
 
     if launch.INTERPRETED:
+        # Few splits of few keys, so that short contexts have several.
+        monkeypatch.setattr(attention, "PROGRAMS", 8)
+        monkeypatch.setattr(attention, "TILE_KEYS", (16, 16))
         monkeypatch.setattr(launch, "FEW_ROWS", 64)
         monkeypatch.setattr(packed_linear, "ROWS", 64)
 
