@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,6 +101,13 @@ class _Active:
         raise NotSupportedError("its attention changes keys or values of the cache before it uses them")
 
 
+@dataclass(frozen=True)
+class _OtherMask:
+    """Stands for a mask that the kernels do not know."""
+
+    reason: str
+
+
 _ACTIVE: ContextVar[_Active] = ContextVar("replay")
 
 
@@ -111,23 +119,23 @@ def _no_mask(
     local_size: int | None = None,
     config: Any = None,
     **_: Any,
-) -> None:
+) -> _OtherMask | None:
     """No mask, if it would say what the kernels assume: see transformers' mask functions for the arguments.
 
-    Raises:
-        NotSupportedError: It would say something else.
+    Otherwise an object in its place, which attention refuses: families also make masks that no layer uses.
     """
     layers = _ACTIVE.get().layers
     if attention_mask is not None or not allow_is_causal_skip or q_length > MOST_TOKENS:
-        raise NotSupportedError("its attention has a mask of its own")
+        return _OtherMask("its attention has a mask of its own")
     if local_size is None:
-        return
+        return None
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise NotSupportedError("its attention is chunked")
+        return _OtherMask("its attention is chunked")
     windows = {layer.window for layer in layers if layer.window}
     # Without layers that have a window, no token is further away than the memory has slots.
     if windows - {local_size} or (not windows and local_size < max(layer.slots for layer in layers)):
-        raise NotSupportedError(f"its window of {local_size} tokens is not that of its cache")
+        return _OtherMask(f"its window of {local_size} tokens is not that of its cache")
+    return None
 
 
 def _attention(
@@ -135,13 +143,15 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | _OtherMask | None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: ``[1, tokens, heads, value_dim]``, and no weights."""
     active = _ACTIVE.get()
     layer = active.layer(key, value)
     if attention_mask is not None:
+        if isinstance(attention_mask, _OtherMask):
+            raise NotSupportedError(attention_mask.reason)
         raise NotSupportedError("its attention has a mask of its own")
     unknown = [name for name, given in named.items() if name not in _OURS and not without_effect(name, given)]
     if unknown:
