@@ -90,8 +90,8 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_replayed_logits_equal_those_of_passes(
     family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
-    # gpt_oss has windows of 8 tokens, so that one moves on, and sinks; qwen2_moe makes a mask of a window that
-    # no layer uses.
+    # gpt_oss has windows of 8 tokens, so that one moves on, and sinks; qwen2_moe makes a mask that no layer
+    # uses.
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
     with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
