@@ -185,6 +185,20 @@ def wave_bytes(
     return int(_SLACK_FACTOR * (tokens * token + masks)) + rows
 
 
+def split_sums(config: Any, programs: int, most: int) -> int:
+    """Most bytes that the attention of a token writes where its keys are divided among programs.
+
+    Args:
+        config: The model's configuration.
+        programs: Number of programs, each with the query heads of one head of keys.
+        most: Most float32 sums of a program.
+    """
+    sizes = _Sizes.of(config)
+    # Latents are keys and values of one head.
+    each = most if sizes.latent else min(most, -(-sizes.heads // sizes.kv_heads) * sizes.value)
+    return 4 * programs * each
+
+
 def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:
     """As :func:`workspace_bytes`, for a family whose prompts are computed in one pass.
 

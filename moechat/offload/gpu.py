@@ -22,6 +22,7 @@ from moechat.geometry import ExpertGeometry
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
+from moechat.models.packed_rows import register_codec
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
@@ -32,6 +33,7 @@ from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.kernels.device_rows import DeviceRows
 from moechat.offload.links import open_link
 from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
 from moechat.offload.observed import Observed, observed_on_gpu
@@ -67,6 +69,8 @@ class GpuPlacement:
         self.device = accelerator.device
         self.pages = GpuPages(accelerator, geometry)
         self.far: FarMemory | None = None
+        if self.device.type != "cpu":  # a test's stand-in, for which the native code is right
+            register_codec(self.device.type, DeviceRows())
 
     def dtype(self, name: str) -> torch.dtype:
         """See :meth:`ModelPlacement.dtype`."""

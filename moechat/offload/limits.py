@@ -21,11 +21,11 @@ MOST_SPLITS = 64
 # Pairs of an item and a chain up to which a pass is computed in chains; passes with more have enough programs
 # without, and would need much memory.
 FEW_SUMS = 2048
-# Slots of the attention cache that one set of graphs reads: powers of two between these.
-LEAST_BUCKET = 256
-# Longer contexts are left to passes of the model: torch's attention with a mask walks a head's keys from
-# first to last with one block of threads, while the one without a mask divides them. An estimate.
-MOST_BUCKET = 2048
+# Programs that the attention of a decoded token is divided into: four on each multiprocessor of a large GPU.
+# A constant, so that the bits of a result do not depend on the GPU.
+ATTENTION_PROGRAMS = 512
+# Most float32 sums of one of them, which its threads hold in registers.
+ATTENTION_SUMS = 32 * 512
 
 
 def few_splits(blocks: int) -> int:

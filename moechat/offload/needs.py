@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from moechat.configurator.estimate import ModelShape
 from moechat.geometry import ExpertGeometry
-from moechat.models.footprint import workspace_bytes
+from moechat.models.footprint import split_sums, workspace_bytes
 from moechat.models.model_outline import ModelOutline
 from moechat.offload.budget import Basis, Needs
 from moechat.offload.limits import (
+    ATTENTION_PROGRAMS,
+    ATTENTION_SUMS,
     FEW_SUMS,
     MIN_PAGES,
-    MOST_BUCKET,
     PAIR_BYTES,
     SHARED_TOKENS,
     WORK_PAIRS,
@@ -27,8 +28,8 @@ LIBRARY_BYTES = 96 << 20
 _ROUNDING_BYTES = 64 << 20
 # CUDA graphs besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
 # recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
-# 1 to 2 KiB each, some 2,000 a token of 48 layers, for each of six buckets.
-_GRAPH_BYTES = 96 << 20
+# 1 to 2 KiB each, some 2,000 for a token of 48 layers.
+_GRAPH_BYTES = 64 << 20
 
 
 # Operations that a fast machine computes in the time in which a byte of experts arrives: on an RTX 4090,
@@ -93,9 +94,10 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         if on_gpu:
             total += _expert_workspace(outline, geometry, outline.pass_tokens(context))
         if replays:
-            # A pass of one token in memory of its own, beside the memory of a prompt's passes.
-            bucket = min(context, MOST_BUCKET)
-            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, bucket)
+            # A pass of one token in memory of its own, beside the memory of a prompt's passes. Its attention
+            # reads the cache in place, so nothing grows with the context.
+            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, 1)
+            total += split_sums(outline.config, ATTENTION_PROGRAMS, ATTENTION_SUMS)
         return total
 
     def wave(tokens: int, context: int) -> int:

@@ -35,6 +35,14 @@ def gpu():
         driver.reset()
 
 
+@pytest.fixture
+def _cheaper_kernels(monkeypatch):
+    from wide_products import use_wide_products
+
+    use_wide_products(monkeypatch)
+
+
+@pytest.mark.usefixtures("_cheaper_kernels")
 def test_every_system_is_measured_in_turns(gpu, tmp_path):
     from gpu.rounds import Rounds, measure
 
@@ -67,6 +75,7 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path):
     assert gpu.cuda.get("pinned") == 0
 
 
+@pytest.mark.usefixtures("_cheaper_kernels")
 def test_the_packaged_model_is_compared_with_the_cpu(gpu, tmp_path, monkeypatch):
     from gpu import smoke
 

@@ -2,35 +2,59 @@
 
 import itertools
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
-from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_few, triton_linear
+from moechat.offload.kernels import (
+    attention,
+    launch,
+    packed_linear,
+    triton_attention,
+    triton_blocks,
+    triton_few,
+    triton_linear,
+)
 
 SCALARS = {
-    "alpha": "fp32", "limit": "fp32", "clear": "i32",
+    "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
     **dict.fromkeys(
-        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz"), "i32"
+        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "place",
+         "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
+         "tail_head", "keys_head", "values_head"), "i32"
     ),
 }  # fmt: skip
-POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
+POINTERS = {
+    "pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32",
+    "stats": "*fp32", "numbers": "*i64",
+}  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
-EVEN = ("hidden", "rows", "cols", "sz")
+EVEN = ("hidden", "rows", "cols", "sz", "keys_head", "values_head")
+# Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
+ATTENTION = {
+    "mixtral": (8, 4, 128, 128, {}),
+    "qwen3": (4, 8, 128, 128, {}),
+    "gpt-oss": (8, 8, 64, 64, {"window": 128}),
+    "deepseek-heads": (16, 1, 192, 128, {}),
+    "deepseek-v2-latents": (1, 16, 512, 512, {"tail_dim": 64, "shared": True}),
+    "deepseek-v3-latents": (1, 128, 512, 512, {"tail_dim": 64, "shared": True}),
+}
 
 
 def kernel_named(name):
     return getattr(triton_few if name == "blocks" else triton_blocks, name)
 
 
-def build(kernel, constants, types, warps, capability):
+def build(kernel, constants, types, warps, capability, stages=None, even=EVEN):
     signature = {
         name: "constexpr"
         if name in constants
@@ -38,7 +62,7 @@ def build(kernel, constants, types, warps, capability):
         for name in kernel.arg_names
     }
     places = {name: place for place, name in enumerate(kernel.arg_names)}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in EVEN]
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in even]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -46,7 +70,8 @@ def build(kernel, constants, types, warps, capability):
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=target, options=options)
 
 
 def sizes_of(built):
@@ -70,14 +95,55 @@ def spilled_bytes(cubin):
     return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr).group(1))
 
 
+def registers_of(built):
+    """Registers of a thread, and bytes that it spills, as the assembler reports them; empty without one."""
+    target = re.search(r"^\.target sm_(\w+)", built.asm["ptx"], re.MULTILINE)[1]
+    knobs = triton.knobs.nvidia
+    # Triton brings another one for Blackwell.
+    assembler = knobs.ptxas_blackwell if int(target.rstrip("af")) >= 100 else knobs.ptxas
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        command = [assembler.path, "-v", f"--gpu-name=sm_{target}", file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"Used (\d+) registers", report)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+    return {"registers": int(found[1]), "spilled": spilled}
+
+
+def compile_attention(names, capabilities, dtype, results):
+    """Kernels of attention; a name such as ``mixtral/8`` has packed keys, ``mixtral*3`` three tokens."""
+    for name in names:
+        model, _, tokens = name.partition("*")
+        model, _, bits = model.partition("/")
+        kv_heads, group, key_dim, value_dim, options = ATTENTION[model]
+        shape = attention.AttentionShape(
+            kv_heads, group, key_dim, value_dim, getattr(torch, dtype), packed=bool(bits), **options
+        )
+        count, sinks = int(tokens or 1), bool(options.get("window"))
+        # Bytes of a head's packed rows are a multiple of 4 only.
+        even = () if bits else ("key_head", "value_head", *EVEN)
+        for capability in map(int, capabilities):
+            cores = capability >= 80
+            stages = attention.Launch.of(shape, count, tensor_cores=cores).stages
+            for plan in attention.launches(shape, count, tensor_cores=cores, sinks=sinks):
+                kernel = getattr(triton_attention, plan.kernel)
+                built = build(kernel, plan.constants, plan.types, plan.warps, capability, stages, even)
+                results[f"{plan.kernel} sm_{capability} {name}"] = {**sizes_of(built), **registers_of(built)}
+
+
 def main() -> None:
     """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
 
-    No numbers of items: the kernels of packed dense layers, without and with a bias.
+    No numbers of items: the kernels of packed dense layers, without and with a bias. ``attention`` in place
+    of numbers of items: its kernels, for the models in place of encodings.
     """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
     results = {}
+    if items == ["attention"]:
+        compile_attention(encodings, capabilities, dtype, results)
+        encodings = []
     if items == [""]:
         for bits, bias in itertools.product(map(int, encodings), (False, True)):
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):

@@ -50,6 +50,31 @@ def test_packed_dense_layers_compile(dtype, capabilities):
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "models"),
+    [
+        ("bfloat16", "86", "mixtral,gpt-oss,mixtral/8"),
+        ("bfloat16", "120", "deepseek-v2-latents,qwen3*8"),
+        ("float16", "75", "mixtral,deepseek-v2-latents/8"),
+        ("float32", "90", "deepseek-heads"),
+    ],
+)
+def test_attention_compiles_without_spilled_registers(dtype: str, capability: str, models: str) -> None:
+    results = compiled(capability, models, "attention", dtype)
+    assert len(results) == 3 * len(models.split(","))
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+    assert {name: one for name, one in results.items() if one["spilled"]} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "capabilities"), [("bfloat16", "80,89,90,120"), ("float16", "75")])
+def test_attention_of_every_shape_compiles_for_every_generation(dtype: str, capabilities: str) -> None:
+    models = "mixtral,qwen3,gpt-oss,deepseek-heads,deepseek-v2-latents,deepseek-v3-latents"
+    names = [f"{model}{form}" for model in models.split(",") for form in ("", "/8", "*4")]
+    results = compiled(capabilities, ",".join(names), "attention", dtype)
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
 @pytest.mark.slow
 def test_old_and_new_generations_compile_any_number_of_tokens():
     results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")
