@@ -29,8 +29,8 @@ _TOKEN_SECONDS = 200e-6
 # Share of a GPU's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
 # quantised ones (llama.cpp reads 4.68 GB of 4-bit weights 150 times a second on an RTX 3090 that streams
 # 856 GB/s, which is 0.82; https://github.com/danielesalpietro/kickstart-berlin/issues/58).
-_GPU_DENSE_SHARE = 0.9
-_GPU_EXPERT_SHARE = 0.8
+GPU_DENSE_SHARE = 0.9
+GPU_EXPERT_SHARE = 0.8
 # Overhead of torch's operators and the interpreter on a CPU: the demo's times, whose weights are negligible,
 # on two cores at 2.3 GHz, for a layer without its experts, for its experts, and for the rest of a token.
 _CPU_LAYER_SECONDS = 600e-6
@@ -212,9 +212,9 @@ def _times_on_gpu(profile: HardwareProfile, shape: ModelShape, dense: float) -> 
         return Figure(seconds, "estimate", rule)
 
     return {
-        "attention": time(dense, _GPU_DENSE_SHARE, _DENSE_KERNELS, _LAYER_SECONDS),
-        "moe": time(shape.top_k * shape.expert_bytes, _GPU_EXPERT_SHARE, _EXPERT_KERNELS, 0.0),
-        "head": time(shape.head_bytes, _GPU_DENSE_SHARE, _HEAD_KERNELS, _TOKEN_SECONDS),
+        "attention": time(dense, GPU_DENSE_SHARE, _DENSE_KERNELS, _LAYER_SECONDS),
+        "moe": time(shape.top_k * shape.expert_bytes, GPU_EXPERT_SHARE, _EXPERT_KERNELS, 0.0),
+        "head": time(shape.head_bytes, GPU_DENSE_SHARE, _HEAD_KERNELS, _TOKEN_SECONDS),
     }
 
 

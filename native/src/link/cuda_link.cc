@@ -401,6 +401,7 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
     return failed() || stopping_ || std::none_of(slots, slots + count, pending);
   };
   const auto all_ready = [&] {
+    if (const VirtualClock* const clock = virtual_clock()) return step_until(*clock, &lock, ready);
     while (!ready()) {
       if (Clock::now() >= until) return false;
       issued_.wait_for(lock, std::chrono::milliseconds(1));
@@ -473,14 +474,15 @@ std::unique_ptr<Link> make_cuda_link(const std::vector<CudaRegion>& regions, con
           options.buffers, "from 0 to 64");
   require(options.threads >= 0 && options.threads <= kMostThreads, "threads", options.threads,
           "from 0 to 64");
+  const cuda::Context context = cuda::primary_context(options.device);  // loads the driver
   for (const CudaRegion& region : regions) {
+    require(region.pinned || virtual_clock() == nullptr, "pinned", 0, "1 on a virtual clock");
     require(region.bytes >= 0, "bytes of a region", region.bytes, "0 or positive");
     require(region.offset >= 0, "offset of a region", region.offset, "0 or positive");
     if (region.data == nullptr && (region.path.empty() || region.pinned)) {
       throw std::invalid_argument("a region has neither memory nor a file");
     }
   }
-  const cuda::Context context = cuda::primary_context(options.device);
   std::vector<Source> sources;
   for (const CudaRegion& region : regions) {
     sources.push_back({region, region.data == nullptr ? open_file(region) : Descriptor(-1)});

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/virtual_clock.h"
 #include "link/link.h"
 #include "link/transfer_queue.h"
 
@@ -43,9 +44,6 @@ class LinkEngine {
   virtual StreamOrder* stream_order() { return nullptr; }
   std::string failure() const;
   LinkStats stats() const;
-  static double seconds_now() {
-    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-  }
   bool stop(std::chrono::milliseconds limit);
 
   // Ends the threads. Only after stop() has returned true, so none of them is inside a read.
@@ -78,6 +76,17 @@ class LinkEngine {
 
   // ---- For the backend; the mutex is held.
   void pump();
+  // Moves a virtual clock, without the mutex, until ready() holds, or until nothing will ever happen: false.
+  template <class Ready>
+  static bool step_until(const VirtualClock& clock, Lock* lock, const Ready& ready) {
+    while (!ready()) {
+      lock->unlock();
+      const bool moved = clock.step() != 0;
+      lock->lock();
+      if (!moved) return ready();
+    }
+    return true;
+  }
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
   bool startable() const { return !halted() && queue_.startable(); }
@@ -98,6 +107,7 @@ class LinkEngine {
 
  private:
   void require(const Transfer& transfer) const;
+  static std::int64_t pump_watched(void* engine, int act);
 
   const std::int64_t alignment_;
   std::condition_variable ready_;  // completions, stop, failure; nothing in flight any more
@@ -131,7 +141,7 @@ class QueuedLink final : public Link {
   StreamOrder* stream_order() override { return engine_->stream_order(); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
-  double now() const override { return LinkEngine::seconds_now(); }
+  double now() const override { return seconds_now(); }
   // In a child process: false, at once.
   bool stop(std::chrono::milliseconds limit) override;
 
