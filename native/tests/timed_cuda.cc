@@ -23,10 +23,12 @@
 // (of streams), wakes (of the host); bytes (of the link); and seconds since timed_reset: h2d_busy, drained
 // (the engine idle while the link had transfers to make), gpu_busy, gpu_held (idle, waiting for copies),
 // gpu_starved (idle, waiting for the host), host_waited (for the GPU), cpu_busy (computing experts).
+// model: processor time of this model.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <deque>
 #include <limits>
 #include <map>
@@ -284,6 +286,29 @@ double copy_seconds(std::size_t bytes, const char* rate) {
   return figure("copy_overhead") + (bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0);
 }
 
+// Counts the processor time of the model itself, so that its callers' can be told apart.
+class Spent {
+ public:
+  Spent() { ++depth_; }
+  Spent(const Spent&) = delete;
+  Spent& operator=(const Spent&) = delete;
+  ~Spent() {
+    if (--depth_ > 0) return;
+    world().counts["model"] += now() - begun_;
+  }
+
+ private:
+  static double now() {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+
+  static int depth_;
+  const double begun_ = now();
+};
+int Spent::depth_ = 0;
+
 std::shared_ptr<Event> event_at(const void* event) {
   const auto found = world().events.find(event);
   return found == world().events.end() ? nullptr : found->second;
@@ -295,6 +320,7 @@ Stream* stream_at(void* stream) {
 }
 
 Result copy_many(const std::size_t* bytes, std::size_t many, void* stream) {
+  const Spent spent;
   Stream* const one = stream_at(stream);
   if (one == nullptr || many == 0) return kInvalidValue;
   World& all = world();
@@ -332,8 +358,12 @@ void timed_set(const char* name, double value) { world().figures[name] = value; 
 double timed_get(const char* name) { return world().counts[name]; }
 double timed_now() { return world().now; }
 void timed_reset() { world().counts.clear(); }
-void timed_spend(double seconds) { spend(seconds); }
+void timed_spend(double seconds) {
+  const Spent spent;
+  spend(seconds);
+}
 void timed_launch(void* stream, double host, double device) {
+  const Spent spent;
   World& all = world();
   ++all.counts["launches"];
   spend(host);
@@ -342,6 +372,7 @@ void timed_launch(void* stream, double host, double device) {
        {Kind::kCompute, 0, all.now + figure("launch_latency"), device, nullptr, 0});
 }
 void timed_graph(void* stream, double host, double device) {
+  const Spent spent;
   World& all = world();
   ++all.counts["graphs"];
   spend(host);
@@ -351,6 +382,7 @@ void timed_graph(void* stream, double host, double device) {
 }
 // A copy of the host's thread, beside the link.
 void timed_copy(void* stream, double bytes, int to_host) {
+  const Spent spent;
   World& all = world();
   ++all.counts[to_host != 0 ? "to_host" : "small_copies"];
   spend(figure("copy_call"));
@@ -360,6 +392,7 @@ void timed_copy(void* stream, double bytes, int to_host) {
 }
 // Waits, spinning, for everything that a stream was given.
 int timed_finish(void* stream) {
+  const Spent spent;
   const auto* const one = static_cast<const Stream*>(stream);
   if (!wait_for([&] { return one->queue.empty(); })) return 1;
   spend(figure("wake_spin"));
@@ -370,6 +403,7 @@ int timed_finish(void* stream) {
 
 double moechat_clock_now() { return called(); }
 int moechat_clock_step() {
+  const Spent spent;
   const double next = next_change(true);
   if (next == kNever) return 0;
   run_to(next, true);
@@ -384,6 +418,7 @@ void moechat_clock_unwatch(void* link) {
             all.end());
 }
 void moechat_clock_compute(double bytes) {
+  const Spent spent;
   World& all = world();
   const double begun = all.now;
   double left = bytes;
@@ -467,6 +502,7 @@ Result cuStreamDestroy_v2(void* stream) {
   return kSuccess;
 }
 Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const Spent spent;
   Stream* const one = stream_at(stream);
   const std::shared_ptr<Event> awaited = event_at(event);
   if (one == nullptr || !awaited) return kInvalidHandle;
@@ -476,6 +512,7 @@ Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
   return kSuccess;
 }
 Result cuStreamSynchronize(void* stream) {
+  const Spent spent;
   const Stream* const one = stream_at(stream);
   if (one == nullptr || !wait_for([&] { return one->queue.empty(); })) return kInvalidHandle;
   return kSuccess;
@@ -489,6 +526,7 @@ Result cuEventCreate(void** event, unsigned flags) {
 }
 Result cuEventDestroy_v2(void* event) { return world().events.erase(event) > 0 ? kSuccess : kInvalidHandle; }
 Result cuEventRecord(void* event, void* stream) {
+  const Spent spent;
   Stream* const one = stream_at(stream);
   const std::shared_ptr<Event> recorded = event_at(event);
   if (one == nullptr || !recorded) return kInvalidHandle;
@@ -497,12 +535,14 @@ Result cuEventRecord(void* event, void* stream) {
   return kSuccess;
 }
 Result cuEventQuery(void* event) {
+  const Spent spent;
   const std::shared_ptr<Event> one = event_at(event);
   if (!one) return kInvalidHandle;
   charge(figure("event_call"));
   return one->completed >= one->recorded ? kSuccess : kNotReady;
 }
 Result cuEventSynchronize(void* event) {
+  const Spent spent;
   const std::shared_ptr<Event> one = event_at(event);
   if (!one || !wait_for([&] { return one->completed >= one->recorded; })) return kInvalidHandle;
   charge(figure(one->blocking ? "wake_block" : "wake_spin"));

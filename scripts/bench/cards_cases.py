@@ -1,7 +1,7 @@
 """The time of a decoded token by `plan`, by `simulate` and by the engine over a GPU that only takes time.
 
-All three have the same targets, strategy, routing and predictions. RAM is taken to hold all experts: those in files
-come through threads that read them, which the model of the GPU does not have.
+All three have the same targets, strategy, routing and predictions. RAM is taken to hold all experts: those in
+files come through threads that read them, which the model of the GPU does not have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from cards_engine import Subject, Timed, TimedEngine
 from cards_gpu import Clock
 
-from moechat.hardware.profile import HardwareProfile
 from moechat.hardware.profile_file import reference_profile
 from moechat.offload.knowledge import Knowledge
 from moechat.offload.needs import SPEED_CONTEXT

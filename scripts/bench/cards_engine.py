@@ -1,7 +1,8 @@
-"""The engine's own expert layers, graphs, schedule and link over a GPU that only takes time (``cards_gpu.py``).
+"""The engine's own expert layers, graphs, schedule and link over a GPU that only takes time.
 
-Real are: ``GraphDecoder``, ``GpuExpertLayer``, ``ExpertTier``, the native runner with its schedule and cache, and the
-link. Routing is replayed, and the model is a stand-in whose dense layers take the time of their bytes.
+Real are: ``GraphDecoder``, ``GpuExpertLayer``, ``ExpertTier``, the native runner with its schedule and cache,
+and the link. Routing is replayed, and the model is a stand-in whose dense layers take the time of their
+bytes.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Timed:
         seconds: Virtual seconds of each token.
         counts: Of the model of the GPU; see ``native/tests/timed_cuda.cc``.
         stats: The native runner's counters.
-        host: Real seconds of this machine for each token, all of Python and native code.
+        host: Processor time of this machine for each token: Python, native code, and the model of the GPU.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -215,18 +216,16 @@ class TimedEngine:
             layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
 
     def fill(self, tokens: int) -> None:
-        """Let the first tokens of the trace fill the cache, in no time; everything missing is fetched."""
-        runner, clock, replay = self.tier.runner, self._clock, self.tier.replay
+        """Let the first tokens of the trace fill the cache; everything missing is fetched."""
+        runner, replay = self.tier.runner, self.tier.replay
         assert replay is not None
         weight = np.ones((1, self.tier.top_k), np.float32)
         lists = np.zeros(1 << 20, np.int32)
-        clock.hurry()
         for _ in range(tokens):
             for ordinal in range(self.tier.layers):
                 runner.begin(ordinal, replay.route(ordinal, 1), weight, "fetch")
                 runner.finish_on_device(self.gpu.stream(), 1, 1 << 18, lists, 0, lambda *_: 0)
                 runner.drain()
-        clock.become(self._subject.profile, self._subject.shape, turns=self._turns)
 
     def decode(self, warm: int, tokens: int) -> Timed:
         """Decode further tokens of the trace; the first ``warm`` of them are not counted."""
@@ -238,10 +237,10 @@ class TimedEngine:
             if number == warm:
                 self._clock.reset()
                 self.tier.reset_stats()
-            begun, started = self._clock.now(), time.perf_counter()
+            begun, started = self._clock.now(), time.thread_time()
             self._token()
             seconds.append(self._clock.now() - begun)
-            host.append(time.perf_counter() - started)
+            host.append(time.thread_time() - started)
         if self.notices:
             raise RuntimeError(self.notices[0])
         stats = self.tier.stats()

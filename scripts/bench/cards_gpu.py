@@ -1,7 +1,7 @@
 """A GPU that only takes time, for the engine's own code: see ``native/tests/timed_cuda.cc``.
 
-Copies move nothing and kernels compute nothing. The host's thread is charged with constants, so a run takes the same
-virtual time on every machine.
+Copies move nothing and kernels compute nothing. The host's thread is charged with constants, so a run takes
+the same virtual time on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCE = Path(__file__).parents[2] / "native" / "tests" / "timed_cuda.cc"
 VARIABLE = "MOECHAT_CUDA_DRIVER"
 COUNTS = (
     *("launches", "graphs", "copies", "batches", "small_copies", "to_host", "waits", "wakes", "bytes"),
-    *("h2d_busy", "drained", "gpu_busy", "gpu_held", "gpu_starved", "host_waited", "cpu_busy"),
+    *("h2d_busy", "drained", "gpu_busy", "gpu_held", "gpu_starved", "host_waited", "cpu_busy", "model"),
 )
 
 
@@ -52,7 +52,10 @@ def build() -> Path:
 
 
 class Clock:
-    """The library in this process: the driver that moechat opens. One a process, before anything opens a driver."""
+    """The library in this process: the driver that moechat opens.
+
+    There is one in a process, made before anything opens a driver.
+    """
 
     def __init__(self) -> None:
         path = build()
@@ -146,12 +149,6 @@ class Clock:
             wake_block=pattern.WAKE_SLEEPING,
             turns=float(turns),
         )
-
-    def hurry(self) -> None:
-        """Nothing takes time any more, until :meth:`become`."""
-        names = ("copy_overhead", "copy_call", "copy_latency", "batch_copy", "event_call", "event_latency")
-        self.set(**dict.fromkeys((*names, "launch_latency", "wake_spin", "wake_block"), 0.0))
-        self.set(h2d=1e18, h2d_together=1e18, d2h=1e18, cpu=1e18, cpu_together=1e18)
 
 
 def no_memory(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""The figures of `moechat plan` for machines with a GPU, as a table that can be compared before and after a change."""
+"""The figures of `moechat plan` for machines with a GPU, as a table to compare before and after a change."""
 
 from __future__ import annotations
 
@@ -59,14 +59,20 @@ def plan_rows(machines: Sequence[str], models: Sequence[str]) -> Iterator[PlanRo
 def plan_header() -> str:
     """Titles of the columns of :func:`plan_line`."""
     prompts = "".join(f" {f'TTFT {tokens}':>10}" for tokens in PROMPTS)
-    return f"{'machine':20} {'model':15} {'near':>6} {'tok/s':>7}{prompts}   dense + experts + waiting + head, ms; strategy"
+    return (
+        f"{'machine':20} {'model':15} {'near':>6} {'tok/s':>7}{prompts}"
+        "   dense + experts + waiting + head, ms; strategy"
+    )
 
 
 def plan_line(row: PlanRow) -> str:
     """One row, aligned."""
     prompts = "".join(f" {_seconds(row.ttft_s.get(tokens)):>10}" for tokens in PROMPTS)
     parts = " + ".join(f"{part:.1f}" for part in row.parts_ms)
-    return f"{row.machine:20} {row.model:15} {row.resident:6.1%} {row.tokens_per_s:7.1f}{prompts}   {parts}; {row.strategy}"
+    return (
+        f"{row.machine:20} {row.model:15} {row.resident:6.1%} {row.tokens_per_s:7.1f}{prompts}"
+        f"   {parts}; {row.strategy}"
+    )
 
 
 def _seconds(value: float | None) -> str:
