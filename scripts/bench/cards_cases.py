@@ -6,19 +6,22 @@ files come through threads that read them, which the model of the GPU does not h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 from cards_engine import Subject, Timed, TimedEngine
 from cards_gpu import Clock
 
+from moechat.configurator.gpu_pattern import LAYER_HOST
+from moechat.hardware.profile import HardwareProfile
 from moechat.hardware.profile_file import reference_profile
 from moechat.offload.knowledge import Knowledge
 from moechat.offload.needs import SPEED_CONTEXT
 from moechat.options import LoadOptions
-from moechat.planning.cases import Cases
+from moechat.planning.cases import Case, Cases
 from moechat.planning.machine import find_machine
 from moechat.planning.source import find_model
 from moechat.routing.trace import Trace
@@ -26,6 +29,7 @@ from moechat.routing.trace_mapping import map_trace
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.predictions import draw_rankings
 from moechat.simulate.run import SimulatedRun, Tier, simulate
+from moechat.simulate.strategy import strategies
 from moechat.simulate.timing import timing_of
 
 Ints = npt.NDArray[np.int32]
@@ -87,6 +91,20 @@ class CardRow:
         return self.timed.counts[name] / self.tokens
 
 
+@cache
+def _planned(name: CaseName, strategy: str | None) -> tuple[Cases, Case, HardwareProfile]:
+    """The plan of a case, and the machine with enough RAM."""
+    profile = reference_profile(name.machine)
+    profile = replace(profile, ram=replace(profile.ram, value=max(profile.ram.value, _RAM)))
+    options = LoadOptions.parse({"vram": name.vram} if name.vram else {})
+    cases = Cases(find_model(name.model, None), find_machine(profile, gpu=True), options)
+    budget, given, _ = cases.machine.vram_budget(options.vram)
+    known = {one.name: one for one in strategies(cases.settings, far_computes=True)}
+    chosen = None if strategy is None else known[strategy]
+    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=1.0, strategy=chosen)
+    return cases, case, profile
+
+
 def run_case(
     clock: Clock,
     name: CaseName,
@@ -95,15 +113,26 @@ def run_case(
     fill: int,
     warm: int,
     tokens: int,
-    turns: bool = False,
+    ordered: bool = False,
+    strategy: str | None = None,
+    figures: Mapping[str, float] | None = None,
+    layer_host: float = LAYER_HOST,
 ) -> CardRow:
-    """Plan, simulate and run one case."""
-    profile = reference_profile(name.machine)
-    profile = replace(profile, ram=replace(profile.ram, value=max(profile.ram.value, _RAM)))
-    options = LoadOptions.parse({"vram": name.vram} if name.vram else {})
-    cases = Cases(find_model(name.model, None), find_machine(profile, gpu=True), options)
-    budget, given, _ = cases.machine.vram_budget(options.vram)
-    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=1.0)
+    """Plan, simulate and run one case.
+
+    Args:
+        clock: The driver.
+        name: The case.
+        trace: Recorded routing; ``None``: drawn from the statistics of the model's family, as plans do.
+        fill: Tokens that fill the cache.
+        warm: Tokens before timing.
+        tokens: Timed tokens.
+        ordered: Copies of all streams are made in the order of the calls; else streams take turns.
+        strategy: Name of the strategy of the plan; ``None``: the fastest.
+        figures: Other figures of the GPU, by their names in ``native/tests/timed_cuda.cc``.
+        layer_host: Host seconds of the engine for a layer.
+    """
+    cases, case, profile = _planned(name, strategy)
     shape, statistics = cases.shape, cases.routing.statistics
     made = case.made
     settings = cases.settings if made is None else made.settings_for(cases.settings)
@@ -137,7 +166,8 @@ def run_case(
             lookahead=settings.lookahead,
             seed=_SEED,
         )
-    engine = TimedEngine(clock, subject, routing, rankings, turns=turns)
+    changes = {"turns": float(not ordered), **(figures or {})}
+    engine = TimedEngine(clock, subject, routing, rankings, figures=changes, layer_host=layer_host)
     try:
         engine.fill(fill)
         timed = engine.decode(warm, tokens)
@@ -172,7 +202,7 @@ def run_case(
         hurried=fill,
         timed=tokens,
     )
-    strategy = "all near" if made is None or case.strategy is None else case.strategy.title
+    title = "all near" if made is None or case.strategy is None else case.strategy.title
     return CardRow(
         name,
         cases.resident(case.memory),
@@ -181,7 +211,7 @@ def run_case(
         timed,
         tokens,
         shape.layers,
-        strategy,
+        title,
     )
 
 

@@ -8,6 +8,7 @@ bytes.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -176,18 +177,26 @@ class TimedEngine:
         subject: Model, machine and plan.
         trace: Routing.
         rankings: Predictions, int32 ``[lookahead, tokens, layers, width]``.
-        turns: Copies of two streams take turns; else they are made in the order of the calls.
+        figures: Figures of the GPU other than the machine's.
+        layer_host: Host seconds of Python and native code for a layer, beside calls of the GPU.
     """
 
     def __init__(
-        self, clock: Clock, subject: Subject, trace: Trace, rankings: Ints | None, *, turns: bool = False
+        self,
+        clock: Clock,
+        subject: Subject,
+        trace: Trace,
+        rankings: Ints | None,
+        *,
+        figures: Mapping[str, float],
+        layer_host: float,
     ) -> None:
         _native.set_num_threads(subject.profile.cores)
-        self._clock, self._subject, self._trace, self._rankings = clock, subject, trace, rankings
-        self._turns = turns
+        self._clock, self._rankings = clock, rankings
         geometry, layers, shape = subject.geometry, subject.shape.layers, subject.shape
-        clock.become(subject.profile, shape, turns=turns)
-        self.gpu = TimedGpu(clock, subject.profile, shape, subject.context)
+        clock.become(subject.profile, shape)
+        clock.set(**figures)
+        self.gpu = TimedGpu(clock, subject.profile, shape, subject.context, layer_host)
         placement = GpuPlacement(self.gpu, geometry)
         pages = placement.pages
         pages.kernels = TimedKernels(geometry, clock, self.gpu.stream(), self.gpu.bandwidth)

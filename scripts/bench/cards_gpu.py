@@ -65,7 +65,8 @@ class Clock:
             getattr(library, name).restype = ctypes.c_double
         library.timed_get.argtypes = [ctypes.c_char_p]
         library.timed_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
-        library.timed_spend.argtypes = [ctypes.c_double]
+        for name in ("timed_spend", "moechat_clock_compute"):
+            getattr(library, name).argtypes = [ctypes.c_double]
         for name in ("timed_launch", "timed_graph"):
             getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
         library.timed_copy.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int]
@@ -84,6 +85,10 @@ class Clock:
     def spend(self, seconds: float) -> None:
         """Let the host compute."""
         self._library.timed_spend(seconds)
+
+    def compute(self, nbytes: float) -> None:
+        """Let the CPU compute experts of so many bytes."""
+        self._library.moechat_clock_compute(nbytes)
 
     def launch(self, stream: int, host: float, device: float) -> None:
         """Launch a kernel."""
@@ -121,7 +126,7 @@ class Clock:
         """Count from now on."""
         self._library.timed_reset()
 
-    def become(self, profile: HardwareProfile, shape: ModelShape, *, turns: bool = False) -> None:
+    def become(self, profile: HardwareProfile, shape: ModelShape) -> None:
         """Take the figures of a machine."""
         link, gpu = profile.links["gpu"], profile.gpu
         assert gpu is not None
@@ -147,7 +152,7 @@ class Clock:
             launch_latency=pattern.LAUNCH_LATENCY,
             wake_spin=pattern.WAKE_SPINNING,
             wake_block=pattern.WAKE_SLEEPING,
-            turns=float(turns),
+            turns=1.0,
         )
 
 
@@ -217,13 +222,13 @@ class TimedGraph:
         self._gpu, self._number = gpu, number
 
     def begin(self) -> None:
-        self._gpu.recording = True
+        """Decisions are those of the pass; nothing takes time."""
 
     def end(self) -> None:
-        self._gpu.recording = False
+        """See above."""
 
     def abandon(self) -> None:
-        self._gpu.recording = False
+        """See above."""
 
     def replay(self) -> None:
         self._gpu.clock.graph(self._gpu.stream(), pattern.GRAPH_CALL, self._gpu.graph_seconds(self._number))
@@ -254,22 +259,23 @@ class TimedGpu(Accelerator):
         profile: The machine.
         shape: The model.
         context: Tokens that attention reads.
+        layer_host: Host seconds of Python and native code for a layer.
 
     Attributes:
         answers: Called with the size of what a layer requests: what the GPU would have chosen, int32.
-        recording: A graph is being recorded: nothing takes time.
     """
 
-    def __init__(self, clock: Clock, profile: HardwareProfile, shape: ModelShape, context: int) -> None:
+    def __init__(
+        self, clock: Clock, profile: HardwareProfile, shape: ModelShape, context: int, layer_host: float
+    ) -> None:
         gpu = profile.gpu
         assert gpu is not None
-        self.clock = clock
+        self.clock, self._layer_host = clock, layer_host
         self.device = torch.device("cpu")
         self.ordinal = 0
         self.context_bytes = 0
         self.bandwidth = gpu.bandwidth.value
         self.answers: Callable[[int], npt.NDArray[np.int32]] = lambda size: np.zeros(size, np.int32)
-        self.recording = False
         self._handle = clock.stream()
         rate = GPU_DENSE_SHARE * self.bandwidth
         dense = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
@@ -331,7 +337,7 @@ class TimedGpu(Accelerator):
         self.clock.copy(self._handle, packed.nbytes, to_host=True)
         self.clock.spend(pattern.EVENT_CALL)
         self.clock.finish(self._handle)
-        self.clock.spend(pattern.LAYER_PYTHON + pattern.LAYER_NATIVE)
+        self.clock.spend(self._layer_host)
         return self.answers(packed.numel())
 
     def graphs(self) -> TimedGraphs:

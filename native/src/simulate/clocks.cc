@@ -141,7 +141,8 @@ double CardClock::end_layer() {
   if (far_sums_) ready = std::max(ready, small_copy() + (hurried_ ? 0 : costs_.far_call));
   if (!hurried_) *now_ += costs_.calls.sum;
   busy_until_ = std::max(ready, *now_) + (hurried_ ? 0 : costs_.calls.sum_card);
-  return busy_until_;
+  // What is left of the calls for the next dense part belongs to that.
+  return std::max(busy_until_, *now_ + costs_.calls.dense) - costs_.calls.dense;
 }
 
 std::int64_t CardClock::compute() {

@@ -97,7 +97,7 @@ class HostClock : public LayerExecutor {
 // As DeviceExecutor over a CudaLink, called as GraphDecoder and GpuExpertLayer do: the clock is that of the
 // thread that launches. The card works through the launches one after another, each behind its lists and the
 // copies that it reads; a copy that starts later moves behind the kernels that read its page. Lists, and the
-// far tier's sums, go over the link, behind the copies that were begun before.
+// far tier's sums, pass over the link between the transfers.
 class CardClock final : public HostClock {
  public:
   using HostClock::HostClock;

@@ -161,9 +161,11 @@ void VirtualLink::start(double moment, bool called) {
     const double begin = std::max(busy_until_, ready);
     const std::int64_t before = queue_.stats(moment).operations;
     const auto [alone, shared] = moving(run_.data(), count);
-    if (called && !hurried_) {
+    if (!hurried_) {
       const auto copies = static_cast<double>(queue_.stats(moment).operations - before);
-      call_seconds_ += options_.call + copies * options_.call_copy;
+      copies_ += copies;
+      copy_seconds_ += alone;
+      if (called) call_seconds_ += options_.call + copies * options_.call_copy;
     }
     const double slowdown = alone > 0 ? shared / alone : 1;
     busy_until_ = end_of_move(begin, alone, slowdown, shared_until_);
@@ -220,8 +222,12 @@ void VirtualLink::advance() {
 double VirtualLink::pass(double ready, double seconds) {
   advance();
   start(*now_);
-  busy_until_ = std::max(busy_until_, ready) + seconds;
-  return busy_until_;
+  // Streams take turns: it waits for the rest of one copy, which is as long as a copy is on average, since
+  // long ones are met more often; and the transfers wait for it.
+  const double rest = copies_ > 0 ? copy_seconds_ / copies_ : 0;
+  const double begin = std::max(ready, std::min(busy_until_, ready + rest));
+  busy_until_ = std::max(busy_until_, begin) + seconds;
+  return begin + seconds;
 }
 
 }  // namespace moechat

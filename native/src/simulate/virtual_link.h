@@ -64,8 +64,7 @@ class VirtualLink final : public Link {
   double end_of(std::uint32_t slot);
   // Transfers into this slot that start from now on move after `moment`.
   void move_after(std::uint32_t slot, double moment) { move_after_[slot] = moment; }
-  // A copy of its caller's, beside the transfers and behind those that have started: it may move from `ready`
-  // on. Returns when it has moved.
+  // A copy of its caller's in another stream, which may move from `ready` on. Returns when it has moved.
   double pass(double ready, double seconds);
   // Seconds of the caller in operations that began in its calls since this was last called.
   double take_call_seconds() {
@@ -108,6 +107,8 @@ class VirtualLink final : public Link {
   double busy_until_ = 0;
   double shared_until_ = 0;
   double call_seconds_ = 0;
+  double copies_ = 0;  // so far, and the seconds that they move
+  double copy_seconds_ = 0;
   bool hurried_ = false;
 };
 
