@@ -102,15 +102,13 @@ def test_there_is_one_result_for_each_system_and_fraction(cases: list[dict[str, 
         assert 0 <= case["far_busy"] <= 1
 
 
-def test_no_system_has_more_hits_or_is_faster_than_the_oracle(cases: list[dict[str, Any]]) -> None:
+def test_no_system_is_faster_than_the_oracle(cases: list[dict[str, Any]]) -> None:
+    """It may have fewer hits: where copies cost the host time, the CPU computes more of what is missing."""
     for fraction in (0.25, 0.5):
         oracle = of(cases, "oracle", fraction)
         for system in SYSTEMS:
             other = of(cases, system, fraction)
             assert other["tpot_ms"] >= oracle["tpot_ms"] - SURE, system
-            # Who streams whole layers waits for all of it, and then nothing is missing.
-            if settings_for(system).keep > 0:
-                assert other["hit_rate"] <= oracle["hit_rate"] + SURE, system
 
 
 def test_systems_behave_as_published(cases: list[dict[str, Any]]) -> None:
