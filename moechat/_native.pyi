@@ -4,7 +4,7 @@ Every call that computes drops the GIL. Calls are safe from several threads; the
 call at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -1378,9 +1378,11 @@ class Timeline:
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
             then the others behind their copies, and demands are copied at once.
         counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
+        calls: ``card``: times of the launching thread and of small copies, by the names of
+            :class:`moechat.configurator.gpu_pattern.GpuCalls`; those that are left out are 0.
 
     Raises:
-        ValueError: A size or a time is out of range.
+        ValueError: A size or a time is out of range, or a name is unknown.
     """
 
     def __init__(
@@ -1417,6 +1419,7 @@ class Timeline:
         near_slowdown: float = 1.0,
         launch: str = "host",
         counts_hard: bool = False,
+        calls: Mapping[str, float] = ...,
     ) -> None: ...
     def switch_to(
         self,

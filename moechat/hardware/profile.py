@@ -79,14 +79,19 @@ class LinkFigures:
     latencies: Mapping[int, Figure] = field(default_factory=dict)
 
     def rate(self, nbytes: int) -> float:
-        """Bytes per second for transfers of ``nbytes``: linear between measured sizes, constant beyond."""
+        """Bytes per second for transfers of ``nbytes``.
+
+        Times are linear between measured sizes, and the rate is constant beyond. A transfer takes a time of
+        its own and that of its bytes, so between 256 KiB and 16 MiB the rate rises faster than linearly.
+        """
         sizes = sorted(self.bandwidth)
         if nbytes <= sizes[0]:
             return self.bandwidth[sizes[0]].value
         for low, high in pairwise(sizes):
             if nbytes <= high:
                 share = (nbytes - low) / (high - low)
-                return self.bandwidth[low].value * (1 - share) + self.bandwidth[high].value * share
+                times = low / self.bandwidth[low].value, high / self.bandwidth[high].value
+                return nbytes / (times[0] * (1 - share) + times[1] * share)
         return self.bandwidth[sizes[-1]].value
 
 

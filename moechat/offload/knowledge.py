@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near, costs_of
+from moechat.configurator.gpu_pattern import gpu_calls
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
 from moechat.geometry import DenseBits
@@ -32,9 +33,8 @@ _LAYER_SECONDS = 100e-6
 # The same for a mid-range GPU on PCIe 4.0 x16.
 _ASSUMED_GPU = 250e9
 _ASSUMED_PCIE = 20e9
-_GPU_LAYER_SECONDS = 150e-6
-# Three kernels for any number of experts; two copies and a kernel where the CPU computes a part.
-_GPU_CALL_SECONDS, _GPU_FAR_CALL_SECONDS = 15e-6, 35e-6
+# Seconds of a copy besides its bytes.
+_ASSUMED_COPY = 2e-6
 
 _T = TypeVar("_T")
 
@@ -215,15 +215,16 @@ def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
 
 def assumed_on_gpu(shape: ModelShape) -> Costs:
     """Costs on a GPU that was not measured: a mid-range one on PCIe 4.0 x16."""
+    calls, reading = gpu_calls(_ASSUMED_COPY), shape.top_k * shape.expert_bytes / _ASSUMED_GPU
     return Costs(
-        attention=shape.layer_dense_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
-        moe=shape.top_k * shape.expert_bytes / _ASSUMED_GPU,
-        head=shape.head_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
+        attention=calls.layer(shape.layer_dense_bytes / _ASSUMED_GPU),
+        moe=calls.experts(reading),
+        head=calls.head(shape.head_bytes / _ASSUMED_GPU),
         load=shape.expert_bytes / _ASSUMED_PCIE,
         latency=15e-6,
         compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
-        call=_GPU_CALL_SECONDS,
-        far_call=_GPU_FAR_CALL_SECONDS,
+        call=calls.experts(reading) - reading,
+        calls=calls,
     )
 
 

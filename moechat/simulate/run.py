@@ -231,6 +231,7 @@ def _timeline(
         far_call=timing.far_call,
         near_slowdown=timing.near_slowdown,
         launch=timing.launch,
+        calls=timing.calls.timeline(),
     )
 
 

@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/virtual_clock.h"
+
 namespace moechat::cuda {
 namespace {
 
@@ -59,6 +61,18 @@ void find_if_any(void* library, const char* symbol, Function* function) {
   *function = reinterpret_cast<Function>(dlsym(library, symbol));
 }
 
+// Of a stand-in that keeps the time; no driver has these.
+void take_clock(void* library) {
+  static VirtualClock clock{};
+  find_if_any(library, "moechat_clock_now", &clock.now);
+  if (clock.now == nullptr) return;
+  find(library, "moechat_clock_step", &clock.step);
+  find(library, "moechat_clock_watch", &clock.watch);
+  find(library, "moechat_clock_unwatch", &clock.unwatch);
+  find(library, "moechat_clock_compute", &clock.compute);
+  set_virtual_clock(&clock);
+}
+
 std::string text_of(const Driver& from, Result result) {
   const char* name = nullptr;
   const char* text = nullptr;
@@ -92,6 +106,7 @@ Driver open() {
     } else if (version >= kFirstWithBatches) {
       find_if_any(library, "cuMemcpyBatchAsync", &found.copy_batch_12);
     }
+    take_clock(library);
   } catch (...) {
     dlclose(library);
     throw;

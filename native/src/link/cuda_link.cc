@@ -120,6 +120,10 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   void work(int thread) override { thread == 0 ? work_reaper() : work_stager(); }
   void reap() override;
   void start() override { issue_batches(kBatchesOfCaller); }
+  void pump_as_thread() override {
+    pump();
+    if (!halted()) issue_batches(kAllBatches);
+  }
   void wake() override {
     work_.notify_all();
     stage_.notify_all();
@@ -411,8 +415,7 @@ void CudaEngine::work_reaper() {
 #endif
   Lock lock(mutex_);
   while (!ending_) {
-    pump();
-    if (!halted()) issue_batches(kAllBatches);
+    pump_as_thread();
     if (running_.empty()) {
       // Wait 11: for something to be under way.
       MOECHAT_WAIT(11, work_.wait(lock, [this] { return ending_ || !running_.empty(); }));
@@ -485,12 +488,15 @@ bool CudaEngine::fills_first(void* stream, const std::uint32_t* slots, std::int6
       const State state = queue_[slot].state;
       return state == State::kQueued || (state == State::kStarted && batch_of_[slot] == kNotIssued);
     };
-    // Wait 13: for transfers that have not been given to the stream.
-    bool all = true;
-    MOECHAT_WAIT(13, all = issued_.wait_until(lock, until, [&] {
+    const auto issued = [&] {
       if (!halted()) issue_batches(kAllBatches);
       return halted() || std::none_of(slots, slots + count, pending);
-    }));
+    };
+    const VirtualClock* const clock = virtual_clock();
+    // Wait 13: for transfers that have not been given to the stream.
+    bool all = true;
+    MOECHAT_WAIT(13, all = clock == nullptr ? issued_.wait_until(lock, until, issued)
+                                            : step_until(*clock, &lock, issued));
     if (failed()) throw std::runtime_error(why());
     if (stopping_) throw std::runtime_error("the link was stopped");
     if (!all) return false;
@@ -543,8 +549,9 @@ std::unique_ptr<Link> make_cuda_link(std::vector<CudaRegion> regions, const Cuda
           "from 0 to 64");
   require(options.threads >= 0 && options.threads <= kMostThreads, "threads", options.threads,
           "from 0 to 64");
-  const cuda::Context context = cuda::primary_context(options.device);
+  const cuda::Context context = cuda::primary_context(options.device);  // loads the driver
   FarSources sources(std::move(regions));
+  require(!sources.staged() || virtual_clock() == nullptr, "pinned", 0, "1 on a virtual clock");
   const int buffers = !sources.staged() ? 0 : options.buffers > 0 ? options.buffers : kDefaultBuffers;
   return std::make_unique<QueuedLink>(
       std::make_unique<CudaEngine>(std::move(sources), context, options, buffers));

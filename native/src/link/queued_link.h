@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/virtual_clock.h"
 #include "link/link.h"
 #include "link/transfer_queue.h"
 
@@ -44,9 +45,6 @@ class LinkEngine {
   virtual StreamOrder* stream_order() { return nullptr; }
   std::string failure() const;
   LinkStats stats() const;
-  static double seconds_now() {
-    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-  }
   bool stop(std::chrono::milliseconds limit);
 
   // Ends the threads. Only after stop() has returned true, so none of them is inside a read.
@@ -88,9 +86,22 @@ class LinkEngine {
   virtual void abandon() {}  // stop: finish() the transfers that would never end by themselves
   // Throws std::invalid_argument for a transfer that this backend cannot make; nothing was queued.
   virtual void admit(const Transfer& transfer) const { static_cast<void>(transfer); }
+  // What the thread that waits for the backend does whenever it wakes up; on a virtual clock it has none.
+  virtual void pump_as_thread() { pump(); }
 
   // ---- For the backend; the mutex is held.
   void pump();
+  // Moves a virtual clock, without the mutex, until ready() holds, or until nothing will ever happen: false.
+  template <class Ready>
+  static bool step_until(const VirtualClock& clock, Lock* lock, const Ready& ready) {
+    while (!ready()) {
+      lock->unlock();
+      const bool moved = clock.step() != 0;
+      lock->lock();
+      if (!moved) return ready();
+    }
+    return true;
+  }
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
   bool startable() const { return !halted() && queue_.startable(); }
@@ -112,6 +123,7 @@ class LinkEngine {
 
  private:
   void require(const Transfer& transfer) const;
+  static std::int64_t pump_watched(void* engine, int act);
 
   const std::int64_t alignment_;
   std::condition_variable ready_;  // completions, stop, failure; nothing in flight any more
@@ -146,7 +158,7 @@ class QueuedLink final : public Link {
   StreamOrder* stream_order() override { return engine_->stream_order(); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
-  double now() const override { return LinkEngine::seconds_now(); }
+  double now() const override { return seconds_now(); }
   // In a child process: false, at once.
   bool stop(std::chrono::milliseconds limit) override;
 

@@ -35,6 +35,7 @@ class FarKernels {
   // A layer begins; `rows` stay as they are until it is done.
   void begin(std::int32_t layer, const Grouped* rows, std::int64_t tokens, const FarPart& part);
   const FarPart& part() const { return part_; }
+  std::int64_t record_bytes() const { return layout_.record_bytes; }
   // The first call of a layer sets `out` to 0, and every call adds its blocks to it. REQUIRES: records of
   // these experts.
   void compute(const std::vector<FarPiece>& pieces);
