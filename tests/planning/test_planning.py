@@ -619,8 +619,8 @@ def test_a_wave_takes_a_small_share_of_the_memory_and_moves_missing_experts_once
     assert made.wave_tokens == 4096
     assert made.speed is not None
     assert made.speed.ttft_s is not None
-    longer = moechat.plan("mixtral", vram="20G", profile="rtx4090-24g", ctx=8192)
-    assert longer.wave_tokens == 8192, "more would exceed the context"
+    roomy = moechat.plan("mixtral", vram="20G", profile="rtx4090-24g", ctx=8192)
+    assert roomy.wave_tokens == 2048, "less is missing: computing soon takes longer than moving it"
     # How long a wave is depends on the budget, and on a GPU the rounding on how long it is.
     same_bits = moechat.plan("mixtral", vram="12G", profile="rtx3060-12g", ctx=8192, deterministic=True)
     assert same_bits.wave_tokens == 0
