@@ -35,7 +35,7 @@ class Preloader:
 
     @property
     def running(self) -> bool:
-        """Whether blocks may still be queued."""
+        """Whether blocks are still to be queued, or on their way."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, runner: _native.ExpertRunner, experts: npt.NDArray[np.int32]) -> None:
@@ -74,8 +74,10 @@ def _load(runner: _native.ExpertRunner, experts: npt.NDArray[np.int32], stop: th
     while not stop.is_set():
         try:
             done += runner.preload(experts[done:], _QUEUED_BYTES)
+            if done >= len(experts):
+                stats = runner.stats()
+                if stats["link_queued"] + stats["link_in_flight"] == 0:
+                    return
         except RuntimeError:  # closed meanwhile
-            return
-        if done >= len(experts):
             return
         stop.wait(_PAUSE_S)

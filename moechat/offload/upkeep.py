@@ -242,6 +242,11 @@ class Upkeep:
         self._pending = None
         return True
 
+    @property
+    def preloading(self) -> bool:
+        """Whether experts of earlier use are being loaded."""
+        return self._preloader.running
+
     def busy(self) -> None:
         """A pass begins: stop preloading until the next :meth:`idle`. Costs nothing where it has ended."""
         if self._preloader.running:
