@@ -14,7 +14,6 @@ from moechat.hardware.profile import Figure
 Report = Callable[[str], None]
 
 _ROUNDS, _FEW_ROUNDS = 5, 2
-_CALLS = 64  # of things that the host starts or waits for, in a round
 
 
 class TimeIsUpError(Exception):
@@ -111,18 +110,18 @@ class CardRounds:
         card = self.card
         card.wait()
         begun = card.clock()
-        for _ in range(_CALLS):
+        for _ in range(self.budget.gpu_calls):
             task.run()
         if wait:
             card.wait()
-        seconds = (card.clock() - begun) / _CALLS
+        seconds = (card.clock() - begun) / self.budget.gpu_calls
         card.wait()
         return seconds
 
     def waited(self, work: Callable[[], object]) -> float:
         """Host seconds of work that begins on an idle GPU; the median of many."""
         found = []
-        for _ in range(_CALLS):
+        for _ in range(self.budget.gpu_calls):
             self.card.wait()
             begun = self.card.clock()
             work()

@@ -33,6 +33,7 @@ class Budget:
         gpu_seconds: GPU, all of it but building kernels.
         build_seconds: First runs of the GPU's kernels, which builds them where they were never used.
         gpu_cell_seconds: One figure of the GPU.
+        gpu_calls: Calls in a round of what the host starts or waits for.
         gpu_together_seconds: Link to the GPU and CPU together, for each number of bits.
         gpu_bytes: Memory of the GPU for reading and copying; never more than a quarter of what is free.
         gpu_link_bytes: Pinned memory that is copied from; larger than the CPU's caches.
@@ -61,6 +62,7 @@ class Budget:
     gpu_seconds: float = 20.0
     build_seconds: float = 60.0
     gpu_cell_seconds: float = 0.05
+    gpu_calls: int = 64
     gpu_together_seconds: float = 0.25
     gpu_bytes: int = 1 << 30
     gpu_link_bytes: int = 256 << 20
