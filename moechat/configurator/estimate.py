@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moechat.configurator import gpu_rates
 from moechat.configurator.costs import Costs
 from moechat.errors import UsageError
 from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures, ModelTimes, Origin
@@ -22,15 +23,8 @@ Near = Literal["gpu", "ram"]
 _DENSE_KERNELS = 20
 _EXPERT_KERNELS = 3
 _HEAD_KERNELS = 6
-# Exposed host time per layer, for bookkeeping and the copy of the router's choice: the design's upper bound.
 # Host time per token: sampling and conversion to text.
-_LAYER_SECONDS = 60e-6
 _TOKEN_SECONDS = 200e-6
-# Share of a GPU's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
-# quantised ones (llama.cpp reads 4.68 GB of 4-bit weights 150 times a second on an RTX 3090 that streams
-# 856 GB/s, which is 0.82; https://github.com/danielesalpietro/kickstart-berlin/issues/58).
-_GPU_DENSE_SHARE = 0.9
-_GPU_EXPERT_SHARE = 0.8
 # Overhead of torch's operators and the interpreter on a CPU: the demo's times, whose weights are negligible,
 # on two cores at 2.3 GHz, for a layer without its experts, for its experts, and for the rest of a token.
 _CPU_LAYER_SECONDS = 600e-6
@@ -166,9 +160,9 @@ def cost_figures(
     far = _over(each, expert_rate(profile, shape.bits))
     if near == "gpu":
         figures["compute_far"] = far
-        if profile.expert_rate_together:
-            bits = nearest_bits(shape.bits, profile.expert_rate_together)
-            figures["compute_together"] = _over(each, profile.expert_rate_together[bits])
+        beside = beside_link(profile, near)
+        if beside:
+            figures["compute_together"] = _over(each, beside[nearest_bits(shape.bits, beside)])
     if times is not None:
         figures.update(attention=times.attention, moe=times.moe, head=times.head)
     else:
@@ -181,8 +175,8 @@ def cost_figures(
         )
     costs = Costs(**{name: figure.value for name, figure in figures.items()})
     if profile.gpu is not None and near == "gpu":
-        launch = profile.gpu.launch.value
-        costs = replace(costs, call=_EXPERT_KERNELS * launch, far_call=2 * costs.latency + launch)
+        call = gpu_rates.call_seconds(profile.gpu, _EXPERT_KERNELS).value
+        costs = replace(costs, call=call, far_call=2 * costs.latency + profile.gpu.launch.value)
     else:
         slowdown = _near_slowdown(profile, shape.bits, link_rate(link, each).value)
         costs = replace(costs, near_slowdown=slowdown)
@@ -192,29 +186,46 @@ def cost_figures(
 def _near_slowdown(profile: HardwareProfile, bits: int, link_rate: float) -> float:
     """Factor of the CPU's times while the disk is read: measured, or what the disk takes of the memory."""
     alone = expert_rate(profile, bits).value
-    together = profile.expert_rate_together
-    if together and profile.gpu is None:
+    together = beside_link(profile, "ram")
+    if together:
         return max(1.0, alone / together[nearest_bits(bits, together)].value)
     ram = profile.ram_bandwidth.value
     return ram / max(ram - link_rate, ram / 2)
+
+
+def beside_link(profile: HardwareProfile, near: Near) -> Mapping[int, Figure]:
+    """By bits: bytes of blocks per second that the CPU computes while the link into that tier is busy; empty
+    if unknown.
+    """
+    link = profile.links.get("gpu" if near == "gpu" else "file")
+    if link is not None and link.experts:
+        return link.experts
+    # Profiles that do not name the link mean that into the tier that computes.
+    return profile.expert_rate_together if near == "gpu" or profile.gpu is None else {}
 
 
 def _times_on_gpu(profile: HardwareProfile, shape: ModelShape, dense: float) -> dict[str, Figure]:
     gpu = profile.gpu
     assert gpu is not None  # _link() has looked
 
-    def time(nbytes: float, share: float, kernels: int, more: float) -> Figure:
-        seconds = nbytes / (share * gpu.bandwidth.value) + kernels * gpu.launch.value + more
+    def time(nbytes: float, rate: Figure, start: Figure, more: float) -> Figure:
+        seconds = nbytes / rate.value + start.value + more
         rule = (
-            f"{nbytes / 1e6:.4g} MB at {share:g} of {gpu.bandwidth.value / 1e9:.4g} GB/s, "
-            f"{kernels} kernels of {gpu.launch.value * 1e6:.3g} us, {more * 1e6:.3g} us of the host"
+            f"{nbytes / 1e6:.4g} MB at {rate.value / 1e9:.4g} GB/s ({rate.source}), {start.source}, "
+            f"{more * 1e6:.3g} us of the host"
         )
         return Figure(seconds, "estimate", rule)
 
+    weights = gpu_rates.dense_rate(gpu, shape.dense_itemsize)
+    experts = gpu_rates.expert_rate(gpu, shape.bits)
     return {
-        "attention": time(dense, _GPU_DENSE_SHARE, _DENSE_KERNELS, _LAYER_SECONDS),
-        "moe": time(shape.top_k * shape.expert_bytes, _GPU_EXPERT_SHARE, _EXPERT_KERNELS, 0.0),
-        "head": time(shape.head_bytes, _GPU_DENSE_SHARE, _HEAD_KERNELS, _TOKEN_SECONDS),
+        "attention": time(
+            dense, weights, gpu_rates.kernel_seconds(gpu, _DENSE_KERNELS), gpu_rates.layer_seconds(gpu)
+        ),
+        "moe": time(
+            shape.top_k * shape.expert_bytes, experts, gpu_rates.call_seconds(gpu, _EXPERT_KERNELS), 0.0
+        ),
+        "head": time(shape.head_bytes, weights, gpu_rates.kernel_seconds(gpu, _HEAD_KERNELS), _TOKEN_SECONDS),
     }
 
 

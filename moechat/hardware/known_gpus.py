@@ -12,8 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
+import psutil
+
 from moechat.errors import MoechatError
-from moechat.hardware.gpu import GpuDevice
+from moechat.geometry import SUPPORTED_BITS
+from moechat.hardware.gpu import GpuDevice, find_gpus
+from moechat.hardware.identity import this_machine
+from moechat.hardware.measured_file import Notice, load_measured
 from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures
 from moechat.hardware.profile_file import reference_names, reference_profile
 
@@ -28,6 +33,8 @@ _TRANSFER_SECONDS = 2e-6
 _START_SECONDS = 10e-6
 _TOGETHER = 0.9
 _SIZES = (256 << 10, 16 << 20, 256 << 20)
+# Of an unknown CPU: bytes per second that a core computes (AVX2, scripts/bench/profile_rates.py), its memory.
+_CORE_RATE, _RAM_RATE, _RAM_SHARE = 10e9, 0.8 * 51.2e9, 0.77
 
 
 @cache
@@ -110,6 +117,55 @@ def with_gpu_link(profile: HardwareProfile) -> HardwareProfile:
         links={**profile.links, "gpu": link},
         expert_rate_together=_beside(profile, link.together.value),
     )
+
+
+def assumed_machine(notice: Notice = lambda _: None) -> HardwareProfile | None:
+    """Figures assumed of this machine before it is measured; ``None`` without a GPU.
+
+    The GPU's figures are those of :func:`gpu_figures`. Of the CPU only the cores are known: each is assumed to
+    compute as a slow one measured for ``profiles/``, from two channels of DDR4-3200.
+
+    Args:
+        notice: Called with the reason if there is no GPU.
+    """
+    report = find_gpus()
+    if report.best is None:
+        notice(report.why)
+        return None
+    identity = this_machine(report)
+    ram = Figure(_RAM_RATE, "estimate", "0.8 x 51.2 GB/s of two channels of DDR4-3200; not measured")
+    rate = Figure(
+        min(identity.cores * _CORE_RATE, _RAM_SHARE * _RAM_RATE),
+        "estimate",
+        f"{identity.cores} cores of {_CORE_RATE / 1e9:g} GB/s, at most {_RAM_SHARE:g} of the memory's rate",
+    )
+    return with_gpu_link(
+        HardwareProfile(
+            name=f"machine-{identity.key[:8]}",
+            title=f"{identity.cpu}, {report.best.name}; not measured",
+            cpu=identity.cpu,
+            cores=identity.cores,
+            isa=identity.isa,
+            ram=Figure(psutil.virtual_memory().total, "measured", "as the system reports it"),
+            ram_bandwidth=ram,
+            expert_rate={bits: {identity.cores: rate} for bits in SUPPORTED_BITS},
+            gpu=gpu_figures(report.best),
+        )
+    )
+
+
+def gpu_machine(notice: Notice = lambda _: None) -> HardwareProfile | None:
+    """Figures of this machine for computing on its GPU: measured where there are some, else assumed.
+
+    Plans and loading both take it, so that what is planned is what runs. ``None`` if no GPU is found.
+
+    Args:
+        notice: Called with the reason, in a sentence, if a measurement is not used.
+    """
+    measured = load_measured(notice)
+    if measured is None or measured.gpu is None:
+        return assumed_machine()
+    return with_gpu_link(measured)
 
 
 def _beside(profile: HardwareProfile, link: float) -> dict[int, Figure]:

@@ -178,6 +178,10 @@ class Accelerator:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
+    def use(self) -> None:
+        """Make the GPU the current device of this thread from now on."""
+        torch.cuda.set_device(self.device)
+
     def active(self) -> AbstractContextManager[Any]:
         """Make the GPU the current device of this thread, for launches of torch and Triton."""
         return torch.cuda.device(self.device)

@@ -17,6 +17,7 @@ from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
 from moechat.geometry import DenseBits
+from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
@@ -204,13 +205,15 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
 
 
 def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
-    def measured() -> tuple[Costs, str] | None:
-        profile = load_measured(notes.append)
-        if profile is None or profile.gpu is None or "gpu" not in profile.links:
+    def known() -> tuple[Costs, str] | None:
+        profile = gpu_machine(notes.append)
+        if profile is None or profile.gpu is None:
             return None
-        return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
+        link = profile.links["gpu"]
+        origin = "the machine's profile" if link.measured else "assumed"
+        return costs_of(profile, shape, times=None, near="gpu"), origin
 
-    return tried("the machine's profile", measured, notes) or (assumed_on_gpu(shape), "assumed")
+    return tried("the machine's profile", known, notes) or (assumed_on_gpu(shape), "assumed")
 
 
 def assumed_on_gpu(shape: ModelShape) -> Costs:
