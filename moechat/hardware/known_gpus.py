@@ -122,8 +122,8 @@ def with_gpu_link(profile: HardwareProfile) -> HardwareProfile:
 def assumed_machine(notice: Notice = lambda _: None) -> HardwareProfile | None:
     """Figures assumed of this machine before it is measured; ``None`` without a GPU.
 
-    The GPU's figures are those of :func:`gpu_figures`. Of the CPU only the cores are known: each is assumed to
-    compute as a slow one measured for ``profiles/``, from two channels of DDR4-3200.
+    The GPU's figures are those of :func:`gpu_figures`. Of the CPU only the cores are known: each is assumed
+    to compute as a slow one measured for ``profiles/``, from two channels of DDR4-3200.
 
     Args:
         notice: Called with the reason if there is no GPU.
