@@ -248,7 +248,7 @@ def test_gpus_are_within_their_data_sheets(name: str) -> None:
     assert gpu.sms is not None
     assert gpu.l2_bytes is not None
     assert 3 << 20 <= gpu.l2_bytes <= 96 << 20
-    # 128 cores an SM, two operations each, 16-bit sums at four times that: the data sheet's rate gives a clock.
+    # 128 cores an SM, two operations each, four times that with 16-bit sums: what is left is a clock.
     assert 1.4e9 <= tflops * 1e12 / (gpu.sms * 128 * 2 * 4) <= 2.7e9
 
 
