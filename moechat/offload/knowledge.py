@@ -8,6 +8,7 @@ are replaced: recorded statistics by the package's defaults for the family, meas
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,6 +17,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.errors import MoechatWarning
 from moechat.geometry import DenseBits
 from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
@@ -36,6 +38,11 @@ _ASSUMED_PCIE = 20e9
 _GPU_LAYER_SECONDS = 150e-6
 # Three kernels for any number of experts; two copies and a kernel where the CPU computes a part.
 _GPU_CALL_SECONDS, _GPU_FAR_CALL_SECONDS = 15e-6, 35e-6
+
+_NOT_MEASURED = (
+    "{} has not been measured, so the plan of its memory rests on assumed figures: "
+    "`moechat profile --refresh` measures it"
+)
 
 _T = TypeVar("_T")
 
@@ -209,8 +216,11 @@ def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
         profile = gpu_machine(notes.append)
         if profile is None or profile.gpu is None:
             return None
-        link = profile.links["gpu"]
-        origin = "the machine's profile" if link.measured else "assumed"
+        origin = "the machine's profile"
+        if not profile.links["gpu"].measured:
+            # Measuring here would take memory beside the budget, and a minute where no kernel is built yet.
+            origin = "assumed"
+            warnings.warn(_NOT_MEASURED.format(profile.gpu.name), MoechatWarning, stacklevel=2)
         return costs_of(profile, shape, times=None, near="gpu"), origin
 
     return tried("the machine's profile", known, notes) or (assumed_on_gpu(shape), "assumed")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gpu import GPUS, fake_pynvml
+from fake_nvml import GPUS, fake_pynvml
 
 from moechat.hardware import identity as identity_room
 from moechat.hardware.gpu import GpuDevice, find_gpus
