@@ -246,7 +246,7 @@ def _speed(made: Plan, speed: Speed) -> Table:
     for number, figure in enumerate(speed.figures):
         name, _, unit = figure.name.partition(", ")
         if unit == "s":
-            value = f"{figure.value * 1e6:.1f} µs"
+            value = f"{figure.value * 1e6:.1f} us"
         elif figure.value >= 1e12:
             value = f"{figure.value / 1e12:.1f} T{unit}"
         else:
@@ -291,8 +291,9 @@ def _gain(end: CpuEnd) -> float:
 def _basis(made: Plan, speed: Speed) -> str:
     if any(figure.origin != "measured" for figure in speed.figures):
         count = len(speed.origins["measured"])
-        some = f"{count} of {len(speed.figures)} figures measured" if count else "not measured"
-        return f"estimate, {some}"
+        if not count:
+            return "estimate, not measured"
+        return f"estimate, {count} of {len(speed.figures)} figures measured on {made.machine}"
     measured = f"estimate from measurements of {made.machine}"
     return measured + (", including this model's layers" if speed.times == "measured" else "")
 
