@@ -7,7 +7,7 @@ engine makes, so the two disagree where the pattern is not the engine's any more
 A layer of a token::
 
     host   graph of the layer's dense part ─ copy of the choice to the host ─ waits ─ Python, cache, link
-           ─ lists to the GPU, two kernels over resident blocks ─ lists, two kernels over late ones ─ the sum
+           ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
     GPU    dense part ────────── the choice ────────(idle)──────── kernels, each behind its lists and copies
 
 Published times are of other programs and machines; none was measured with this engine on a GPU.
@@ -16,6 +16,8 @@ Published times are of other programs and machines; none was measured with this 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+
+from moechat.hardware.profile import Figure, GpuFigures
 
 # Host: replaying a graph. 3.5 to 8 us of processor time (CUDA.jl's manual, usage/graphs).
 GRAPH_CALL = 8e-6
@@ -56,8 +58,10 @@ TOKEN_HOST = 200e-6
 # cache, attention, residuals, router, top-k, and the request; and of the head.
 DENSE_KERNELS = 40
 HEAD_KERNELS = 6
-# Kernels that read the weights of the experts of a launch: gate and up, down.
-EXPERT_KERNELS = 2
+# Kernels of a decoded token that read the weights of the experts of a launch.
+EXPERT_KERNELS = 1
+# Fields that plans alone need.
+_NOT_OF_TIMELINES = ("kernels", "graph_kernel", "triton")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class GpuCalls:
         sum: Host: the sum of a layer.
         sum_gpu: GPU: the same.
         kernels: GPU: between the kernels of a launch, for any number of blocks.
+        graph_kernel: GPU: from one kernel of a graph to the next.
+        triton: Host: one kernel of Triton.
         link_call: Host: a batch of copies.
         link_copy: Host: each copy of it.
         link_wake: From the end of a batch until the link's thread begins the next prefetch.
@@ -96,51 +102,65 @@ class GpuCalls:
     sum: float = 0.0
     sum_gpu: float = 0.0
     kernels: float = 0.0
+    graph_kernel: float = 0.0
+    triton: float = 0.0
     link_call: float = 0.0
     link_copy: float = 0.0
     link_wake: float = 0.0
 
     def layer(self, reading: float) -> float:
         """Seconds of a layer without its experts, whose kernels read weights for so long."""
-        return reading + DENSE_KERNELS * GRAPH_KERNEL + self.dense + self.choice
+        return reading + DENSE_KERNELS * self.graph_kernel + self.dense + self.choice
 
     def head(self, reading: float) -> float:
         """Seconds of the head and of everything else of a token."""
-        return reading + HEAD_KERNELS * GRAPH_KERNEL + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
+        return reading + HEAD_KERNELS * self.graph_kernel + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
 
     def experts(self, reading: float) -> float:
         """Seconds of a layer's experts, all there, whose kernels read weights for so long.
 
         The GPU works while the host launches the rest.
         """
-        host = self.launch_host - TRITON_CALL + self.sum
+        host = self.launch_host - self.triton + self.sum
         return self.lists + self.launch + max(self.kernels + reading + self.sum_gpu, host)
 
     def timeline(self) -> dict[str, float]:
         """As the native timeline takes them."""
-        return {name: value for name, value in asdict(self).items() if name != "kernels"}
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_OF_TIMELINES}
 
 
-def gpu_calls(copy_overhead: float) -> GpuCalls:
+def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
     """The engine's calls.
 
     Args:
         copy_overhead: Seconds that a copy takes besides its bytes.
+        gpu: The GPU; what was measured on it replaces the published times.
     """
+
+    def measured(name: str, published: float) -> float:
+        figure: Figure | None = getattr(gpu, name, None)
+        return published if figure is None else figure.value
+
+    # The figure is for all kernels of a layer, the sum's included.
+    triton = measured("call", (EXPERT_KERNELS + 1) * TRITON_CALL) / (EXPERT_KERNELS + 1)
+    # The copy has been given to the GPU meanwhile.
+    waiting = copy_overhead + WAKE_SPINNING
     return GpuCalls(
-        dense=GRAPH_CALL + LAUNCH_LATENCY,
-        # The copy has been given to the GPU meanwhile.
-        choice=copy_overhead + WAKE_SPINNING + LAYER_HOST,
-        clear=TRITON_CALL,
+        dense=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
+        choice=measured("round_trip", waiting) + LAYER_HOST,
+        # The first launch of a layer clears what it does not write.
+        clear=0.0,
         lists=COPY_CALL,
         list_latency=COPY_LATENCY,
         list_copy=copy_overhead,
-        launch=TRITON_CALL + LAUNCH_LATENCY,
-        launch_host=EXPERT_KERNELS * TRITON_CALL,
+        launch=triton + LAUNCH_LATENCY,
+        launch_host=EXPERT_KERNELS * triton,
         event=EVENT_LATENCY,
-        sum=TRITON_CALL,
+        sum=triton,
         sum_gpu=STREAM_KERNEL,
         kernels=EXPERT_KERNELS * STREAM_KERNEL,
+        graph_kernel=measured("graph_node", GRAPH_KERNEL),
+        triton=triton,
         link_call=COPY_CALL + 2 * EVENT_CALL,
         link_copy=BATCH_COPY,
         link_wake=WAKE_SLEEPING,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,32 @@ _LEAST_CONTEXT_BYTES = 64 << 20
 _MOST_CONTEXT_BYTES = 2 << 30
 # Bytes by GPU; a process makes one context for each.
 _CONTEXTS: dict[int, int] = {}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Properties of a GPU's chip.
+
+    Attributes:
+        capability: CUDA compute capability.
+        sms: Streaming multiprocessors.
+        l2_bytes: Second-level cache.
+    """
+
+    capability: tuple[int, int]
+    sms: int
+    l2_bytes: int
+
+
+def ordinal_of(name: str) -> int:
+    """Index in torch of the first GPU with a driver's name; 0 if there is none.
+
+    The management library numbers GPUs by slot, CUDA the fastest first.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    return names.index(name) if name in names else 0
 
 
 class Accelerator:
@@ -108,6 +135,11 @@ class Accelerator:
         """The 16-bit type that the GPU computes fastest in."""
         return gpu_type(torch.cuda.get_device_capability(self.device))
 
+    def chip(self) -> Chip:
+        """Properties of its chip."""
+        found = torch.cuda.get_device_properties(self.device)
+        return Chip((found.major, found.minor), found.multi_processor_count, found.L2_cache_size)
+
     def memory(self) -> tuple[int, int]:
         """Free bytes and total bytes of the GPU's memory."""
         return _native.cuda_memory(self.ordinal)
@@ -148,6 +180,21 @@ class Accelerator:
     def seconds_between(self, first: Any, second: Any) -> float:
         """Seconds between two marks that the GPU has passed."""
         return float(first.elapsed_time(second)) / 1000
+
+    def seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of the GPU for so many calls of ``run``, from event to event on the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        for _ in range(calls):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def use(self) -> None:
+        """Make the GPU the current device of this thread from now on."""
+        torch.cuda.set_device(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the GPU the current device of this thread, for launches of torch and Triton."""
@@ -202,6 +249,10 @@ class Accelerator:
         """Pinned host memory, float32 ``[rows, columns]``, which :meth:`to_device` copies without staging."""
         with torch.inference_mode(False):
             return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, uint8 ``[nbytes]``."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU, in stream order; REQUIRES: ``host`` does not change until the copy is done."""

@@ -8,6 +8,7 @@ are replaced: recorded statistics by the package's defaults for the family, meas
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,7 +18,9 @@ from moechat.configurator.estimate import ModelShape, Near, costs_of
 from moechat.configurator.gpu_pattern import gpu_calls
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.errors import MoechatWarning
 from moechat.geometry import DenseBits
+from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
@@ -35,6 +38,11 @@ _ASSUMED_GPU = 250e9
 _ASSUMED_PCIE = 20e9
 # Seconds of a copy besides its bytes.
 _ASSUMED_COPY = 2e-6
+
+_NOT_MEASURED = (
+    "{} has not been measured, so the plan of its memory rests on assumed figures: "
+    "`moechat profile --refresh` measures it"
+)
 
 _T = TypeVar("_T")
 
@@ -204,13 +212,18 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
 
 
 def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
-    def measured() -> tuple[Costs, str] | None:
-        profile = load_measured(notes.append)
-        if profile is None or profile.gpu is None or "gpu" not in profile.links:
+    def known() -> tuple[Costs, str] | None:
+        profile = gpu_machine(notes.append)
+        if profile is None or profile.gpu is None:
             return None
-        return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
+        origin = "the machine's profile"
+        if not profile.links["gpu"].measured:
+            # Measuring here would take memory beside the budget, and a minute where no kernel is built yet.
+            origin = "assumed"
+            warnings.warn(_NOT_MEASURED.format(profile.gpu.name), MoechatWarning, stacklevel=2)
+        return costs_of(profile, shape, times=None, near="gpu"), origin
 
-    return tried("the machine's profile", measured, notes) or (assumed_on_gpu(shape), "assumed")
+    return tried("the machine's profile", known, notes) or (assumed_on_gpu(shape), "assumed")
 
 
 def assumed_on_gpu(shape: ModelShape) -> Costs:

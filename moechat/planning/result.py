@@ -83,6 +83,8 @@ class Speed:
             no figures for many tokens.
         bottleneck: Largest part of a token's time, for people.
         figures: Figures of the machine, with their origins.
+        origins: Names of these figures that are ``measured`` on the machine, ``published`` by maker or
+            others, and ``assumed``: by a rule or from another machine.
         costs: Costs of this model that follow from them, in seconds, by the names of
             :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
         cpu_range: Speed and choice at the ends of the range of the CPU's experts; ``None`` where their rate
@@ -97,6 +99,7 @@ class Speed:
     bottleneck: str
     figures: tuple[RatedFigure, ...]
     costs: tuple[RatedFigure, ...]
+    origins: Mapping[str, list[str]]
     cpu_range: CpuRange | None = None
 
     @property
@@ -261,6 +264,7 @@ def _speed(speed: Speed) -> dict[str, Any]:
         else {str(tokens): seconds for tokens, seconds in speed.ttft_s.items()},
         "bottleneck": speed.bottleneck,
         "figures": [_figure(figure) for figure in speed.figures],
+        "figure_origins": {kind: list(names) for kind, names in speed.origins.items()},
         "costs_s": [_figure(figure) for figure in speed.costs],
         "cpu_range": None if speed.cpu_range is None else asdict(speed.cpu_range),
     }

@@ -12,17 +12,19 @@ and that are not near are streamed once, while the layer before is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from moechat.configurator import gpu_rates
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import (
     ModelShape,
     Near,
+    beside_link,
     expert_rate,
     link_rate,
     link_rate_together,
@@ -35,8 +37,6 @@ from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.routing.statistics import RoutingStatistics
 
 PROMPTS = (128, 1024, 4096, 16384)
-# Share of a GPU's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
-_QUANTISED_SHARE = 0.5
 
 Floats = npt.NDArray[np.float64]
 
@@ -152,23 +152,34 @@ class PrefillRates:
         experts: The same with experts.
         width: Bytes of weights a second; a lower bound for the time of a pass.
         stream: Bytes of experts a second from the far tier; infinite where all are near.
+        by_tokens: :attr:`experts` by tokens of each expert, where that is known.
     """
 
     dense: float
     experts: float
     width: float
     stream: float
+    by_tokens: Callable[[float], float] | None = None
+
+    def experts_at(self, tokens: float) -> float:
+        """Multiplications and additions a second with experts, each of which has so many tokens."""
+        return self.experts if self.by_tokens is None else self.by_tokens(tokens)
 
 
 def prefill_rates(
     profile: HardwareProfile, shape: ModelShape, near: Near, stream: float
 ) -> PrefillRates | None:
     """Rates from a profile; ``None`` where it has none for many tokens."""
+    gpu = profile.gpu
     if near == "gpu":
-        assert profile.gpu is not None
-        flops = profile.gpu.flops.value
-        share = _QUANTISED_SHARE if shape.bits < 16 else 1.0
-        return PrefillRates(flops, share * flops, profile.gpu.bandwidth.value, stream)
+        assert gpu is not None
+        return PrefillRates(
+            dense=gpu_rates.dense_flops(gpu, shape.dense_itemsize).value,
+            experts=gpu_rates.expert_flops(gpu, shape.bits).value,
+            width=gpu.bandwidth.value,
+            stream=stream,
+            by_tokens=lambda tokens: gpu_rates.expert_flops(gpu, shape.bits, tokens).value,
+        )
     if not profile.expert_flops:
         return None
     known = profile.expert_flops
@@ -208,7 +219,8 @@ def prompt_seconds(
             _dense_seconds(min(chunk, done + step - begin), begin, shape, rates)
             for begin in range(done, done + step, chunk)
         )
-        routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts
+        each = step * shape.top_k * shape.layers / max(1.0, float(chosen.sum()))
+        routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts_at(max(1.0, each))
         computed = dense / shape.layers + np.maximum(routed, chosen * shape.expert_bytes / rates.width)
         # No pass is faster than that of one token.
         computed = np.maximum(computed, -(-step // chunk) * costs.attention + costs.moe)
@@ -304,10 +316,15 @@ def figures_used(
         disk: Whether some of those are on the disk only.
     """
     found: dict[str, Figure] = {}
-    rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together
+    rates, together = expert_rate(profile, shape.bits), beside_link(profile, near)
     if near == "gpu" and profile.gpu is not None:
-        found["graphics memory, bytes/s"] = profile.gpu.bandwidth
-        found["GPU, operations/s"] = profile.gpu.flops
+        gpu = profile.gpu
+        found["graphics memory, bytes/s"] = gpu.bandwidth
+        found["dense weights on the GPU, bytes/s"] = gpu_rates.dense_rate(gpu, shape.dense_itemsize)
+        found["experts on the GPU, bytes/s"] = gpu_rates.expert_rate(gpu, shape.bits)
+        found["GPU, operations/s"] = gpu_rates.dense_flops(gpu, shape.dense_itemsize)
+        found["experts on the GPU, operations/s"] = gpu_rates.expert_flops(gpu, shape.bits)
+        found["starting a kernel, s"] = gpu.launch
         if not far:
             return found
         link = profile.links["gpu"]

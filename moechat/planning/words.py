@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.memory import total_bytes
+from moechat.hardware.profile import Figure, Origin
 from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
 from moechat.offload.budget import MEBI
 from moechat.planning.machine import Machine
@@ -19,6 +20,12 @@ _MISSES = {
     "both": "moved from RAM or computed there by the CPU",
 }
 
+_KINDS: Mapping[Origin, str] = {
+    "measured": "measured",
+    "published": "published",
+    "datasheet": "published",
+    "estimate": "assumed",
+}
 _BOTH = "moved from RAM and the disk"
 
 
@@ -38,8 +45,34 @@ def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
     return f"{name}: {100 * parts[name] / decode.seconds:.0f} % of a token's time"
 
 
+def by_origin(figures: Mapping[str, Figure]) -> dict[str, list[str]]:
+    """Names of figures: ``measured`` on the machine, ``published`` by maker or others, or ``assumed``: by a
+    rule or from another machine.
+    """
+    found: dict[str, list[str]] = {"measured": [], "published": [], "assumed": []}
+    for name, figure in figures.items():
+        found[_KINDS[figure.origin]].append(name)
+    return found
+
+
+def assumed_note(machine: Machine, figures: Mapping[str, Figure]) -> str:
+    """What of a plan on a GPU is assumed, and how to measure it; empty if nothing is, or nothing can be."""
+    kinds = by_origin(figures)
+    if machine.near != "gpu" or not machine.here or not figures or len(kinds["measured"]) == len(figures):
+        return ""
+    names = [name.partition(",")[0] for name in (*kinds["assumed"], *kinds["published"])]
+    shown = ", ".join(dict.fromkeys(names))
+    return f"assumed, not measured: {shown}; `moechat profile --refresh` measures this GPU"
+
+
 def notes(
-    machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str], *, pinned: int
+    machine: Machine,
+    far: Far | None,
+    ram: int | None,
+    remarks: Iterable[str],
+    figures: Mapping[str, Figure],
+    *,
+    pinned: int,
 ) -> tuple[str, ...]:
     """Remarks for the user.
 
@@ -48,9 +81,11 @@ def notes(
         far: Place of the experts that are not near.
         ram: Bytes of RAM that the user gave.
         remarks: Remarks on the model; empty ones are dropped.
+        figures: Figures that the speed rests on.
         pinned: Bytes of experts that are to be pinned for a GPU.
     """
-    sentences = [remark for remark in (*remarks, *machine.remarks) if remark]
+    assumed = assumed_note(machine, figures)
+    sentences = [remark for remark in (*remarks, *machine.remarks, assumed) if remark]
     profile = machine.profile
     if machine.here and ram is not None and ram > total_bytes():
         sentences.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
@@ -69,11 +104,6 @@ def notes(
     if profile is None:
         sentences.append(
             "this machine has not been measured, so no speed is given: `moechat profile` measures it"
-        )
-    elif machine.figures is None and machine.near == "gpu":
-        sentences.append(
-            "this version does not measure the link to a GPU, so no speed is given: "
-            "--gpu NAME plans with published figures"
         )
     elif machine.figures is None:
         sentences.append(

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from moechat.configurator import gpu_pattern as pattern
-from moechat.configurator.estimate import GPU_DENSE_SHARE, GPU_EXPERT_SHARE, ModelShape, nearest_bits
+from moechat.configurator.estimate import ModelShape, nearest_bits
+from moechat.configurator.gpu_rates import DENSE_SHARE, EXPERT_SHARE
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile
 from moechat.offload.accelerator import Accelerator
@@ -182,21 +183,27 @@ class TimedKernels(BlockKernels):
     def __init__(self, geometry: ExpertGeometry, clock: Clock, stream: int, bandwidth: float) -> None:
         super().__init__(geometry, torch.device("cpu"))
         self._clock, self._stream = clock, stream
-        self._rate = GPU_EXPERT_SHARE * bandwidth
+        self._rate = EXPERT_SHARE * bandwidth
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         return TimedTensor(self._clock, self._stream)  # type: ignore[return-value]
 
     def add(
-        self, pages: torch.Tensor, blocks: BlockList, items: Items, x: torch.Tensor, partial: torch.Tensor
+        self,
+        pages: torch.Tensor,
+        blocks: BlockList,
+        items: Items,
+        x: torch.Tensor,
+        partial: torch.Tensor,
+        *,
+        clear: bool = False,
     ) -> None:
         if blocks.slots == 0:
             return
         seconds = blocks.entries * self.geometry.record_bytes / self._rate
-        for part in range(pattern.EXPERT_KERNELS):
-            # Gate and up are two thirds of a block.
-            share = 2 / 3 if part == 0 else 1 / 3
-            self._clock.launch(self._stream, pattern.TRITON_CALL, share * seconds + pattern.STREAM_KERNEL)
+        for _ in range(pattern.EXPERT_KERNELS):
+            share = seconds / pattern.EXPERT_KERNELS
+            self._clock.launch(self._stream, pattern.TRITON_CALL, share + pattern.STREAM_KERNEL)
 
     def combine(
         self, partial: torch.Tensor, items: Items, out: torch.Tensor, others: torch.Tensor | None = None
@@ -277,7 +284,7 @@ class TimedGpu(Accelerator):
         self.bandwidth = gpu.bandwidth.value
         self.answers: Callable[[int], npt.NDArray[np.int32]] = lambda size: np.zeros(size, np.int32)
         self._handle = clock.stream()
-        rate = GPU_DENSE_SHARE * self.bandwidth
+        rate = DENSE_SHARE * self.bandwidth
         dense = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
         self._layers = shape.layers
         self._layer_seconds = dense + pattern.DENSE_KERNELS * pattern.GRAPH_KERNEL

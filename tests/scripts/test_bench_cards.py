@@ -112,6 +112,6 @@ def test_the_pattern_of_plans_is_that_of_the_engine(found: dict[str, Any]) -> No
     assert counts["graphs"] == layers + 1
     # The choice of every layer, and the token.
     assert counts["to_host"] == layers + 1
-    # The sums are cleared where the CPU may compute a part. Some layers still miss an expert.
-    assert counts["launches"] == pytest.approx(layers * (1 + pattern.EXPERT_KERNELS + 1), rel=0.08)
+    # Some layers still miss an expert.
+    assert counts["launches"] == pytest.approx(layers * (pattern.EXPERT_KERNELS + 1), rel=0.08)
     assert counts["small_copies"] == pytest.approx(layers, rel=0.08)

@@ -15,7 +15,7 @@ from fake_cuda import FakeCuda
 from interpreted_graph import InterpretedGraphs
 
 from moechat import _native
-from moechat.offload.accelerator import Accelerator
+from moechat.offload.accelerator import Accelerator, Chip
 
 
 class InterpretedGpu(Accelerator):
@@ -38,6 +38,21 @@ class InterpretedGpu(Accelerator):
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
+
+    def chip(self) -> Chip:
+        return Chip((8, 6), 2, 1 << 20)
+
+    def seconds(self, run, calls: int) -> float:
+        """What the host waits, since torch and the interpreter compute while they are called."""
+        self.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
         return _native.cuda_memory(0)
