@@ -290,6 +290,16 @@ class TimedGpu(Accelerator):
         self._layer_seconds = dense + pattern.DENSE_KERNELS * pattern.GRAPH_KERNEL
         self._head_seconds = shape.head_bytes / rate + pattern.HEAD_KERNELS * pattern.GRAPH_KERNEL
 
+    def mark(self) -> float:
+        """The host's time: the marks of timed tokens decide nothing here."""
+        return self.clock.now()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds_between(self, first: float, second: float) -> float:
+        return second - first
+
     def graph_seconds(self, number: int) -> float:
         """Seconds of the GPU for a graph: the dense part of a layer, or the head."""
         return self._head_seconds if number % (self._layers + 1) == self._layers else self._layer_seconds

@@ -31,6 +31,11 @@ def compiled(capabilities: str, encodings: str, items: str, dtype: str) -> dict:
 def test_every_encoding_compiles_for_few_and_many_tokens():
     results = compiled("86", "2,3,4,8,16,16h", "1,40", "bfloat16")
     assert len(results) == 6 * (2 + 3)
+    few = [one for name, one in results.items() if name.startswith("blocks ")]
+    assert len(few) == 6
+    # Codes are subnormal numbers, which must not be flushed to 0; loads take 16 bytes.
+    assert all(one["conversions"] == one["flushing"] == one["spilled"] == 0 for one in few)
+    assert all(one["wide_loads"] >= 16 for one in few)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
