@@ -72,7 +72,7 @@ class NoMemory:
     def records(self) -> list[npt.NDArray[np.uint8]]:
         return [self._layer] * self._layers
 
-    def link(self) -> _native.Link:
+    def link(self, copies: int = 1) -> _native.Link:
         regions = [(self._layer, self._layer.nbytes, True, "", 0)] * self._layers
         return _native.cuda_link(regions, device=0, buffer_bytes=self._record, buffers=16)
 
