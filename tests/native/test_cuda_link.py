@@ -74,6 +74,24 @@ def slots(*numbers):
     return np.array(numbers, np.uint32)
 
 
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_slower_link_is_played_by_copying_every_block_several_times(cuda, batches):
+    cuda.set(no_batches=0 if batches else 1)
+    far, near = far_memory(3), cuda.pages(16, PAGE)
+    with Pinned(far) as regions:
+        link = _native.cuda_link(regions, copies=3)
+        link.open(16)
+        link.submit([(slot, 0, 2 * slot * PAGE, PAGE, DEMAND) for slot in range(8)], near)
+        assert collect(link, 8) == dict.fromkeys(range(8), 0)
+        assert np.array_equal(near[:8], far[:16:2])
+        assert cuda.get("bytes") == 3 * 8 * PAGE
+        assert link.stats()["bytes_demand"] == 8 * PAGE
+        assert link.stop(5)
+    for copies in (0, 65):
+        with pytest.raises(ValueError, match="copies"):
+            _native.cuda_link([(far, far.nbytes, False, "", 0)], copies=copies)
+
+
 def test_blocks_arrive_exactly_in_one_copy_where_they_are_neighbours(cuda):
     first, second = far_memory(1), far_memory(2)
     near = cuda.pages(16, PAGE)
