@@ -53,7 +53,7 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path):
         device="cuda",
         vram="1G",
         ctx=64,
-        offload=OffloadOptions(accelerator=gpu, pages=10),
+        offload=OffloadOptions(accelerator=gpu, pages=4),
     ) as engine:
         rates = {"link": 1e9, "vram": 1e10}
         messages = []
@@ -71,7 +71,7 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path):
         assert at["floor_ms"] > 0
         assert sum(at["hit_rates"].values()) == pytest.approx(1)
         assert at["link_bytes_a_token"] > 0
-    assert found["pages"] == 10
+    assert found["pages"] == 4
     assert gpu.cuda.get("pinned") == 0
 
 
