@@ -28,9 +28,32 @@ void LayerSchedule::divide() {
   }
 }
 
-// Of the link's part, assigns the blocks of experts that are worth more than the expert whose pages they
-// take: the best experts first. keys [experts]: of the layer.
+// Assigns blocks to the link that are worth bringing while the CPU computes the others. keys [experts]: of
+// the layer.
 void LayerSchedule::admit(const double* keys) {
+  if (policy_->comparable()) {
+    admit_what_pays(keys);
+  } else {
+    admit_targets(keys);
+  }
+}
+
+// The experts that the target keeps, up to its blocks: what another one is worth cannot be told from keys
+// that only rank the experts of a layer, and a fixed set is brought once and never left.
+void LayerSchedule::admit_targets(const double* keys) {
+  const LayerTarget target = cache_.targets()[at(layer_)];
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    if (!far_.eligible(i)) continue;
+    Row& row = row_at(i);
+    const double key = keys[expert_of(i)];
+    const auto above = std::count_if(keys, keys + options_.experts, [&](double one) { return one > key; });
+    if (above < target.experts) row.link_end = std::max(row.link_end, target.blocks);
+  }
+}
+
+// Of the link's part, the blocks of experts that are worth more than the expert whose pages they take: the
+// best experts first.
+void LayerSchedule::admit_what_pays(const double* keys) {
   const std::int64_t coming = on_the_way();
   const LinkStats link = link_->stats();
   const std::int64_t ahead = std::max<std::int64_t>(0, link.in_flight - coming * options_.record_bytes);
