@@ -175,13 +175,13 @@ def test_where_keys_rank_one_layer_only_what_its_target_keeps_is_uploaded() -> N
 
 @pytest.mark.parametrize("policy", ["static", "forecast"])
 def test_an_expert_is_not_uploaded_in_place_of_a_better_one(policy: str) -> None:
-    # Pages for one expert and one block. Expert 0 is used in most tokens, the others in one each.
-    ranks = np.array([[9.0, 1.0, 2.0, 0.5]]) if policy == "static" else None
-    line = slow_far(policy, ranks=ranks, pages=3, keep=(1, 2), link=[0.01], experts=4)
-    found = play(line, [*([[0]] for _ in range(40)), [[1]], [[2]], [[3]], [[0]]])
-    assert sum(found["demand_bytes"][:40]) == 2 * LARGE
-    assert found["demand_bytes"][40:] == [0, 0, 0, 0]
-    assert line.residency().tolist() == [[2, 0, 0, 0]]
+    # Pages for two experts and one block. Experts 0 and 1 are used in most tokens, the others in one each.
+    ranks = np.array([[9.0, 8.0, 2.0, 0.5]]) if policy == "static" else None
+    line = slow_far(policy, ranks=ranks, pages=5, keep=(2, 2), link=[0.01], experts=4)
+    found = play(line, [*([[0, 1]] for _ in range(40)), [[0, 2]], [[1, 3]], [[0, 1]]])
+    assert sum(found["demand_bytes"][:40]) == 4 * LARGE
+    assert found["demand_bytes"][40:] == [0, 0, 0]
+    assert line.residency().tolist() == [[2, 2, 0, 0]]
 
 
 def test_a_warm_start_fills_free_pages_with_the_hottest_experts() -> None:

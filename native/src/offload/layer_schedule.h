@@ -226,6 +226,7 @@ class LayerSchedule {
   // Sharing.
   void divide();
   void admit(const double* keys);
+  bool of_target(const double* keys, std::int32_t expert) const;
   void admit_targets(const double* keys);
   void admit_what_pays(const double* keys);
   std::int64_t unassigned() const;

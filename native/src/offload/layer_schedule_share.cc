@@ -31,28 +31,31 @@ void LayerSchedule::divide() {
 // Assigns blocks to the link that are worth bringing while the CPU computes the others. keys [experts]: of
 // the layer.
 void LayerSchedule::admit(const double* keys) {
-  if (policy_->comparable()) {
+  const LayerTarget target = cache_.targets()[at(layer_)];
+  if (policy_->comparable() && 2 * target.experts >= options_.experts) {
     admit_what_pays(keys);
   } else {
     admit_targets(keys);
   }
 }
 
-// The experts that the target keeps, up to its blocks: what another one is worth cannot be told from keys
-// that only rank the experts of a layer, and a fixed set is brought once and never left.
+// Whether the key of an expert is among the highest ones of the layer, as many as its target keeps.
+bool LayerSchedule::of_target(const double* keys, std::int32_t expert) const {
+  const auto above =
+      std::count_if(keys, keys + options_.experts, [&](double key) { return key > keys[expert]; });
+  return above < cache_.targets()[at(layer_)].experts;
+}
+
+// The experts that the target keeps, up to its blocks, at once.
 void LayerSchedule::admit_targets(const double* keys) {
-  const LayerTarget target = cache_.targets()[at(layer_)];
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
-    if (!far_.eligible(i)) continue;
-    Row& row = row_at(i);
-    const double key = keys[expert_of(i)];
-    const auto above = std::count_if(keys, keys + options_.experts, [&](double one) { return one > key; });
-    if (above < target.experts) row.link_end = std::max(row.link_end, target.blocks);
+    if (!far_.eligible(i) || !of_target(keys, expert_of(i))) continue;
+    row_at(i).link_end = std::max(row_at(i).link_end, cache_.targets()[at(layer_)].blocks);
   }
 }
 
-// Of the link's part, the blocks of experts that are worth more than the expert whose pages they take: the
-// best experts first.
+// Of the link's part, the blocks of experts that the target keeps and that are worth more than the expert
+// whose pages they take: the best experts first.
 void LayerSchedule::admit_what_pays(const double* keys) {
   const std::int64_t coming = on_the_way();
   const LinkStats link = link_->stats();
@@ -64,9 +67,10 @@ void LayerSchedule::admit_what_pays(const double* keys) {
   std::int64_t free = slab_.free_pages() - options_.reserve;
   for (auto place = far_.order().rbegin(); place != far_.order().rend() && part > 0; ++place) {
     Row& row = row_at(*place);
+    const std::int32_t expert = expert_of(*place);
     const std::int64_t lacks = std::min<std::int64_t>(part, row.far_begin - row.link_end);
-    if (lacks == 0) continue;
-    if (lacks > free && !(keys[expert_of(*place)] > cache_.cheapest(layer_))) continue;
+    if (lacks == 0 || !of_target(keys, expert)) continue;
+    if (lacks > free && !(keys[expert] > cache_.cheapest(layer_))) continue;
     row.link_end += static_cast<std::int32_t>(lacks);
     part -= lacks;
     free -= lacks;
