@@ -61,6 +61,7 @@ def candidates(
         add("ahead", "the computed plan, fetched one layer ahead", prefetch="next-router")
     if far_computes:
         add("cpu", "the CPU computes what is missing", quiet, miss="compute")
+        add("cpu-alone", "the CPU computes all that is missing, nothing is uploaded", quiet, miss="cpu")
         add("link", "everything is fetched", miss="fetch")
         add("both", "link and CPU share what is missing", miss="both")
     if settings.predicts:

@@ -78,11 +78,6 @@ class Model:
     def free(self) -> int:
         return self.pages - sum(map(len, self.held.values())) - len(self.loose)
 
-    def floor(self, layer: int) -> int:
-        """Experts of a layer that may be protected."""
-        target = self.targets[layer][0]
-        return (target + 1) // 2 if self.comparable else target
-
     def resident(self, who: tuple[int, int]) -> int:
         return next((i for i, b in enumerate(self.held[who]) if b.filling), len(self.held[who]))
 
@@ -252,7 +247,7 @@ class CacheMachine(RuleBasedStateMachine):
         model.pins[who] -= 1
         for block in model.held[who][: model.resident(who)]:
             block.fresh = False
-        room, keys = model.floor(who[0]), self.cache.keys(who[0])
+        room, keys = model.targets[who[0]][0], self.cache.keys(who[0])
         members = sorted((keys[expert], expert) for layer, expert in model.kept if layer == who[0])
         if room and who not in model.kept and model.held[who]:
             if len(members) == room:
@@ -450,7 +445,7 @@ class CacheMachine(RuleBasedStateMachine):
         for layer in range(model.layers):
             keys = self.cache.keys(layer)
             here = [(keys[e], e) for e in range(model.experts)]
-            room = model.floor(layer)
+            room = model.targets[layer][0]
             ranked = sorted((k, e) for k, e in here if (layer, e) in model.kept or model.held[layer, e])
             chosen = {(layer, expert) for _, expert in ranked[len(ranked) - min(room, len(ranked)) :]}
             model.counts["admitted"] += len(chosen - model.kept)
@@ -510,7 +505,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.orphans() == sum(kind == ORPHAN for kind, *_ in model.loose.values())
         assert cache.available() == model.free() + sum(map(model.surplus, model.held))
         for layer, (room, _) in enumerate(model.targets):
-            assert sum(who[0] == layer for who in model.kept) <= min(room, model.floor(layer))
+            assert sum(who[0] == layer for who in model.kept) <= min(room, model.targets[layer][0])
         assert cache.counters() == {name: model.counts[name] for name in cache.counters()}
 
 

@@ -148,11 +148,14 @@ def test_the_far_tier_computes_missing_blocks() -> None:
     assert line.stats()["blocks_far"] == 4
 
 
+def slow_far(policy: str, **changes: Any) -> _native.Timeline:
+    """The far tier computes a block in a second, the link brings one in half a second."""
+    far = {"block_bytes": LARGE, "far_block": 1.0, "far_block_shared": 1.0, "link": [0.5]}
+    return timeline(miss="compute", policy=policy, **{**far, **changes})
+
+
 def test_uploads_are_what_the_link_brings_while_the_far_tier_computes_the_rest() -> None:
-    line = timeline(
-        blocks=6, block_bytes=LARGE, miss="compute", far_block=1.0, far_block_shared=1.0, link=[0.5]
-    )
-    found = play(line, [[[0]]] * 12)
+    found = play(slow_far("forecast", blocks=6), [[[0]]] * 12)
     # At first a third of the blocks, by the assumed rates; then more of what is missing, by those seen.
     assert found["demand_bytes"][0] == 2 * LARGE
     assert found["seconds"][0] == pytest.approx(0.5 + 4 + 0.125, abs=0.5)
@@ -160,15 +163,25 @@ def test_uploads_are_what_the_link_brings_while_the_far_tier_computes_the_rest()
     assert found["seconds"][-1] == 0.5 + 6 * 0.25 + 0.125
 
 
-def test_an_expert_is_not_uploaded_in_place_of_a_better_one() -> None:
-    # Pages for one expert and one block. Expert 0 is used in most tokens, the others in one each.
-    ranks = np.array([[9.0, 1.0, 2.0, 0.5]])
-    far = {"block_bytes": LARGE, "far_block": 1.0, "far_block_shared": 1.0, "link": [0.01], "experts": 4}
-    line = timeline(miss="compute", policy="static", ranks=ranks, pages=3, keep=(1, 2), **far)
-    found = play(line, [*([[0]] for _ in range(4)), [[1]], [[2]], [[3]], [[0]]])
-    assert sum(found["demand_bytes"][:4]) == 2 * LARGE
-    assert found["demand_bytes"][4:] == [0, 0, 0, 0]
-    assert line.residency().tolist() == [[2, 0, 0, 0]]
+def test_where_keys_rank_one_layer_only_what_its_target_keeps_is_uploaded() -> None:
+    found = play(slow_far("lru", blocks=6, experts=4, keep=(1, 4)), [[[0]], [[0]], [[1]], [[0]]])
+    # The first blocks of the expert used last, at once; there are free pages for more.
+    assert found["demand_bytes"] == [4 * LARGE, 0, 4 * LARGE, 0]
+    ranks = np.array([[2.0, 9.0, 1.0, 0.5]])
+    line = slow_far("static", blocks=6, experts=4, keep=(1, 4), ranks=ranks)
+    assert play(line, [[[0]], [[1]], [[2]], [[1]]])["demand_bytes"] == [0, 4 * LARGE, 0, 0]
+    assert line.residency().tolist() == [[0, 4, 0, 0]]
+
+
+@pytest.mark.parametrize("policy", ["static", "forecast"])
+def test_an_expert_is_not_uploaded_in_place_of_a_better_one(policy: str) -> None:
+    # Pages for two experts and one block. Experts 0 and 1 are used in most tokens, the others in one each.
+    ranks = np.array([[9.0, 8.0, 2.0, 0.5]]) if policy == "static" else None
+    line = slow_far(policy, ranks=ranks, pages=5, keep=(2, 2), link=[0.01], experts=4)
+    found = play(line, [*([[0, 1]] for _ in range(40)), [[0, 2]], [[1, 3]], [[0, 1]]])
+    assert sum(found["demand_bytes"][:40]) == 4 * LARGE
+    assert found["demand_bytes"][40:] == [0, 0, 0]
+    assert line.residency().tolist() == [[2, 2, 0, 0]]
 
 
 def test_a_warm_start_fills_free_pages_with_the_hottest_experts() -> None:

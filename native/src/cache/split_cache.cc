@@ -179,7 +179,7 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
       clear_fresh(pages_[spot(where, block)], where);
     }
   }
-  const std::int32_t room = floor_of(targets_[size_of(layer)]);
+  const std::int32_t room = targets_[size_of(layer)].experts;
   if (!released.kept && room > 0 && released.assigned > 0) {
     if (kept_count_[size_of(layer)] < room) {
       keep(layer, expert);
@@ -255,7 +255,7 @@ void SplitExpertCache::set_targets(const std::vector<LayerTarget>& targets) {
       const Expert& state = at(layer, expert);
       if (state.kept || state.assigned > 0) candidates_.push_back({keys[expert], expert});
     }
-    const std::size_t room = std::min(size_of(floor_of(targets[size_of(layer)])), candidates_.size());
+    const std::size_t room = std::min(size_of(targets[size_of(layer)].experts), candidates_.size());
     std::sort(candidates_.begin(), candidates_.end(), better);
     mark(nullptr, 0);
     for (std::size_t i = 0; i < room; ++i) marks_[size_of(candidates_[i].expert)] = mark_;

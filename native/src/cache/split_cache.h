@@ -12,20 +12,20 @@
 //   plan made before the last change. Neither starts a transfer: the caller hands the fetches to a link and
 //   reports what became of them through `landed` and `cancelled`.
 //
-// Protection. The *target* of a layer is C and theta. Of its admitted experts (see `release`), the F with the
+// Protection. The *target* of a layer is C and theta. Of its admitted experts (see `release`), the C with the
 // highest keys of the policy are *protected*: the first b = round(theta * B) blocks of each are not evicted.
-// F, the floor, is C; where the policy's keys are comparable across layers it is half of C, and the rest of
-// the slab belongs to whom the routing demands. Resident blocks that are not protected are *surplus*: they
-// stay, and count as hits, until a page is needed. Victims are taken from the layer whose next turn is
-// farthest away (the one at work first, then backwards from it), there from the expert with the lowest key,
-// last block first; but, where keys are comparable, from another layer if its lowest key is below that one by
-// more than kClear. So no page stays unused, and a smaller target costs nothing until its pages are wanted.
-// A prefetch takes free and surplus pages only, and never those of layers whose turn comes before its own
-// layer's; in its own layer, never those of experts that it names or that hold blocks of an earlier prefetch.
+// Resident blocks that are not protected are *surplus*: they stay, and count as hits, until a page is needed.
+// Victims are taken from the layer whose next turn is farthest away (the one at work first, then backwards
+// from it), there from the expert with the lowest key, last block first; but, where the policy's keys are
+// comparable across layers, from another layer if its lowest key is below that one by more than kClear. So no
+// page stays unused, surplus goes to whom the routing demands, and a smaller target costs nothing until its
+// pages are wanted. A prefetch takes free and surplus pages only, and never those of layers whose turn comes
+// before its own layer's; in its own layer, never those of experts that it names or that hold blocks of an
+// earlier prefetch.
 //
-// Why a floor and kClear. Simulated with recorded and made routing at 1/16 to 3/4 of the experts, half of the
-// target protects as well as all or none of it. Without kClear, pages move on the noise of keys: where layers
-// are alike that costs up to 4 %, since whole experts then take the place of parts of many.
+// Why only surplus moves, and by kClear. In simulations with half of C protected, whole experts of one layer
+// took the place of parts of many, which costs time where the target is small and misses are fetched; without
+// kClear pages move on the noise of keys. To compare builds: scripts/bench/slab.
 //
 // A *preload* brings experts that earlier runs have used into free pages while nothing else is done. It is a
 // prefetch that takes no page of another expert and is never wasted: once landed, its blocks count as
@@ -235,10 +235,6 @@ class SplitExpertCache {
   bool marked(std::int32_t expert) const { return marks_[static_cast<std::size_t>(expert)] == mark_; }
   bool may_rob(const Want& want, std::int32_t layer, std::int32_t expert) const;
   std::int64_t within_reach(const Want& want, std::int64_t enough) const;
-  // Experts of a layer that are protected.
-  std::int32_t floor_of(const LayerTarget& target) const {
-    return policy_->comparable() ? (target.experts + 1) / 2 : target.experts;
-  }
   Candidate lowest(std::int32_t layer) const;
   Candidate lowest_left(const Want& want, std::int32_t layer) const;
   Victim next_victim(const Want& want) const;

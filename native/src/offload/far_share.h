@@ -8,13 +8,13 @@
 // than a piece takes.
 //
 // Admission. An upload takes link time, memory bandwidth that the CPU computes with, and the page of another
-// expert. With kCompute it has to pay: it is no more than the link brings while the CPU computes the rest of
-// the layer (by the rates of both together, so the layer waits for nothing), and its expert's key is above
-// that of the expert that loses the page. Fractions of a block add up over layers, so that the last block of
-// an expert comes too where the link is slower than the CPU. Simulated on a slow, a usual and a fast GPU with
-// recorded and made routing at 1/16 to 3/4 of the experts, that takes 1 to 29 % less time than bringing every
-// expert that a target keeps (0.6 % more at worst), and up to 2 % less than kBoth, which brings whatever the
-// link has time for. A limit of one expert a layer, and bringing only what is worth far more, were slower.
+// expert. With kCompute only experts are uploaded that the target keeps. Where a target keeps few of a
+// layer's experts, or the policy's keys only rank the experts of one layer, they come at once. Where it keeps
+// half of them or more, most of what is missing is of the target, and an upload has to pay: all of them are
+// no more than the link brings while the CPU computes the rest of the layer (by the rates of both together,
+// so the layer waits for nothing), and the expert's key is above that of the expert that loses the page.
+// Fractions of a block add up over layers, so that the last block of an expert comes too where the link is
+// slower than the CPU. To compare builds: scripts/bench/slab.
 //
 // Decides only; executors compute. Not thread-safe; the schedule serialises.
 #pragma once
@@ -30,7 +30,7 @@ namespace moechat {
 // How blocks that are missing on a device get computed.
 enum class Miss : std::uint8_t {
   kFetch,    // the link brings them
-  kCompute,  // the CPU computes them; the link brings what it can at the same time of experts worth keeping
+  kCompute,  // the CPU computes them; the link brings what is worth keeping
   kBoth,     // shared, whatever the experts are worth
   kCpu       // the CPU computes them, and the link brings none of them: for a near tier too small for a cache
 };

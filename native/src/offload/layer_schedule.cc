@@ -370,8 +370,8 @@ void LayerSchedule::run_group() {
     }
     const bool first = !resident_launched_;
     resident_launched_ = true;
-    // For few tokens the kernels take less time than launching them: one launch for what is resident, then one
-    // for everything that is on its way. With many, landed blocks are computed while others are copied.
+    // For few tokens the kernels take less time than launching them: one launch for what is resident, then
+    // one for everything that is on its way. With many, landed blocks are computed while others are copied.
     const bool dividing = sharing_ && unassigned() > 0;
     bool flying = executor_->orders_copies() && !first && !dividing && tokens_ <= kTokensOfOneLaunch;
     collect(flying);

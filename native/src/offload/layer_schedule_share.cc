@@ -28,9 +28,35 @@ void LayerSchedule::divide() {
   }
 }
 
-// Of the link's part, assigns the blocks of experts that are worth more than the expert whose pages they
-// take: the best experts first. keys [experts]: of the layer.
+// Assigns blocks to the link that are worth bringing while the CPU computes the others. keys [experts]: of
+// the layer.
 void LayerSchedule::admit(const double* keys) {
+  const LayerTarget target = cache_.targets()[at(layer_)];
+  if (policy_->comparable() && 2 * target.experts >= options_.experts) {
+    admit_what_pays(keys);
+  } else {
+    admit_targets(keys);
+  }
+}
+
+// Whether the key of an expert is among the highest ones of the layer, as many as its target keeps.
+bool LayerSchedule::of_target(const double* keys, std::int32_t expert) const {
+  const auto above =
+      std::count_if(keys, keys + options_.experts, [&](double key) { return key > keys[expert]; });
+  return above < cache_.targets()[at(layer_)].experts;
+}
+
+// The experts that the target keeps, up to its blocks, at once.
+void LayerSchedule::admit_targets(const double* keys) {
+  for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
+    if (!far_.eligible(i) || !of_target(keys, expert_of(i))) continue;
+    row_at(i).link_end = std::max(row_at(i).link_end, cache_.targets()[at(layer_)].blocks);
+  }
+}
+
+// Of the link's part, the blocks of experts that the target keeps and that are worth more than the expert
+// whose pages they take: the best experts first.
+void LayerSchedule::admit_what_pays(const double* keys) {
   const std::int64_t coming = on_the_way();
   const LinkStats link = link_->stats();
   const std::int64_t ahead = std::max<std::int64_t>(0, link.in_flight - coming * options_.record_bytes);
@@ -41,9 +67,10 @@ void LayerSchedule::admit(const double* keys) {
   std::int64_t free = slab_.free_pages() - options_.reserve;
   for (auto place = far_.order().rbegin(); place != far_.order().rend() && part > 0; ++place) {
     Row& row = row_at(*place);
+    const std::int32_t expert = expert_of(*place);
     const std::int64_t lacks = std::min<std::int64_t>(part, row.far_begin - row.link_end);
-    if (lacks == 0) continue;
-    if (lacks > free && !(keys[expert_of(*place)] > cache_.cheapest(layer_))) continue;
+    if (lacks == 0 || !of_target(keys, expert)) continue;
+    if (lacks > free && !(keys[expert] > cache_.cheapest(layer_))) continue;
     row.link_end += static_cast<std::int32_t>(lacks);
     part -= lacks;
     free -= lacks;
