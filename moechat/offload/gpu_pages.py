@@ -18,6 +18,7 @@ from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.limits import FEW_TOKENS, SHARED_TOKENS
+from moechat.offload.page_lookup import PageLookup
 
 
 class Ranks(Protocol):
@@ -42,6 +43,7 @@ class GpuPages:
         kernels: Kernels of these experts.
         lists: Lists of blocks that host and GPU share.
         far_records: Records of each layer in host memory; empty: the CPU computes none of them.
+        lookup: Where the GPU looks the blocks up; ``None``: it does not.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class GpuPages:
         self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
         self.memory = torch.empty(0)
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
+        self.lookup: PageLookup | None = None
         self._far_out: torch.Tensor | None = None
 
     def open(self, pages: int) -> int:
@@ -74,6 +77,7 @@ class GpuPages:
     def close(self) -> None:
         """Give the pages back to torch's allocator."""
         self.memory = torch.empty(0)
+        self.lookup = None
 
     def miss(self, settings: CacheSettings, tokens: int) -> Miss:
         """Treatment of the blocks that a pass of so many tokens misses."""

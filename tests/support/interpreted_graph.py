@@ -90,6 +90,8 @@ class InterpretedGraph:
         self.graphs = graphs
         self.recorder: Recorder | None = None
         self.operations: list[Operation | Launch] = []
+        # A part of the model's pass, not only kernels over blocks and memory for them.
+        self.of_model = False
 
     def begin(self) -> None:
         assert self.recorder is None
@@ -106,6 +108,11 @@ class InterpretedGraph:
     def end(self) -> None:
         self._stop()
         self.operations = self.recorder.operations
+        self.of_model = any(
+            isinstance(operation, Operation)
+            and operation.function.overloadpacket.__name__ not in ("empty", "detach")
+            for operation in self.operations
+        )
         for operation in self.operations:
             if isinstance(operation, Launch):
                 continue
@@ -120,7 +127,8 @@ class InterpretedGraph:
 
     def replay(self) -> None:
         assert self.graphs.recording is None
-        self.graphs.replayed += 1
+        self.graphs.replayed += self.of_model
+        self.graphs.all_replayed += 1
         with torch._C._DisableTorchDispatch():
             for operation in self.operations:
                 if isinstance(operation, Launch):
@@ -140,7 +148,8 @@ class InterpretedGraphs:
 
     def __init__(self) -> None:
         self.recording: Recorder | None = None
-        self.replayed = 0
+        self.replayed = 0  # parts of the model's pass
+        self.all_replayed = 0
         self.abandoned = 0
         self.made: list[InterpretedGraph] = []
 

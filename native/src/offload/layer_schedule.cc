@@ -66,6 +66,22 @@ void LayerSchedule::check_layer(std::int32_t layer) const {
                               std::to_string(options_.layers - 1));
 }
 
+// ---- kernels that look pages up
+
+bool LayerSchedule::keep_page_table() {
+  if (link_->stream_order() == nullptr) return false;
+  if (table_ == nullptr) {
+    table_ = std::make_unique<PageTable>(&cache_, slab_.pages());
+    transfers_.follow_readers(table_.get());
+  }
+  return true;
+}
+
+bool LayerSchedule::ready(std::int32_t layer, const std::int32_t* experts, std::int64_t count) const {
+  return std::all_of(experts, experts + count,
+                     [&](std::int32_t expert) { return cache_.resident(layer, expert) == options_.blocks; });
+}
+
 // ---- a layer
 
 void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const float* weight,
@@ -81,11 +97,14 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   if (miss != Miss::kFetch && tokens <= FarShare::kMostItems) transfers_.cancel_stale(layer);
   const std::int32_t* const experts = grouped_.experts.data();
   const std::int32_t rows = grouped_.rows();
+  kinds_.resize(at(rows));
   if (tokens > 0) {
     if (routing_ != nullptr) routing_->access(layer, policy_->keys(layer), experts, rows, tokens);
-    cache_.access(layer, experts, grouped_.tokens_of.data(), rows, tokens, nullptr);
+    cache_.access(layer, experts, grouped_.tokens_of.data(), rows, tokens, kinds_.data());
     if (routing_ != nullptr) routing_->keep(layer, policy_->keys(layer), experts, rows);
   }
+  undisturbed_ = tokens > 0 && std::all_of(kinds_.begin(), kinds_.end(),
+                                           [](HitKind kind) { return kind == HitKind::kFull; });
   active_ = true;
   layer_ = layer;
   tokens_ = tokens;

@@ -42,6 +42,7 @@
 #include "offload/expert_sum.h"
 #include "offload/far_share.h"
 #include "offload/layer_executor.h"
+#include "offload/page_table.h"
 #include "offload/transfers.h"
 
 namespace moechat {
@@ -128,7 +129,18 @@ class LayerSchedule {
   // Waits until nothing is queued or in flight. Throws LinkError at a stall.
   void drain(LayerExecutor* executor);
 
+  // ---- kernels that look pages up (page_table.h)
+  // Keeps a table of the pages from now on. False: the link does not order copies and kernels.
+  bool keep_page_table();
+  PageTable* page_table() const { return table_.get(); }
+  // Passes arrivals on, so that the table has them.
+  void poll() { settle(); }
+  // Every block of these experts is ready.
+  bool ready(std::int32_t layer, const std::int32_t* experts, std::int64_t count) const;
+
   // ---- the begun layer
+  // At its begin every block was ready, none of them brought by a prefetch since the last access.
+  bool undisturbed() const { return undisturbed_; }
   bool active() const { return active_; }
   std::int32_t layer() const { return layer_; }  // or the one before it
   std::int64_t tokens() const { return tokens_; }
@@ -236,6 +248,7 @@ class LayerSchedule {
   Slab slab_;
   SplitExpertCache cache_;
   std::unique_ptr<Link> link_;
+  std::unique_ptr<PageTable> table_;
   Transfers transfers_;
   FarShare far_;
   RoutingCounter* const routing_;
@@ -257,6 +270,7 @@ class LayerSchedule {
   bool freed_ = false;
   bool transfer_failed_ = false;  // a transfer has failed since this was last reset
   std::string failure_;           // of a demand
+  bool undisturbed_ = false;
   Miss miss_ = Miss::kFetch;
   bool sharing_ = false;
   bool resident_launched_ = false;  // while sharing: the blocks that were there at first
@@ -277,6 +291,7 @@ class LayerSchedule {
   std::vector<std::int32_t> wanted_;
   std::vector<std::int32_t> wanted_ends_;
   std::vector<FarPiece> pieces_;
+  std::vector<HitKind> kinds_;
 
   ScheduleStats own_;    // all figures except those of cache, link and pages
   LinkStats link_base_;  // the link's at the last reset
