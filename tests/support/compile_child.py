@@ -9,12 +9,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
-from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_linear
+from moechat.offload import page_lookup
+from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_linear, triton_lookup
 
 SCALARS = {
     "alpha": "fp32", "limit": "fp32",
     **dict.fromkeys(
-        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz"), "i32"
+        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz",
+         "first", "experts", "count", "flag"), "i32"
     ),
 }  # fmt: skip
 POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
@@ -48,11 +50,19 @@ def sizes_of(built):
 def main() -> None:
     """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
 
-    No numbers of items: the kernels of packed dense layers, without and with a bias.
+    No numbers of items: the kernels of packed dense layers, without and with a bias. The encoding "lookup":
+    those that look pages up, for so many experts of a token, of 45 blocks.
     """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
     results = {}
+    if encodings == ["lookup"]:
+        for picks, capability in itertools.product(map(int, items), map(int, capabilities)):
+            for plan in page_lookup.launches(picks, 45):
+                kernel = getattr(triton_lookup, plan.kernel)
+                built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                results[f"{plan.kernel} sm_{capability} {picks} experts"] = sizes_of(built)
+        encodings = []
     if items == [""]:
         for bits, bias in itertools.product(map(int, encodings), (False, True)):
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):

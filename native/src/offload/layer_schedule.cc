@@ -12,6 +12,8 @@ namespace {
 // A process that is stopped and continued, or a machine that slept, has not waited all that time: a wait
 // counts for so many seconds at most.
 constexpr double kMostWaited = 0.2;
+// A block has landed recently if it did not three layers ago: a device that runs ahead would have missed it.
+constexpr std::uint64_t kRecent = 3;
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
@@ -58,6 +60,8 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       far_(options_.record_bytes),
       routing_(routing),
       layer_(options_.layers - 1),
+      pass_(kRecent),
+      landed_(at(std::int64_t{options_.layers} * options_.experts)),
       windows_(at(std::int64_t{2} * options_.layers)) {}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
@@ -97,14 +101,11 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
   if (miss != Miss::kFetch && tokens <= FarShare::kMostItems) transfers_.cancel_stale(layer);
   const std::int32_t* const experts = grouped_.experts.data();
   const std::int32_t rows = grouped_.rows();
-  kinds_.resize(at(rows));
   if (tokens > 0) {
     if (routing_ != nullptr) routing_->access(layer, policy_->keys(layer), experts, rows, tokens);
-    cache_.access(layer, experts, grouped_.tokens_of.data(), rows, tokens, kinds_.data());
+    cache_.access(layer, experts, grouped_.tokens_of.data(), rows, tokens, nullptr);
     if (routing_ != nullptr) routing_->keep(layer, policy_->keys(layer), experts, rows);
   }
-  undisturbed_ = tokens > 0 && std::all_of(kinds_.begin(), kinds_.end(),
-                                           [](HitKind kind) { return kind == HitKind::kFull; });
   active_ = true;
   layer_ = layer;
   tokens_ = tokens;
@@ -125,6 +126,9 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
     complete = complete && cache_.assigned(layer, expert_of(i)) == options_.blocks;
     ready = ready && cache_.resident(layer, expert_of(i)) == options_.blocks;
   }
+  undisturbed_ = ready && std::none_of(experts, experts + rows, [&](std::int32_t expert) {
+                   return landed_[place(layer, expert)] + kRecent > pass_;
+                 });
   try {
     if (transfers_.cancel_stale(layer) > 0) freed_ = true;
     if (cache_.in_flight() > 0) {
@@ -188,6 +192,7 @@ void LayerSchedule::settle() {
   waited_ = 0;
   for (const Transfers::Arrival& arrival : arrivals) {
     const Transfers::Flight& flight = arrival.flight;
+    if (arrival.owned && arrival.error == 0) landed_[place(flight.layer, flight.expert)] = pass_;
     const bool of_pass = active_ && flight.pass == pass_;
     bool demanded = of_pass && arrival.owned && flight.kind == Transfers::Kind::kDemand;
     if (of_pass && flight.kind == Transfers::Kind::kStaging) {

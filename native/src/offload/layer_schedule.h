@@ -139,7 +139,7 @@ class LayerSchedule {
   bool ready(std::int32_t layer, const std::int32_t* experts, std::int64_t count) const;
 
   // ---- the begun layer
-  // At its begin every block was ready, none of them brought by a prefetch since the last access.
+  // At its begin every block was ready, and had been for some layers.
   bool undisturbed() const { return undisturbed_; }
   bool active() const { return active_; }
   std::int32_t layer() const { return layer_; }  // or the one before it
@@ -197,6 +197,9 @@ class LayerSchedule {
   static bool done(const Row& row) { return row.next == row.far_begin; }
   Row& row_at(std::int32_t index) { return rows_[static_cast<std::size_t>(index)]; }
   const Row& row_at(std::int32_t index) const { return rows_[static_cast<std::size_t>(index)]; }
+  std::size_t place(std::int32_t layer, std::int32_t expert) const {
+    return static_cast<std::size_t>(std::int64_t{layer} * options_.experts + expert);
+  }
   std::int32_t expert_of(std::int32_t index) const {
     return grouped_.experts[static_cast<std::size_t>(index)];
   }
@@ -268,8 +271,9 @@ class LayerSchedule {
   // freed_: there may be more pages than at the last acquire.
   bool starved_ = false;
   bool freed_ = false;
-  bool transfer_failed_ = false;  // a transfer has failed since this was last reset
-  std::string failure_;           // of a demand
+  bool transfer_failed_ = false;       // a transfer has failed since this was last reset
+  std::string failure_;                // of a demand
+  std::vector<std::uint64_t> landed_;  // [layers, experts]: pass in which a block last landed; 0: none has
   bool undisturbed_ = false;
   Miss miss_ = Miss::kFetch;
   bool sharing_ = false;
@@ -291,7 +295,6 @@ class LayerSchedule {
   std::vector<std::int32_t> wanted_;
   std::vector<std::int32_t> wanted_ends_;
   std::vector<FarPiece> pieces_;
-  std::vector<HitKind> kinds_;
 
   ScheduleStats own_;    // all figures except those of cache, link and pages
   LinkStats link_base_;  // the link's at the last reset

@@ -174,6 +174,10 @@ class ExpertRunner {
     Clock::time_point begun_;
   };
 
+  struct Estimate {
+    double share;
+    double tokens;  // that it stands for
+  };
   // Those of begin and prefetch, with the lock held.
   void begin_layer(std::int32_t layer, const std::int64_t* index, const float* weight, std::int64_t tokens,
                    std::int64_t k, Miss miss);
@@ -195,9 +199,10 @@ class ExpertRunner {
   HostExecutor host_;
   DeviceExecutor device_;
   ComputedExecutor computed_;
-  // [layers]: share of the decoded tokens that lacked nothing, without prefetches; a moving estimate. Empty
+  // [layers]: share of the decoded tokens that lacked nothing when a device would have looked; a moving
+  // estimate. Empty
   // without a page table.
-  std::vector<double> undisturbed_;
+  std::vector<Estimate> undisturbed_;
   double least_share_ = 1;
   std::thread::id begun_by_{};
   double begin_seconds_ = 0;             // bookkeeping: begin and prefetch

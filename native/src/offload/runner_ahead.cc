@@ -1,4 +1,5 @@
 // Layers that a device computes ahead of the host: when that pays, and their account afterwards.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -7,8 +8,8 @@
 namespace moechat {
 namespace {
 
-// Weight of the newest token in a layer's estimate. Where half of the tokens lack something, the estimate
-// stays within 0.5 +- 0.09.
+// Least weight of the newest token in a layer's estimate; the first tokens count alike. Where half of the
+// tokens lack something, the estimate stays within 0.5 +- 0.09.
 constexpr double kNewest = 1.0 / 16;
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
@@ -22,7 +23,7 @@ bool ExpertRunner::keep_page_table(double least_share) {
   }
   if (!schedule_.keep_page_table()) return false;
   // A layer is tried once, and again when it has lacked nothing for a while.
-  if (undisturbed_.empty()) undisturbed_.assign(at(options_.layers), least_share);
+  if (undisturbed_.empty()) undisturbed_.assign(at(options_.layers), {least_share, 1});
   least_share_ = least_share;
   return true;
 }
@@ -41,7 +42,7 @@ std::int64_t ExpertRunner::look_ahead(std::int32_t layer, void* stream, std::int
                                       std::int32_t* page, std::int64_t capacity) {
   const ApiLock lock(this);
   schedule_.check_layer(layer);
-  if (undisturbed_[at(layer)] < least_share_ && !table().complete()) return -1;
+  if (undisturbed_[at(layer)].share < least_share_ && !table().complete()) return -1;
   schedule_.poll();
   const std::int64_t count = table().changes(index, page, capacity);
   table().open(stream);
@@ -107,8 +108,9 @@ void ExpertRunner::begin_layer(std::int32_t layer, const std::int64_t* index, co
   schedule_.begin(layer, index, weight, tokens, k, miss);
   begun_by_ = std::this_thread::get_id();
   if (tokens != 1 || undisturbed_.empty()) return;
-  double& share = undisturbed_[at(layer)];
-  share += kNewest * ((schedule_.undisturbed() ? 1.0 : 0.0) - share);
+  Estimate& estimate = undisturbed_[at(layer)];
+  const double newest = std::max(kNewest, 1.0 / ++estimate.tokens);
+  estimate.share += newest * ((schedule_.undisturbed() ? 1.0 : 0.0) - estimate.share);
 }
 
 PageTable& ExpertRunner::table() const {

@@ -50,6 +50,12 @@ def test_packed_dense_layers_compile(dtype, capabilities):
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+def test_lookups_of_pages_compile():
+    results = compiled("75,90,120", "lookup", "1,8", "float32")
+    assert len(results) == 3 * 2 * 2
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
 @pytest.mark.slow
 def test_old_and_new_generations_compile_any_number_of_tokens():
     results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")
