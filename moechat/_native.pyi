@@ -4,7 +4,7 @@ Every call that computes drops the GIL. Calls are safe from several threads; the
 call at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -624,7 +624,7 @@ def cuda_unpin(memory: _U8, device: int = 0) -> None:
     """Undo :func:`cuda_pin`, for the same array."""
 
 def cuda_link(
-    regions: Sequence[tuple[_U8 | None, int, bool, str, int]],
+    regions: Sequence[tuple[_U8 | list[tuple[_U8 | None, int, bool]] | None, int, bool, str, int]],
     device: int = 0,
     in_flight_bytes: int = 0,
     buffer_bytes: int = 0,
@@ -635,12 +635,13 @@ def cuda_link(
 
     Args:
         regions: (memory, bytes, pinned, path, offset) each. If memory is None, ``bytes`` are read from the
-            file, starting at ``offset``; otherwise path and offset are for messages only. Memory is kept
-            alive.
+            file, starting at ``offset``; otherwise path and offset are for messages only. Instead of memory,
+            a list of parts (memory, bytes, pinned), in order; those whose memory is None are read from their
+            place in the file. Pinned memory of a part was pinned by one call. Memory is kept alive.
         device: Number of the GPU.
         in_flight_bytes: Most bytes of prefetches in flight; 0: default.
         buffer_bytes: Size of a pinned buffer, used for unpinned regions; at least the largest transfer.
-        buffers: Number of pinned buffers; 0: default.
+        buffers: Number of pinned buffers, fewer if the system does not pin so many; 0: default.
         threads: Threads that fill the buffers; 0: default.
 
     Raises:
@@ -743,6 +744,9 @@ class EvictionPolicy:
     def layers(self) -> int: ...
     @property
     def experts(self) -> int: ...
+    @property
+    def comparable(self) -> bool:
+        """Whether keys of different layers may be compared."""
     def access(self, layer: int, experts: _I32, tokens: _I32, pass_tokens: int = 1) -> None:
         """Record the router's choice of experts [n]; advances the layer's clock by ``pass_tokens``.
 
@@ -850,6 +854,18 @@ class SplitExpertCache:
     def free_pages(self) -> int: ...
     def available(self) -> int:
         """Pages that a demand can take at once: free, or surplus of unpinned experts."""
+    def cheapest(self, at: int) -> float:
+        """Key of the expert that would lose the next page to a demand of layer ``at``; infinite: none would.
+
+        Raises:
+            ValueError: The layer does not exist.
+        """
+    def expect(self, shares: _F64) -> None:
+        """Rank experts that no layer has accessed yet: float64 [layers, experts], shares of tokens.
+
+        Raises:
+            ValueError: Wrong dtype or shape.
+        """
     def in_flight(self) -> int:
         """Pages whose transfer has not been reported as finished, including orphans and staging pages."""
     def staging(self) -> int: ...
@@ -896,6 +912,7 @@ class SplitExpertCache:
         prefetch: bool = False,
         max_blocks: int | None = None,
         whole: bool = True,
+        preload: bool = False,
     ) -> CachePlan:
         """Decide how the missing blocks of experts [n] get pages; changes nothing.
 
@@ -906,6 +923,7 @@ class SplitExpertCache:
             prefetch: The fetches are speculative and may evict less (rules in ``split_cache.h``).
             max_blocks: Most fetches; ``None`` sets no limit.
             whole: Give an expert pages for all of its missing blocks or for none.
+            preload: A prefetch that takes free pages only, and is never wasted.
 
         Raises:
             ValueError: A number is out of range, an expert occurs twice, or a demanded one is not pinned.
@@ -1062,8 +1080,10 @@ class ExpertRunner:
         activation_bits: As in :func:`moe_forward`.
         near_memory: Address of ``pages`` pages in device memory, which must outlive :meth:`close`; 0: the
             runner allocates host memory.
-        far_records: uint8 ``[experts * blocks * record_bytes]`` of each layer, in host memory, from which the
+        far_records: uint8 ``[n * blocks * record_bytes]`` of each layer, in host memory, from which the
             CPU can compute blocks that are missing on the device; empty: the CPU computes none.
+        far_experts: int32 ``[n]`` of each layer: the experts whose records ``far_records`` has, in that
+            order; empty: it has all, in ascending order.
 
     Raises:
         ValueError: Sizes are inconsistent or out of range, or ``policy`` or ``link`` already has an owner.
@@ -1092,6 +1112,7 @@ class ExpertRunner:
         activation_bits: int = 16,
         near_memory: int = 0,
         far_records: Sequence[_U8] = (),
+        far_experts: Sequence[_I32] = (),
     ) -> None: ...
     @property
     def pages(self) -> int: ...
@@ -1114,8 +1135,8 @@ class ExpertRunner:
             top_k_weights: [tokens, k], C order.
             miss: Treatment of missing blocks in :meth:`finish_on_device`. ``fetch``: the link transfers them.
                 ``compute``: the CPU computes them, except those that the targets keep. ``both``: link and CPU
-                share them by their recent rates when both work. Experts of more than 8 tokens are always
-                fetched, and without ``far_records`` all blocks are.
+                share them by their recent rates when both work. Experts of more than 8 tokens, and those that
+                are not in ``far_records``, are always fetched.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
@@ -1141,6 +1162,31 @@ class ExpertRunner:
         Raises:
             ValueError: Shapes or types do not match, a number is negative, or the layer does not exist.
         """
+    def expect(self, shares: _F64) -> None:
+        """Rank experts that no layer has accessed yet: float64 [layers, experts], shares of earlier tokens.
+
+        Raises:
+            ValueError: Wrong dtype or shape.
+        """
+    def preload(self, experts: _I32, most_bytes: int) -> int:
+        """Queue missing blocks of experts, in this order, into free pages beyond the reserve.
+
+        They move behind everything else on the link, and are no accesses. To be called again and again
+        between passes, from any thread.
+
+        Args:
+            experts: int32 [n, 2]: layer and expert.
+            most_bytes: Most bytes on their way at a time.
+
+        Returns:
+            How many experts at the front are resident or on their way; all, if no pages are left or the link
+            has failed.
+
+        Raises:
+            ValueError: An expert does not exist; wrong dtype or shape.
+        """
+    def stop_preload(self) -> None:
+        """Cancel what :meth:`preload` has queued and the link has not started."""
     def finish(self, x: _F32, out: _F32) -> int:
         """Compute the current layer and release its experts; result as :func:`resident_forward`.
 
@@ -1316,6 +1362,7 @@ class ExpertRunner:
         ``hits_*`` and ``prefill_hits_*`` for ``full``, ``prefetch``, ``top``, ``miss``: (expert, pass)
         pairs of passes with one token, and with more. In blocks: ``blocks_wanted``, ``blocks_resident``,
         ``blocks_prefetched``, ``fetched_demand``, ``fetched_prefetch``, ``prefetch_wasted``, ``evicted``,
+        ``preloaded`` (by :meth:`preload`, in no other count),
         ``blocks_staged``, ``blocks_far`` (computed by the CPU in the far tier, in ``far_seconds``);
         ``admitted`` in experts. ``link_bytes``, its parts ``link_bytes_*`` and
         ``link_transfers_*`` by ``demand``, ``next``, ``later``, and the others of :meth:`Link.stats` with
@@ -1412,9 +1459,11 @@ class Timeline:
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
             then the others behind their copies, and demands are copied at once.
         counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
+        calls: ``card``: times of the launching thread and of small copies, by the names of
+            :class:`moechat.configurator.gpu_pattern.GpuCalls`; those that are left out are 0.
 
     Raises:
-        ValueError: A size or a time is out of range.
+        ValueError: A size or a time is out of range, or a name is unknown.
     """
 
     def __init__(
@@ -1451,6 +1500,7 @@ class Timeline:
         near_slowdown: float = 1.0,
         launch: str = "host",
         counts_hard: bool = False,
+        calls: Mapping[str, float] = ...,
     ) -> None: ...
     def switch_to(
         self,
@@ -1470,6 +1520,14 @@ class Timeline:
         """
     def preload(self, layer: int, experts: _I32, blocks: int) -> int:
         """Place the first blocks of experts int32 [n] in free pages at no cost; returns their number."""
+    def start_warm(self, shares: _F64, experts: _I32) -> None:
+        """As the engine after a start with statistics, in no time.
+
+        See :meth:`ExpertRunner.expect` and :meth:`ExpertRunner.preload`.
+
+        Raises:
+            ValueError: Wrong dtype or shape, or an expert does not exist.
+        """
     def run(
         self,
         experts: _I32,

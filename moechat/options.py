@@ -22,7 +22,6 @@ from moechat.geometry import (
     DEFAULT_ACTIVATION_BITS,
     DENSE_BITS,
     KV_BITS,
-    PACKED_KV_BITS,
     PLAIN_KV_BITS,
     DenseBits,
 )
@@ -177,7 +176,7 @@ class LoadOptions:
         activation_bits: Type of the inputs of quantised weights: integers of 16 or 8 bits with a scale for
             every 64 columns, or 32: float32. With a GPU, the CPU computes its part with at least 16.
         kv_bits: Bits of a key or value in the attention cache: 16 keeps them in the type that the dense part
-            computes in, 8 packs them with a power of two for every 32. On the CPU only.
+            computes in, 8 packs them with a power of two for every 32.
         deterministic: The same logits, bit by bit, at every run and budget on a GPU too: the CPU
             then computes none of the experts that are missing there, and no graphs are replayed. On the CPU
             they are the same anyway.
@@ -260,11 +259,5 @@ def _checked(values: Mapping[str, Any], label: Label) -> dict[str, Any]:
             f"{label('vram')} needs a GPU, and {label('device')} is cpu",
             hint=f"leave {label('device')} out, or choose cuda; {label('ram')} limits the memory of the "
             "process",
-        )
-    on_gpu = checked.get("vram") is not None or (checked.get("device") or "cpu") != "cpu"
-    if on_gpu and checked.get("kv_bits") == PACKED_KV_BITS:
-        raise UsageError(
-            f"{label('kv_bits')} is 8, which only the CPU supports, and the model is to run on a GPU",
-            hint=f"leave {label('kv_bits')} out, or {label('device')} and {label('vram')}",
         )
     return checked

@@ -63,7 +63,7 @@ class ModelOptions:
         option(
             "BITS",
             "Bits of a key or value in the attention cache: 16 as the model computes them, or 8: half the "
-            "memory and faster at long contexts, on the CPU.",
+            "memory and faster at long contexts.",
             complete_kv_bits,
         ),
     ] = LoadOptions.kv_bits

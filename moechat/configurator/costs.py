@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from moechat.configurator.gpu_pattern import GpuCalls
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Costs:
         far_call: Handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of ``attention``, ``moe`` and ``head`` while the link is busy; above 1 where the
             near tier and the link share the memory.
+        calls: On a GPU: the parts of ``attention``, ``moe`` and ``head`` in which the host calls it.
 
     Raises:
         ValueError: A time is negative or not a number, or ``load`` or ``moe`` is 0 or infinite.
@@ -42,10 +45,11 @@ class Costs:
     call: float = 0.0
     far_call: float = 0.0
     near_slowdown: float = 1.0
+    calls: GpuCalls = field(default_factory=GpuCalls)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value >= 0:
+        for name, value in {**vars(self), **vars(self.calls)}.items():
+            if isinstance(value, float | int) and not value >= 0:
                 raise ValueError(f"{name} is {value}; a time is at least 0")
         for name in ("load", "moe"):
             if not 0 < getattr(self, name) < math.inf:

@@ -7,30 +7,18 @@ are not in the profile are constants here, each with its reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from moechat.configurator import gpu_rates
 from moechat.configurator.costs import Costs
+from moechat.configurator.gpu_pattern import GpuCalls, gpu_calls
 from moechat.errors import UsageError
 from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures, ModelTimes, Origin
 
 Near = Literal["gpu", "ram"]
 
-# Kernels of a decoder layer for one token, counted in transformers' Mixtral and Qwen3-MoE: norms,
-# projections, rotary, cache, attention, residuals, router, top-k; then one for gate and up, one for down.
-_DENSE_KERNELS = 20
-_EXPERT_KERNELS = 3
-_HEAD_KERNELS = 6
-# Exposed host time per layer, for bookkeeping and the copy of the router's choice: the design's upper bound.
-# Host time per token: sampling and conversion to text.
-_LAYER_SECONDS = 60e-6
-_TOKEN_SECONDS = 200e-6
-# Share of a GPU's streaming bandwidth that matrix-vector products reach: with 16-bit weights, and with
-# quantised ones (llama.cpp reads 4.68 GB of 4-bit weights 150 times a second on an RTX 3090 that streams
-# 856 GB/s, which is 0.82; https://github.com/danielesalpietro/kickstart-berlin/issues/58).
-_GPU_DENSE_SHARE = 0.9
-_GPU_EXPERT_SHARE = 0.8
 # Overhead of torch's operators and the interpreter on a CPU: the demo's times, whose weights are negligible,
 # on two cores at 2.3 GHz, for a layer without its experts, for its experts, and for the rest of a token.
 _CPU_LAYER_SECONDS = 600e-6
@@ -160,29 +148,32 @@ def cost_figures(
     link = _link(profile, near)
     each = shape.expert_bytes
     figures = {"load": _over(each, link_rate(link, each)), "latency": _first_byte(link)}
+    calls = gpu_calls(_copy_overhead(link), profile.gpu)
     together = link_rate_together(link, each)
     if together is not None:
         figures["load_together"] = _over(each, together)
     far = _over(each, expert_rate(profile, shape.bits))
     if near == "gpu":
         figures["compute_far"] = far
-        if profile.expert_rate_together:
-            bits = nearest_bits(shape.bits, profile.expert_rate_together)
-            figures["compute_together"] = _over(each, profile.expert_rate_together[bits])
+        beside = beside_link(profile, near)
+        if beside:
+            figures["compute_together"] = _over(each, beside[nearest_bits(shape.bits, beside)])
     if times is not None:
         figures.update(attention=times.attention, moe=times.moe, head=times.head)
     else:
         kv = shape.kv_bytes * context / shape.layers
         dense = shape.layer_dense_bytes + kv
         figures.update(
-            _times_on_gpu(profile, shape, dense)
+            _times_on_gpu(profile, shape, dense, calls)
             if near == "gpu"
             else _times_in_ram(profile, shape, dense, far)
         )
-    costs = Costs(**{name: figure.value for name, figure in figures.items()})
+    values: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
+    costs = Costs(**values)
     if profile.gpu is not None and near == "gpu":
-        launch = profile.gpu.launch.value
-        costs = replace(costs, call=_EXPERT_KERNELS * launch, far_call=2 * costs.latency + launch)
+        reading = shape.top_k * each / gpu_rates.expert_rate(profile.gpu, shape.bits).value
+        # A time that was measured on the model may be shorter than the estimate of reading it.
+        costs = replace(costs, call=max(0.0, costs.moe - reading), calls=calls)
     else:
         slowdown = _near_slowdown(profile, shape.bits, link_rate(link, each).value)
         costs = replace(costs, near_slowdown=slowdown)
@@ -192,29 +183,51 @@ def cost_figures(
 def _near_slowdown(profile: HardwareProfile, bits: int, link_rate: float) -> float:
     """Factor of the CPU's times while the disk is read: measured, or what the disk takes of the memory."""
     alone = expert_rate(profile, bits).value
-    together = profile.expert_rate_together
-    if together and profile.gpu is None:
+    together = beside_link(profile, "ram")
+    if together:
         return max(1.0, alone / together[nearest_bits(bits, together)].value)
     ram = profile.ram_bandwidth.value
     return ram / max(ram - link_rate, ram / 2)
 
 
-def _times_on_gpu(profile: HardwareProfile, shape: ModelShape, dense: float) -> dict[str, Figure]:
+def _copy_overhead(link: LinkFigures) -> float:
+    """Seconds that the smallest transfer takes beyond its bytes at the rate of the largest."""
+    smallest, largest = min(link.bandwidth), max(link.bandwidth)
+    return max(0.0, smallest / link.bandwidth[smallest].value - smallest / link.bandwidth[largest].value)
+
+
+def beside_link(profile: HardwareProfile, near: Near) -> Mapping[int, Figure]:
+    """By bits: bytes of blocks per second that the CPU computes while the link into that tier is busy; empty
+    if unknown.
+    """
+    link = profile.links.get("gpu" if near == "gpu" else "file")
+    if link is not None and link.experts:
+        return link.experts
+    # Profiles that do not name the link mean that into the tier that computes.
+    return profile.expert_rate_together if near == "gpu" or profile.gpu is None else {}
+
+
+def _times_on_gpu(
+    profile: HardwareProfile, shape: ModelShape, dense: float, calls: GpuCalls
+) -> dict[str, Figure]:
     gpu = profile.gpu
     assert gpu is not None  # _link() has looked
 
-    def time(nbytes: float, share: float, kernels: int, more: float) -> Figure:
-        seconds = nbytes / (share * gpu.bandwidth.value) + kernels * gpu.launch.value + more
+    def time(nbytes: float, rate: Figure, whole: Callable[[float], float]) -> Figure:
+        reading = nbytes / rate.value
+        seconds = whole(reading)
         rule = (
-            f"{nbytes / 1e6:.4g} MB at {share:g} of {gpu.bandwidth.value / 1e9:.4g} GB/s, "
-            f"{kernels} kernels of {gpu.launch.value * 1e6:.3g} us, {more * 1e6:.3g} us of the host"
+            f"{nbytes / 1e6:.4g} MB at {rate.value / 1e9:.4g} GB/s ({rate.source}), and "
+            f"{(seconds - reading) * 1e6:.3g} us of calls and waits that they do not hide"
         )
         return Figure(seconds, "estimate", rule)
 
+    weights = gpu_rates.dense_rate(gpu, shape.dense_itemsize)
+    experts = gpu_rates.expert_rate(gpu, shape.bits)
     return {
-        "attention": time(dense, _GPU_DENSE_SHARE, _DENSE_KERNELS, _LAYER_SECONDS),
-        "moe": time(shape.top_k * shape.expert_bytes, _GPU_EXPERT_SHARE, _EXPERT_KERNELS, 0.0),
-        "head": time(shape.head_bytes, _GPU_DENSE_SHARE, _HEAD_KERNELS, _TOKEN_SECONDS),
+        "attention": time(dense, weights, calls.layer),
+        "moe": time(shape.top_k * shape.expert_bytes, experts, calls.experts),
+        "head": time(shape.head_bytes, weights, calls.head),
     }
 
 

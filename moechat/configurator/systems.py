@@ -16,7 +16,7 @@ from moechat.validation import require_choice, require_number, require_whole
 Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
 Prefetch = Literal["none", "prompts", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
-Miss = Literal["fetch", "compute", "both"]
+Miss = Literal["fetch", "compute", "both", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class RequestForm:
     def serves(self, other: RequestForm) -> bool:
         """Whether a request of this form has all that one of the other form has."""
         return self.ahead >= other.ahead and self.inputs >= other.inputs
+
+    def union(self, other: RequestForm) -> RequestForm:
+        """The smallest form that serves both."""
+        return RequestForm(max(self.ahead, other.ahead), self.inputs or other.inputs)
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,10 @@ class CacheSettings:
         lookahead: Layers ahead that are predicted, 1 to 8.
         prefetch_experts: Most experts to prefetch per layer; ``None``: the model's top-k.
         prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.
-        miss: Handling of missing blocks: ``fetch`` transfers them, ``compute`` computes them in the far tier,
-            ``both`` divides them by measured rates. All are fetched if the far tier (an SSD) cannot compute.
+        miss: Handling of missing blocks: ``fetch`` transfers them, ``compute`` computes them in the far tier
+            and transfers meanwhile what is worth keeping, ``both`` divides them by measured rates, ``cpu``
+            computes them in the far tier and transfers none. All are fetched if the far tier (an SSD) cannot
+            compute.
         whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
         omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.

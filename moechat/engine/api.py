@@ -239,7 +239,8 @@ class Engine:
         """Do maintenance while the program waits: before it reads what the user types, say.
 
         Writes routing statistics to the user's directory, and after every ``replan_tokens`` decoded tokens
-        makes a new plan for the experts, as :meth:`replan` does. Takes milliseconds, mostly none.
+        makes a new plan for the experts, as :meth:`replan` does. Takes milliseconds, mostly none. A thread
+        goes on to load the experts that were used most into free pages, until the next pass.
 
         Returns:
             The new plan, if one was made.

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,45 @@ class Decoder:
         loaded = self._passes.loaded
         return [ids] if prompt > loaded.cache.appendable else list(torch.split(ids, loaded.chunk, dim=1))
 
+    def waves(self, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Group the passes of a prompt into waves; a group of one is a pass.
+
+        A last pass of one token stays alone: it is computed like a decoded one.
+        """
+        loaded = self._passes.loaded
+        count = loaded.plan.wave // loaded.chunk
+        if loaded.near is None or count < 2 or loaded.chunk < 2:
+            return [[part] for part in parts]
+        alone = parts[-1:] if parts[-1].shape[1] == 1 else []
+        whole = parts[: len(parts) - len(alone)]
+        groups = [whole[begin : begin + count] for begin in range(0, len(whole), count)]
+        return groups + ([alone] if alone else [])
+
+    def advance(
+        self, chunks: list[torch.Tensor], cache: Any, computed: Callable[[int], None] = lambda _: None
+    ) -> tuple[torch.Tensor, Any]:
+        """Compute the chunks of a wave, or one pass, behind the tokens in a cache.
+
+        Args:
+            chunks: From :meth:`waves`.
+            cache: As for :meth:`step`; result and errors too.
+            computed: Called with the number of tokens that are done, or as good as done.
+        """
+        total = sum(chunk.shape[1] for chunk in chunks)
+        if len(chunks) > 1:
+            output = self._passes.run_wave(
+                chunks, cache, tick=lambda share: computed(int(share * total)), **self._last_only
+            )
+            if output is not None:
+                computed(total)
+                return output.logits[0, -1], output.past_key_values
+        done = 0
+        for chunk in chunks:
+            logits, cache = self.step(chunk, cache)
+            done += chunk.shape[1]
+            computed(done)
+        return logits, cache
+
     def step(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         """Compute one pass of tokens behind those in a cache.
 
@@ -110,8 +150,8 @@ class Decoder:
     def feed(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
         """Compute tokens in the passes of a prompt; arguments, result and errors as for :meth:`step`."""
         ids = torch.tensor([list(tokens)])
-        for part in self.parts(ids, ids.shape[1]):
-            logits, cache = self.step(part, cache)
+        for chunks in self.waves(self.parts(ids, ids.shape[1])):
+            logits, cache = self.advance(chunks, cache)
         return logits, cache
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -131,14 +171,29 @@ class Decoder:
         if loaded.accelerator is not None:
             self.prompt_cache.drop()  # the plan reserves a GPU's memory for one cache
         cache, done = self.new_cache(), 0
-        for part in parts:
-            output = self._passes.run(part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            if done == 0:
-                result = torch.empty((ids.shape[1], output.logits.shape[-1]), dtype=torch.float32)
-            result[done : done + part.shape[1]] = output.logits[0]
-            done += part.shape[1]
-        return result
+        found = torch.empty(0)
+
+        def take(begin: int, output: Any) -> None:
+            nonlocal found
+            rows = output.logits[0]
+            if len(found) == 0:
+                with torch.inference_mode(False):
+                    found = torch.empty((ids.shape[1], rows.shape[-1]), dtype=torch.float32)
+            found[done + begin : done + begin + len(rows)] = rows
+
+        for chunks in self.waves(parts):
+            output = None
+            if len(chunks) > 1:
+                output = self._passes.run_wave(chunks, cache, tick=lambda _: None, each=take)
+            if output is not None:
+                done += sum(part.shape[1] for part in chunks)
+                continue
+            for part in chunks:
+                output = self._passes.run(part, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                take(0, output)
+                done += part.shape[1]
+        return found
 
     def answer(
         self,
@@ -159,7 +214,8 @@ class Decoder:
             seed: Of the draws.
             started: When the answer was requested, on ``time.perf_counter``'s clock.
             progress: Called before the first and after each part of the prompt with the tokens computed so
-                far (or already cached) and the tokens of the prompt; its own time counts too.
+                far (or already cached) and the tokens of the prompt; its own time counts too. In a wave it is
+                called several times a layer, with the tokens that would have been computed in that time.
 
         Raises:
             MoechatError: As :meth:`PassRunner.run`.
@@ -184,7 +240,7 @@ class Decoder:
         )
         sampler = Sampler(settings, seed)
         stream = TextStream(self._tokenizer) if self._tokenizer is not None else None
-        history, parts = ids, self.parts(ids[:, reused:], prompt)
+        history, waves = ids, self.waves(self.parts(ids[:, reused:], prompt))
         first = 0.0
         computed = reused
         upkeep = self._passes.loaded.upkeep
@@ -193,11 +249,13 @@ class Decoder:
             progress(reused, prompt)
             for count in range(1, limit + 1):
                 begun = time.perf_counter()
-                for part in parts:
-                    logits, cache = self.step(part, cache)
-                    computed += part.shape[1]
-                    if computed <= prompt:
-                        progress(computed, prompt)
+                for chunks in waves:
+                    if computed < prompt:
+                        shown = partial(_advanced, progress, computed, prompt)
+                        logits, cache = self.advance(chunks, cache, shown)
+                    else:
+                        logits, cache = self.step(chunks[0], cache)
+                    computed += sum(chunk.shape[1] for chunk in chunks)
                 token = sampler.draw(history, logits.cpu())
                 now = time.perf_counter()
                 first = first or now
@@ -223,8 +281,9 @@ class Decoder:
                 self._meter.start()
                 if reason:
                     return
-                parts = [torch.tensor([[token]])]
-                history = torch.cat([history, parts[0]], dim=1)
+                latest = torch.tensor([[token]])
+                waves = [[latest]]
+                history = torch.cat([history, latest], dim=1)
                 known.append(token)
         finally:
             loaded = self._passes.loaded
@@ -234,3 +293,7 @@ class Decoder:
                 # An interrupted pass leaves layers of different lengths; the cache drops the longer tails.
                 self.prompt_cache.keep(cache, known[:computed], prompt)
                 self.cached_tokens = computed
+
+
+def _advanced(progress: Callable[[int, int], None], before: int, prompt: int, done: int) -> None:
+    progress(before + done, prompt)

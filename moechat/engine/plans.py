@@ -74,6 +74,8 @@ class PlanKeeper:
             require_bool("may_map", may_map)
         require_callable("progress", progress)
         self._passes.usable_model()
+        if self._passes.loaded.upkeep is not None:
+            self._passes.loaded.upkeep.busy()  # its transfers would be timed too
         self.tuning = self._tune(limit_s, again, may_map, progress)
         if self.mapped:
             self._release_pages()
@@ -87,8 +89,6 @@ class PlanKeeper:
         progress: Callable[[Progress], None] | None,
     ) -> Tuning:
         loaded, decoder = self._passes.loaded, self._decoder
-        if loaded.accelerator is not None:
-            return skipped("plans are not timed on GPUs in this version")
         if loaded.near is None:
             if self.tuning is not None and self.mapped:
                 return self.tuning
@@ -97,7 +97,9 @@ class PlanKeeper:
         found = None if again else tuner.recall()
         if found is not None:
             return found
-        if 0 < decoder.cached_tokens > loaded.plan.context - Sequences.MOST_TOKENS:
+        # The plan reserves a GPU's memory for one cache.
+        room = 0 if loaded.accelerator is not None else loaded.plan.context - Sequences.MOST_TOKENS
+        if 0 < decoder.cached_tokens > room:
             return skipped("the conversation takes the memory of the attention cache")
         if limit_s <= 0:
             return skipped("nothing is remembered for this model and budget")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +15,13 @@ from moechat.errors import DeviceLostError, DoesNotFitError, MoechatError
 from moechat.loading import LoadedModel
 from moechat.models.attention_cache import cache_lengths, restore_lengths
 from moechat.models.threads import thread_invariant_pass
+from moechat.models.wave_chunks import NotInWavesError
+from moechat.models.waves import Take
 from moechat.store.store import Store
 
 # Share of the pages on a GPU that is freed after its memory ran out.
 OOM_SHRINK_FRACTION = 0.1
+_NOT_IN_WAVES = object()
 
 
 class PassRunner:
@@ -41,6 +44,7 @@ class PassRunner:
         self._name = name
         self._meter = meter
         self._process = os.getpid()
+        self._waves_noted = False
 
     def usable_model(self) -> Any:
         """The transformers model, if it can still compute.
@@ -76,17 +80,75 @@ class PassRunner:
             MoechatError: Experts cannot be read for another reason, the engine is closed, or this process is
                 a forked one.
         """
-        cache = arguments.get("past_key_values")
+        return self._with_retry(
+            lambda loaded: self._pass(loaded, ids, arguments), arguments.get("past_key_values"), ids.shape[1]
+        )
+
+    def run_wave(
+        self,
+        chunks: Sequence[torch.Tensor],
+        cache: Any,
+        *,
+        tick: Callable[[float], None],
+        each: Take | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Several chunks of a prompt, layer by layer; frees pages of experts as :meth:`run` does.
+
+        Args:
+            chunks: As for :meth:`moechat.models.waves.Waves.run`, as ``cache`` and the next two.
+            cache: Attention cache.
+            tick: Called with the share of the work that is done.
+            each: Takes the outputs of all chunks; again from the first if pages were freed.
+            arguments: Of the model's ``forward``.
+
+        Returns:
+            Output of the model for the last chunk; ``None``, without any change, if prompts of this model
+            cannot be computed in waves.
+
+        Raises:
+            MoechatError: As :meth:`run`.
+        """
         held = cache_lengths(cache)
-        result = self._try(ids, arguments)
+
+        def compute(loaded: LoadedModel) -> Any:
+            waves = loaded.waves
+            if not waves.usable(lambda tokens: loaded.cache.new(loaded.model.config, tokens), loaded.device):
+                return _NOT_IN_WAVES
+            if loaded.decoder is not None:
+                loaded.decoder.lend(cache)
+            there = [chunk.to(loaded.device) for chunk in chunks]
+            return waves.run(there, cache, tick=tick, each=each, **arguments)
+
+        try:
+            output = self._with_retry(compute, cache, sum(chunk.shape[1] for chunk in chunks))
+        except NotInWavesError as error:
+            self.loaded.waves.disable()
+            if not restore_lengths(cache, held):
+                raise MoechatError(f"a prompt of {self._name} could not be computed: {error}") from error
+            output = _NOT_IN_WAVES
+        if output is not _NOT_IN_WAVES:
+            return output
+        if not self._waves_noted:
+            self._waves_noted = True
+            self.notes.append(
+                f"long prompts of {self._name} are computed in passes of {self.loaded.chunk} tokens, each of "
+                "which moves missing experts again: its code was not recognised"
+            )
+        return None
+
+    def _with_retry(self, compute: Callable[[LoadedModel], Any], cache: Any, tokens: int) -> Any:
+        """Result of ``compute``; if a GPU's memory runs out, frees pages of experts and tries once more."""
+        held = cache_lengths(cache)
+        result = self._try(compute)
         if result is not None:
             return result
         # The failed pass may have appended to some layers of the cache.
         freed = self._shrink_experts() if restore_lengths(cache, held) else 0
-        result = self._try(ids, arguments) if freed else None
+        result = self._try(compute) if freed else None
         if result is None:
             raise DoesNotFitError(
-                f"the graphics memory is too small for a pass of {ids.shape[1]} tokens",
+                f"the graphics memory is too small for a pass of {tokens} tokens",
                 hint="load the model with a smaller --vram (vram=), which leaves more beside the "
                 "experts, or with a shorter context (--ctx, ctx=)",
             )
@@ -96,18 +158,26 @@ class PassRunner:
         )
         return result
 
-    def _try(self, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        """The model's output; ``None`` if a GPU's memory ran out."""
-        model, loaded = self.usable_model(), self.loaded
+    @staticmethod
+    def _pass(loaded: LoadedModel, ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        loaded.waves.reset()  # one that was interrupted
+        with thread_invariant_pass(ids.shape[1]):
+            return (loaded.decoder or loaded.model)(input_ids=ids.to(loaded.device), **arguments)
+
+    def _try(self, compute: Callable[[LoadedModel], Any]) -> Any:
+        """Result of ``compute``; ``None`` if a GPU's memory ran out."""
+        self.usable_model()
+        loaded = self.loaded
         gpu = loaded.accelerator
+        if loaded.upkeep is not None:
+            loaded.upkeep.busy()
         try:
             with (
                 self.translate_native_errors(),
                 nullcontext() if gpu is None else gpu.active(),
                 torch.inference_mode(),
-                thread_invariant_pass(ids.shape[1]),
             ):
-                return (loaded.decoder or model)(input_ids=ids.to(loaded.device), **arguments)
+                return compute(loaded)
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:

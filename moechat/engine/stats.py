@@ -33,6 +33,8 @@ class Stats:
         misses: Needed experts that were fetched on demand as a whole.
         demand_bytes: Moved by the link after a router had chosen the expert.
         prefetch_bytes: Moved by the link before that.
+        preloaded_bytes: Moved by the link between answers: experts that earlier tokens used most. Not part of
+            ``prefetch_bytes``.
         shared_bytes: Of blocks that were missing on a GPU and that the CPU computed in place.
         stall_s: Seconds in which the computation waited for the link.
         link_busy_s: Seconds with at least one transfer under way.
@@ -67,6 +69,7 @@ class Stats:
     misses: int = 0
     demand_bytes: int = 0
     prefetch_bytes: int = 0
+    preloaded_bytes: int = 0
     shared_bytes: int = 0
     stall_s: float = 0.0
     link_busy_s: float = 0.0
@@ -173,4 +176,7 @@ class Meter:
             self._pages_peak = int(native["pages_peak"])
             counts["shared_bytes"] = int(native["blocks_far"] * native["page_bytes"])
             counts |= {key: sum(native[name] for name in names) for key, names in self._SAME.items()}
+            # They move at the priority of prefetches. Their counter runs behind the link's.
+            counts["preloaded_bytes"] = int(native["preloaded"] * native["page_bytes"])
+            counts["prefetch_bytes"] = max(0, counts["prefetch_bytes"] - counts["preloaded_bytes"])
         return counts

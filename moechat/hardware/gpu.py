@@ -14,10 +14,15 @@ from typing import Any
 from moechat.hardware.profile import Figure, GpuFigures
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-# Tensor core operations per multiply-add of the other cores, 16 bit with 32-bit sums, dense: consumer GPUs
-# since Ampere (GA102, AD102, GB202 whitepapers), and GA100 and GH100.
-_TENSOR_FACTOR = 2.0
+# Tensor core operations per multiply-add of the other cores, 16 bit with 32-bit sums, dense. Of GPUs since
+# Ampere those called GeForce do half of what the chip can (GA102, AD102, GB202 whitepapers). Turing has half
+# as many other cores (TU102 whitepaper), and the GTX 16 series has no tensor cores. Last: GA100 and GH100.
+_TENSOR_FACTOR_GEFORCE, _TENSOR_FACTOR_WORKSTATION = 2.0, 4.0
+_TENSOR_FACTOR_TURING, _TENSOR_FACTOR_NONE = 4.0, 2.0
 _TENSOR_FACTOR_DATACENTRE = {(8, 0): 16.0, (9, 0): 14.7, (10, 0): 15.0}
+# Cores of a streaming multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities"); 128 since 8.6.
+_SM_CORES = {(7, 5): 64, (8, 0): 64}
+_SM_CORES_SINCE = 128
 # Share of the peak rates (at the highest clocks) that programs reach; profiles/README.md gives the
 # measurement. GPUs compute at about 0.85 of their reported highest clock.
 _SUSTAINED_MEMORY = 0.914
@@ -44,6 +49,7 @@ class GpuDevice:
         memory_bandwidth: Bytes per second from memory clock and bus width.
         flops: 16-bit operations per second from cores and clock.
         capability: Compute capability.
+        sms: Streaming multiprocessors.
     """
 
     index: int
@@ -58,6 +64,7 @@ class GpuDevice:
     memory_bandwidth: float | None = None
     flops: float | None = None
     capability: tuple[int, int] | None = None
+    sms: int | None = None
 
     @property
     def unknown(self) -> list[str]:
@@ -97,14 +104,15 @@ class GpuDevice:
             else Figure(
                 _SUSTAINED_COMPUTE * flops,
                 "estimate",
-                f"{_SUSTAINED_COMPUTE:g} x 2 x cores x clock x {_tensor_factor(self.capability):g} for "
-                "tensor cores, as NVML reports them",
+                f"{_SUSTAINED_COMPUTE:g} x 2 x cores x clock x "
+                f"{_tensor_factor(self.name, self.capability):g} for tensor cores, as NVML reports them",
             ),
             launch=Figure(_LAUNCH_SECONDS, "estimate", "starting a kernel from the host"),
             # The highest generation, because idle GPUs reduce the current one.
             pcie_generation=self.generation_most or self.generation or 3,
             pcie_lanes=self.lanes or self.lanes_most or 8,
             capability=self.capability,
+            sms=self.sms,
         )
 
 
@@ -212,12 +220,13 @@ def _device(pynvml: Any, index: int) -> tuple[GpuDevice, str] | None:
     cores, core_clock = ask("nvmlDeviceGetNumGpuCores"), ask("nvmlDeviceGetMaxClockInfo", 1)
     capability = ask("nvmlDeviceGetCudaComputeCapability")
     capability = None if capability is None else (int(capability[0]), int(capability[1]))
+    title = "NVIDIA GPU" if name is None else _text(name)
     flops = None
     if cores and core_clock:
-        flops = 2.0 * cores * core_clock * 1e6 * _tensor_factor(capability)
+        flops = 2.0 * cores * core_clock * 1e6 * _tensor_factor(title, capability)
     device = GpuDevice(
         index=index,
-        name="NVIDIA GPU" if name is None else _text(name),
+        name=title,
         identity=hashlib.sha256(unique.encode()).hexdigest()[:16],
         vram=int(memory.total),
         vram_free=int(memory.free),
@@ -228,12 +237,19 @@ def _device(pynvml: Any, index: int) -> tuple[GpuDevice, str] | None:
         memory_bandwidth=2.0 * clock * 1e6 * width / 8 if clock and width else None,
         flops=flops,
         capability=capability,
+        sms=int(cores) // _SM_CORES.get(capability, _SM_CORES_SINCE) if cores and capability else None,
     )
     return device, unique
 
 
-def _tensor_factor(capability: tuple[int, int] | None) -> float:
-    return _TENSOR_FACTOR if capability is None else _TENSOR_FACTOR_DATACENTRE.get(capability, _TENSOR_FACTOR)
+def _tensor_factor(name: str, capability: tuple[int, int] | None) -> float:
+    if capability in _TENSOR_FACTOR_DATACENTRE:
+        return _TENSOR_FACTOR_DATACENTRE[capability]
+    if capability == (7, 5):
+        return _TENSOR_FACTOR_NONE if "GTX" in name else _TENSOR_FACTOR_TURING
+    # Without a name or capability the lower one is assumed.
+    workstation = capability is not None and capability >= (8, 6) and "GeForce" not in name
+    return _TENSOR_FACTOR_WORKSTATION if workstation and name != "NVIDIA GPU" else _TENSOR_FACTOR_GEFORCE
 
 
 def _visible(devices: list[GpuDevice], numbers: Mapping[int, str], wanted: str) -> list[GpuDevice]:

@@ -116,11 +116,13 @@ class KernelSweep:
         figures are due to other programs.
         """
         for bits, together in self.together.items():
-            all_threads = self.rate[bits][self._cores]
-            how = "as much as while the file link is busy"
-            self.rate[bits][self._cores] = _better(all_threads, together.value, how)
+            self.raise_alone(bits, together, "as much as while the file link is busy")
         most = max((rate.value for rates in self.rate.values() for rate in rates.values()), default=0.0)
         self.stream = _better(self.stream, most, "as much as the kernels read")
+
+    def raise_alone(self, bits: int, together: Figure, how: str) -> None:
+        """Raise the rate of all threads alone to one measured under load, if it is lower."""
+        self.rate[bits][self._cores] = _better(self.rate[bits][self._cores], together.value, how)
 
 
 def _better(before: Figure | None, value: float, how: str) -> Figure:

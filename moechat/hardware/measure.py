@@ -1,4 +1,4 @@
-"""Measures this machine: the file link, the CPU's expert kernels, memory, and link and kernels together.
+"""Measures this machine: the file link, the CPU's expert kernels, memory, link and kernels together, the GPU.
 
 The whole takes some seconds. Parts that cannot be measured are left out of the profile, with the reason in
 :attr:`Measurement.missing`; only missing memory for the kernels is an error.
@@ -22,18 +22,23 @@ import moechat
 from moechat import _native
 from moechat.config import user_paths
 from moechat.errors import DoesNotFitError, MoechatError
+from moechat.hardware.card import Card
+from moechat.hardware.card_rounds import CardRounds
 from moechat.hardware.disk_speed import ReadableDisk, readable_disk
-from moechat.hardware.gpu import GpuReport, find_gpus
+from moechat.hardware.gpu import GpuDevice, GpuReport, find_gpus
 from moechat.hardware.identity import Identity, disk_of, this_machine
 from moechat.hardware.kernel_sweep import ROUNDS, KernelSweep
+from moechat.hardware.known_gpus import gpu_figures
 from moechat.hardware.measure_budget import LARGE_BYTES, Budget, format_size
 from moechat.hardware.measure_cpu import (
     ExpertMemory,
     last_cache_bytes,
 )
+from moechat.hardware.measure_gpu import measure_gpu
+from moechat.hardware.measure_gpu_link import measure_gpu_link
 from moechat.hardware.measured_file import Measurement, save_measurement
 from moechat.hardware.memory import available_bytes
-from moechat.hardware.profile import Figure, HardwareProfile, LinkFigures
+from moechat.hardware.profile import Figure, GpuFigures, HardwareProfile, LinkFigures
 
 Report = Callable[[str], None]
 
@@ -45,18 +50,26 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def measure_machine(report: Report = lambda _: None, *, budget: Budget | None = None) -> HardwareProfile:
+# Opens a GPU for measuring. Raises MoechatError if it cannot be used.
+OpenCard = Callable[[GpuDevice], Card]
+
+
+def measure_machine(
+    report: Report = lambda _: None, *, budget: Budget | None = None, open_card: OpenCard | None = None
+) -> HardwareProfile:
     """Measure this machine and store the profile for :func:`load_measured`.
 
     Args:
         report: Called with a short description of each step, and if the profile cannot be stored.
         budget: Limits, for tests.
+        open_card: Opens the GPU; ``None``: it is not measured. It is
+            :func:`moechat.offload.cuda_card.open_card`, which this room may not import.
 
     Raises:
         DoesNotFitError: There is too little memory for the measurement.
         UsageError: ``MOECHAT_HOME`` names something that is not a directory.
     """
-    measurement = measure(report, budget=budget)
+    measurement = measure(report, budget=budget, open_card=open_card)
     try:
         save_measurement(measurement)
     except MoechatError as problem:
@@ -64,15 +77,18 @@ def measure_machine(report: Report = lambda _: None, *, budget: Budget | None = 
     return measurement.profile
 
 
-def measure(report: Report = lambda _: None, *, budget: Budget | None = None) -> Measurement:
+def measure(
+    report: Report = lambda _: None, *, budget: Budget | None = None, open_card: OpenCard | None = None
+) -> Measurement:
     """As :func:`measure_machine`, but return the whole measurement without storing it."""
-    return _Measuring(report, budget or Budget()).run()
+    return _Measuring(report, budget or Budget(), open_card).run()
 
 
 @dataclass
 class _Measuring:
     report: Report
     budget: Budget
+    open_card: OpenCard | None = None
     missing: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -89,15 +105,13 @@ class _Measuring:
         assert cpu.stream is not None
         if figures is not None:
             figures = _settled(replace(figures, together=cpu.link_together))
+        links = {} if figures is None else {"file": replace(figures, experts=dict(cpu.together))}
+        gpu, gpu_link = self._gpu(gpus, memory, identity.cores)
+        if gpu_link is not None:
+            links["gpu"] = gpu_link
+            for bits, rate in gpu_link.experts.items():
+                cpu.raise_alone(bits, rate, "as much as while the link to the GPU is busy")
         self._note_others(others.share())
-        if gpus.best is None:
-            self.missing["gpu"] = gpus.why
-        else:
-            self.missing["link gpu"] = "this version moves nothing to graphics memory"
-            if gpus.best.unknown:
-                self.remarks.append(
-                    f"The driver does not tell of {gpus.best.name}: {', '.join(gpus.best.unknown)}."
-                )
         self._note_facts(gpus, identity)
         seconds = time.perf_counter() - started
         profile = HardwareProfile(
@@ -109,10 +123,11 @@ class _Measuring:
             ram=_measured(psutil.virtual_memory().total, "as the system reports it"),
             ram_bandwidth=cpu.stream,
             expert_rate=cpu.rate,
-            expert_rate_together=cpu.together,
+            # Beside the link into the tier that computes: the GPU, where there is one.
+            expert_rate_together=gpu_link.experts if gpu_link and gpu_link.experts else cpu.together,
             expert_flops=cpu.operations,
-            links={} if figures is None else {"file": figures},
-            gpu=None if gpus.best is None else gpus.best.figures(),
+            links=links,
+            gpu=gpu,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             key=identity.key,
         )
@@ -191,6 +206,34 @@ class _Measuring:
         if sweep.failure:
             self.missing["together"] = sweep.failure
         return sweep
+
+    # ---- the GPU
+
+    def _gpu(
+        self, gpus: GpuReport, memory: ExpertMemory, cores: int
+    ) -> tuple[GpuFigures | None, LinkFigures | None]:
+        device = gpus.best
+        if device is None:
+            self.missing["gpu"] = gpus.why
+            return None, None
+        if device.unknown:
+            self.remarks.append(f"The driver does not tell of {device.name}: {', '.join(device.unknown)}.")
+        assumed = gpu_figures(device)
+        if self.open_card is None:
+            self.missing["link gpu"] = "`moechat profile` measures it"
+            return assumed, None
+        self.report("GPU: starting it")
+        try:
+            card = self.open_card(device)
+        except Exception as problem:  # torch may fail to load, in many ways
+            self.missing["link gpu"] = str(problem) or type(problem).__name__
+            return assumed, None
+        rounds = CardRounds(card, self.budget, self.report)
+        link = measure_gpu_link(rounds, memory, cores)
+        figures = measure_gpu(rounds, assumed)
+        self.missing |= rounds.missing
+        self.remarks += rounds.remarks
+        return figures, link
 
     # ---- remarks and facts
 

@@ -23,7 +23,9 @@ from moechat.hardware.identity import Identity, this_machine
 from moechat.hardware.profile import HardwareProfile
 from moechat.hardware.profile_json import profile_from_json, profile_to_json
 
-FORMAT = 1
+# 2 adds what is measured on a GPU; profiles of format 1 lack it.
+FORMAT = 2
+_READABLE = (1, 2)
 _KIND = "moechat hardware profile"
 _NAME = re.compile(r"[0-9a-f]{16}\.json", re.ASCII)
 _MOST_BYTES = 4 << 20
@@ -176,7 +178,7 @@ def _read(path: Path, notice: Notice) -> Measurement | None:
     data = read_json(path, notice)
     if data is None:
         return None
-    if data.get("kind") != _KIND or data.get("format") != FORMAT:
+    if data.get("kind") != _KIND or data.get("format") not in _READABLE:
         notice(f"{path} was written by another version of moechat, or is not a hardware profile: ignored")
         return None
     try:

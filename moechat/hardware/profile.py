@@ -70,6 +70,15 @@ class LinkFigures:
             ``None``: unknown.
         latencies: Seconds from a request on the idle link to its last byte, by requested bytes, ascending;
             empty: unknown except for :attr:`latency`.
+        by_depth: Bytes per second by bytes of one transfer, then by transfers in flight; empty: unknown.
+        back: Bytes per second from the near tier to the far one, by bytes of one copy; empty: unknown.
+        back_together: The same for the largest size while the CPU computes experts with all threads.
+        staged: Bytes per second from memory that is not pinned, through a ring of pinned buffers, by bytes of
+            one transfer; empty: unknown.
+        experts: By bits: bytes of blocks per second that the CPU computes with all threads while this link
+            is busy; empty: unknown.
+        pinned: Bytes of host memory that the system pinned when it was measured; ``None``: unknown.
+        pins_more: Whether it may pin more than that: nothing was refused.
     """
 
     kind: Literal["file", "gpu"]
@@ -77,16 +86,33 @@ class LinkFigures:
     latency: Figure
     together: Figure | None = None
     latencies: Mapping[int, Figure] = field(default_factory=dict)
+    by_depth: Mapping[int, Mapping[int, Figure]] = field(default_factory=dict)
+    back: Mapping[int, Figure] = field(default_factory=dict)
+    back_together: Figure | None = None
+    staged: Mapping[int, Figure] = field(default_factory=dict)
+    experts: Mapping[int, Figure] = field(default_factory=dict)
+    pinned: Figure | None = None
+    pins_more: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether its bandwidth was measured on that machine."""
+        return all(figure.origin == "measured" for figure in self.bandwidth.values())
 
     def rate(self, nbytes: int) -> float:
-        """Bytes per second for transfers of ``nbytes``: linear between measured sizes, constant beyond."""
+        """Bytes per second for transfers of ``nbytes``.
+
+        Times are linear between measured sizes, and the rate is constant beyond. A transfer takes a time of
+        its own and that of its bytes, so between 256 KiB and 16 MiB the rate rises faster than linearly.
+        """
         sizes = sorted(self.bandwidth)
         if nbytes <= sizes[0]:
             return self.bandwidth[sizes[0]].value
         for low, high in pairwise(sizes):
             if nbytes <= high:
                 share = (nbytes - low) / (high - low)
-                return self.bandwidth[low].value * (1 - share) + self.bandwidth[high].value * share
+                times = low / self.bandwidth[low].value, high / self.bandwidth[high].value
+                return nbytes / (times[0] * (1 - share) + times[1] * share)
         return self.bandwidth[sizes[-1]].value
 
 
@@ -104,6 +130,21 @@ class GpuFigures:
         pcie_generation: PCIe generation.
         pcie_lanes: PCIe lanes.
         capability: CUDA compute capability; ``None``: unknown.
+        sms: Streaming multiprocessors; ``None``: unknown.
+        l2_bytes: Second-level cache; ``None``: unknown.
+        context: Bytes that a CUDA context with torch takes; ``None``, as every figure below, and empty
+            mappings: not measured.
+        copy: Bytes that a copy within the GPU's memory reads and writes per second.
+        dense_rate: By bits of a dense weight: bytes of weights per second at one token.
+        dense_flops: By bits: operations per second of dense products with hundreds of tokens.
+        expert_rate: By bits, then by tokens of each expert: bytes of blocks per second.
+        expert_flops: The same in operations per second.
+        call: Host seconds to start the kernels of a layer's experts for one token.
+        graph_launch: Host seconds to start the replay of a CUDA graph.
+        graph_node: Seconds of the GPU for a node of a graph whose kernel does nothing.
+        sync: Seconds from recording an event behind a small kernel to the wake-up of the host, beyond
+            :attr:`launch`.
+        round_trip: Seconds for the copy of a few numbers to the host, as the host sees it.
     """
 
     name: str
@@ -115,6 +156,19 @@ class GpuFigures:
     pcie_generation: int
     pcie_lanes: int
     capability: tuple[int, int] | None = None
+    sms: int | None = None
+    l2_bytes: int | None = None
+    context: Figure | None = None
+    copy: Figure | None = None
+    dense_rate: Mapping[int, Figure] = field(default_factory=dict)
+    dense_flops: Mapping[int, Figure] = field(default_factory=dict)
+    expert_rate: Mapping[int, Mapping[int, Figure]] = field(default_factory=dict)
+    expert_flops: Mapping[int, Mapping[int, Figure]] = field(default_factory=dict)
+    call: Figure | None = None
+    graph_launch: Figure | None = None
+    graph_node: Figure | None = None
+    sync: Figure | None = None
+    round_trip: Figure | None = None
 
 
 @dataclass(frozen=True)

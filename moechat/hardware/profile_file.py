@@ -196,6 +196,8 @@ def _gpu(table: StrictTable | None) -> GpuFigures | None:
         pcie_generation=table.number("pcie_generation", range(1, 8)),
         pcie_lanes=table.number("pcie_lanes", (1, 2, 4, 8, 16)),
         capability=capability,
+        sms=table.number("sms", range(1, 1025)) if "sms" in table.values else None,
+        l2_bytes=table.number("l2_mib", range(1, 1025)) << 20 if "l2_mib" in table.values else None,
     )
     table.finish()
     return gpu

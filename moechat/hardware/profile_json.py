@@ -84,10 +84,22 @@ def _figure(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> Figure:
 
 
 def _numbered(data: Mapping[str, Any], *, least: float = LEAST_VALUE) -> dict[int, Figure]:
-    found = {int(number): _figure(figure, least=least) for number, figure in data.items()}
+    return {number: _figure(figure, least=least) for number, figure in _by_number(data).items()}
+
+
+def _twice_numbered(data: Mapping[str, Any]) -> dict[int, dict[int, Figure]]:
+    return {number: _numbered(figures) for number, figures in _by_number(data).items()}
+
+
+def _by_number(data: Mapping[str, Any]) -> dict[int, Any]:
+    found = {int(number): value for number, value in dict(data).items()}
     if found and min(found) < 1:
         raise ValueError(f"there is a figure for {min(found)}")
     return found
+
+
+def _optional(data: Mapping[str, Any] | None, *, least: float = LEAST_VALUE) -> Figure | None:
+    return None if data is None else _figure(data, least=least)
 
 
 def _link(kind: str, data: Mapping[str, Any]) -> LinkFigures:
@@ -101,6 +113,14 @@ def _link(kind: str, data: Mapping[str, Any]) -> LinkFigures:
     # Missing in profiles of earlier versions.
     known["latencies"] = _numbered(known.get("latencies", {}), least=0.0)
     known["together"] = None if known["together"] is None else _figure(known["together"])
+    # Those of format 2; missing in earlier profiles, which means "not measured".
+    known["by_depth"] = _twice_numbered(known.get("by_depth", {}))
+    for name in ("back", "staged", "experts"):
+        known[name] = _numbered(known.get(name, {}))
+    for name in ("back_together", "pinned"):
+        known[name] = _optional(known.get(name))
+    if not isinstance(known.get("pins_more", False), bool):
+        raise ValueError(f"pins_more is {known['pins_more']!r}")
     return LinkFigures(**known)
 
 
@@ -119,4 +139,16 @@ def _gpu_of(data: Mapping[str, Any]) -> GpuFigures:
         _whole("capability", major)
         _whole("capability", minor, least=0)
         known["capability"] = (major, minor)
+    # Those of format 2.
+    for name in ("sms", "l2_bytes"):
+        if known.get(name) is not None:
+            _whole(name, known[name])
+    for name in ("dense_rate", "dense_flops"):
+        known[name] = _numbered(known.get(name, {}))
+    for name in ("expert_rate", "expert_flops"):
+        known[name] = _twice_numbered(known.get(name, {}))
+    for name in ("context", "copy"):
+        known[name] = _optional(known.get(name))
+    for name in ("call", "graph_launch", "graph_node", "sync", "round_trip"):
+        known[name] = _optional(known.get(name), least=0.0)
     return GpuFigures(**known)

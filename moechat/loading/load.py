@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from moechat import _native
-from moechat.configurator.systems import SYSTEMS, CacheSettings
+from moechat.configurator.systems import SYSTEMS, CacheSettings, Policy
 from moechat.errors import UnsupportedModelError
 from moechat.loading.model import LoadedModel, Progress, Report
 from moechat.loading.weights import load_weights
@@ -17,11 +20,12 @@ from moechat.models.assets import context_length
 from moechat.models.footprint import prefill_chunk
 from moechat.models.model_outline import ModelOutline, outline_skeleton
 from moechat.models.skeleton import Skeleton, build_skeleton, load_config
+from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import plan_memory
 from moechat.offload.experts import IMPLEMENTATION, ExpertCounters, register
 from moechat.offload.host import HostPlacement
-from moechat.offload.knowledge import Knowledge, gather
+from moechat.offload.knowledge import Knowledge, gather, saved_statistics
 from moechat.offload.needs import memory_needs, model_shape, uses_graphs
 from moechat.offload.perfect import refuse_without_replay
 from moechat.offload.placement import ModelPlacement
@@ -102,7 +106,10 @@ def _load(
     )
     if offload.link.kind == "file":
         placement.read_far(
-            store, options, lambda done, total: report(Progress("load", done, total, "experts into memory"))
+            store,
+            options,
+            recorded_activations(store, outline, settings),
+            lambda done, total: report(Progress("load", done, total, "experts into memory")),
         )
 
     counters = ExpertCounters()
@@ -130,14 +137,16 @@ def _load(
         except BaseException:
             tier.close()
             raise
-        if uses_graphs(outline, memory):
-            decoder = placement.decoder(skeleton.model, parts, dtype, upkeep.notify)
+        decoder = placement.decoder(
+            skeleton.model, parts, dtype, upkeep.notify, graphs=uses_graphs(outline, memory)
+        )
     loaded = LoadedModel(
         store=store,
         config=config,
         model=skeleton.model,
         outline=outline,
         chunk=prefill_chunk(outline.config),
+        waves=Waves(skeleton.model, skeleton.layers_name, parts),
         plan=plan,
         near=tier,
         counters=counters,
@@ -158,13 +167,11 @@ def gather_knowledge(
     store: Store, outline: ModelOutline, settings: CacheSettings, placement: ModelPlacement
 ) -> Knowledge:
     """Statistics and costs that the targets of a tier are made from."""
-    # Systems with a static set choose it by the popularity of experts, which auto records.
-    ranked_by = SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
     return gather(
         model_shape(outline, store.geometry),
         store.manifest.model_type,
         store.manifest.source.fingerprint,
-        ranked_by,
+        _ranked_by(settings),
         dtype=str(outline.dtype).removeprefix("torch."),
         threads=_native.num_threads(),
         dense_bits=outline.form.bits,
@@ -173,6 +180,23 @@ def gather_knowledge(
         near=placement.near,
         far_computes=placement.computes_far,
     )
+
+
+def recorded_activations(
+    store: Store, outline: ModelOutline, settings: CacheSettings
+) -> npt.NDArray[np.int64] | None:
+    """How often each expert was activated in earlier runs, ``[layers, experts]``; ``None``: nothing usable
+    was recorded.
+    """
+    shape, fingerprint = model_shape(outline, store.geometry), store.manifest.source.fingerprint
+    seen = saved_statistics(shape, fingerprint, _ranked_by(settings), [])
+    return None if seen is None else seen.activations
+
+
+def _ranked_by(settings: CacheSettings) -> Policy:
+    """The policy whose statistics are used."""
+    # Systems with a static set choose it by the popularity of experts, which auto records.
+    return SYSTEMS["auto"].policy if settings.policy in ("static", "belady") else settings.policy
 
 
 def _upkeep(tier: ExpertTier, store: Store, outline: ModelOutline, replan_tokens: int) -> Upkeep:

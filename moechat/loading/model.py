@@ -12,9 +12,11 @@ from moechat.models.attention_cache import CacheShape
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
 from moechat.models.model_outline import ModelOutline
+from moechat.models.waves import Waves
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import MemoryPlan
 from moechat.offload.experts import ExpertCounters, ExpertLayer, attach
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier
 from moechat.offload.upkeep import Upkeep
 from moechat.store.store import Store
@@ -51,6 +53,7 @@ class LoadedModel:
         model: The model, with its dense weights and its expert layers attached.
         outline: Its sizes.
         chunk: Tokens of a prompt computed in one pass, where a prompt may come in parts.
+        waves: Computes several chunks of a prompt layer by layer; see ``plan.wave``.
         plan: Division of the memory.
         near: The tier of its experts; ``None`` if they are mapped.
         counters: Counters of the expert layers.
@@ -66,6 +69,7 @@ class LoadedModel:
     model: Any
     outline: ModelOutline
     chunk: int
+    waves: Waves
     plan: MemoryPlan
     near: ExpertTier | None
     counters: ExpertCounters
@@ -73,7 +77,7 @@ class LoadedModel:
     upkeep: Upkeep | None
     native_modules: NativeModules
     accelerator: Accelerator | None
-    decoder: Callable[..., Any] | None
+    decoder: PassDecoder | None
 
     @property
     def device(self) -> torch.device:

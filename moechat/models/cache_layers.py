@@ -92,8 +92,8 @@ class ReservedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys.data_ptr(), head, values.data_ptr(), head, held, self.packed
 
     def next_place(self) -> Place | None:
-        """Memory for the next token; ``None`` if none is reserved, it is full, or tokens are packed."""
-        if self._reserved is None or self.keys is None or self.packed:
+        """Memory for the next token; ``None`` if none is reserved, or it is full."""
+        if self._reserved is None or self.keys is None:
             return None
         held = self.keys.shape[-2]
         return Place(*self._reserved, held) if held < self._reserved[0].shape[-2] else None
@@ -221,7 +221,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
 
     def next_place(self) -> Place | None:
         """As :meth:`ReservedLayer.next_place`; moves the window to the beginning if necessary."""
-        if self._reserved is None or self._records_past() or self.packed:
+        if self._reserved is None or self._records_past():
             return None
         self._make_room(1)
         return Place(*self._reserved, self._start + self._held)
@@ -302,9 +302,9 @@ def _write(rows: torch.Tensor, states: torch.Tensor, *, packed: bool) -> None:
 def _fresh(
     keys: torch.Tensor, values: torch.Tensor, capacity: int, memory: LayerMemory | None, *, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if memory is not None:
+        return memory.take(keys, values, capacity, packed=packed)
     if packed:
         return empty_rows(keys, capacity), empty_rows(values, capacity)
-    if memory is not None:
-        return memory.take(keys, values, capacity)
     shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in (keys, values)]
     return keys.new_empty(shapes[0]), values.new_empty(shapes[1])

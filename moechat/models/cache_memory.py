@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moechat.models.packed_rows import ROW_TYPE, row_bytes
+
 
 class Place(NamedTuple):
     """Memory for the next token of a layer.
 
     Attributes:
-        keys: All reserved memory of the layer's keys, ``[1, heads, slots, dim]``.
+        keys: All reserved memory of the layer's keys, ``[1, heads, slots, dim]``, or packed rows.
         values: All reserved memory of its values.
         slot: The token's slot; it attends to the slots before.
     """
@@ -30,28 +32,32 @@ class LayerMemory:
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def take(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: int
+        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: int, *, packed: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeroed ``[..., slots, dim]`` tensors for keys and values, reusing the last memory if it fits.
-
-        Zeroed, because attention multiplies masked slots by zero, so they must be finite.
+        """``[..., slots, row]`` tensors for keys and values, uninitialised; the last memory again if it fits.
 
         Args:
             key_states: ``[..., tokens, dim]``; gives shape, type and device of the keys.
             value_states: The same for the values.
             slots: Capacity in tokens.
+            packed: For packed rows.
         """
         both = (key_states, value_states)
-        shapes = [(*states.shape[:-2], slots, states.shape[-1]) for states in both]
+        dtypes = [ROW_TYPE if packed else states.dtype for states in both]
+        shapes = [
+            (*states.shape[:-2], slots, row_bytes(states.shape[-1]) if packed else states.shape[-1])
+            for states in both
+        ]
         if self._tensors is not None and all(
-            tensor.shape == shape and tensor.dtype is states.dtype and tensor.device == states.device
-            for tensor, shape, states in zip(self._tensors, shapes, both, strict=True)
+            tensor.shape == shape and tensor.dtype is dtype and tensor.device == states.device
+            for tensor, shape, dtype, states in zip(self._tensors, shapes, dtypes, both, strict=True)
         ):
-            for tensor in self._tensors:
-                tensor.zero_()
             return self._tensors
         self._tensors = None  # free the old memory first
-        keys, values = (states.new_zeros(shape) for states, shape in zip(both, shapes, strict=True))
+        keys, values = (
+            states.new_empty(shape, dtype=dtype)
+            for states, shape, dtype in zip(both, shapes, dtypes, strict=True)
+        )
         self._tensors = keys, values
         return self._tensors
 

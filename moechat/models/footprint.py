@@ -33,6 +33,10 @@ _MANY_TOKENS = 6
 _MASK_BYTES = 8
 # Most scores per token of the cache: 16 heads with PREFILL_CHUNK tokens.
 _MOST_SCORES = 16 * PREFILL_CHUNK
+# Accumulators and inputs of one expert that ExpertSum keeps for as many tokens as choose it, beyond its usual
+# memory; experts that are chosen twice as often as others are counted.
+_SUM_BYTES = 8 << 20
+_POPULAR = 2
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,54 @@ def workspace_bytes(config: Any, dtype: torch.dtype, tokens: int, context: int) 
     feed_forward += tokens * 24 * sizes.experts
     logits = 8 * sizes.vocabulary
     return int(_SLACK_FACTOR * max(attention, feed_forward)) + logits + _SLACK_BYTES
+
+
+def wave_bytes(
+    config: Any, dtype: torch.dtype, tokens: int, context: int, *, top_k: int, on_gpu: bool
+) -> int:
+    """Memory of a wave (:mod:`moechat.models.waves`) beyond that of a pass of one of its chunks.
+
+    For each token: hidden states, output of attention, input and output of the experts (on a CPU also in
+    float32), the router's output, rotary angles. The masks of two chunks, which contain those of the others.
+    On a CPU, one popular expert's rows of inputs and sums. The experts' workspace on a GPU is not among it.
+
+    Args:
+        config: The model's configuration.
+        dtype: Type of the activations.
+        tokens: Tokens of the wave.
+        context: Tokens in the attention cache at its end.
+        top_k: Experts of a token.
+        on_gpu: The experts are computed on a GPU.
+
+    Returns:
+        Bytes.
+    """
+    sizes = _Sizes.of(config)
+    size = dtype.itemsize
+    token = 4 * size * sizes.hidden + 8 * sizes.experts + 16 * top_k + 8 * sizes.query
+    rows = 0
+    if not on_gpu:
+        token += 8 * sizes.hidden if size < torch.float32.itemsize else 0
+        of_one = tokens * min(1.0, _POPULAR * top_k / sizes.experts) * 4 * sizes.hidden
+        rows = 2 * max(0, int(of_one) - _SUM_BYTES)
+    # Masks are numbers where scores are materialised by the family's own code.
+    mask = size if score_copies(config) > 2 else 1
+    masks = 2 * min(tokens, prefill_chunk(config)) * context * mask
+    return int(_SLACK_FACTOR * (tokens * token + masks)) + rows
+
+
+def split_sums(config: Any, programs: int, most: int) -> int:
+    """Most bytes that the attention of a token writes where its keys are divided among programs.
+
+    Args:
+        config: The model's configuration.
+        programs: Number of programs, each with the query heads of one head of keys.
+        most: Most float32 sums of a program.
+    """
+    sizes = _Sizes.of(config)
+    # Latents are keys and values of one head.
+    each = most if sizes.latent else min(most, -(-sizes.heads // sizes.kv_heads) * sizes.value)
+    return 4 * programs * each
 
 
 def one_pass_bytes(config: Any, dtype: torch.dtype, context: int) -> int:

@@ -34,7 +34,9 @@ from moechat.models.dense_weights import DenseWeights, count_dense_weights
 from moechat.models.footprint import (
     one_pass_bytes,
     pass_tokens,
+    prefill_chunk,
     scratch_bytes,
+    wave_bytes,
     workspace_bytes,
 )
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
@@ -128,6 +130,15 @@ class ModelOutline:
     def pass_tokens(self, context: int) -> int:
         """Tokens of the longest pass when prompts fill a context of ``context`` tokens."""
         return pass_tokens(self.config, self.cache, context)
+
+    @property
+    def wave_chunk(self) -> int:
+        """Tokens of a chunk of a wave; 0 if prompts are not computed in waves."""
+        return prefill_chunk(self.config) if self.cache.reserved and self.cache.unlimited else 0
+
+    def wave(self, tokens: int, context: int, *, on_gpu: bool) -> int:
+        """Bytes of a wave of so many tokens beyond :meth:`workspace`; see :func:`wave_bytes`."""
+        return wave_bytes(self.config, self.dtype, tokens, context, top_k=self.top_k, on_gpu=on_gpu)
 
     @property
     def scratch(self) -> int:

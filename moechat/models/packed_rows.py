@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 import torch
 
@@ -10,6 +11,27 @@ from moechat import _native
 
 # What a row with fewer bits than an element of the model's type holds.
 ROW_TYPE = torch.uint8
+
+
+class RowCodec(Protocol):
+    """Packs and unpacks rows on a kind of device; takes checked arguments of :func:`pack`, :func:`unpack`."""
+
+    def pack(self, states: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``states``, whose last axis is contiguous, to packed rows."""
+        ...
+
+    def unpack(self, rows: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of packed rows."""
+        ...
+
+
+# By kind of device; the native code serves the CPU.
+_CODECS: dict[str, RowCodec] = {}
+
+
+def register_codec(device: str, codec: RowCodec) -> None:
+    """Use ``codec`` for tensors on devices of a kind, such as ``cuda``."""
+    _CODECS[device] = codec
 
 
 @cache
@@ -29,6 +51,10 @@ def pack(states: torch.Tensor, rows: torch.Tensor) -> None:
         states = states.contiguous()
     batch, heads, tokens, dim = states.shape
     _check(rows, batch, heads, tokens, dim)
+    codec = _CODECS.get(rows.device.type)
+    if codec is not None:
+        codec.pack(states, rows)
+        return
     _native.pack_rows(
         _name(states.dtype),
         states.data_ptr(),
@@ -52,6 +78,9 @@ def unpack(rows: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """
     batch, heads, tokens, _ = rows.shape
     _check(rows, batch, heads, tokens, dim)
+    codec = _CODECS.get(rows.device.type)
+    if codec is not None:
+        return codec.unpack(rows, dim, dtype)
     out = torch.empty((1, heads, tokens, dim), dtype=dtype)
     _native.unpack_rows(_name(dtype), rows.data_ptr(), rows.stride(1), heads, tokens, dim, out.data_ptr())
     return out
@@ -72,14 +101,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check(rows: torch.Tensor, batch: int, heads: int, tokens: int, dim: int) -> None:
-    """The native code takes addresses; a layer that gave it others would write over other memory."""
+    """The code of a device takes addresses; a layer that gave it others would write over other memory."""
     length = row_bytes(dim)
     if (
         batch != 1
         or rows.shape != (1, heads, tokens, length)
         or rows.dtype is not ROW_TYPE
         or rows.stride()[2:] != (length, 1)
-        or not rows.is_cpu
+        or not (rows.is_cpu or rows.device.type in _CODECS)
     ):
         raise ValueError(
             f"packed rows {tuple(rows.shape)} {rows.dtype} do not hold {tokens} tokens of {heads} heads of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ _MOST_CONTEXT_BYTES = 2 << 30
 _CONTEXTS: dict[int, int] = {}
 
 
-class Mark:
+class Point:
     """A point in the work of a GPU's current stream, which the host can wait for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +42,32 @@ class Mark:
     def synchronize(self) -> None:
         """Wait for the work before the point; what kernels wrote to pinned memory is there then."""
         self._event.synchronize()
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Properties of a GPU's chip.
+
+    Attributes:
+        capability: CUDA compute capability.
+        sms: Streaming multiprocessors.
+        l2_bytes: Second-level cache.
+    """
+
+    capability: tuple[int, int]
+    sms: int
+    l2_bytes: int
+
+
+def ordinal_of(name: str) -> int:
+    """Index in torch of the first GPU with a driver's name; 0 if there is none.
+
+    The management library numbers GPUs by slot, CUDA the fastest first.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    return names.index(name) if name in names else 0
 
 
 class Accelerator:
@@ -124,6 +151,11 @@ class Accelerator:
         """The 16-bit type that the GPU computes fastest in."""
         return gpu_type(torch.cuda.get_device_capability(self.device))
 
+    def chip(self) -> Chip:
+        """Properties of its chip."""
+        found = torch.cuda.get_device_properties(self.device)
+        return Chip((found.major, found.minor), found.multi_processor_count, found.L2_cache_size)
+
     def memory(self) -> tuple[int, int]:
         """Free bytes and total bytes of the GPU's memory."""
         return _native.cuda_memory(self.ordinal)
@@ -150,6 +182,35 @@ class Accelerator:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
+
+    def mark(self) -> Any:
+        """An event in the current stream, whose time the GPU notes when it gets there."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the GPU has got to a mark; does not wait."""
+        return bool(mark.query())
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Seconds between two marks that the GPU has passed."""
+        return float(first.elapsed_time(second)) / 1000
+
+    def seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of the GPU for so many calls of ``run``, from event to event on the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        for _ in range(calls):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def use(self) -> None:
+        """Make the GPU the current device of this thread from now on."""
+        torch.cuda.set_device(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the GPU the current device of this thread, for launches of torch and Triton."""
@@ -205,6 +266,10 @@ class Accelerator:
         with torch.inference_mode(False):
             return torch.empty((rows, columns), dtype=torch.float32, pin_memory=True)
 
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, uint8 ``[nbytes]``."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU, in stream order; REQUIRES: ``host`` does not change until the copy is done."""
         return host.to(self.device, non_blocking=True)
@@ -223,9 +288,9 @@ class Accelerator:
         values: npt.NDArray[np.int32] = host.numpy()
         return values
 
-    def mark(self) -> Mark:
+    def point(self) -> Point:
         """A point of the current stream, not set yet."""
-        return Mark(self.device)
+        return Point(self.device)
 
     def graphs(self) -> Graphs:
         """A maker of CUDA graphs, with memory of their own."""

@@ -34,6 +34,10 @@ _LEAST_RESERVE = 512 * MEBI
 _RESERVE_SHARE = 0.1
 # Of free graphics memory, where no budget is given: the desktop's share may grow.
 _FREE_SHARE = 0.95
+# Most of the memory for experts that a wave of a prompt may take, and its most tokens. Longer waves move
+# missing experts less often, but every page that they take keeps no expert while tokens are decoded.
+_WAVE_SHARE = 0.06
+_MOST_WAVE = 32768
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,10 @@ class Needs:
         min_pages: Fewest pages that work.
         own_context: Tokens that the model was made for.
         threads: Threads that compute.
+        chunk: Tokens of a chunk of a wave; 0: prompts are not computed in waves.
+        wave: Bytes of a wave beyond the workspace, for its tokens and the tokens of the context.
+        operations: Of a token.
+        operations_per_byte: Operations that a fast machine computes while a byte of experts is moved.
     """
 
     base: int
@@ -117,6 +125,10 @@ class Needs:
     min_pages: int
     own_context: int
     threads: int
+    chunk: int = 0
+    wave: Callable[[int, int], int] = lambda _tokens, _context: 0
+    operations: int = 1
+    operations_per_byte: int = 1
 
     @property
     def all_expert_bytes(self) -> int:
@@ -136,7 +148,7 @@ class MemoryPlan:
         basis: Source of that part.
         dense: Dense weights.
         kv: Attention cache for the whole context.
-        workspace: The largest pass.
+        workspace: The largest pass, and the wave.
         scratch: Scratch of the kernels and libraries.
         margin: Allowance for everything that is not counted one by one.
         page_bytes: A page.
@@ -145,6 +157,8 @@ class MemoryPlan:
         expert_bytes: Pages, or all experts if they are mapped.
         context: Tokens of prompt and answer together.
         context_limited: Memory made the context shorter than the model allows.
+        wave: Tokens of a prompt that go through a layer together, so that its missing experts are moved once;
+            0: those of a pass.
     """
 
     budget: int
@@ -163,6 +177,7 @@ class MemoryPlan:
     expert_bytes: int
     context: int
     context_limited: bool
+    wave: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -302,6 +317,10 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
     context, mapped = _choose(needs, budget, ctx)
     fixed = _fixed(needs, context)
     room = budget - sum(fixed.values())
+    mapped = mapped if pages is None else pages == 0
+    wave, extra = (0, 0) if mapped else _wave(needs, context, room)
+    fixed["workspace"] += extra
+    room -= extra
     if pages is None:
         if sum(_while_loading(needs).values()) > budget:
             return None
@@ -313,7 +332,7 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
             if count < needs.min_pages:
                 return None
     else:
-        mapped, count = pages == 0, pages
+        count = pages
     experts = needs.all_expert_bytes if mapped else count * needs.page_bytes
     return MemoryPlan(
         budget=budget,
@@ -332,7 +351,28 @@ def _divide(needs: Needs, budget: int, given: bool, ctx: int | None, pages: int 
         expert_bytes=experts,
         context=context,
         context_limited=ctx is None and context < needs.own_context,
+        wave=wave,
     )
+
+
+def _wave(needs: Needs, context: int, room: int) -> tuple[int, int]:
+    """Tokens of the longest wave within its share of the room for experts, and its bytes; 0 of both if even
+    two chunks exceed it.
+
+    A wave that is longer than the context has no use, nor one that takes longer to compute than to move.
+    """
+    missing = max(0, needs.all_expert_bytes - room)
+    enough = missing * needs.operations_per_byte // needs.operations
+    best, tokens = (0, 0), 2 * needs.chunk
+    while needs.chunk and needs.chunk < context and tokens <= _MOST_WAVE:
+        nbytes = needs.wave(min(tokens, context), context)
+        if nbytes > _WAVE_SHARE * room:
+            break
+        best = tokens, nbytes
+        if tokens >= min(context, enough):
+            break
+        tokens *= 2
+    return best
 
 
 def _fixed(needs: Needs, context: int) -> dict[str, int]:

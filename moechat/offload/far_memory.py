@@ -1,18 +1,18 @@
-"""The far memory of a GPU: all experts in host memory, pinned as far as the system allows."""
+"""The far memory of a GPU: experts in host memory, pinned where possible, the others in files."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
 from moechat.errors import MoechatError, MoechatWarning
+from moechat.offload.pinning import Bytes, Pinning, refusal_notice
 from moechat.store.store import ExpertExtent, Store
 
 # Takes bytes read and bytes in all.
@@ -21,29 +21,35 @@ _PIECE = 16 << 20
 _READERS = 4
 # Pinned buffers of one block each: threads fill some while others are copied.
 _BUFFERS = 16
+# Threads that read experts from files into them: a disk is fast with several reads at a time.
+_FILE_READERS = 4
 
-Region = tuple[npt.NDArray[np.uint8] | None, int, bool, str, int]
+# Memory or None (then it is in the file), bytes, pinned.
+_Part = tuple[Bytes | None, int, bool]
+Region = tuple[list[_Part], int, bool, str, int]
 
 
 class FarMemory:
-    """The experts of a store in host memory, one piece a layer, for one GPU.
+    """The experts of a store behind one GPU: of each layer some in host memory, the others in its file.
 
-    A layer is read from the store, then pinned: a GPU copies pinned memory by itself at full speed. When the
-    system refuses to pin more (WSL2 does at about half of the memory), the rest is copied through pinned
-    buffers, with a warning. Experts that do not all fit into memory are read from their files, through the
-    page cache.
+    The held experts of a layer are read into one piece of memory and pinned in chunks, then those of the next
+    layer: a GPU copies pinned memory by itself at full speed. What the system refuses to pin is copied
+    through pinned buffers, with a warning. Experts that memory does not hold are read from their files into
+    these buffers, through the page cache.
 
     Args:
         store: Verified.
         ordinal: Index of the GPU.
-        in_memory: Read all experts now; else they stay in their files.
+        held: For each layer the experts to read now, int32, ascending.
         progress: Called with bytes read and bytes in all.
 
     Attributes:
-        pinned_bytes: Pinned bytes of experts.
+        held: As given.
+        records: uint8 of each layer: the records of its held experts.
 
     Raises:
         MoechatError: A file cannot be read.
+        CudaError: The GPU is lost.
     """
 
     def __init__(
@@ -51,52 +57,49 @@ class FarMemory:
         store: Store,
         *,
         ordinal: int,
-        in_memory: bool,
+        held: Sequence[npt.NDArray[np.int32]],
         progress: ReadProgress | None = None,
     ) -> None:
         self._ordinal = ordinal
         self._process = os.getpid()
-        self._pinned: list[npt.NDArray[np.uint8]] = []
-        self._regions: list[Region] = []
         self._record_bytes = store.geometry.record_bytes
-        extents = [store.expert_extent(record.layer) for record in store.layers]
-        total, done = sum(extent.nbytes for extent in extents), 0
-        refused = ""
+        self._expert_bytes = store.geometry.expert_bytes
+        self._regions: list[Region] = []
+        self.held = list(held)
+        self.records: list[Bytes] = []
+        total, done = self._expert_bytes * sum(map(len, held)), 0
+        self._pinning: Pinning | None = None
+        if total > 0:
+            buffers = _BUFFERS * self._record_bytes
+            self._pinning = Pinning(ordinal, self._record_bytes, buffers=buffers, total=total)
         try:
-            for extent in extents:
-                path, offset = str(extent.path), extent.offset
-                if not in_memory:
-                    self._regions.append((None, extent.nbytes, False, path, offset))
-                    continue
-                layer = _native.huge_empty(extent.nbytes)
-                _read(extent, layer)
-                if not refused:
-                    refused = self._pin(layer)
-                    if refused:
-                        self._leave_room()
-                self._regions.append((layer, extent.nbytes, not refused, path, offset))
-                done += extent.nbytes
-                if progress is not None:
+            for record, experts in zip(store.layers, held, strict=True):
+                extent = store.expert_extent(record.layer)
+                memory = _native.huge_empty(len(experts) * self._expert_bytes)
+                runs = list(_runs(experts))
+                _read(extent, memory, runs, self._expert_bytes)
+                self._add_region(extent, memory, runs)
+                done += memory.nbytes
+                if progress is not None and total > 0:
                     progress(done, total)
+            if self._pinning is not None:
+                self._pinning.release_reserve()
         except BaseException:
             self.close()
             raise
-        if refused:
-            warnings.warn(
-                f"the system pins no more than {self.pinned_bytes >> 20} MiB of {total >> 20} MiB of experts "
-                f"({refused}); the rest is copied through pinned buffers, which is slower",
-                MoechatWarning,
-                stacklevel=2,
-            )
+        if self._pinning is not None and self.pinned_bytes < total:
+            text = refusal_notice(self.pinned_bytes, total, self._pinning.refusal)
+            warnings.warn(text, MoechatWarning, stacklevel=2)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of experts that the GPU copies by itself."""
-        return sum(layer.nbytes for layer in self._pinned)
+        return 0 if self._pinning is None else self._pinning.nbytes
 
-    def records(self) -> list[npt.NDArray[np.uint8]]:
-        """Records of each layer in memory; empty where experts are read from their files."""
-        return [layer for layer, *_ in self._regions if layer is not None]
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of experts in memory."""
+        return sum(records.nbytes for records in self.records)
 
     def link(self) -> _native.Link:
         """A link from here into the GPU's memory; REQUIRES: this object outlives it."""
@@ -105,63 +108,85 @@ class FarMemory:
             device=self._ordinal,
             buffer_bytes=self._record_bytes,
             buffers=_BUFFERS,
+            threads=_FILE_READERS if self._reads_files else 0,
         )
+
+    @property
+    def _reads_files(self) -> bool:
+        return any(memory is None for parts, *_ in self._regions for memory, *_ in parts)
 
     def close(self) -> None:
         """Free the memory; REQUIRES: the link has stopped. Harmless when repeated."""
-        while self._pinned:
-            # A failed GPU refuses all calls; the memory is freed when the process ends.
-            with suppress(_native.CudaError, _native.CudaUnavailableError):
-                _native.cuda_unpin(self._pinned.pop(), self._ordinal)
+        if self._pinning is not None:
+            self._pinning.close()
         self._regions.clear()
+        self.records.clear()
 
     def __del__(self) -> None:
         # Pinned memory must be unpinned before it is freed, after errors too.
-        if "_pinned" in self.__dict__ and os.getpid() == self._process:
+        if "_pinning" in self.__dict__ and os.getpid() == self._process:
             self.close()
 
-    def _leave_room(self) -> None:
-        """Unpin the last layer, since the buffers have to be pinned too."""
-        if not self._pinned:
-            return
-        _native.cuda_unpin(self._pinned.pop(), self._ordinal)
-        layer, nbytes, _, path, offset = self._regions.pop()
-        self._regions.append((layer, nbytes, False, path, offset))
+    def _add_region(self, extent: ExpertExtent, memory: Bytes, runs: list[tuple[int, int]]) -> None:
+        """Pin a layer, and describe its parts in the order of its experts."""
+        chunks = [] if self._pinning is None else self._pinning.pin(memory)
+        ends = np.cumsum([0, *(chunk.nbytes for chunk, _ in chunks)])
+        parts: list[_Part] = []
+        reached = begin = 0  # in the layer, in memory
+        for first, count in runs:
+            if first * self._expert_bytes > reached:
+                parts.append((None, first * self._expert_bytes - reached, False))
+            end = begin + count * self._expert_bytes
+            for (_, pinned), low, high in zip(chunks, ends, ends[1:], strict=False):
+                low, high = max(begin, int(low)), min(end, int(high))
+                if low < high:
+                    parts.append((memory[low:high], high - low, pinned))
+            begin, reached = end, (first + count) * self._expert_bytes
+        if reached < extent.nbytes:
+            parts.append((None, extent.nbytes - reached, False))
+        self.records.append(memory)
+        self._regions.append((parts, extent.nbytes, False, str(extent.path), extent.offset))
 
-    def _pin(self, layer: npt.NDArray[np.uint8]) -> str:
-        """Pin a layer; returns the reason of a refusal, or an empty text."""
-        try:
-            _native.cuda_pin(layer, self._ordinal)
-        except _native.CudaError as error:
-            if error.sticky:
-                raise
-            return str(error)
-        self._pinned.append(layer)
-        return ""
+
+def _runs(experts: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """First expert and length of each run of neighbours in an ascending list."""
+    for run in np.split(experts, np.flatnonzero(np.diff(experts) != 1) + 1):
+        if len(run):
+            yield int(run[0]), len(run)
 
 
-def _read(extent: ExpertExtent, into: npt.NDArray[np.uint8]) -> None:
-    """Read all bytes of a layer, in pieces, by several threads, without filling the page cache.
+def _read(extent: ExpertExtent, into: Bytes, runs: list[tuple[int, int]], expert_bytes: int) -> None:
+    """Read runs of experts of a layer, one behind the other, in pieces, by several threads, without filling
+    the page cache.
 
     Raises:
         MoechatError: The file cannot be read, or has become shorter.
     """
     view = memoryview(into)  # type: ignore[arg-type]
+    pieces: list[tuple[int, int, int]] = []  # begin and end in memory, place in the file
+    begin = 0
+    for first, count in runs:
+        end, place = begin + count * expert_bytes, extent.offset + first * expert_bytes
+        for start in range(begin, end, _PIECE):
+            pieces.append((start, min(start + _PIECE, end), place + start - begin))
+        begin = end
 
-    def piece(start: int) -> None:
-        end = min(start + _PIECE, extent.nbytes)
+    def piece(bounds: tuple[int, int, int]) -> None:
+        start, end, place = bounds
         while start < end:
-            count = os.preadv(file, [view[start:end]], extent.offset + start)
+            count = os.preadv(file, [view[start:end]], place)
             if count == 0:
                 raise OSError(0, "the file has become shorter")
-            start += count
+            start, place = start + count, place + count
 
     try:
         file = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with ThreadPoolExecutor(_READERS) as readers:
-                list(readers.map(piece, range(0, extent.nbytes, _PIECE)))
-            os.posix_fadvise(file, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
+                list(readers.map(piece, pieces))
+            for first, count in runs:
+                place = extent.offset + first * expert_bytes
+                os.posix_fadvise(file, place, count * expert_bytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
     except OSError as error:

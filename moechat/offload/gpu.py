@@ -1,4 +1,4 @@
-"""A GPU as a placement: dense weights and pages in its memory, all experts in the host's."""
+"""A GPU as a placement: dense weights and pages in its memory, experts in the host's or in their files."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moechat.config import cuda_graphs_wanted
+from moechat.config import cuda_graphs_wanted, run_ahead_wanted
+from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
-from moechat.configurator.systems import CacheSettings, Prefetch
+from moechat.configurator.systems import CacheSettings, Prefetch, RequestForm
 from moechat.errors import DoesNotFitError, MoechatWarning
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
+from moechat.models.packed_rows import register_codec
 from moechat.models.router_search import find_routers
 from moechat.models.skeleton import Skeleton
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.budget import VRAM_LABELS, MemoryPlan, automatic_budget, gpu_budget
+from moechat.offload.far_choice import choose_experts, experts_held
 from moechat.offload.far_memory import FarMemory, ReadProgress
+from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.gpu_pages import GpuPages, routers_on
 from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.kernels.device_rows import DeviceRows
 from moechat.offload.links import open_link
 from moechat.offload.needs import LIBRARY_BYTES, GpuMemory
+from moechat.offload.observed import Observed, observed_on_gpu
 from moechat.offload.packed_on_gpu import PackedGpuMemory, warm_packed_layers
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import Predictor
@@ -52,8 +61,6 @@ class GpuPlacement:
     near: Near = "gpu"
     labels = VRAM_LABELS
     maps_experts = False
-    # A GPU computes while the host does something else: the runner's clocks do not measure that.
-    timed = False
     can_shrink = True
 
     def __init__(self, accelerator: Accelerator, geometry: ExpertGeometry) -> None:
@@ -62,6 +69,8 @@ class GpuPlacement:
         self.device = accelerator.device
         self.pages = GpuPages(accelerator, geometry)
         self.far: FarMemory | None = None
+        if self.device.type != "cpu":  # a test's stand-in, for which the native code is right
+            register_codec(self.device.type, DeviceRows())
 
     def dtype(self, name: str) -> torch.dtype:
         """See :meth:`ModelPlacement.dtype`."""
@@ -71,7 +80,7 @@ class GpuPlacement:
     def memory(self, options: LoadOptions) -> GpuMemory:
         """See :meth:`ModelPlacement.memory`."""
         graphs = cuda_graphs_wanted() and not options.deterministic
-        return GpuMemory(self.accelerator.context_bytes, graphs)
+        return GpuMemory(self.accelerator.context_bytes, graphs, not options.deterministic)
 
     def budget(self, options: LoadOptions, base: int) -> tuple[int, bool]:
         """See :meth:`ModelPlacement.budget`; warns where less is free than the user gave."""
@@ -103,17 +112,22 @@ class GpuPlacement:
         give_back_unused()
         return NativeModules(), None
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """See :meth:`ModelPlacement.read_far`; experts that do not fit into memory stay in their files."""
         process = resident_bytes()
         budget = automatic_budget(available_bytes(), process) if options.ram is None else options.ram
-        self.far = FarMemory(
-            store,
-            ordinal=self.accelerator.ordinal,
-            in_memory=len(store.layers) * store.geometry.layer_bytes <= budget - process,
-            progress=progress,
-        )
-        self.pages.far_records = self.far.records()
+        layers, experts = len(store.layers), store.geometry.num_experts
+        count = experts_held(budget, layers * experts, store.geometry.expert_bytes, process)
+        held = choose_experts(layers, experts, count, activations)
+        self.far = FarMemory(store, ordinal=self.accelerator.ordinal, held=held, progress=progress)
+        if count > 0:
+            self.pages.far_records, self.pages.far_experts = self.far.records, self.far.held
 
     @property
     def computes_far(self) -> bool:
@@ -124,7 +138,18 @@ class GpuPlacement:
         """See :meth:`Placement.open_pages`."""
         address = self.pages.open(pages)
         link = open_link(config.store, config.link) if self.far is None else self.far.link()
-        return PageMemory(link, address, self.pages.far_records)
+        return PageMemory(link, address, self.pages.far_records, self.pages.far_experts)
+
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """See :meth:`Placement.observed`: the GPU's own clocks, since it computes while the host goes on."""
+        return observed_on_gpu(before, observed, self.pages.clocks.take())
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """See :meth:`Placement.serve`."""
+        form = RequestForm(0, False)
+        for each in settings:
+            form = form.union(self.pages.request_form(each))
+        self.pages.served = form
 
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """See :meth:`Placement.may_take_turns`: the requests of recorded graphs have to serve both."""
@@ -145,9 +170,23 @@ class GpuPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
+        *,
+        graphs: bool,
+    ) -> PassDecoder | None:
         """See :meth:`ModelPlacement.decoder`."""
-        return GraphDecoder(model, parts, self.accelerator.graphs, dtype=dtype, notify=notify)
+        clocks = self.pages.clocks
+        if graphs:
+            return GraphDecoder(
+                model,
+                parts,
+                self.accelerator.graphs,
+                dtype=dtype,
+                clocks=clocks,
+                notify=notify,
+                run_ahead=run_ahead_wanted(),
+            )
+
+        return _TimedPasses(model, clocks)
 
     def close_pages(self) -> None:
         """See :meth:`Placement.close_pages`."""
@@ -159,6 +198,21 @@ class GpuPlacement:
         if self.far is not None:
             self.far.close()
         self.pages.close()
+
+
+class _TimedPasses:
+    """The model's own passes, some of them timed."""
+
+    def __init__(self, model: PreTrainedModel, clocks: GpuClocks) -> None:
+        self._model = model
+        self._clocks = clocks
+
+    def lend(self, cache: object) -> None:
+        """Does nothing: no recording reads the memory of a cache."""
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        with self._clocks.token(input_ids.shape[1]):
+            return self._model(input_ids=input_ids, **arguments)
 
 
 @contextmanager

@@ -142,6 +142,7 @@ class GpuExpertLayer:
             packed: The words of the request's, and perhaps more, in host memory; ``None``: they are copied.
         """
         tier, tokens, chosen = self.tier, len(request.x), request.chosen
+        self.pages.clocks.begin_layer()
         if packed is None:
             packed = self.pages.accelerator.to_host(request.packed)
         packed = packed[: request.packed.numel()]
@@ -171,16 +172,23 @@ class GpuExpertLayer:
         tier, pages, tokens = self.tier, self.pages, len(x)
         # Read once: another thread may close the tier, and kernels read these pages until the pass is over.
         kernels, accelerator, memory, lists = pages.kernels, pages.accelerator, pages.memory, pages.lists
+        clocks, record_bytes = pages.clocks, pages.geometry.record_bytes
         items = lists.begin(tier.runner, tokens, activations // max(1, tokens))
         partial = kernels.partials(items, x.dtype)
         far_out = None
         if inputs is not None:
             far_out = pages.far_out(tokens)
-            partial.zero_()  # an expert may have no block here
+        # The CPU may compute all blocks of an expert; the first launch clears the outputs without blocks.
+        clear = inputs is not None
 
         def launch(begin: int, end: int, entries: int, rows: int, slots: int) -> int:
+            nonlocal clear
             accelerator.before_kernels()
-            kernels.add(memory, lists.blocks(begin, end, entries, rows, slots), items, x, partial)
+            blocks = lists.blocks(begin, end, entries, rows, slots)
+            clocks.begin_launch(entries * record_bytes)
+            kernels.add(memory, blocks, items, x, partial, clear=clear)
+            clocks.end_launch()
+            clear = False
             return lists.next(end)
 
         tier.counters.bytes_read += tier.runner.finish_on_device(
@@ -194,10 +202,13 @@ class GpuExpertLayer:
             out=None if far_out is None else far_out.numpy(),
         )
         lists.finish()
+        if clear:
+            partial.zero_()
         tier.counters.activations += activations
         out = torch.empty_like(x) if into is None else into
         others = None
         if far_out is not None and tier.runner.far_blocks():
             others = accelerator.to_device(far_out)
         kernels.combine(partial, items, out, others)
+        clocks.end_layer()
         return out

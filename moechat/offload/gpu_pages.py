@@ -15,6 +15,7 @@ from moechat.configurator.systems import CacheSettings, Miss, RequestForm
 from moechat.errors import DoesNotFitError
 from moechat.geometry import ExpertGeometry
 from moechat.offload.accelerator import Accelerator
+from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.limits import FEW_TOKENS, SHARED_TOKENS
@@ -43,6 +44,10 @@ class GpuPages:
         kernels: Kernels of these experts.
         lists: Lists of blocks that host and GPU share.
         far_records: Records of each layer in host memory; empty: the CPU computes none of them.
+        clocks: Times of decoded tokens.
+        served: What requests contain besides what the settings at work need, so that other settings can take
+            turns with them.
+        far_experts: int32 of each layer: the experts that these are of.
         lookup: Where the GPU looks the blocks up; ``None``: it does not.
     """
 
@@ -56,6 +61,9 @@ class GpuPages:
         self.lists = ListMemory(geometry, accelerator.device, accelerator.finish_stream)
         self.memory = torch.empty(0)
         self.far_records: Sequence[npt.NDArray[np.uint8]] = ()
+        self.clocks = GpuClocks(accelerator.mark, accelerator.passed, accelerator.seconds_between)
+        self.served = RequestForm(0, False)
+        self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
         self.lookup: PageLookup | None = None
         self._far_out: torch.Tensor | None = None
 
@@ -86,6 +94,18 @@ class GpuPages:
     def request_form(self, settings: CacheSettings) -> RequestForm:
         """See :meth:`CacheSettings.request_form`."""
         return settings.request_form(predicts=bool(self.routers), far_computes=bool(self.far_records))
+
+    def recorded_form(self, planned: CacheSettings, wanted: CacheSettings) -> RequestForm:
+        """What recorded requests contain.
+
+        Args:
+            planned: The settings that the targets were planned for.
+            wanted: The settings at work.
+        """
+        form = self.request_form(planned)
+        if not form.serves(self.request_form(wanted)):
+            form = self.request_form(wanted)
+        return form.union(self.served)
 
     def far_out(self, tokens: int) -> torch.Tensor:
         """Memory for the CPU's part of a layer, float32 ``[tokens, hidden]``.

@@ -5,10 +5,10 @@ and torch takes longer than most of them run. Here the model's own forward is re
 layer, where the host has to decide, ends a graph and begins the next. A token is then graph 0, experts 0,
 graph 1, experts 1, ..., the last graph, and the logits. This works for any family.
 
-The recorded attention reads a bucket of the cache, a power of two of slots, with a mask made on the GPU
-from the position; each bucket has its own graphs, recorded when it is first needed. All caches use the same
-memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that recordings stay valid
-from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
+The recorded attention is our own (:mod:`moechat.offload.replay_attention`): it reads the cache in place and
+the number of tokens from the GPU's memory, so one recording serves every context. All caches use the same
+memory, one after the other (:class:`moechat.models.cache_memory.CacheMemory`), so that the recording stays
+valid from answer to answer. Replays leave the layers of the cache as a pass does, so both can alternate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,15 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moechat.configurator.systems import RequestForm
-from moechat.models.bucket_cache import BucketCache, BucketLayer
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
 from moechat.offload.crossing import Crossing
+from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
-from moechat.offload.limits import LEAST_BUCKET, MOST_BUCKET
+from moechat.offload.replay_attention import NotSupportedError, ReplayAttention
+from moechat.offload.replay_cache import ReplayCache
 from moechat.offload.run_ahead import RunAhead, can_run_ahead
 from moechat.offload.tier import ExpertTier
 
@@ -44,8 +45,10 @@ from moechat.offload.tier import ExpertTier
 _TOLERANCE = {torch.float32: 1e-4}
 _TOLERANCE_16 = 5e-2
 # Replays of a recording that are compared with a pass: the first is of the recorded token itself, so that
-# values recorded as constants show in the second.
+# values recorded as constants show in the second. One more is compared whenever the context has grown by this
+# factor: a window that the recording leaves out, say, shows only in contexts longer than the window.
 _CHECKED = 2
+_CHECKED_AGAIN = 4
 _ARGUMENTS = frozenset({"past_key_values", "use_cache", "logits_to_keep"})
 
 
@@ -65,6 +68,7 @@ class _Recording:
     ordinals: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None
     unchecked: int = _CHECKED
+    checked_again_at: int = 0
     crossing: Crossing = field(default_factory=Crossing)
     again: Callable[[_Recording], None] | None = None
     ahead: RunAhead | None = None
@@ -155,7 +159,9 @@ class GraphDecoder:
         parts: Its experts modules, in order.
         graphs: Makes graphs of the GPU.
         dtype: Type of the dense part.
+        clocks: Times some of the tokens.
         notify: Takes a sentence for the user.
+        run_ahead: Let the GPU look up the experts; see :mod:`moechat.offload.run_ahead`.
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
@@ -168,7 +174,9 @@ class GraphDecoder:
         graphs: Callable[[], Graphs],
         *,
         dtype: torch.dtype,
+        clocks: GpuClocks,
         notify: Callable[[str], None],
+        run_ahead: bool = False,
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -176,13 +184,16 @@ class GraphDecoder:
         self._make = graphs
         self._graphs: Graphs | None = None
         self._tolerance = _TOLERANCE.get(dtype, _TOLERANCE_16)
+        self._clocks = clocks
         self._notify = notify
-        self._recordings: dict[int, _Recording] = {}
+        self._recording: _Recording | None = None
+        self._attention: ReplayAttention | None = None
         self._addresses: tuple[int, ...] = ()
         self._tier: ExpertTier | None = None
         self._form = RequestForm(0, False)
         self._token = self._numbers = torch.empty(0)
-        self._behind = False
+        # The host launches every expert layer.
+        self._behind = not run_ahead
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -198,12 +209,21 @@ class GraphDecoder:
         Raises:
             Exception: Any error of the model's forward or of an expert layer.
         """
+        with self._clocks.token(input_ids.shape[1]):
+            return self._called(input_ids, arguments)
+
+    def _called(self, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
         cache = arguments.get("past_key_values")
         if not self.off and cache is not None and self.memory.lend(cache):
             output = self._replayed(input_ids, cache, arguments)
             if output is not None:
                 return output
         return self._model(input_ids=input_ids, **arguments)
+
+    def lend(self, cache: Any) -> None:
+        """Let a cache that a prompt is about to fill use the memory that recordings read, if it can."""
+        if not self.off:
+            self.memory.lend(cache)
 
     def _replayed(self, input_ids: torch.Tensor, cache: Any, arguments: dict[str, Any]) -> Any:
         """Output of a replay; ``None``: replays do not support this call."""
@@ -221,28 +241,28 @@ class GraphDecoder:
         runners = [vars(part).get(EXPERTS_RUNNER) for part in self._parts]
         if len(places) < len(layers) or not all(isinstance(runner, GpuExpertLayer) for runner in runners):
             return None
-        bucket = _bucket(position, layers, places)
-        if bucket is None:
-            return None
         experts: list[GpuExpertLayer] = runners  # type: ignore[assignment]
         self._keep_only(places, experts)
         self._set(input_ids, position, places)
-        recording = self._recordings.get(bucket)
+        recording = self._recording
         if recording is None:
             try:
-                recording = self._record(bucket, layers, places, experts, arguments)
+                recording = self._record(layers, places, experts, arguments)
             except torch.OutOfMemoryError:
                 # The tier may give pages back; recording is tried again later.
                 self._forget()
                 raise
+            except NotSupportedError as error:
+                self._drop(f"its attention kernel does not serve this model ({error})")
+                return None
             except Exception as error:  # some families do what cannot be recorded, in many ways
                 self._drop(f"this model's passes cannot be recorded ({_in_short(error)})")
                 return None
             except BaseException:
                 self._forget()
                 raise
-            self._recordings[bucket] = recording
-        if recording.unchecked:
+            self._recording = recording
+        if recording.unchecked or position >= recording.checked_again_at:
             return self._compared(recording, experts, places, input_ids, cache, arguments)
         logits = self._replay(recording, experts)
         for layer in layers:
@@ -259,9 +279,11 @@ class GraphDecoder:
         arguments: dict[str, Any],
     ) -> Any:
         """Output of a replay after comparison with a pass; ``None``: they differ."""
+        self._clocks.drop()
         # The replay does not advance the cache: the pass writes the same token to the same place.
         comparison = _Comparison(recording.form)
         logits = self._replay(recording, experts, comparison)
+        position = cache.layers[0].get_seq_length()
         written = [
             (slot, slot.clone())
             for place in places
@@ -274,9 +296,10 @@ class GraphDecoder:
         distances = torch.stack(comparison.off).tolist()
         # NaN compares as too far.
         if all(off <= self._allowed(place) for place, off in enumerate(distances)):
-            recording.unchecked -= 1
+            recording.unchecked = max(0, recording.unchecked - 1)
+            recording.checked_again_at = _CHECKED_AGAIN * position
             # The replay's keys, values and logits, as for every later token: so an answer does not depend on
-            # which buckets were recorded before it.
+            # which replays are compared.
             for slot, value in written:
                 slot.copy_(value)
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -301,9 +324,7 @@ class GraphDecoder:
             for number in (keys.data_ptr(), values.data_ptr(), keys.shape[-2])
         )
         tier, pages = experts[0].tier, experts[0].pages
-        wanted, form = pages.request_form(tier.settings), pages.request_form(tier.planned_settings)
-        if not form.serves(wanted):
-            form = wanted
+        form = pages.recorded_form(tier.planned_settings, tier.settings)
         if addresses == self._addresses and self._tier is tier and self._form == form:
             return
         self._forget()
@@ -321,31 +342,24 @@ class GraphDecoder:
 
     def _record(
         self,
-        bucket: int,
         layers: Sequence[ReservedLayer | WindowLayer],
         places: Sequence[Place],
         experts: Sequence[GpuExpertLayer],
         arguments: dict[str, Any],
     ) -> _Recording:
+        self._clocks.drop()
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
         crossing = Crossing()
-        position, slots = self._numbers[0], self._numbers[1:]
-        cache = BucketCache(
-            [
-                BucketLayer(
-                    place,
-                    bucket if isinstance(layer, ReservedLayer) else place.keys.shape[-2],
-                    position,
-                    slot,
-                    sliding=isinstance(layer, WindowLayer),
-                )
-                for layer, place, slot in zip(layers, places, slots.unbind(), strict=True)
-            ]
-        )
+        # What lives from one graph to another needs memory for itself only where graphs are replayed again.
+        watch: AbstractContextManager[object] = nullcontext() if self._behind else crossing
+        if self._attention is None:
+            self._attention = ReplayAttention(self._model)
+        attention, position = self._attention, self._numbers[0]
+        cache = ReplayCache(layers, places, self._numbers)
 
         def run(recording: _Recording) -> None:
             try:
-                with _captured(experts, recording):
+                with _captured(experts, recording), attention.over(cache):
                     recording.begin()
                     output = self._model(
                         input_ids=self._token,
@@ -361,12 +375,12 @@ class GraphDecoder:
         with graphs.aside():
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
-            with crossing:
+            with watch:
                 run(_Recording(None, self._form, crossing=crossing))
             graphs.make_room()
             recording = _Recording(graphs.new, self._form, crossing=crossing, again=run)
             crossing.second_pass()
-            with crossing:
+            with watch:
                 run(recording)
         if recording.ordinals != list(range(len(experts))):
             raise RuntimeError(f"the expert layers ran in the order {recording.ordinals}")
@@ -379,7 +393,8 @@ class GraphDecoder:
         comparison: _Comparison | None = None,
     ) -> torch.Tensor:
         ahead = self._ahead_of(recording, experts)
-        if ahead is not None and comparison is None:
+        # All marks of a token that is timed stand where the host launches its layers.
+        if ahead is not None and comparison is None and not self._clocks.timing:
             return self._replay_ahead(recording, ahead)
         first, *rest = recording.graphs
         first.replay()
@@ -404,6 +419,7 @@ class GraphDecoder:
         graphs = self._graphs
         if graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
             return None
+        self._clocks.drop()
         try:
             with graphs.aside():
                 recording.ahead = RunAhead(experts, recording.requests, recording.sums, graphs)
@@ -453,13 +469,13 @@ class GraphDecoder:
     def _stay_behind(self, why: str) -> None:
         """Let the host launch every expert layer from now on."""
         self._behind = True
-        for recording in self._recordings.values():
-            recording.ahead = recording.complete = None
+        if self._recording is not None:
+            self._recording.ahead = self._recording.complete = None
         self._notify(f"the GPU waits for the host at every expert layer, which is slower than need be: {why}")
 
     def _forget(self) -> None:
         # The shared memory is freed with its last graph, and cannot be used again.
-        self._recordings.clear()
+        self._recording = None
         self._graphs = None
 
     def _drop(self, why: str) -> None:
@@ -490,21 +506,6 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     expected = expected.float()
     distance: torch.Tensor = (found.float() - expected).norm() / expected.norm()
     return distance
-
-
-def _bucket(
-    position: int, layers: Sequence[ReservedLayer | WindowLayer], places: Sequence[Place]
-) -> int | None:
-    """Slots that full attention reads; 0 where no layer has it. ``None``: full attention, or attention over
-    the memory of a window, would read too many.
-    """
-    slots: dict[bool, list[int]] = {True: [], False: []}
-    for layer, place in zip(layers, places, strict=True):
-        slots[isinstance(layer, ReservedLayer)].append(place.keys.shape[-2])
-    bucket = 0
-    if slots[True]:
-        bucket = min(max(LEAST_BUCKET, 1 << position.bit_length()), *slots[True])
-    return None if max(bucket, *slots[False], 0) > MOST_BUCKET else bucket
 
 
 def _in_short(error: Exception) -> str:

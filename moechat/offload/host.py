@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from moechat import _native
+from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
 from moechat.configurator.systems import CacheSettings, Prefetch
 from moechat.hardware.memory import available_bytes, give_back_unused, resident_bytes
@@ -24,6 +26,8 @@ from moechat.offload.budget import RAM_LABELS, MemoryPlan, automatic_budget
 from moechat.offload.far_memory import ReadProgress
 from moechat.offload.links import open_link
 from moechat.offload.needs import HostMemory
+from moechat.offload.observed import Observed, observed_costs
+from moechat.offload.placement import PassDecoder
 from moechat.offload.tier import ExpertTier, PageMemory, TierConfig
 from moechat.options import LoadOptions
 from moechat.predict import NextRouterPredictor, Predictor
@@ -37,7 +41,6 @@ class HostPlacement:
     device = torch.device("cpu")
     labels = RAM_LABELS
     maps_experts = True
-    timed = True
     can_shrink = False
     computes_far = False
 
@@ -74,12 +77,25 @@ class HostPlacement:
             return native_modules, NextRouterPredictor(find_routers(skeleton.model, skeleton.experts))
         return native_modules, None
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """Does nothing: the link reads the store's files."""
 
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
         """See :meth:`Placement.open_pages`."""
         return PageMemory(open_link(config.store, config.link))
+
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """See :meth:`Placement.observed`: the native runner's clocks."""
+        return observed_costs(before, observed)
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """Does nothing: nothing is recorded."""
 
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
         """See :meth:`Placement.may_take_turns`."""
@@ -98,7 +114,9 @@ class HostPlacement:
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
+        *,
+        graphs: bool,
+    ) -> PassDecoder | None:
         """``None``: the model's own forward is the only way."""
         return None
 

@@ -8,15 +8,19 @@ are replaced: recorded statistics by the package's defaults for the family, meas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape, Near, costs_of
+from moechat.configurator.gpu_pattern import gpu_calls
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
+from moechat.errors import MoechatWarning
 from moechat.geometry import DenseBits
+from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.routing.statistics import RoutingStatistics
@@ -32,9 +36,13 @@ _LAYER_SECONDS = 100e-6
 # The same for a mid-range GPU on PCIe 4.0 x16.
 _ASSUMED_GPU = 250e9
 _ASSUMED_PCIE = 20e9
-_GPU_LAYER_SECONDS = 150e-6
-# Three kernels for any number of experts; two copies and a kernel where the CPU computes a part.
-_GPU_CALL_SECONDS, _GPU_FAR_CALL_SECONDS = 15e-6, 35e-6
+# Seconds of a copy besides its bytes.
+_ASSUMED_COPY = 2e-6
+
+_NOT_MEASURED = (
+    "{} has not been measured, so the plan of its memory rests on assumed figures: "
+    "`moechat profile --refresh` measures it"
+)
 
 _T = TypeVar("_T")
 
@@ -204,58 +212,32 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
 
 
 def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
-    def measured() -> tuple[Costs, str] | None:
-        profile = load_measured(notes.append)
-        if profile is None or profile.gpu is None or "gpu" not in profile.links:
+    def known() -> tuple[Costs, str] | None:
+        profile = gpu_machine(notes.append)
+        if profile is None or profile.gpu is None:
             return None
-        return costs_of(profile, shape, times=None, near="gpu"), "the machine's profile"
+        origin = "the machine's profile"
+        if not profile.links["gpu"].measured:
+            # Measuring here would take memory beside the budget, and a minute where no kernel is built yet.
+            origin = "assumed"
+            warnings.warn(_NOT_MEASURED.format(profile.gpu.name), MoechatWarning, stacklevel=2)
+        return costs_of(profile, shape, times=None, near="gpu"), origin
 
-    return tried("the machine's profile", measured, notes) or (assumed_on_gpu(shape), "assumed")
+    return tried("the machine's profile", known, notes) or (assumed_on_gpu(shape), "assumed")
 
 
 def assumed_on_gpu(shape: ModelShape) -> Costs:
     """Costs on a GPU that was not measured: a mid-range one on PCIe 4.0 x16."""
+    calls, reading = gpu_calls(_ASSUMED_COPY), shape.top_k * shape.expert_bytes / _ASSUMED_GPU
     return Costs(
-        attention=shape.layer_dense_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
-        moe=shape.top_k * shape.expert_bytes / _ASSUMED_GPU,
-        head=shape.head_bytes / _ASSUMED_GPU + _GPU_LAYER_SECONDS,
+        attention=calls.layer(shape.layer_dense_bytes / _ASSUMED_GPU),
+        moe=calls.experts(reading),
+        head=calls.head(shape.head_bytes / _ASSUMED_GPU),
         load=shape.expert_bytes / _ASSUMED_PCIE,
         latency=15e-6,
         compute_far=shape.expert_bytes / _ASSUMED_EXPERTS,
-        call=_GPU_CALL_SECONDS,
-        far_call=_GPU_FAR_CALL_SECONDS,
-    )
-
-
-def observed_costs(
-    shape: ModelShape, before: Costs, counted: Mapping[str, float], tokens: int, seconds: float
-) -> Costs | None:
-    """Costs observed while decoding; ``None`` if no expert was computed or no block was moved.
-
-    The time outside the experts is divided between layers and head in the ratio of ``before``. The link's
-    rate is that of all its transfers over the time that it was busy.
-
-    Args:
-        shape: Shape of the model.
-        before: Costs that these replace.
-        counted: Differences of the native runner's counters over these tokens.
-        tokens: Tokens decoded.
-        seconds: Seconds that they took.
-    """
-    computed, computing = counted["bytes_computed"], counted["compute_seconds"]
-    moved, busy = counted["link_bytes"], counted["link_busy_seconds"]
-    if min(computed, computing, moved, busy, tokens) <= 0:
-        return None
-    rest = max(0.0, seconds - computing - counted["stall_seconds"] - counted["begin_seconds"]) / tokens
-    layers = before.attention * shape.layers
-    share = layers / (layers + before.head) if layers + before.head > 0 else 1.0
-    return replace(
-        before,
-        attention=rest * share / shape.layers,
-        head=rest * (1 - share),
-        moe=shape.top_k * shape.expert_bytes * computing / computed,
-        load=shape.expert_bytes * busy / moved,
-        load_together=None,
+        call=calls.experts(reading) - reading,
+        calls=calls,
     )
 
 

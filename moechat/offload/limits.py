@@ -14,11 +14,31 @@ PAIR_BYTES = 64 * 4
 SHARED_TOKENS = 256
 # Tokens of an expert up to which products are made without tensor cores.
 FEW_TOKENS = 8
-# Chains that the blocks of an expert are added in, so that a decoded token has enough programs. A constant:
-# with another number sums round differently.
-SPLITS = 4
-# Slots of the attention cache that one set of graphs reads: powers of two between these.
-LEAST_BUCKET = 256
-# Longer contexts are left to passes of the model: torch's attention with a mask walks a head's keys from
-# first to last with one block of threads, while the one without a mask divides them. An estimate.
-MOST_BUCKET = 2048
+# For few tokens, chains that the blocks of an expert are added in, at most. Each is a program, and two
+# experts of 224 blocks (Mixtral) make enough of them for the 132 multiprocessors of an H100. Sums round
+# differently with another number, so it depends on the experts' shape alone.
+MOST_SPLITS = 64
+# Pairs of an item and a chain up to which a pass is computed in chains; passes with more have enough programs
+# without, and would need much memory.
+FEW_SUMS = 2048
+# Programs that the attention of a decoded token is divided into: four on each multiprocessor of a large GPU.
+# A constant, so that the bits of a result do not depend on the GPU.
+ATTENTION_PROGRAMS = 512
+# Most float32 sums of one of them, which its threads hold in registers.
+ATTENTION_SUMS = 32 * 512
+
+
+def few_splits(blocks: int) -> int:
+    """Chains that the blocks of an expert are added in when its tokens are few."""
+    return min(MOST_SPLITS, blocks)
+
+
+def takes_few(most_items: int, items: int, blocks: int) -> bool:
+    """Whether a pass is computed by the kernel for few tokens.
+
+    Args:
+        most_items: Of an expert.
+        items: (token, expert) pairs of the pass.
+        blocks: Of an expert.
+    """
+    return most_items <= FEW_TOKENS and items * few_splits(blocks) <= FEW_SUMS

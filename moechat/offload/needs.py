@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 from moechat.configurator.estimate import ModelShape
 from moechat.geometry import ExpertGeometry
-from moechat.models.footprint import workspace_bytes
+from moechat.models.footprint import split_sums, workspace_bytes
 from moechat.models.model_outline import ModelOutline
 from moechat.offload.budget import Basis, Needs
 from moechat.offload.limits import (
-    FEW_TOKENS,
+    ATTENTION_PROGRAMS,
+    ATTENTION_SUMS,
+    FEW_SUMS,
     MIN_PAGES,
-    MOST_BUCKET,
     PAIR_BYTES,
     SHARED_TOKENS,
-    SPLITS,
     WORK_PAIRS,
+    few_splits,
 )
 
 # Tokens that a decoded token attends to, where its time is estimated.
@@ -27,9 +28,17 @@ LIBRARY_BYTES = 96 << 20
 _ROUNDING_BYTES = 64 << 20
 # CUDA graphs besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
 # recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
-# 1 to 2 KiB each, some 2,300 a token of 48 layers with its experts, as single layers and as a whole, for each
-# of four buckets; the table of pages, 0.3 to 2 MiB.
-_GRAPH_BYTES = 96 << 20
+# 1 to 2 KiB each, some 4,300 a token of 48 layers with its experts, as single layers and as a whole; the
+# table of pages, 0.3 to 2 MiB.
+_GRAPH_BYTES = 64 << 20
+
+
+# Operations that a fast machine computes in the time in which a byte of experts arrives: on an RTX 4090,
+# 85 * 10^12 a second of products with quantised weights against 25 * 10^9 bytes over PCIe 4.0 x16; on 16
+# cores with AVX-512, 0.75 * 10^12 against 3 * 10^9 of an SSD. A wave so long that computing it takes longer
+# than moving its experts gains nothing by being longer.
+_OPERATIONS_OF_GPU = 3400
+_OPERATIONS_OF_CPU = 250
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,14 @@ class GpuMemory:
     Attributes:
         base: Bytes of the CUDA context: the driver's own, and the kernels that torch and the libraries load.
         graphs: Decoded tokens may be replayed from CUDA graphs, where the model's attention cache allows it.
+        waves: Prompts may be computed in waves. How long they are depends on the budget, and on a GPU the
+            rounding of the experts' sums depends on it.
         basis: Source of ``base``.
     """
 
     base: int
     graphs: bool = True
+    waves: bool = True
     basis: Basis = "measured"
 
 
@@ -83,9 +95,17 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         if on_gpu:
             total += _expert_workspace(outline, geometry, outline.pass_tokens(context))
         if replays:
-            # A pass of one token in memory of its own, beside the memory of a prompt's passes.
-            bucket = min(context, MOST_BUCKET)
-            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, bucket)
+            # A pass of one token in memory of its own, beside the memory of a prompt's passes. Its attention
+            # reads the cache in place, so nothing grows with the context.
+            total += _GRAPH_BYTES + workspace_bytes(outline.config, outline.dtype, 1, 1)
+            total += split_sums(outline.config, ATTENTION_PROGRAMS, ATTENTION_SUMS)
+        return total
+
+    def wave(tokens: int, context: int) -> int:
+        total = outline.wave(tokens, context, on_gpu=on_gpu)
+        if on_gpu:
+            total += _expert_workspace(outline, geometry, tokens)
+            total -= _expert_workspace(outline, geometry, outline.pass_tokens(context))
         return total
 
     return Needs(
@@ -104,6 +124,10 @@ def memory_needs(outline: ModelOutline, geometry: ExpertGeometry, memory: Memory
         min_pages=MIN_PAGES,
         own_context=outline.own_context,
         threads=memory.threads if isinstance(memory, HostMemory) else 0,
+        chunk=0 if isinstance(memory, GpuMemory) and not memory.waves else outline.wave_chunk,
+        wave=wave,
+        operations=2 * outline.active_parameters,
+        operations_per_byte=_OPERATIONS_OF_GPU if on_gpu else _OPERATIONS_OF_CPU,
     )
 
 
@@ -141,7 +165,7 @@ def _expert_workspace(outline: ModelOutline, geometry: ExpertGeometry, tokens: i
     """
     items = tokens * outline.top_k
     pairs = min(WORK_PAIRS, items * geometry.blocks_per_expert)
-    # Experts with few tokens keep their outputs in several chains.
-    few = min(items, FEW_TOKENS * geometry.num_experts)
-    outputs = max(items, SPLITS * few) + 3 * min(tokens, SHARED_TOKENS)
+    # Passes of few tokens keep their outputs in several chains.
+    chains = min(items * few_splits(geometry.blocks_per_expert), FEW_SUMS)
+    outputs = max(items, chains) + 3 * min(tokens, SHARED_TOKENS)
     return pairs * PAIR_BYTES + outputs * geometry.layout.hidden_padded * 4

@@ -73,7 +73,7 @@ class PageLookup:
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._ring = list(accelerator.host_memory(SLOTS, 2 * CAPACITY + 4).view(torch.int32).zero_())
         self._views: list[npt.NDArray[np.int32]] = [row.numpy() for row in self._ring]
-        self._marks = [accelerator.mark() for _ in range(SLOTS)]
+        self._points = [accelerator.point() for _ in range(SLOTS)]
         self._used = [False] * SLOTS
         self._next = 0
 
@@ -144,7 +144,7 @@ class PageLookup:
         """
         slot = self._next
         if self._used[slot]:
-            self._marks[slot].synchronize()
+            self._points[slot].synchronize()
             self._used[slot] = False
         return self._views[slot][: 2 * CAPACITY].reshape(2, CAPACITY)
 
@@ -167,7 +167,7 @@ class PageLookup:
 
     def mark(self, slot: int) -> None:
         """The changes of a slot were launched."""
-        self._marks[slot].record()
+        self._points[slot].record()
         self._used[slot] = True
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moechat.configurator.estimate import Near
 from moechat.configurator.systems import Prefetch
 from moechat.models.decode import NativeModules
 from moechat.models.dense_form import DenseForm
@@ -24,22 +25,30 @@ from moechat.predict import Predictor
 from moechat.store.store import Store
 
 
+class PassDecoder(Protocol):
+    """Calls a model, with fewer launches than its own forward where it can."""
+
+    def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        """Output of the model's forward for these arguments."""
+        ...
+
+    def lend(self, cache: Any) -> None:
+        """Prepare an attention cache that a prompt is about to fill in another way."""
+        ...
+
+
 class ModelPlacement(Placement, Protocol):
     """The placement of a whole model: dense weights and pages lie in one memory, beside one device.
 
     Loading calls the methods in the order in which they stand here.
 
     Attributes:
-        near: Name of that memory in costs and plans.
         device: Device of tokens and logits.
         labels: Words for its budget in messages.
-        maps_experts: Experts that all fit are computed from the mapped store, without a tier.
     """
 
-    near: Near
     device: torch.device
     labels: BudgetLabels
-    maps_experts: bool
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that the dense part computes in, for a type's name or ``auto``."""
@@ -88,8 +97,21 @@ class ModelPlacement(Placement, Protocol):
         """
         ...
 
-    def read_far(self, store: Store, options: LoadOptions, progress: ReadProgress) -> None:
+    def read_far(
+        self,
+        store: Store,
+        options: LoadOptions,
+        activations: npt.NDArray[np.int64] | None,
+        progress: ReadProgress,
+    ) -> None:
         """Read experts into the far memory that the link copies from, where there is one.
+
+        Args:
+            store: The experts.
+            options: With ``ram``.
+            activations: ``[layers, experts]``: how often each was activated in earlier runs; ``None``: not
+                known. Where memory does not hold all experts, it gets the most used ones.
+            progress: Called with bytes read and bytes in all.
 
         Raises:
             MoechatError: A file cannot be read.
@@ -115,13 +137,16 @@ class ModelPlacement(Placement, Protocol):
         parts: Sequence[nn.Module],
         dtype: torch.dtype,
         notify: Callable[[str], None],
-    ) -> Callable[..., Any] | None:
-        """A faster way to call the model than its own forward; ``None``: there is none.
+        *,
+        graphs: bool,
+    ) -> PassDecoder | None:
+        """A way to call the model that is faster, or timed; ``None``: there is none.
 
         Args:
             model: On the device.
             parts: Its experts modules, in order.
             dtype: Type of the dense part.
             notify: Takes sentences for the user.
+            graphs: CUDA graphs may be used: their memory is in the plan.
         """
         ...

@@ -22,7 +22,7 @@ from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
 from moechat.offload.knowledge import Knowledge, tried
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import Chosen, Strategy, choose_by_statistics
+from moechat.simulate.strategy import Chosen, Strategy, choose_by_statistics, too_small_for_a_cache
 from moechat.simulate.timing import Launch
 
 # How each tier computes.
@@ -143,7 +143,9 @@ def _chosen(
         )
     except Exception as error:  # damaged files must not prevent a chat
         return replace(usual, notes=(f"no strategy could be chosen: {error!r}",))
-    return replace(plans[chosen.strategy.settings], strategy=chosen)
+    plan = replace(plans[chosen.strategy.settings], strategy=chosen)
+    reason = None if strategy is not None else too_small_for_a_cache(chosen, pages, geometry.record_bytes)
+    return plan if reason is None else replace(plan, notes=(*plan.notes, reason))
 
 
 def simulated_seconds(

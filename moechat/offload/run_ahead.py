@@ -66,6 +66,7 @@ class RunAhead:
 
     Attributes:
         missed: Layers of all tokens so far that were run ahead of and lacked a block.
+        repeated: Parts between expert layers that were replayed again, since they ran behind such a layer.
 
     Raises:
         torch.OutOfMemoryError: Too little memory.
@@ -79,7 +80,7 @@ class RunAhead:
         sums: Sequence[torch.Tensor],
         graphs: Graphs,
     ) -> None:
-        self.missed = 0
+        self.missed = self.repeated = 0
         self._tier = layers[0].tier
         self._pages = layers[0].pages
         self._runner = self._tier.runner
@@ -98,7 +99,7 @@ class RunAhead:
         self._reports = list(reports)
         self._seen: npt.NDArray[np.int32] = reports.numpy()
         self._places = _places(requests)
-        self._marks = [accelerator.mark() for _ in range(DEPTH)]
+        self._points = [accelerator.point() for _ in range(DEPTH)]
         # Kernels are built before they are recorded.
         self._lookup.refuse_all()
         self.launch(0, requests[0], sums[0])
@@ -153,7 +154,7 @@ class RunAhead:
                 pieces[launched].replay()
             packed = None
             if launched > seen:
-                self._marks[seen % DEPTH].synchronize()
+                self._points[seen % DEPTH].synchronize()
                 report = self._seen[seen]
                 if report[-1] != MISSING:
                     if launched == seen + 1:
@@ -165,6 +166,7 @@ class RunAhead:
                 # The layers behind it find the mark of the missing block, and read no page.
                 runner.end_ahead()
                 self.missed += 1
+                self.repeated += launched - seen
                 packed = report
             layers[seen].answer(self._requests[seen], self._sums[seen], packed)
             seen += 1
@@ -185,7 +187,7 @@ class RunAhead:
             self._update()
         self._lookup.marked = True
         self._experts[layer].replay()
-        self._marks[layer % DEPTH].record()
+        self._points[layer % DEPTH].record()
         return True
 
     def complete(self) -> bool:
@@ -213,9 +215,9 @@ class RunAhead:
             self._apply(max(0, count), clear=self._lookup.marked)
         self._lookup.marked = True
         layers.replay()
-        self._marks[0].record()
+        self._points[0].record()
         head.replay()
-        self._marks[0].synchronize()
+        self._points[0].synchronize()
         runner.end_ahead()
         if (self._seen[:, -1] == MISSING).any():
             return False
@@ -237,8 +239,8 @@ class RunAhead:
         self._update(clear=True)
         self._lookup.marked = True
         self._experts[ordinal].replay()
-        self._marks[0].record()
-        self._marks[0].synchronize()
+        self._points[0].record()
+        self._points[0].synchronize()
         found = self._seen[ordinal, -1] == MISSING or torch.equal(total, expected)
         total.copy_(expected)
         return found

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from moechat import _native
-from moechat.configurator.estimate import ModelShape
+from moechat.configurator.costs import Costs
+from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import in_transit, stream_tokens
 from moechat.errors import DoesNotFitError, UsageError
@@ -28,6 +29,7 @@ from moechat.geometry import DEFAULT_ACTIVATION_BITS
 from moechat.offload.experts import ExpertCounters, RunsExperts
 from moechat.offload.knowledge import Knowledge, defaults
 from moechat.offload.limits import MIN_PAGES
+from moechat.offload.observed import Observed
 from moechat.offload.perfect import PerfectPredictor, refuse_without_replay
 from moechat.offload.planner import TierTargets, plan_tier
 from moechat.offload.settings import LinkSettings
@@ -68,22 +70,26 @@ class PageMemory:
         address: Address of memory of a device; 0: the runner allocates host memory.
         far_records: Records of each layer in memory, from which the CPU computes missing experts of a device;
             empty: it cannot.
+        far_experts: int32 of each layer: the experts that these are of, in that order.
     """
 
     link: _native.Link
     address: int = 0
     far_records: Sequence[npt.NDArray[np.uint8]] = ()
+    far_experts: Sequence[npt.NDArray[np.int32]] = ()
 
 
 class Placement(Protocol):
     """The memory that the pages of a tier lie in, and the device that computes from them.
 
     Attributes:
-        timed: The native runner's clocks measure the time of computing.
+        near: Name of the memory in costs and plans.
+        maps_experts: Experts that all fit are computed from the mapped store, without a tier.
         can_shrink: Pages can be given back while the model is loaded.
     """
 
-    timed: bool
+    near: Near
+    maps_experts: bool
     can_shrink: bool
 
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
@@ -93,6 +99,19 @@ class Placement(Protocol):
             DoesNotFitError: The memory is not available.
             MoechatError: Files of the store cannot be opened.
         """
+        ...
+
+    def observed(self, before: Costs, observed: Observed) -> Costs | None:
+        """Costs that were observed while decoding since the last call; ``None``: too little was timed.
+
+        Args:
+            before: The costs that these replace.
+            observed: Counters of the tokens.
+        """
+        ...
+
+    def serve(self, settings: Sequence[CacheSettings]) -> None:
+        """Prepare for all of these settings, besides those at work: each may take effect at any token."""
         ...
 
     def may_take_turns(self, at_work: CacheSettings, other: CacheSettings) -> bool:
@@ -204,6 +223,7 @@ class ExpertTier:
                 activation_bits=config.activation_bits,
                 near_memory=memory.address,
                 far_records=memory.far_records,
+                far_experts=memory.far_experts,
             )
         except ValueError as error:
             raise UsageError(f"{pages} pages of experts cannot be made: {error}") from error

@@ -1,7 +1,8 @@
 """Keeps the routing statistics of a tier and replans from them, between answers.
 
 During an answer this costs two additions a token. Statistics are written to the user's directory at the end
-of an answer (rarely), while the chat waits for its user, and when the engine is closed. A new plan is made
+of an answer (rarely), while the chat waits for its user, and when the engine is closed. In that time the
+experts that were used most are loaded into free pages (:mod:`moechat.offload.preload`). A new plan is made
 from them after a number of decoded tokens, and only when the caller is idle (MoEpic, section 3.4.2, where τ
 is 5000 tokens).
 """
@@ -22,12 +23,14 @@ from moechat.offload.knowledge import (
     blend,
     family_statistics,
     key_of,
-    observed_costs,
     saved_statistics,
 )
+from moechat.offload.observed import Observed
 from moechat.offload.planner import expected_seconds
+from moechat.offload.preload import LEAST_TOKENS, Preloader
 from moechat.offload.tier import ExpertTier
 from moechat.offload.watching import TierWatch
+from moechat.routing.hot_experts import expert_shares, hottest_first
 from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.statistics_file import add_statistics
 from moechat.trials import Switch
@@ -48,6 +51,8 @@ _RUNNER_COUNTERS = (
     "link_busy_seconds",
     "stall_seconds",
     "begin_seconds",
+    "blocks_far",
+    "far_seconds",
 )
 
 
@@ -131,6 +136,9 @@ class Upkeep:
         self._taken_tokens = 0
         self.replans = 0
         self.last: Replanned | None = None
+        self._preloader = Preloader()
+        self._preload_due = self._counts
+        self._preload_noted = False
 
     # ---- during an answer
 
@@ -175,6 +183,8 @@ class Upkeep:
             The new plan, if one was made.
         """
         self._watch.settle()
+        if self._preload_due and not self._preloader.running:
+            self._preload()
         due = min(self._every, _FIRST_REPLAN * _REPLAN_GROWTH**self.replans)
         done = self.replan() if self._every and self._tokens >= due else None
         if time.monotonic() - self._saved_at >= _SAVE_IDLE_S:
@@ -199,6 +209,7 @@ class Upkeep:
         near.knowledge = self._knowledge = knowledge
         tokens, self._tokens = self._tokens, 0
         self.replans += 1
+        self._preload_due = self._counts
         self.last = Replanned(
             tokens=tokens,
             method=plan.method,
@@ -231,9 +242,37 @@ class Upkeep:
         self._pending = None
         return True
 
+    @property
+    def preloading(self) -> bool:
+        """Whether experts of earlier use are being loaded."""
+        return self._preloader.running
+
+    def busy(self) -> None:
+        """A pass begins: stop preloading until the next :meth:`idle`. Costs nothing where it has ended."""
+        if self._preloader.running:
+            self._preload_due = True
+        self._preloader.stop()
+
     def close(self) -> None:
         """Save the statistics, if possible; REQUIRES: the tier is still open."""
+        self._preloader.stop()
         self.save()
+
+    def _preload(self) -> None:
+        """Begin to load the experts that this model has used most, as far as pages are free."""
+        self._preload_due = False
+        notes: list[str] = []
+        seen = self._seen(self._near.settings.policy, notes)
+        if seen is None or seen.tokens < LEAST_TOKENS:
+            return
+        shares = expert_shares(seen)
+        self._near.runner.expect(shares)
+        self._preloader.start(self._near.runner, hottest_first(shares))
+        if not self._preload_noted:
+            self._preload_noted = True
+            self.notify(
+                f"experts that {seen.tokens:,} earlier tokens used most are loaded while nothing else is done"
+            )
 
     def notify(self, note: str) -> None:
         """Add a sentence for :meth:`take_notes`."""
@@ -276,9 +315,7 @@ class Upkeep:
         costs, costs_from = knowledge.costs, knowledge.costs_from
         if self._taken_tokens >= _OBSERVED_TOKENS:
             tokens, seconds = self._taken_tokens, self._taken_seconds
-            found = None
-            if self._near.placement.timed:
-                found = observed_costs(self._shape, costs, self._taken, tokens, seconds)
+            found = self._near.placement.observed(costs, Observed(self._shape, self._taken, tokens, seconds))
             if found is not None:
                 costs, costs_from = found, f"{tokens:,} decoded tokens"
             self._taken = dict.fromkeys(self._taken, 0.0)
@@ -288,12 +325,17 @@ class Upkeep:
             knowledge, statistics=statistics, statistics_from=source, costs=costs, costs_from=costs_from
         )
 
-    def _latest_statistics(self, notes: list[str]) -> tuple[RoutingStatistics | None, str]:
-        policy = self._near.settings.policy
+    def _seen(self, policy: str, notes: list[str]) -> RoutingStatistics | None:
+        """Counts of this run and of earlier ones; ``None``: there are none."""
         self._collect()
         saved, seen = saved_statistics(self._shape, self._fingerprint, policy, notes), self._pending
         if saved is not None and (seen is None or saved.fits(seen)):
             seen = saved if seen is None else saved.merge(seen)
+        return seen
+
+    def _latest_statistics(self, notes: list[str]) -> tuple[RoutingStatistics | None, str]:
+        policy = self._near.settings.policy
+        seen = self._seen(policy, notes)
         if self._default is None:
             self._default = family_statistics(self._shape, self._model_type, policy, notes)
         return blend(self._default, seen, notes)

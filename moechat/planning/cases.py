@@ -17,7 +17,6 @@ from moechat.configurator.estimate import CostFigures, cost_figures
 from moechat.configurator.exposure import EngineModel
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
-from moechat.errors import UsageError
 from moechat.geometry import ExpertGeometry
 from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
@@ -95,7 +94,6 @@ class Cases:
 
     Raises:
         DoesNotFitError: The context is longer than the model allows.
-        UsageError: The machine does not support an option.
         MoechatError: moechat cannot run the model.
     """
 
@@ -107,12 +105,6 @@ class Cases:
         self.machine, self.settings = machine, options.settings
         self.ctx = None if options.ctx is None else context_length(found.config, options.ctx)
         on_gpu = machine.near == "gpu"
-        if on_gpu and options.kv_bits != LoadOptions.kv_bits:
-            raise UsageError(
-                f"keys and values in {options.kv_bits} bits are only supported on the CPU, and the plan for "
-                f"{machine.title} uses its GPU",
-                hint="plan with --device cpu (device='cpu'), or leave --kv-bits (kv_bits) out",
-            )
         with refusals_with_hint(found.name):
             self.outline: ModelOutline = outline_model(
                 found.config,
@@ -225,7 +217,16 @@ class Cases:
         chunk = self.outline.pass_tokens(case.memory.context)
         statistics = self.routing.statistics
         return {
-            tokens: prompt_seconds(tokens, chunk, self.shape, rates, statistics, case.allocation, case.costs)
+            tokens: prompt_seconds(
+                tokens,
+                chunk,
+                case.memory.wave,
+                self.shape,
+                rates,
+                statistics,
+                case.allocation,
+                case.costs,
+            )
             for tokens in PROMPTS
             if tokens < case.memory.context
         }

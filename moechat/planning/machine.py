@@ -10,15 +10,17 @@ from moechat.config import cuda_graphs_wanted
 from moechat.configurator.estimate import Near
 from moechat.errors import DoesNotFitError, UsageError
 from moechat.hardware.gpu import GpuDevice, find_gpus
+from moechat.hardware.known_gpus import gpu_machine
 from moechat.hardware.measured_file import load_measured
 from moechat.hardware.memory import available_bytes, resident_bytes
 from moechat.hardware.profile import GpuFigures, HardwareProfile
 from moechat.hardware.profile_file import read_profile, reference_profile
 from moechat.offload.budget import MEBI, automatic_budget, gpu_budget
+from moechat.offload.far_choice import HOST_BYTES
 from moechat.offload.limits import CONTEXT_BYTES
 from moechat.offload.needs import GpuMemory, HostMemory, Memory
 from moechat.options import LoadOptions
-from moechat.planning.memory import HOST_BYTES, PROCESS_BYTES, SYSTEM_BYTES
+from moechat.planning.memory import PROCESS_BYTES, SYSTEM_BYTES
 
 # Tolerance: the reported memory of a GPU is a little below or above its nominal size.
 _SAME_VRAM = 1.03
@@ -73,11 +75,20 @@ class Machine:
             return present.capability
         return None if self.gpu is None else self.gpu.capability
 
+    @property
+    def context_bytes(self) -> int:
+        """Bytes that a CUDA context takes of the GPU's memory: measured, or usual."""
+        known = None if self.gpu is None else self.gpu.context
+        return CONTEXT_BYTES if known is None else int(known.value)
+
     def memory(self, options: LoadOptions) -> Memory:
         """The memory that computes, before anything is loaded."""
         if self.near == "gpu":
             graphs = cuda_graphs_wanted() and not options.deterministic
-            return GpuMemory(CONTEXT_BYTES, graphs, "estimate")
+            measured = self.gpu is not None and self.gpu.context is not None
+            return GpuMemory(
+                self.context_bytes, graphs, not options.deterministic, "measured" if measured else "estimate"
+            )
         if self.here or self.profile is None:
             return HostMemory(resident_bytes(), options.threads or _native.num_threads())
         return HostMemory(PROCESS_BYTES, options.threads or self.profile.cores, "estimate")
@@ -122,7 +133,7 @@ class Machine:
         # The profile has only the memory that was free when it was measured.
         present = self._present_gpu()
         free = int(gpu.vram_free.value) if present is None else present.vram_free
-        return gpu_budget(wanted, free - CONTEXT_BYTES, CONTEXT_BYTES)
+        return gpu_budget(wanted, free - self.context_bytes, self.context_bytes)
 
     def _present_gpu(self) -> GpuDevice | None:
         return find_gpus().best if self.here and self.near == "gpu" else None
@@ -141,22 +152,16 @@ def find_machine(profile: str | Path | HardwareProfile | None, *, gpu: bool | No
     """
     if profile is None:
         remarks: list[str] = []
-        measured = load_measured(remarks.append)
         if not gpu:
-            return Machine(measured, True, "ram", tuple(remarks))
-        if measured is None:
-            raise UsageError(
-                "--vram needs a GPU, and this machine has not been measured yet",
-                hint="`moechat profile` measures it; --gpu NAME plans for another one "
-                "(--list-gpus shows them)",
-            )
-        if measured.gpu is None:
+            return Machine(load_measured(remarks.append), True, "ram", tuple(remarks))
+        here = gpu_machine(remarks.append)
+        if here is None:
             raise UsageError(
                 "--vram needs a GPU, and this machine has none that moechat can use",
                 hint="--gpu NAME plans for another machine (--list-gpus shows them); "
                 "without both the plan is for this one",
             )
-        return Machine(measured, True, "gpu")
+        return Machine(here, True, "gpu", tuple(remarks))
     found = profile if isinstance(profile, HardwareProfile) else _described(profile)
     if found.gpu is None and gpu:
         raise UsageError(f"{found.title} has no GPU", hint="plan for it without --vram (vram=)")

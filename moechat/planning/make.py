@@ -18,7 +18,7 @@ from moechat.planning.memory import Far, Tier, far_in_ram, other_budgets
 from moechat.planning.result import LayerTargets, OtherBudget, Plan, RatedFigure, Speed
 from moechat.planning.source import PlannedModel, find_model
 from moechat.planning.speed import figures_used, kept_share
-from moechat.planning.words import bottleneck, notes
+from moechat.planning.words import bottleneck, by_origin, notes
 from moechat.validation import require_model
 
 # Bookkeeping and margin beside the experts where all of them are near.
@@ -65,19 +65,21 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     budget, given, short = machine.ram_budget(options.ram, cases.needs.base), options.ram is not None, ""
     behind: tuple[Tier, Far] | None = None
     if near == "vram":
-        behind = far_in_ram(shape.all_expert_bytes, budget, given)
+        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
         budget, given, short = machine.vram_budget(options.vram)
     ram_share = 0.0 if behind is None else behind[1].share
     case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share)
     memory = case.memory
     tiers = [Tier(near, memory.budget, memory.given, memory.parts)]
     far: Far | None = None
+    pinned = 0
     if behind is not None and not memory.mapped:
         tiers.append(behind[0])
-        far = behind[1]
+        far, pinned = behind[1], behind[0].parts[-1].nbytes
     elif not memory.mapped:
         far = Far("disk", 0.0, memory.total - memory.expert_bytes + shape.all_expert_bytes)
     remarks = [short, found.note, *cases.routing.remarks, *case.remarks]
+    used = {} if machine.figures is None else _used(cases, machine.figures, far)
     return Plan(
         model=found.name,
         model_type=outline.model_type,
@@ -105,12 +107,13 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         far=far,
         pages=memory.pages,
         resident_share=cases.resident(memory),
+        wave_tokens=memory.wave,
         layers=_layers(cases, case),
         statistics_tokens=cases.routing.tokens,
         statistics_source=cases.routing.source,
-        speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share),
+        speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share, used),
         other_budgets=() if machine.figures is None else _others(cases, case, ram_share),
-        notes=notes(machine, far, options.ram, remarks),
+        notes=notes(machine, far, options.ram, remarks, used, pinned=pinned),
     )
 
 
@@ -134,9 +137,19 @@ def _layers(cases: Cases, case: Case) -> tuple[LayerTargets, ...]:
     )
 
 
-def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None, ram_share: float) -> Speed:
-    near = cases.machine.near
+def _used(cases: Cases, profile: HardwareProfile, far: Far | None) -> Mapping[str, Figure]:
     disk = far is not None and far.kind != "ram"
+    return figures_used(profile, cases.shape, cases.machine.near, far=far is not None, disk=disk)
+
+
+def _speed(
+    cases: Cases,
+    case: Case,
+    profile: HardwareProfile,
+    far: Far | None,
+    ram_share: float,
+    used: Mapping[str, Figure],
+) -> Speed:
     costs = cases.cost_figures(profile, case.memory).figures
     if far is None:  # nothing is moved, or computed elsewhere
         costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
@@ -147,7 +160,8 @@ def _speed(cases: Cases, case: Case, profile: HardwareProfile, far: Far | None, 
         decode=case.decode,
         ttft_s=cases.prompts(case, profile),
         bottleneck=bottleneck(case.decode, far, cases.settings),
-        figures=_rated(figures_used(profile, cases.shape, near, far=far is not None, disk=disk)),
+        figures=_rated(used),
+        origins=by_origin(used),
         costs=_rated(costs),
         cpu_range=cpu_range(cases, case, far, ram_share),
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moechat.offload.budget import MEBI, Part
+from moechat.offload.far_choice import HOST_BYTES, experts_held
 
 GIBI = 1 << 30
-# RAM that a process with torch's CUDA libraries takes, and one without.
-HOST_BYTES = 1280 * MEBI
+# RAM that a process without torch's CUDA libraries takes.
 PROCESS_BYTES = 384 * MEBI
 # RAM that the desktop and its services are assumed to take on another machine.
 SYSTEM_BYTES = 2 * GIBI
@@ -53,25 +53,24 @@ class Far:
     needed: int
 
 
-def far_in_ram(experts: int, budget: int, given: bool) -> tuple[Tier, Far]:
+def far_in_ram(experts: int, expert_bytes: int, budget: int, given: bool) -> tuple[Tier, Far]:
     """The parts of RAM when a GPU computes: the process, and the experts.
 
-    As in loading, all experts are pinned if they fit beside the process; else they stay in their files, and
-    the page cache holds as many as it can.
+    As in loading, as many experts as fit beside the process are pinned; the others stay in their files.
 
     Args:
-        experts: Bytes of all experts.
+        experts: Experts of all layers.
+        expert_bytes: Bytes of one.
         budget: Bytes of RAM for the whole process.
         given: Whether the user gave the budget.
     """
-    held = max(0, min(experts, budget - HOST_BYTES))
-    pinned = held == experts
+    held = experts_held(budget, experts, expert_bytes)
     parts = (
         Part("process", HOST_BYTES, "estimate"),
-        Part("experts, pinned", held, "counted") if pinned else Part("experts, page cache", held, "estimate"),
+        Part("experts, pinned", held * expert_bytes, "counted"),
     )
-    kind: Literal["ram", "disk", "ram+disk"] = "ram" if pinned else "ram+disk" if held else "disk"
-    return Tier("ram", budget, given, parts), Far(kind, held / experts, HOST_BYTES + experts)
+    kind: Literal["ram", "disk", "ram+disk"] = "ram" if held == experts else "ram+disk" if held else "disk"
+    return Tier("ram", budget, given, parts), Far(kind, held / experts, HOST_BYTES + experts * expert_bytes)
 
 
 def other_budgets(

@@ -83,6 +83,8 @@ class Speed:
             no figures for many tokens.
         bottleneck: Largest part of a token's time, for people.
         figures: Figures of the machine, with their origins.
+        origins: Names of these figures that are ``measured`` on the machine, ``published`` by maker or
+            others, and ``assumed``: by a rule or from another machine.
         costs: Costs of this model that follow from them, in seconds, by the names of
             :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
         cpu_range: Speed and choice at the ends of the range of the CPU's experts; ``None`` where their rate
@@ -97,6 +99,7 @@ class Speed:
     bottleneck: str
     figures: tuple[RatedFigure, ...]
     costs: tuple[RatedFigure, ...]
+    origins: Mapping[str, list[str]]
     cpu_range: CpuRange | None = None
 
     @property
@@ -136,6 +139,7 @@ class Plan:
         far: Place of the other experts; ``None`` if all are near.
         pages: Pages of the near tier; 0 if all experts are near.
         resident_share: Share of all experts that the near tier keeps.
+        wave_tokens: Tokens of a prompt for which missing experts are moved once; 0: those of one pass.
         layers: Targets of each layer; empty if all experts are near. They rest on assumed times if the
             machine was not measured.
         statistics_tokens: Recorded tokens of this model that the choice rests on; 0: the family's defaults.
@@ -171,6 +175,7 @@ class Plan:
     far: Far | None
     pages: int
     resident_share: float
+    wave_tokens: int
     layers: tuple[LayerTargets, ...]
     statistics_tokens: int
     statistics_source: str
@@ -214,6 +219,7 @@ class Plan:
                 },
                 "pages": self.pages,
                 "resident_share": self.resident_share,
+                "wave_tokens": self.wave_tokens,
             },
             "layers": [asdict(entry) for entry in self.layers],
             "statistics": {"tokens": self.statistics_tokens, "source": self.statistics_source},
@@ -258,6 +264,7 @@ def _speed(speed: Speed) -> dict[str, Any]:
         else {str(tokens): seconds for tokens, seconds in speed.ttft_s.items()},
         "bottleneck": speed.bottleneck,
         "figures": [_figure(figure) for figure in speed.figures],
+        "figure_origins": {kind: list(names) for kind, names in speed.origins.items()},
         "costs_s": [_figure(figure) for figure in speed.costs],
         "cpu_range": None if speed.cpu_range is None else asdict(speed.cpu_range),
     }

@@ -5,24 +5,26 @@ are those of the expected number of missing experts, which is a lower bound: a l
 expert on average misses none in one token and one in the next, and only the latter waits. So this module
 takes the expectation over the number of missing experts, each activated expert missing independently.
 
-A prompt goes through the layers in passes; in each, the experts that its tokens choose and that are not near
-are streamed while the layer before is computed.
+A prompt goes through the layers in waves of one or more passes; in each, the experts that its tokens choose
+and that are not near are streamed once, while the layer before is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from moechat.configurator import gpu_rates
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import (
     ModelShape,
     Near,
+    beside_link,
     expert_rate,
     link_rate,
     link_rate_together,
@@ -34,9 +36,7 @@ from moechat.configurator.targets import BLOCKS, EXPERTS
 from moechat.hardware.profile import Figure, HardwareProfile
 from moechat.routing.statistics import RoutingStatistics
 
-PROMPTS = (128, 1024, 4096)
-# Share of a GPU's dense 16-bit rate that products with quantised weights reach at hundreds of tokens.
-_QUANTISED_SHARE = 0.5
+PROMPTS = (128, 1024, 4096, 16384)
 
 Floats = npt.NDArray[np.float64]
 
@@ -152,23 +152,34 @@ class PrefillRates:
         experts: The same with experts.
         width: Bytes of weights a second; a lower bound for the time of a pass.
         stream: Bytes of experts a second from the far tier; infinite where all are near.
+        by_tokens: :attr:`experts` by tokens of each expert, where that is known.
     """
 
     dense: float
     experts: float
     width: float
     stream: float
+    by_tokens: Callable[[float], float] | None = None
+
+    def experts_at(self, tokens: float) -> float:
+        """Multiplications and additions a second with experts, each of which has so many tokens."""
+        return self.experts if self.by_tokens is None else self.by_tokens(tokens)
 
 
 def prefill_rates(
     profile: HardwareProfile, shape: ModelShape, near: Near, stream: float
 ) -> PrefillRates | None:
     """Rates from a profile; ``None`` where it has none for many tokens."""
+    gpu = profile.gpu
     if near == "gpu":
-        assert profile.gpu is not None
-        flops = profile.gpu.flops.value
-        share = _QUANTISED_SHARE if shape.bits < 16 else 1.0
-        return PrefillRates(flops, share * flops, profile.gpu.bandwidth.value, stream)
+        assert gpu is not None
+        return PrefillRates(
+            dense=gpu_rates.dense_flops(gpu, shape.dense_itemsize).value,
+            experts=gpu_rates.expert_flops(gpu, shape.bits).value,
+            width=gpu.bandwidth.value,
+            stream=stream,
+            by_tokens=lambda tokens: gpu_rates.expert_flops(gpu, shape.bits, tokens).value,
+        )
     if not profile.expert_flops:
         return None
     known = profile.expert_flops
@@ -181,30 +192,51 @@ def prefill_rates(
 def prompt_seconds(
     tokens: int,
     chunk: int,
+    wave: int,
     shape: ModelShape,
     rates: PrefillRates,
     statistics: RoutingStatistics,
     allocation: Allocation | None,
     costs: Costs,
 ) -> float:
-    """Time to the first token of a prompt, in passes of ``chunk`` tokens."""
-    dense_weights = shape.dense_bytes / shape.dense_itemsize
+    """Time to the first token of a prompt.
+
+    Args:
+        tokens: Of the prompt.
+        chunk: Tokens of a pass.
+        wave: Tokens of a wave, whose missing experts are moved once; at most ``chunk``: those of a pass.
+        shape: The model.
+        rates: Of many tokens.
+        statistics: Which experts tokens choose.
+        allocation: Which experts are near; ``None``: all.
+        costs: Of a decoded token.
+    """
     seconds, done = costs.head, 0
     while done < tokens:
-        step = min(chunk, tokens - done)
+        step = min(max(chunk, wave), tokens - done)
         chosen, missing = _streamed(step, shape, statistics, allocation)
-        # Scores and values of attention: two products a pair of tokens.
-        pairs = step * (done + step / 2)
-        products = 2 * step * dense_weights + 4 * pairs * shape.hidden_size * shape.layers
-        dense = max(products / rates.dense, shape.dense_bytes / rates.width)
-        routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts
+        dense = sum(
+            _dense_seconds(min(chunk, done + step - begin), begin, shape, rates)
+            for begin in range(done, done + step, chunk)
+        )
+        each = step * shape.top_k * shape.layers / max(1.0, float(chosen.sum()))
+        routed = 2 * step * shape.top_k * shape.expert_weights / rates.experts_at(max(1.0, each))
         computed = dense / shape.layers + np.maximum(routed, chosen * shape.expert_bytes / rates.width)
         # No pass is faster than that of one token.
-        computed = np.maximum(computed, costs.attention + costs.moe)
+        computed = np.maximum(computed, -(-step // chunk) * costs.attention + costs.moe)
         moved = missing * shape.expert_bytes / rates.stream
         seconds += float(np.maximum(computed, moved).sum())
         done += step
     return seconds
+
+
+def _dense_seconds(tokens: int, before: int, shape: ModelShape, rates: PrefillRates) -> float:
+    """Time of the dense part of a pass of so many tokens behind ``before`` others."""
+    # Scores and values of attention: two products a pair of tokens.
+    pairs = tokens * (before + tokens / 2)
+    products = 2 * tokens * shape.dense_bytes / shape.dense_itemsize
+    products += 4 * pairs * shape.hidden_size * shape.layers
+    return max(products / rates.dense, shape.dense_bytes / rates.width)
 
 
 def _streamed(
@@ -284,10 +316,15 @@ def figures_used(
         disk: Whether some of those are on the disk only.
     """
     found: dict[str, Figure] = {}
-    rates, together = expert_rate(profile, shape.bits), profile.expert_rate_together
+    rates, together = expert_rate(profile, shape.bits), beside_link(profile, near)
     if near == "gpu" and profile.gpu is not None:
-        found["graphics memory, bytes/s"] = profile.gpu.bandwidth
-        found["GPU, operations/s"] = profile.gpu.flops
+        gpu = profile.gpu
+        found["graphics memory, bytes/s"] = gpu.bandwidth
+        found["dense weights on the GPU, bytes/s"] = gpu_rates.dense_rate(gpu, shape.dense_itemsize)
+        found["experts on the GPU, bytes/s"] = gpu_rates.expert_rate(gpu, shape.bits)
+        found["GPU, operations/s"] = gpu_rates.dense_flops(gpu, shape.dense_itemsize)
+        found["experts on the GPU, operations/s"] = gpu_rates.expert_flops(gpu, shape.bits)
+        found["starting a kernel, s"] = gpu.launch
         if not far:
             return found
         link = profile.links["gpu"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from moechat.configurator.systems import CacheSettings
 from moechat.hardware.memory import total_bytes
+from moechat.hardware.profile import Figure, Origin
+from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
 from moechat.offload.budget import MEBI
 from moechat.planning.machine import Machine
 from moechat.planning.memory import Far
@@ -14,9 +16,16 @@ from moechat.planning.speed import Decode
 _MISSES = {
     "fetch": "moved from RAM",
     "compute": "computed in RAM by the CPU",
+    "cpu": "computed in RAM by the CPU, and never moved",
     "both": "moved from RAM or computed there by the CPU",
 }
 
+_KINDS: Mapping[Origin, str] = {
+    "measured": "measured",
+    "published": "published",
+    "datasheet": "published",
+    "estimate": "assumed",
+}
 _BOTH = "moved from RAM and the disk"
 
 
@@ -36,7 +45,35 @@ def bottleneck(decode: Decode, far: Far | None, settings: CacheSettings) -> str:
     return f"{name}: {100 * parts[name] / decode.seconds:.0f} % of a token's time"
 
 
-def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[str]) -> tuple[str, ...]:
+def by_origin(figures: Mapping[str, Figure]) -> dict[str, list[str]]:
+    """Names of figures: ``measured`` on the machine, ``published`` by maker or others, or ``assumed``: by a
+    rule or from another machine.
+    """
+    found: dict[str, list[str]] = {"measured": [], "published": [], "assumed": []}
+    for name, figure in figures.items():
+        found[_KINDS[figure.origin]].append(name)
+    return found
+
+
+def assumed_note(machine: Machine, figures: Mapping[str, Figure]) -> str:
+    """What of a plan on a GPU is assumed, and how to measure it; empty if nothing is, or nothing can be."""
+    kinds = by_origin(figures)
+    if machine.near != "gpu" or not machine.here or not figures or len(kinds["measured"]) == len(figures):
+        return ""
+    names = [name.partition(",")[0] for name in (*kinds["assumed"], *kinds["published"])]
+    shown = ", ".join(dict.fromkeys(names))
+    return f"assumed, not measured: {shown}; `moechat profile --refresh` measures this GPU"
+
+
+def notes(
+    machine: Machine,
+    far: Far | None,
+    ram: int | None,
+    remarks: Iterable[str],
+    figures: Mapping[str, Figure],
+    *,
+    pinned: int,
+) -> tuple[str, ...]:
     """Remarks for the user.
 
     Args:
@@ -44,8 +81,11 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
         far: Place of the experts that are not near.
         ram: Bytes of RAM that the user gave.
         remarks: Remarks on the model; empty ones are dropped.
+        figures: Figures that the speed rests on.
+        pinned: Bytes of experts that are to be pinned for a GPU.
     """
-    sentences = [remark for remark in (*remarks, *machine.remarks) if remark]
+    assumed = assumed_note(machine, figures)
+    sentences = [remark for remark in (*remarks, *machine.remarks, assumed) if remark]
     profile = machine.profile
     if machine.here and ram is not None and ram > total_bytes():
         sentences.append(f"this machine has {total_bytes() // MEBI} MiB of RAM; {ram // MEBI} MiB were given")
@@ -55,14 +95,15 @@ def notes(machine: Machine, far: Far | None, ram: int | None, remarks: Iterable[
         sentences.append(
             f"RAM holds {100 * far.share:.0f} % of the experts; the others are read from the disk first"
         )
+    most = int(PINNED_SHARE * total_bytes())
+    if machine.here and pinned > most and in_wsl2():
+        sentences.append(
+            f"WSL2 pins about {most // MEBI} MiB of the {pinned // MEBI} MiB of experts in RAM; the rest is "
+            f"copied more slowly: {MORE_PINNED}"
+        )
     if profile is None:
         sentences.append(
             "this machine has not been measured, so no speed is given: `moechat profile` measures it"
-        )
-    elif machine.figures is None and machine.near == "gpu":
-        sentences.append(
-            "this version does not measure the link to a GPU, so no speed is given: "
-            "--gpu NAME plans with published figures"
         )
     elif machine.figures is None:
         sentences.append(

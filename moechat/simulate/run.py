@@ -13,6 +13,8 @@ from moechat import _native
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.transit_reserve import stream_tokens
 from moechat.errors import UsageError
+from moechat.routing.hot_experts import expert_shares, hottest_first
+from moechat.routing.statistics import RoutingStatistics
 from moechat.routing.trace import Trace
 from moechat.simulate.timing import Timing
 from moechat.trials import Watch
@@ -110,6 +112,7 @@ def simulate(
     timed: int | None = None,
     group_items: int = 0,
     watched: Watched | None = None,
+    warm: RoutingStatistics | None = None,
 ) -> SimulatedRun:
     """Play a trace on a near tier.
 
@@ -129,6 +132,8 @@ def simulate(
         group_items: (token, expert) pairs that the engine sums up at a time; 0: all of a pass.
         watched: Watch that may change the settings after each pass that takes time; ``rankings`` have to be
             deep enough for all of its ways.
+        warm: Counts of earlier runs: as the engine, start with the experts in free pages that they used most;
+            ``None``: start empty.
 
     Raises:
         UsageError: No pass remains to be timed, or an input that the settings need is missing.
@@ -148,6 +153,9 @@ def simulate(
     timeline = _timeline(trace, settings, tier, timing, group_items, watched is not None)
     if tier.ranks is not None:
         _preload(timeline, tier)
+    elif warm is not None:
+        shares = expert_shares(warm)
+        timeline.start_warm(shares, hottest_first(shares))
 
     def play(start: int, stop: int, hurry: bool = False) -> dict[str, Floats]:
         if watched is None or hurry:
@@ -223,6 +231,7 @@ def _timeline(
         far_call=timing.far_call,
         near_slowdown=timing.near_slowdown,
         launch=timing.launch,
+        calls=timing.calls.timeline(),
     )
 
 

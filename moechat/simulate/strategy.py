@@ -27,6 +27,8 @@ from moechat.trials import Watch
 
 # Most layers ahead that a candidate predicts, unless the settings look further.
 LOOKAHEAD = 2
+# Name of the strategy for a near tier that is too small for a cache.
+CPU_ALONE = "cpu-alone"
 # Tokens that fill the cache, without taking time, and tokens that are timed: fewer where a token activates
 # more blocks, so that a choice takes a second or less.
 _FILLING = 200
@@ -102,8 +104,27 @@ def strategies(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]
                 replace(fixed, miss="compute").fetching_nothing_ahead(),
             ),
             Strategy("link", "everything is fetched", replace(fixed, miss="fetch")),
+            Strategy(CPU_ALONE, "the CPU computes every expert where it lies", cpu_alone(fixed)),
         ]
     return found
+
+
+def cpu_alone(settings: CacheSettings) -> CacheSettings:
+    """These settings without a cache: nothing is kept, fetched ahead or moved for a decoded token."""
+    alone = replace(settings.keeping_whole_experts(), miss="cpu", keep=0.0)
+    return alone.fetching_nothing_ahead()
+
+
+def too_small_for_a_cache(chosen: Chosen, pages: int, block_bytes: int) -> str | None:
+    """Why a choice keeps no experts, with the figures; ``None`` if it does keep some."""
+    if chosen.strategy.name != CPU_ALONE:
+        return None
+    cached = 1000 * min(seconds for name, seconds in chosen.seconds.items() if name != CPU_ALONE)
+    return (
+        f"{pages * block_bytes / 2**20:,.0f} MiB are too little for a cache of experts: a token would take "
+        f"{cached:,.1f} ms with one and takes {1000 * chosen.seconds_of_choice:,.1f} ms where the CPU "
+        "computes every expert in RAM; the memory serves prompts"
+    )
 
 
 def loadings(settings: CacheSettings, *, far_computes: bool) -> list[Strategy]:

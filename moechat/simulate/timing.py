@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moechat.configurator.costs import Costs
+from moechat.configurator.gpu_pattern import GpuCalls
 from moechat.hardware.profile import LinkFigures
 
 Launch = Literal["host", "card"]
@@ -14,6 +15,8 @@ Launch = Literal["host", "card"]
 IN_FLIGHT_BYTES = 6 << 20
 # Most prefetched bytes in flight on the link to a GPU; as in native/src/link/cuda_link.cc.
 GPU_IN_FLIGHT_BYTES = 12 << 20
+# Most adjacent blocks moved by one copy to a GPU: those of a batch; as kCudaBatchCopies in cuda_link.h.
+GPU_MERGED_BLOCKS = 64
 # Most bytes of adjacent blocks moved by one operation, as in file_link.cc.
 OPERATION_BYTES = 1 << 20
 
@@ -39,6 +42,7 @@ class Timing:
         far_threads: Threads of the far tier.
         launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
             first, then the others behind their copies.
+        calls: With ``card``: times of the host and of small copies, which the times above leave out.
 
     Raises:
         ValueError: A list is empty or a value is negative or not a number.
@@ -58,6 +62,7 @@ class Timing:
     near_slowdown: float = 1.0
     far_threads: int = 1
     launch: Launch = "host"
+    calls: GpuCalls = field(default_factory=GpuCalls)
 
     def __post_init__(self) -> None:
         if not self.compute or not self.link:
@@ -99,10 +104,16 @@ def timing_of(
         far_threads: As :class:`Timing`.
         launch: As :class:`Timing`.
     """
-    pairs = top_k * blocks
+    pairs, calls = top_k * blocks, costs.calls
     call = min(costs.call, costs.moe / 2)
     block = (costs.moe - call) / pairs
-    merged = max(1, OPERATION_BYTES // block_bytes)
+    attention, head = costs.attention, costs.head
+    if launch == "card" and calls.launch > 0:
+        # The timeline adds the host's calls, where the GPU does not hide them.
+        call = calls.kernels
+        attention = max(0.0, attention - calls.dense - calls.choice)
+        head = max(0.0, head - calls.dense - calls.choice)
+    merged = GPU_MERGED_BLOCKS if launch == "card" else max(1, OPERATION_BYTES // block_bytes)
     shared = costs.both_loads / costs.load
     if bandwidth is not None:
         moving = tuple(count * block_bytes / bandwidth for count in range(1, merged + 1))
@@ -110,10 +121,13 @@ def timing_of(
         sizes = [count * block_bytes for count in range(1, merged + 1)]
         moving = tuple(size / link.rate(size) for size in sizes)
     else:
-        moving = tuple(count * costs.load / blocks for count in range(1, merged + 1))
+        # Each copy to a GPU takes a time of its own besides its bytes, also that of a whole expert.
+        copy = min(calls.list_copy, costs.load / 2) if launch == "card" else 0.0
+        moved = (costs.load - copy) / blocks
+        moving = tuple(copy + count * moved for count in range(1, merged + 1))
     return Timing(
-        attention=costs.attention,
-        head=costs.head,
+        attention=attention,
+        head=head,
         call=call,
         compute=(block,),
         far_block=costs.compute_far / blocks if costs.far_computes else None,
@@ -126,4 +140,5 @@ def timing_of(
         near_slowdown=costs.near_slowdown,
         far_threads=far_threads,
         launch=launch,
+        calls=calls if launch == "card" else GpuCalls(),
     )

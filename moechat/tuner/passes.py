@@ -22,8 +22,8 @@ _TEXTS = (
     "2. Travel has to be approved one week before.\n3. The new office opens in",
 )
 
-# One pass: token ids [1, n] and an attention cache in; logits [vocabulary] of the last token and the cache
-# out.
+# One pass: token ids [1, n] and an attention cache in; logits [vocabulary] of the last token, on the device
+# that computes, and the cache out.
 Forward = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]
 
 
@@ -107,6 +107,7 @@ class Sequences:
         ids = torch.tensor([list(tokens)], dtype=torch.int64)
         started = time.perf_counter()
         logits, self._cache = self._forward(ids, self._cache)
+        logits = logits.cpu()  # waits for a GPU: the token is computed when its logits are here
         seconds = time.perf_counter() - started
         self._length += len(tokens)
         likelihood = torch.softmax(logits.float(), 0)

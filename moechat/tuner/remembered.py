@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.atomic_file import TEMPORARY, replacing
+from moechat.configurator.estimate import Near
 from moechat.geometry import DenseBits
 from moechat.trials import Comparison
 
@@ -44,6 +45,7 @@ class TuningKey:
         dense_bits: Of a dense weight.
         activation_bits: Of the inputs of quantised weights.
         kv_bits: Of a key or value in the attention cache.
+        near: Memory of the pages: ``ram``, or ``gpu``.
     """
 
     machine: str
@@ -56,6 +58,7 @@ class TuningKey:
     dense_bits: DenseBits
     activation_bits: int
     kv_bits: int
+    near: Near
 
     @property
     def digest(self) -> str:

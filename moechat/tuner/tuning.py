@@ -99,7 +99,7 @@ class Tuner:
         loaded: With a near tier.
         link: Fills the near tier.
         sequences: Text to decode, apart from the user's, with an attention cache of its own.
-        may_map: Whether the store may be mapped; ``None``: if no budget was given.
+        may_map: Whether the store may be mapped; ``None``: if no budget was given. On a GPU it never is.
         directory: Where choices are kept; ``None``: in the user's state directory.
     """
 
@@ -117,7 +117,8 @@ class Tuner:
         self._near: ExpertTier = loaded.near
         self._link = link
         self._sequences = sequences
-        self._may_map = not loaded.plan.given if may_map is None else may_map
+        maps = not loaded.plan.given if may_map is None else may_map
+        self._may_map = maps and self._near.placement.maps_experts
         self._directory = directory
         self._mapped = False
         self._settings = self._near.first_settings
@@ -196,6 +197,8 @@ class Tuner:
             upkeep.collect()
         entry = self._recalled()
         earlier = () if entry is None or self._choose(entry.sessions) is None else entry.sessions
+        placement = self._near.placement
+        placement.serve([each.settings for each in self._candidates if each.settings is not None])
         try:
             raced = race(
                 self._candidates,
@@ -210,6 +213,7 @@ class Tuner:
             self.use(DEFAULT)
             raise
         finally:
+            placement.serve(())
             if upkeep is not None:
                 upkeep.discard()
         sessions = (*earlier, raced.session)[-MOST_SESSIONS:]
@@ -268,6 +272,7 @@ class Tuner:
             dense_bits=self._loaded.form.bits,
             activation_bits=self._loaded.form.activation_bits,
             kv_bits=self._loaded.cache.bits,
+            near=self._near.placement.near,
         )
 
     def _place(self) -> Path:

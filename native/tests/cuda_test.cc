@@ -114,9 +114,7 @@ class Far {
     std::vector<CudaRegion> list;
     for (const auto& layer : layers_) {
       CudaRegion region;
-      region.data = layer.data();
-      region.bytes = static_cast<std::int64_t>(layer.size());
-      region.pinned = pinned_;
+      region.parts.push_back({static_cast<std::int64_t>(layer.size()), layer.data(), pinned_});
       list.push_back(region);
     }
     return list;
@@ -240,8 +238,11 @@ void layers_compute_from_fetched_blocks(Random& random) {
   Gpu gpu(options.pages * page);
   options.near_memory = gpu.memory();
   const bool shares = chance(random, 0.6);
+  const double held = chance(random, 0.5) ? 1 : 0.6;  // of the experts, by the CPU
   for (std::int32_t layer = 0; shares && layer < layers; ++layer) {
-    options.far_records.push_back(far.record(layer, 0));
+    for (std::int32_t expert = 0; expert < experts; ++expert) {
+      options.far_records.push_back(chance(random, held) ? far.record(layer, expert * blocks) : nullptr);
+    }
   }
   CudaLinkOptions link;
   link.buffer_bytes = page;
@@ -295,6 +296,10 @@ void layers_compute_from_fetched_blocks(Random& random) {
       for (const std::int32_t count : next) launched_blocks += count;
       const std::int64_t of_cpu = runner.far_blocks();
       EXPECT(of_cpu == 0 || (shares && miss != Miss::kFetch));
+      for (std::size_t row = 0; row < next.size(); ++row) {
+        const std::size_t expert = static_cast<std::size_t>(layer * experts + rows.experts[row]);
+        EXPECT(next[row] == blocks || options.far_records[expert] != nullptr);
+      }
       EXPECT(launched_blocks + of_cpu == rows.rows() * blocks);
     }
   }

@@ -6,12 +6,23 @@
 // memory, and destroyed streams are refused. Device memory is memory from cuMemAlloc, or memory registered by
 // fake_cuda_adopt.
 //
+// Copies of all streams go through one engine, one after another: each begins when the one before has ended,
+// its call was made and what its stream waits for has ended. These moments are computed, so that late threads
+// of this process do not add up.
+//
 //   fake_cuda_set(name, value): bandwidth (bytes/s, 0: none), latency and jitter (s), seed, vram and
 //   pin_limit (bytes), fail_after (copies, after which the context is dead), piece (bytes copied at a time,
-//   with a pause between), version, no_batches (1: batches are refused)
+//   with a pause between), version, no_batches (1: batches are refused), gate (copies that may begin in all,
+//   -1: any), call (s that a call for copies blocks), no_bytes (1: copies take their time and move nothing),
+//   refuse_pins (so many of the next registrations are refused), refuse_with (their error), busy (0: begins
+//   to count busy and idle anew)
 //
 //   fake_cuda_get(name): number of copies, batches, waits, streams, events; bytes copied (bytes), pinned and
-//   allocated (in bytes)
+//   allocated (in bytes); busy and idle (s in which the engine copied, and between two copies). Copies
+//   between two records of an event in their stream are a group: groups (how many), largest_group (bytes),
+//   groups_now (not ended), most_groups (at a time), emptied (how often one ended with no other behind it)
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -43,12 +54,21 @@ struct Event {
   std::uint64_t completed = 0;
 };
 
+std::map<std::string, double> initial_settings() {
+  return {{"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1},
+          {"gate", -1},  {"version", 12080},  {"refuse_with", kOutOfMemory}};
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 struct World {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<std::string, double> settings{
-      {"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1}, {"version", 12080}};
+  std::map<std::string, double> settings = initial_settings();
   std::map<std::string, double> counts;
+  double free_at = 0;                            // when the engine has made all copies that have begun
   std::map<std::uintptr_t, std::size_t> device;  // ranges
   std::map<std::uintptr_t, std::size_t> pinned;
   std::set<const void*> streams;  // not destroyed
@@ -65,11 +85,13 @@ World& world() {
 }
 
 thread_local int current_depth = 0;
+thread_local double unblocked = 0;  // of the thread of a stream: when it last had to wait for an event
 
 struct Stream {
   std::deque<std::function<void()>> work;
   bool busy = false;
   bool ending = false;
+  std::size_t group = 0;  // bytes of copies since the last record of an event
   std::thread thread;
 };
 
@@ -83,7 +105,15 @@ bool within(const std::map<std::uintptr_t, std::size_t>& ranges, const void* at,
   return begin + bytes <= next->first + next->second;
 }
 
+bool overlaps(const std::map<std::uintptr_t, std::size_t>& ranges, const void* at, std::size_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(at);
+  return std::any_of(ranges.begin(), ranges.end(), [&](const auto& range) {
+    return range.first < begin + bytes && begin < range.first + range.second;
+  });
+}
+
 void run(Stream* stream) {
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
   World& all = world();
   Lock lock(all.mutex);
   for (;;) {
@@ -104,24 +134,42 @@ void sleep_for(double seconds) {
   if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
-void copy(void* to, const void* from, std::size_t bytes) {
+void copy(void* to, const void* from, std::size_t bytes, double called) {
   World& all = world();
-  double delay = 0;
+  double end = 0;
   std::size_t piece = bytes;
   bool fails = false;
+  bool no_bytes = false;
   {
-    const Lock lock(all.mutex);
+    Lock lock(all.mutex);
+    double begin = std::max({all.free_at, called, unblocked});
+    const auto may_begin = [&] {
+      const double gate = all.settings["gate"];
+      return gate < 0 || all.counts["copies"] < gate || all.dead != kSuccess;
+    };
+    if (!may_begin()) {
+      ++all.counts["held"];
+      all.changed.wait(lock, may_begin);
+      --all.counts["held"];
+      begin = now();
+    }
     if (all.dead != kSuccess) return;
     const double bandwidth = all.settings["bandwidth"];
-    delay = all.settings["latency"] + (bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0) +
-            all.settings["jitter"] * std::uniform_real_distribution<double>()(all.random);
+    const double delay = all.settings["latency"] +
+                         (bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0) +
+                         all.settings["jitter"] * std::uniform_real_distribution<double>()(all.random);
+    if (all.free_at > 0) all.counts["idle"] += begin - all.free_at;
+    all.counts["busy"] += delay;
+    all.free_at = end = begin + delay;
     if (all.settings["piece"] > 0) piece = static_cast<std::size_t>(all.settings["piece"]);
     const double copies = all.counts["copies"]++;
+    no_bytes = all.settings["no_bytes"] > 0;
     fails = all.settings["fail_after"] >= 0 && copies >= all.settings["fail_after"];
     if (!fails) all.counts["bytes"] += static_cast<double>(bytes);
   }
-  sleep_for(delay);
-  for (std::size_t done = 0; done < (fails ? bytes / 2 : bytes); done += piece) {
+  sleep_for(end - now());
+  const std::size_t moved = no_bytes ? 0 : fails ? bytes / 2 : bytes;
+  for (std::size_t done = 0; done < moved; done += piece) {
     std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done,
                 std::min(piece, bytes - done));
     if (piece < bytes) std::this_thread::yield();
@@ -147,6 +195,33 @@ Result give(void* stream, std::function<void()> work) {
   static_cast<Stream*>(stream)->work.push_back(std::move(work));
   all.changed.notify_all();
   return kSuccess;
+}
+
+// A call for copies of so many bytes, with `work` for the stream.
+Result give_copies(void* stream, std::size_t bytes, std::function<void()> work) {
+  World& all = world();
+  double blocks = 0;
+  {
+    const Lock lock(all.mutex);
+    blocks = all.settings["call"];
+    if (all.streams.count(stream) != 0) static_cast<Stream*>(stream)->group += bytes;
+  }
+  sleep_for(blocks);
+  return give(stream, std::move(work));
+}
+
+// A record in the stream ends a group, if there were copies. Returns whether it does.
+bool end_group(void* stream) {
+  World& all = world();
+  const Lock lock(all.mutex);
+  if (all.streams.count(stream) == 0) return false;
+  const std::size_t bytes = std::exchange(static_cast<Stream*>(stream)->group, 0);
+  if (bytes == 0) return false;
+  std::map<std::string, double>& counts = all.counts;
+  ++counts["groups"];
+  counts["largest_group"] = std::max(counts["largest_group"], static_cast<double>(bytes));
+  counts["most_groups"] = std::max(counts["most_groups"], ++counts["groups_now"]);
+  return true;
 }
 
 Result usable() {
@@ -184,6 +259,7 @@ Result copy_batch(const unsigned long long* to, const unsigned long long* from, 
     std::size_t bytes;
   };
   std::vector<One> copies;
+  std::size_t sum = 0;
   {
     const Lock lock(all.mutex);
     ++all.counts["batches"];
@@ -199,13 +275,14 @@ Result copy_batch(const unsigned long long* to, const unsigned long long* from, 
     if (failed != nullptr) *failed = i;
     if (state != kSuccess) return state;
     copies.push_back({reinterpret_cast<void*>(static_cast<std::uintptr_t>(to[i])), source, bytes[i]});
+    sum += bytes[i];
   }
   {
     const Lock lock(all.mutex);
     std::shuffle(copies.begin(), copies.end(), all.random);
   }
-  return give(stream, [copies = std::move(copies)] {
-    for (const One& one : copies) copy(one.to, one.from, one.bytes);
+  return give_copies(stream, sum, [copies = std::move(copies), called = now()] {
+    for (const One& one : copies) copy(one.to, one.from, one.bytes, called);
   });
 }
 
@@ -218,6 +295,8 @@ void fake_cuda_set(const char* name, double value) {
   const Lock lock(all.mutex);
   all.settings[name] = value;
   if (std::string(name) == "seed") all.random.seed(static_cast<std::uint64_t>(value));
+  if (std::string(name) == "busy") all.free_at = all.counts["busy"] = all.counts["idle"] = 0;
+  all.changed.notify_all();
 }
 double fake_cuda_get(const char* name) {
   World& all = world();
@@ -245,8 +324,12 @@ void fake_cuda_reset() {
   World& all = world();
   const Lock lock(all.mutex);
   all.dead = kSuccess;
-  all.settings = {{"vram", 8e9}, {"pin_limit", 1e18}, {"fail_after", -1}, {"version", 12080}};
-  for (const char* const name : {"copies", "batches", "bytes", "waits"}) all.counts[name] = 0;
+  all.settings = initial_settings();
+  all.free_at = 0;
+  for (const char* const name : {"copies", "batches", "bytes", "waits", "busy", "idle", "groups",
+                                 "largest_group", "most_groups", "emptied"}) {
+    all.counts[name] = 0;
+  }
 }
 
 Result cuInit(unsigned) { return kSuccess; }
@@ -324,7 +407,11 @@ Result cuMemHostRegister_v2(void* at, std::size_t bytes, unsigned) {
   if (state != kSuccess) return state;
   World& all = world();
   const Lock lock(all.mutex);
-  if (within(all.pinned, at, 1)) return kAlreadyRegistered;
+  if (all.settings["refuse_pins"] > 0) {
+    --all.settings["refuse_pins"];
+    return static_cast<Result>(all.settings["refuse_with"]);
+  }
+  if (overlaps(all.pinned, at, bytes)) return kAlreadyRegistered;
   if (all.counts["pinned"] + static_cast<double>(bytes) > all.settings["pin_limit"]) return kOutOfMemory;
   all.pinned[reinterpret_cast<std::uintptr_t>(at)] = bytes;
   all.counts["pinned"] += static_cast<double>(bytes);
@@ -385,7 +472,10 @@ Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
   }
   return give(stream, [awaited, number, &all] {
     Lock lock(all.mutex);
-    all.changed.wait(lock, [&] { return awaited->completed >= number || all.dead != kSuccess; });
+    const auto ready = [&] { return awaited->completed >= number || all.dead != kSuccess; };
+    if (ready()) return;
+    all.changed.wait(lock, ready);
+    unblocked = now();
   });
 }
 Result cuStreamSynchronize(void* stream) {
@@ -429,8 +519,10 @@ Result cuEventRecord(void* event, void* stream) {
     const Lock lock(all.mutex);
     number = ++recorded->recorded;
   }
-  return give(stream, [recorded, number, &all] {
+  const bool ends_group = end_group(stream);
+  return give(stream, [recorded, number, ends_group, &all] {
     const Lock lock(all.mutex);
+    if (ends_group && --all.counts["groups_now"] == 0) ++all.counts["emptied"];
     recorded->completed = std::max(recorded->completed, number);
     all.changed.notify_all();
   });
@@ -456,7 +548,8 @@ Result cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, std::size_t
   const Result state = copyable(to, from, bytes);
   if (state != kSuccess) return state;
   void* const target = reinterpret_cast<void*>(static_cast<std::uintptr_t>(to));
-  return give(stream, [target, from, bytes] { copy(target, from, bytes); });
+  return give_copies(stream, bytes,
+                     [target, from, bytes, called = now()] { copy(target, from, bytes, called); });
 }
 Result cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, std::size_t* bytes,
                           std::size_t count, CopyAttributes* attributes, std::size_t* attributes_from,

@@ -1,8 +1,9 @@
-"""The prebuilt llama.cpp that bench/cpu compares with: installed from npm, never compiled here.
+"""The prebuilt llama.cpp that bench/cpu and gpu_check compare with: from npm, never compiled here.
 
 The npm package ``node-llama-cpp`` carries CPU libraries for a dozen processor generations, of which llama.cpp
-loads the one that it scores highest, and a bundle of the sources that they were built from. Only the headers
-are taken from that: ``llama_calls.cc``, a few lines between ctypes and llama.cpp, is compiled against them.
+loads the one that it scores highest, a library for CUDA in a package of its own, and a bundle of the sources
+that they were built from. Only the headers are taken from that: ``llama_calls.cc``, a few lines between
+ctypes and llama.cpp, is compiled against them.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class LlamaPeer:
     Attributes:
         directory: Scratch folder that holds the npm packages, the headers and the compiled calls.
         variant: Processor generation of the CPU library, such as ``haswell``; ``auto``: llama.cpp chooses.
+        build: The package of libraries: ``linux-x64``, or ``linux-x64-cuda``.
     """
 
     directory: Path
     variant: str = _CHOSEN
+    build: str = "linux-x64"
 
     @property
     def libraries(self) -> Path:
         """Directory of the prebuilt libraries."""
-        return self.directory / "node_modules" / "@node-llama-cpp" / "linux-x64" / "bins" / "linux-x64"
+        return self.directory / "node_modules" / "@node-llama-cpp" / self.build / "bins" / self.build
 
     @property
     def calls(self) -> Path:
@@ -50,7 +53,8 @@ class LlamaPeer:
 
     def command(self, what: str) -> list[str]:
         """The command line of ``llama_worker.py``."""
-        return [sys.executable, str(_HERE / "llama_worker.py"), what, str(self.directory), self.variant]
+        worker = str(_HERE / "llama_worker.py")
+        return [sys.executable, worker, what, str(self.directory), self.variant, self.build]
 
     def install(self) -> None:
         """Install what is missing.
@@ -65,7 +69,7 @@ class LlamaPeer:
             npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--omit=optional"]
             self._run([*npm, _PACKAGE])
             version = self._package(_PACKAGE)["version"]
-            self._run([*npm, f"@node-llama-cpp/linux-x64@{version}"])
+            self._run([*npm, f"@node-llama-cpp/{self.build}@{version}"])
         sources = self.directory / "llama.cpp"
         if not sources.is_dir():
             bundle = self.directory / "node_modules" / _PACKAGE / "llama" / "gitRelease.bundle"
@@ -75,7 +79,7 @@ class LlamaPeer:
             libraries = [
                 str(path)
                 for path in sorted(self.libraries.glob("lib*.so"))
-                if not path.name.startswith(("libggml-cpu", "libllama-common"))
+                if not path.name.startswith(("libggml-cpu", "libggml-cuda", "libllama-common"))
             ]
             includes = [f"-I{sources / 'include'}", f"-I{sources / 'ggml' / 'include'}"]
             compiler = [shutil.which("c++") or "g++", "-std=c++17", "-O2", "-fPIC", "-shared"]
@@ -114,22 +118,31 @@ class LlamaPeer:
         return done.stdout
 
 
-def load_calls(directory: Path, variant: str) -> tuple[ctypes.CDLL, str]:
+def load_calls(directory: Path, variant: str, build: str = LlamaPeer.build) -> tuple[ctypes.CDLL, str]:
     """Load llama.cpp into this process; returns its calls and the name of the CPU variant in use.
 
     Raises:
         RuntimeError: The variant is not in the package, or does not run on this processor.
     """
-    peer = LlamaPeer(directory, variant)
+    peer = LlamaPeer(directory, variant, build)
+    if build.endswith("cuda"):
+        _load_cuda()
     calls = ctypes.CDLL(str(peer.calls))
     calls.peer_system_info.restype = ctypes.c_char_p
     calls.peer_load.restype = ctypes.c_void_p
-    calls.peer_load.argtypes = [ctypes.c_char_p, ctypes.c_bool]
+    calls.peer_load.argtypes = [ctypes.c_char_p, ctypes.c_bool, ctypes.c_int32, ctypes.c_int32]
+    calls.peer_free.argtypes = calls.peer_free_context.argtypes = [ctypes.c_void_p]
     calls.peer_model_bytes.restype = ctypes.c_uint64
     calls.peer_model_bytes.argtypes = [ctypes.c_void_p]
     calls.peer_vocabulary.argtypes = [ctypes.c_void_p]
     calls.peer_context.restype = ctypes.c_void_p
-    calls.peer_context.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int]
+    calls.peer_context.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_int32,
+        ctypes.c_int,
+        ctypes.c_uint32,
+    ]
     calls.peer_empty.argtypes = [ctypes.c_void_p, ctypes.c_int32]
     calls.peer_feed.restype = ctypes.POINTER(ctypes.c_float)
     calls.peer_feed.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32]
@@ -144,3 +157,16 @@ def load_calls(directory: Path, variant: str) -> tuple[ctypes.CDLL, str]:
     if len(mapped) != 1:
         raise RuntimeError(f"llama.cpp loaded {sorted(mapped) or 'no'} CPU variants; expected {variant}")
     return calls, mapped.pop()
+
+
+def _load_cuda() -> None:
+    """Load the runtime libraries of CUDA that torch has brought, where the system has none of its own."""
+    for name in ("cudart", "cublasLt", "cublas"):
+        found = sorted(
+            path
+            for place in sys.path
+            for path in Path(place or ".").glob(f"nvidia/**/lib{name}.so.*")
+            if path.is_file()
+        )
+        if found:
+            ctypes.CDLL(str(found[-1]), mode=ctypes.RTLD_GLOBAL)

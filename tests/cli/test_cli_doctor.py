@@ -104,6 +104,18 @@ def test_an_old_gpu_in_a_narrow_slot_is_reported(monkeypatch: pytest.MonkeyPatch
     assert "7.0 GiB of 8.0 GiB free" in rows["GPU 0"]
 
 
+def test_wsl2_is_named_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moechat.hardware import gpu, wsl
+
+    device = gpu.GpuDevice(0, "NVIDIA GeForce RTX 4060", "x", 8 << 30, 7 << 30, capability=(8, 9))
+    monkeypatch.setattr(gpu, "find_gpus", lambda: gpu.GpuReport((device,), "550.1"))
+    for here in (False, True):
+        monkeypatch.setattr(wsl, "in_wsl2", lambda here=here: here)
+        report = Report()
+        MACHINE["GPU"](report, {})
+        assert any(".wslconfig" in finding.hint for finding in report.findings) is here
+
+
 def test_our_own_numbers_are_not_redacted_and_an_error_appears_once(cli: Cli, tmp_path: Path) -> None:
     found = report_of(cli, MOECHAT_MAX_TOKENS="77")
     assert found["sections"]["environment"]["MOECHAT_MAX_TOKENS"] == "77"

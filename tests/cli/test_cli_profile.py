@@ -16,8 +16,12 @@ from pathlib import Path
 
 import pytest
 from cli_support import PATIENCE_S, Cli
+from fake_nvml import GPUS, fake_pynvml
+from played_card import PlayedCard
 
 from moechat.bench import model_times
+from moechat.cli.commands import profile as command
+from moechat.hardware import identity as identity_room
 from moechat.hardware import measure as room
 from moechat.hardware.measure_budget import LARGE_BYTES, Budget
 
@@ -137,6 +141,52 @@ def test_json_has_the_documented_keys_and_says_whether_it_is_fresh(own: Cli) -> 
         assert first["missing"]["gpu"]
     else:
         assert first["missing"]["link gpu"]
+
+
+@pytest.fixture
+def with_gpu(own: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """The program on a machine with a GPU whose speeds are known."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
+    small = {"gpu_cell_seconds": 0.01, "gpu_together_seconds": 0.02, "gpu_link_bytes": 8 << 20}
+    sizes = {"gpu_transfers": (64 << 10, 1 << 20), "pin_chunk": 8 << 20, "pin_most": 16 << 20}
+    monkeypatch.setattr(room, "Budget", lambda: replace(SHORT, **small, **sizes))
+    identity_room._gpus.cache_clear()
+    yield own
+    identity_room._gpus.cache_clear()
+
+
+def test_the_figures_of_a_gpu_are_shown(with_gpu: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_open_card", lambda device: PlayedCard(fails=("graph",)))
+    done = with_gpu.call("profile", "-q")
+    assert done.status == 0, done.err
+    text = " ".join(done.out.decode().split())
+    for words in (
+        "memory to GPU 1 in flight 4 in flight",
+        "compute capability 8.6, 28 SMs, 3.0 MiB of L2",
+        "experts of a layer 35.0 µs",
+        "dense, 4 bits 2",
+        "GPU, expert kernels bits 1 token 2 tokens",
+        "pinned memory at least 16.0 MiB",
+        "CUDA context 300 MiB",
+        "gpu graphs: not measured: graph does not work on this GPU",
+    ):
+        assert words in text, words
+    assert "GPU estimates" not in text
+    gpu = json.loads(with_gpu.call("profile", "--json").out)["profile"]["gpu"]
+    assert gpu["expert_rate"]["4"]["512"]["origin"] == "measured"
+    assert gpu["graph_node"] is None
+    help_text = with_gpu.call("profile", "--help").out.decode()
+    link = json.loads(with_gpu.call("profile", "--json").out)["profile"]["links"]["gpu"]
+    for key in (*gpu, *link):
+        assert re.search(rf"\b{key}\b", help_text), key
+
+
+def test_a_gpu_that_cannot_be_used_is_shown_as_estimated(with_gpu: Cli) -> None:
+    done = with_gpu.call("profile", "-q")  # torch finds no GPU here
+    assert done.status == 0, done.err
+    assert b"memory to GPU: not measured: " in done.out
+    assert b"GPU estimates" in done.out
 
 
 def test_refresh_measures_again(known: Cli) -> None:

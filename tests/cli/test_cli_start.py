@@ -194,10 +194,6 @@ def test_a_missing_command_shows_the_help_and_is_a_usage_error(cli: Cli) -> None
         (["run", "demo", "hi", "--activation-bits", "4"], "--activation-bits is 4"),
         (["plan", "demo", "--dense-bits", "2"], "--dense-bits is 2"),
         (["run", "demo", "hi", "--kv-bits", "4"], "--kv-bits is 4"),
-        (
-            ["run", "demo", "hi", "--kv-bits", "8", "--vram", "2G"],
-            "--kv-bits is 8, which only the CPU supports",
-        ),
         (["run", "demo", "hi", "--completion", "--system-prompt", "x"], "--system-prompt"),
         (["run", "demo", "hi", "-q", "-v"], "exclude each other"),
     ],

@@ -101,8 +101,6 @@ def test_an_unknown_name_is_refused(name: Any) -> None:
         ({"kv_bits": 4}, "kv_bits is 4", "choose one of: 16, 8"),
         ({"kv_bits": "8"}, "kv_bits is '8'", "choose one of: 16, 8"),
         ({"kv_bits": None}, "kv_bits is None", "choose one of: 16, 8"),
-        ({"kv_bits": 8, "device": "cuda"}, "kv_bits is 8, which only the CPU supports", "leave kv_bits out"),
-        ({"kv_bits": 8, "vram": "2G"}, "kv_bits is 8, which only the CPU supports", "or device and vram"),
         ({"dtype": "int8"}, "dtype is 'int8'", "choose one of: auto, float32"),
         ({"device": "gpu"}, "device is 'gpu'", "choose one of: cpu, cuda, cuda:N"),
         ({"device": "cuda:x"}, "device is 'cuda:x'", "choose one of"),
@@ -156,7 +154,6 @@ def test_the_error_for_a_wrong_value_names_its_range(
         ({"vram": "lots"}, "--vram: 'lots' is not a size"),
         ({"vram": 1, "device": "cpu"}, "--vram needs a GPU, and --device is cpu"),
         ({"kv_bits": 3}, "--kv-bits is 3"),
-        ({"kv_bits": 8, "device": "cuda:1"}, "--kv-bits is 8, which only the CPU supports"),
         ({"dens_bits": 4}, "--dens-bits is no option"),
     ],
 )

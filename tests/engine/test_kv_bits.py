@@ -14,7 +14,7 @@ from tiny import tiny_config, write_tiny_checkpoint
 import moechat
 from moechat import _native
 from moechat.engine import Engine
-from moechat.errors import UnsupportedModelError, UsageError
+from moechat.errors import UnsupportedModelError
 from moechat.offload.settings import OffloadOptions
 
 PROMPT = [4, 87, 12, 55, 3, 29, 64, 91, 8, 70, 33, 21, 76, 40, 18, 66, 95, 50, 11]
@@ -114,6 +114,15 @@ def test_what_no_8_bits_can_be_made_of_is_refused(tmp_path: Path, home: Path) ->
     for made in (moechat.load, moechat.plan):
         with pytest.raises(UnsupportedModelError, match=r"minimax .* 8 bits: it is a MiniMaxCache"):
             made(path, kv_bits=8)
-    with pytest.raises(UsageError, match=r"only supported on the CPU, and the plan for .* uses its GPU"):
-        moechat.plan("demo", kv_bits=8, profile=desktop())
-    assert moechat.plan("demo", kv_bits=8, profile=desktop(), device="cpu").kv_bits == 8
+
+
+def test_a_plan_for_a_gpu_counts_packed_keys_and_values(home: Path) -> None:
+    plain = moechat.plan("demo", profile=desktop(), dtype="float16")
+    packed = moechat.plan("demo", kv_bits=8, profile=desktop(), dtype="float16")
+    assert packed.kv_bits == 8
+    sizes = [
+        next(part.nbytes for part in made.tiers[0].parts if part.name == "attention cache")
+        for made in (packed, plain)
+    ]
+    # 33 bytes in place of 64, and one unpacked layer.
+    assert 33 / 64 < sizes[0] / sizes[1] < 0.8

@@ -15,7 +15,6 @@ import torch
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
-from moechat.offload import graph_decoder
 from moechat.offload.settings import OffloadOptions
 
 pytestmark = pytest.mark.gpu
@@ -146,16 +145,21 @@ def test_the_budget_holds(model: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"])
-def test_graphs_give_what_passes_give_over_a_bucket_boundary(
-    family: str, dtype: str, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_graphs_give_what_passes_give(
+    family: str,
+    dtype: str,
+    kv_bits: int,
+    tmp_path: Path,
+    moechat_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph_decoder, "LEAST_BUCKET", 16)
     write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
 
     def logits(graphs: str) -> tuple[torch.Tensor, bool]:
         monkeypatch.setenv("MOECHAT_CUDA_GRAPHS", graphs)
         found = []
-        with moechat.load(tmp_path / family, device="cuda", dtype=dtype, ctx=64) as engine:
+        with moechat.load(tmp_path / family, device="cuda", dtype=dtype, ctx=64, kv_bits=kv_bits) as engine:
             for _ in range(2):  # two answers over the same graphs
                 cache = engine.decoder.new_cache()
                 for tokens in [PROMPT, *([token] for token in range(3, 12)), [7, 8, 9], [4], [5]]:
@@ -164,7 +168,7 @@ def test_graphs_give_what_passes_give_over_a_bucket_boundary(
                     found.append(output.logits[0, -1].float().cpu())
                 del cache, output
             decoder = engine.loaded.decoder
-            used = decoder is not None and bool(decoder._recordings) and not decoder.off
+            used = decoder is not None and decoder._recording is not None and not decoder.off
             assert engine.notices() == []
         return torch.stack(found), used
 

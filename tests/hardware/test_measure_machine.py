@@ -16,10 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_nvml import GPUS, fake_pynvml
+from played_card import PlayedCard
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, MoechatError
 from moechat.hardware import disk_speed, kernel_sweep, measure_link
+from moechat.hardware import identity as identity_room
 from moechat.hardware import measure as room
 from moechat.hardware.kernel_sweep import KernelSweep
 from moechat.hardware.measure import measure, measure_machine
@@ -104,6 +107,57 @@ def test_all_requested_figures_are_measured(measured: Measurement) -> None:
     assert measured.seconds > 0
     if profile.gpu is None:
         assert measured.missing["gpu"]
+
+
+GPU_BUDGET = replace(
+    SHORT,
+    bits=(4,),
+    gpu_cell_seconds=0.01,
+    gpu_together_seconds=0.02,
+    gpu_link_bytes=8 * MIB,
+    gpu_transfers=(64 << 10, MIB),
+    gpu_depths=(1, 4),
+    pin_chunk=8 * MIB,
+    pin_most=16 * MIB,
+)
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """This machine as if NVIDIA's library reported a GPU."""
+    monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
+    identity_room._gpus.cache_clear()
+    yield
+    identity_room._gpus.cache_clear()
+
+
+def test_a_gpu_is_measured_into_the_profile_and_kept(with_gpu: None) -> None:
+    profile = measure_machine(budget=GPU_BUDGET, open_card=lambda device: PlayedCard())
+    assert profile.gpu is not None
+    assert profile.gpu.name == "NVIDIA GeForce RTX 3060"
+    assert profile.gpu.bandwidth.origin == profile.gpu.expert_rate[4][1].origin == "measured"
+    assert profile.gpu.vram.value == 12 << 30
+    link = profile.links["gpu"]
+    assert link.measured
+    # Plans for the GPU take the CPU's rate beside its link, others that beside the disk.
+    assert profile.expert_rate_together == link.experts
+    assert set(profile.links["file"].experts) == {4}
+    assert link.experts[4].value <= profile.expert_rate[4][profile.cores].value
+    assert load_measured() == replace(profile, gpu=load_measured().gpu)  # type: ignore[union-attr]
+
+
+def test_a_gpu_that_cannot_be_opened_is_assumed_and_says_why(with_gpu: None) -> None:
+    def refuse(device: object) -> PlayedCard:
+        raise DoesNotFitError("torch finds no GPU")
+
+    found = measure(budget=GPU_BUDGET, open_card=refuse)
+    assert found.missing["link gpu"] == "torch finds no GPU"
+    assert "gpu" not in found.profile.links
+    assert found.profile.gpu is not None
+    assert found.profile.gpu.bandwidth.origin == "estimate"
+    assert found.profile.expert_rate
 
 
 def test_nothing_is_faster_together_than_alone(measured: Measurement) -> None:

@@ -7,15 +7,19 @@ import os
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from played_card import PlayedCard
 
 from moechat.errors import MoechatError, UsageError
+from moechat.hardware.card_rounds import CardRounds
 from moechat.hardware.identity import this_machine
+from moechat.hardware.measure_budget import Budget
+from moechat.hardware.measure_gpu import measure_gpu
 from moechat.hardware.measured_file import (
     Measurement,
     load_measured,
@@ -81,6 +85,67 @@ def test_a_profile_from_before_latencies_by_size_is_still_read(measurement: Meas
     assert found is not None
     link = measurement.profile.links["file"]
     assert found.links["file"] == replace(link, latencies={})
+
+
+def test_everything_measured_on_a_gpu_is_saved_and_loaded(measurement: Measurement) -> None:
+    rounds = CardRounds(PlayedCard(), Budget(), lambda _: None)
+    assert measurement.profile.gpu is not None
+    gpu = measure_gpu(rounds, measurement.profile.gpu)
+    by_size = {1 << 16: figure(2e9), 1 << 20: figure(3e9)}
+    link = LinkFigures(
+        "gpu",
+        by_size,
+        figure(2e-5),
+        figure(1e9),
+        by_depth={size: {1: rate, 16: rate} for size, rate in by_size.items()},
+        back=by_size,
+        back_together=figure(1e9),
+        staged=by_size,
+        experts={4: figure(9e9)},
+        pinned=figure(1e10),
+        pins_more=True,
+    )
+    # Every field is filled, so that none can be forgotten on the way.
+    assert all(getattr(gpu, field.name) not in (None, {}) for field in fields(gpu))
+    links = {**measurement.profile.links, "gpu": link}
+    saved = replace(measurement, profile=replace(measurement.profile, gpu=gpu, links=links))
+    path = save_measurement(saved)
+    assert json.loads(path.read_text())["format"] == 2
+    found = load_measurement()
+    assert found == saved
+
+
+def test_a_profile_of_format_1_is_read_as_one_without_measurements_of_a_gpu(measurement: Measurement) -> None:
+    path = save_measurement(measurement)
+    kept = json.loads(path.read_text())
+    kept["format"] = 1
+    old_gpu = ("name", "vram", "vram_free", "bandwidth", "flops", "launch", "pcie_generation", "pcie_lanes")
+    gpu = kept["profile"]["gpu"]
+    kept["profile"]["gpu"] = {name: gpu[name] for name in (*old_gpu, "capability")}
+    link = kept["profile"]["links"]["file"]
+    old_link = ("kind", "bandwidth", "latency", "together", "latencies")
+    kept["profile"]["links"]["file"] = {name: link[name] for name in old_link}
+    path.write_text(json.dumps(kept))
+    assert load_measurement() == measurement
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("expert_rate", {"4": {"0": {"value": 1.0, "origin": "measured", "source": ""}}}),
+        ("call", {"value": -1.0, "origin": "measured", "source": ""}),
+        ("sms", 0),
+        ("unheard", 1),
+    ],
+)
+def test_a_figure_of_a_gpu_that_cannot_be_is_refused(measurement: Measurement, part: str, value: Any) -> None:
+    path = save_measurement(measurement)
+    kept = json.loads(path.read_text())
+    kept["profile"]["gpu"][part] = value
+    path.write_text(json.dumps(kept))
+    said: list[str] = []
+    assert load_measurement(said.append) is None
+    assert "is damaged and is ignored" in said[0]
 
 
 def test_what_was_saved_is_loaded(measurement: Measurement) -> None:
@@ -195,7 +260,7 @@ def test_a_full_disk_keeps_the_older_profile(measurement: Measurement) -> None:
     path = save_measurement(measurement)
     code = """
 import resource, sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from moechat.errors import MoechatError
 from moechat.hardware.measured_file import load_measurement, save_measurement
 old = load_measurement()

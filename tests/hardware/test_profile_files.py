@@ -242,6 +242,14 @@ def test_gpus_are_within_their_data_sheets(name: str) -> None:
     assert 0.4 * tflops <= gpu.flops.value / 1e12 <= 0.6 * tflops
     assert (gpu.pcie_generation, gpu.pcie_lanes) == (generation, lanes)
     assert 1e-6 <= gpu.launch.value <= 20e-6
+    # GA10x, AD10x, GB20x: https://developer.nvidia.com/cuda-gpus
+    series = int(re.findall(r"RTX (\d)0", gpu.name)[0])
+    assert gpu.capability == {3: (8, 6), 4: (8, 9), 5: (12, 0)}[series]
+    assert gpu.sms is not None
+    assert gpu.l2_bytes is not None
+    assert 3 << 20 <= gpu.l2_bytes <= 96 << 20
+    # 128 cores an SM, two operations each, four times that with 16-bit sums: what is left is a clock.
+    assert 1.4e9 <= tflops * 1e12 / (gpu.sms * 128 * 2 * 4) <= 2.7e9
 
 
 def test_machines_without_a_gpu_have_none() -> None:

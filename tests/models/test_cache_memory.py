@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory
+from moechat.models.packed_rows import row_bytes
 
 
 def states(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,13 +15,13 @@ def states(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, 2, count, 4, generator=generator), torch.randn(1, 2, count, 6, generator=generator)
 
 
-def new_cache(layers: int = 2) -> DynamicCache:
+def new_cache(layers: int = 2, *, packed: bool = False) -> DynamicCache:
     cache = DynamicCache()
-    cache.layers = [ReservedLayer(16) for _ in range(layers)]
+    cache.layers = [ReservedLayer(16, packed=packed) for _ in range(layers)]
     return cache
 
 
-def test_the_memory_is_zeroed_and_lent_to_one_cache_at_a_time() -> None:
+def test_the_memory_is_lent_to_one_cache_at_a_time() -> None:
     memory = CacheMemory()
     first, second = new_cache(), new_cache()
     assert memory.lend(first)
@@ -28,7 +29,6 @@ def test_the_memory_is_zeroed_and_lent_to_one_cache_at_a_time() -> None:
     first.layers[0].update(*states(3, 0))
     place = first.layers[0].next_place()
     assert place.slot == 3
-    assert not place.keys[..., 3:, :].any()
     assert not memory.lend(second)
     second.layers[0].update(*states(3, 1))
     assert second.layers[0].next_place().keys.data_ptr() != place.keys.data_ptr()
@@ -42,7 +42,22 @@ def test_the_memory_is_zeroed_and_lent_to_one_cache_at_a_time() -> None:
     third.layers[0].update(*states(2, 2))
     again = third.layers[0].next_place()
     assert again.keys.data_ptr() == address
-    assert not again.keys[..., 2:, :].any()
+    assert torch.equal(third.layers[0].keys, states(2, 2)[0])
+
+
+def test_packed_rows_stay_at_their_addresses_too() -> None:
+    memory, addresses = CacheMemory(), []
+    for turn in range(2):
+        cache = new_cache(packed=True)
+        assert memory.lend(cache)
+        cache.layers[1].update(*states(3, turn))
+        place = cache.layers[1].next_place()
+        assert place.slot == 3
+        assert place.keys.shape == (1, 2, 16, row_bytes(4))
+        assert place.values.shape == (1, 2, 16, row_bytes(6))
+        addresses.append((place.keys.data_ptr(), place.values.data_ptr()))
+        del cache, place
+    assert addresses[0] == addresses[1]
 
 
 def test_other_layers_get_no_memory() -> None:

@@ -47,6 +47,12 @@ class Block:
     filling: bool
     fresh: bool  # a prefetch has brought it, and it was not used
     prefetch: bool  # it was fetched by a prefetch
+    preload: bool = False  # by one that is none of the prefetches that are counted
+
+
+def counter_of(block: Block) -> str:
+    """Where it counts when it has landed."""
+    return "preloaded" if block.preload else "fetched_prefetch" if block.prefetch else "fetched_demand"
 
 
 @dataclass
@@ -58,10 +64,12 @@ class Model:
     blocks: int
     pages: int
     targets: list[tuple[int, int]]
+    comparable: bool = False  # keys of different layers are
     held: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
     pins: Counter[tuple[int, int]] = field(default_factory=Counter)
     kept: set[tuple[int, int]] = field(default_factory=set)
-    loose: dict[int, tuple[str, bool, bool]] = field(default_factory=dict)  # page: kind, filling, prefetch
+    # page: kind, filling, counter of its landing
+    loose: dict[int, tuple[str, bool, str]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -69,6 +77,11 @@ class Model:
 
     def free(self) -> int:
         return self.pages - sum(map(len, self.held.values())) - len(self.loose)
+
+    def floor(self, layer: int) -> int:
+        """Experts of a layer that may be protected."""
+        target = self.targets[layer][0]
+        return (target + 1) // 2 if self.comparable else target
 
     def resident(self, who: tuple[int, int]) -> int:
         return next((i for i, b in enumerate(self.held[who]) if b.filling), len(self.held[who]))
@@ -91,28 +104,40 @@ class Model:
 
     def drop(self, who: tuple[int, int], count: int) -> None:
         for block in reversed(self.held[who][count:]):
-            self.counts["prefetch_wasted"] += block.fresh
+            self.counts["prefetch_wasted"] += block.fresh and not block.preload
             if block.filling:
-                self.loose[block.page] = (ORPHAN, True, block.prefetch)
+                self.loose[block.page] = (ORPHAN, True, counter_of(block))
         del self.held[who][count:]
 
     def victims(
         self, keys: list[np.ndarray], at: int, need: int, spared: set[tuple[int, int]], to: int | None
     ) -> list[tuple[int, int, int]]:
         """The ``need`` cheapest surplus blocks; ``to``: the layer that a prefetch is for."""
-        chosen: list[tuple[int, int, int]] = []
+        order: dict[int, list[int]] = {}
         for step in range(self.layers):
             layer = (at - step) % self.layers
-            for expert in sorted(range(self.experts), key=lambda e, of=layer: (keys[of][e], e)):
-                who = (layer, expert)
-                if layer == to and (who in spared or any(block.fresh for block in self.held[who])):
-                    continue
-                taken = min(need, self.surplus(who))
-                if taken > 0:
-                    chosen.append((*who, taken))
-                    need -= taken
+            order[layer] = [
+                expert
+                for expert in sorted(range(self.experts), key=lambda e, of=layer: (keys[of][e], e))
+                if self.surplus((layer, expert))
+                and not (
+                    layer == to
+                    and ((layer, expert) in spared or any(block.fresh for block in self.held[layer, expert]))
+                )
+            ]
             if layer == to:
                 break
+        chosen: list[tuple[int, int, int]] = []
+        while need > 0 and any(order.values()):
+            lowest = {layer: keys[layer][experts[0]] for layer, experts in order.items() if experts}
+            layer = next(iter(lowest))  # whose turn is farthest away
+            cheapest = min(lowest, key=lowest.__getitem__)
+            if self.comparable and lowest[cheapest] + 1 < lowest[layer]:
+                layer = cheapest
+            expert = order[layer].pop(0)
+            taken = min(need, self.surplus((layer, expert)))
+            chosen.append((layer, expert, taken))
+            need -= taken
         return chosen
 
     def plan(
@@ -125,11 +150,12 @@ class Model:
         prefetch: bool,
         most: int | None,
         whole: bool,
+        preload: bool = False,
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], int]:
         """(victims, fetches as (layer, expert, block), satisfied)."""
         spared = {(layer, expert) for expert in experts}
         to = layer if prefetch else None
-        reach = sum(count for *_, count in self.victims(keys, at, self.pages, spared, to))
+        reach = 0 if preload else sum(n for *_, n in self.victims(keys, at, self.pages, spared, to))
         left = min(self.free() + reach, self.pages if most is None else most)
         fetches: list[tuple[int, int, int]] = []
         complete = []
@@ -157,8 +183,10 @@ class CacheMachine(RuleBasedStateMachine):
         self, layers: int, experts: int, blocks: int, pages: int, policy: str, data: st.DataObject
     ) -> None:
         self.reserve = data.draw(st.integers(1, pages))
+        self.accessed: set[int] = set()
         self.model = Model(layers, experts, blocks, pages, [])
         self.model.targets = self.draw_targets(data)
+        self.model.comparable = EvictionPolicy(policy, layers, experts).comparable
         self.cache = make_cache(layers, experts, blocks, pages, self.model.targets, self.reserve, policy)
 
     def draw_targets(self, data: st.DataObject) -> list[tuple[int, int]]:
@@ -188,6 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.sampled_from([1, 1, 1, 4]))
     def access(self, data: st.DataObject, tokens: int) -> None:
         model, layer, experts = self.model, self.draw_layer(data), self.draw_experts(data)
+        self.accessed.add(layer)
         kinds = self.cache.access(layer, ints(*experts), pass_tokens=tokens)
         for kind, expert in zip(kinds, experts, strict=True):
             held = model.held[layer, expert]
@@ -223,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
         model.pins[who] -= 1
         for block in model.held[who][: model.resident(who)]:
             block.fresh = False
-        room, keys = model.targets[who[0]][0], self.cache.keys(who[0])
+        room, keys = model.floor(who[0]), self.cache.keys(who[0])
         members = sorted((keys[expert], expert) for layer, expert in model.kept if layer == who[0])
         if room and who not in model.kept and model.held[who]:
             if len(members) == room:
@@ -234,14 +263,24 @@ class CacheMachine(RuleBasedStateMachine):
             model.counts["admitted"] += 1
 
     def move(
-        self, layer: int, experts: list[int], at: int, prefetch: bool, most: int | None, whole: bool, go: bool
+        self,
+        layer: int,
+        experts: list[int],
+        at: int,
+        prefetch: bool,
+        most: int | None,
+        whole: bool,
+        go: bool,
+        preload: bool = False,
     ) -> None:
         model = self.model
         before = self.seen()
-        plan = self.cache.plan(layer, ints(*experts), at=at, prefetch=prefetch, max_blocks=most, whole=whole)
+        plan = self.cache.plan(
+            layer, ints(*experts), at=at, prefetch=prefetch, max_blocks=most, whole=whole, preload=preload
+        )
         assert self.seen() == before  # planning changes nothing
         victims, fetches, satisfied = model.plan(
-            self.keys(), layer, experts, at, prefetch=prefetch, most=most, whole=whole
+            self.keys(), layer, experts, at, prefetch=prefetch, most=most, whole=whole, preload=preload
         )
         assert plan.victims == victims
         assert plan.fetches == [(None, *fetch) for fetch in fetches]
@@ -265,7 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert page not in relied_on
             assert page not in taken  # free, or a victim's
             assert len(model.held[of, expert]) == block
-            model.held[of, expert].append(Block(page, True, prefetch, prefetch))
+            model.held[of, expert].append(Block(page, True, prefetch, prefetch, preload))
             taken.add(page)
         for page, (who, number) in relied_on.items():
             assert self.cache.page(*who, number) == page
@@ -296,6 +335,29 @@ class CacheMachine(RuleBasedStateMachine):
             self.draw_layer(data), self.draw_experts(data), self.draw_layer(data), True, most, whole, go
         )
 
+    @rule(data=st.data(), most=st.none() | st.integers(0, 6), go=st.sampled_from([True] * 5 + [False]))
+    def preload(self, data: st.DataObject, most: int | None, go: bool) -> None:
+        at, layer, experts = self.draw_layer(data), self.draw_layer(data), self.draw_experts(data)
+        self.move(layer, experts, at, True, most, False, go, preload=True)
+
+    @rule(data=st.data())
+    def expect(self, data: st.DataObject) -> None:
+        """Expectations change keys of layers that were never accessed, and no others."""
+        model, before, accessed = self.model, self.keys(), self.accessed
+        shares = np.array(
+            [[data.draw(st.floats(0, 1)) for _ in range(model.experts)] for _ in range(model.layers)]
+        )
+        self.cache.expect(shares)
+        for layer in accessed:
+            assert self.cache.keys(layer).tolist() == before[layer].tolist()
+
+    @rule(data=st.data())
+    def cheapest(self, data: st.DataObject) -> None:
+        at, keys = self.draw_layer(data), self.keys()
+        victims = self.model.victims(keys, at, 1, set(), None)
+        expected = keys[victims[0][0]][victims[0][1]] if victims else np.inf
+        assert self.cache.cheapest(at) == expected
+
     def finish(self, page: int, outcome: str) -> None:
         model = self.model
         error = 0 if outcome == "ok" else errno.EIO
@@ -303,11 +365,13 @@ class CacheMachine(RuleBasedStateMachine):
         if outcome == "cancelled":
             self.cache.cancelled(page)
         place = model.find(page)
-        kind, _, prefetch = model.loose.get(page, ("", False, False))
+        kind, _, counter = model.loose.get(page, ("", False, "fetched_demand"))
         if place:
             assert ours
             block = model.held[place[0]][place[1]]
-            prefetch, block.filling = block.prefetch, False
+            counter, block.filling = counter_of(block), False
+            if block.preload:
+                block.fresh = False
             if outcome == "cancelled":
                 block.fresh = False  # nothing was moved
             if outcome != "ok":
@@ -316,9 +380,9 @@ class CacheMachine(RuleBasedStateMachine):
             assert outcome == "cancelled" or not ours
             del model.loose[page]
             if kind == STAGING:
-                model.loose[page] = (STAGING, False, False)
+                model.loose[page] = (STAGING, False, "fetched_demand")
         if outcome == "ok":
-            model.counts["fetched_prefetch" if prefetch else "fetched_demand"] += 1
+            model.counts[counter] += 1
 
     @precondition(lambda self: self.model.in_flight() > 0)
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "error", "cancelled"]))
@@ -366,7 +430,7 @@ class CacheMachine(RuleBasedStateMachine):
             model.drop((layer, expert), len(model.held[layer, expert]) - count)
         assert model.find(page) is None
         assert page not in model.loose
-        model.loose[page] = (STAGING, True, False)
+        model.loose[page] = (STAGING, True, "fetched_demand")
 
     @precondition(lambda self: any(kind == STAGING for kind, *_ in self.model.loose.values()))
     @rule(data=st.data())
@@ -376,16 +440,17 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.give_staging(page)
         filling = loose.pop(page)[1]
         if filling:
-            loose[page] = (ORPHAN, True, False)
+            loose[page] = (ORPHAN, True, "fetched_demand")
 
     @rule(data=st.data())
     def set_targets(self, data: st.DataObject) -> None:
         model = self.model
         model.targets = self.draw_targets(data)
         self.cache.set_targets(np.array(model.targets, np.int32))
-        for layer, (room, _) in enumerate(model.targets):
+        for layer in range(model.layers):
             keys = self.cache.keys(layer)
             here = [(keys[e], e) for e in range(model.experts)]
+            room = model.floor(layer)
             ranked = sorted((k, e) for k, e in here if (layer, e) in model.kept or model.held[layer, e])
             chosen = {(layer, expert) for _, expert in ranked[len(ranked) - min(room, len(ranked)) :]}
             model.counts["admitted"] += len(chosen - model.kept)
@@ -445,7 +510,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.orphans() == sum(kind == ORPHAN for kind, *_ in model.loose.values())
         assert cache.available() == model.free() + sum(map(model.surplus, model.held))
         for layer, (room, _) in enumerate(model.targets):
-            assert sum(who[0] == layer for who in model.kept) <= room
+            assert sum(who[0] == layer for who in model.kept) <= min(room, model.floor(layer))
         assert cache.counters() == {name: model.counts[name] for name in cache.counters()}
 
 

@@ -191,6 +191,9 @@ def test_demands_start_at_once_and_prefetches_a_few_at_a_time(cuda):
         link.submit([(slot, 0, slot * PAGE, PAGE, NEXT) for slot in range(32)], near)
         assert 32 - link.stats()["queued"] <= 2
         link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(32, 64)], near)
+        end = time.monotonic() + 10
+        while link.stats()["queued"] > 32 and time.monotonic() < end:
+            time.sleep(1e-4)  # the thread of the link issues what the call has left
         assert link.stats()["queued"] >= 30  # the prefetches that were: no demand waits in the queue
         assert link.cancel(31)
         assert not link.cancel(40)
@@ -234,6 +237,71 @@ def test_unpinned_memory_is_copied_through_pinned_buffers(cuda, source, tmp_path
     stream.close()
     del link
     assert cuda.get("pinned") == 0
+
+
+def test_a_region_may_lie_in_pinned_chunks_other_memory_and_a_file(cuda, tmp_path):
+    far, near = far_memory(11, 32), cuda.pages(32, PAGE)
+    path = tmp_path / "layer.bin"
+    path.write_bytes(b"x" * 100 + far.tobytes())
+    chunks = [far[:8], far[8:12]]  # neighbours that two calls have pinned
+    rest = far[12:20].copy()
+    for chunk in chunks:
+        _native.cuda_pin(chunk)
+    parts = [(chunk, chunk.nbytes, True) for chunk in chunks]
+    parts += [(rest, rest.nbytes, False), (None, 12 * PAGE, False)]
+    with pytest.raises(ValueError, match="has parts of"):
+        _native.cuda_link([(parts, far.nbytes + 1, False, str(path), 100)])
+    link = _native.cuda_link([(parts, far.nbytes, False, str(path), 100)], buffer_bytes=2 * PAGE, buffers=3)
+    link.open(32)
+    try:
+        # One copy from each chunk, although all of them are neighbours: no copy reaches into another one.
+        link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(32)], near)
+        assert collect(link, 32) == dict.fromkeys(range(32), 0)
+        assert np.array_equal(near, far)
+        assert link.stats()["operations"] == 2 + 20
+        # Transfers that reach from one part into the next.
+        pairs = near.reshape(16, 2 * PAGE)
+        for page in (7, 11, 19, 3):
+            pairs[0] = 0
+            link.submit([(0, 0, page * PAGE, 2 * PAGE, NEXT)], pairs)
+            assert collect(link, 1) == {0: 0}
+            assert np.array_equal(pairs[0], far[page : page + 2].reshape(-1))
+    finally:
+        assert link.stop(5)
+        for chunk in chunks:
+            _native.cuda_unpin(chunk)
+
+
+def test_the_ring_gets_smaller_where_the_system_does_not_pin_all_of_it(cuda):
+    far, near = far_memory(12, 16), cuda.pages(16, PAGE)
+    cuda.set(pin_limit=3 * PAGE)
+    link = _native.cuda_link([(far, far.nbytes, False, "", 0)], buffer_bytes=PAGE, buffers=16)
+    assert cuda.get("pinned") == 2 * PAGE
+    link.open(16)
+    link.submit([(slot, 0, slot * PAGE, PAGE, NEXT) for slot in range(16)], near)
+    assert collect(link, 16) == dict.fromkeys(range(16), 0)
+    assert np.array_equal(near, far)
+    assert link.stop(5)
+    del link
+    cuda.set(pin_limit=PAGE - 1)
+    with pytest.raises(_native.CudaError, match="cuMemHostRegister"):
+        _native.cuda_link([(far, far.nbytes, False, "", 0)], buffer_bytes=PAGE)
+
+
+def test_demands_are_staged_before_prefetches_that_have_not_been_read(cuda):
+    far, near = far_memory(13, 40), cuda.pages(40, PAGE)
+    link = _native.cuda_link(
+        [(far, far.nbytes, False, "", 0)], buffer_bytes=PAGE, buffers=1, threads=1, in_flight_bytes=60 * PAGE
+    )
+    link.open(40)
+    cuda.set(gate=0)
+    link.submit([(slot, 0, slot * PAGE, PAGE, NEXT) for slot in range(20)], near)
+    link.submit([(slot, 0, slot * PAGE, PAGE, DEMAND) for slot in range(30, 33)], near)
+    cuda.set(gate=-1)
+    order = list(collect(link, 23))
+    assert link.stop(5)
+    # The buffer may have been taken for a prefetch already.
+    assert set(order[:4]) >= {30, 31, 32}
 
 
 def test_a_file_that_ends_early_fails_its_blocks_alone(cuda, tmp_path):

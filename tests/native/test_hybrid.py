@@ -52,7 +52,7 @@ def sum_of(records, pairs, x, index, weights):
 class Tier:
     """Pages of the GPU over far memory from which the CPU can compute."""
 
-    def __init__(self, cuda, far, pages, *, link="cuda", target=0, policy="lru", **options):
+    def __init__(self, cuda, far, pages, *, link="cuda", target=0, policy="lru", held=None, **options):
         self.cuda, self.far, self.kind = cuda, far, link
         self.near = cuda.pages(pages, PAGE)
         self.stream = cuda.stream()
@@ -73,8 +73,13 @@ class Tier:
             targets=np.array([[target, BLOCKS if target else 1]] * LAYERS, np.int32),
             reserve=1, policy=_native.EvictionPolicy(policy, LAYERS, EXPERTS), link=made,
             top_k=2, near_memory=self.near.ctypes.data, activation_bits=32,
-            far_records=[layer.reshape(-1) for layer in far],
+            far_records=[
+                layer.reshape(-1) if held is None else layer[chosen].reshape(-1)
+                for layer, chosen in zip(far, held or far, strict=True)
+            ],
+            far_experts=[] if held is None else [chosen.astype(np.int32) for chosen in held],
         )  # fmt: skip
+        self.held = held
 
     def close(self):
         self.stream.synchronize()
@@ -125,6 +130,7 @@ class Tier:
         assert set(launched) <= everything
         rest = sorted(everything - set(launched))
         assert self.runner.far_blocks() == len(rest)
+        assert self.held is None or {expert for expert, _ in rest} <= set(self.held[layer].tolist())
         if rest:
             wanted = sum_of(self.far[layer], rest, x, index, weights)
             assert np.abs(out - wanted).max() <= 2e-6 * max(1.0, np.abs(wanted).max())
@@ -138,14 +144,15 @@ class Tier:
 @given(
     seed=st.integers(0, 1 << 30),
     pages=st.sampled_from([2, 3, 6, 11, 20, 40, 95]),
-    miss=st.sampled_from(["both", "both", "compute"]),
+    miss=st.sampled_from(["both", "both", "compute", "cpu"]),
     policy=st.sampled_from(["lru", "lcp"]),
     work=st.sampled_from([1, 7, 1 << 20]),
     delays=st.booleans(),
     tokens=st.sampled_from([1, 1, 3, 20]),
+    held=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
 )
 def test_every_block_is_computed_once_by_one_of_the_two(
-    cuda, records, link, seed, pages, miss, policy, work, delays, tokens
+    cuda, records, link, seed, pages, miss, policy, work, delays, tokens, held
 ):
     rng = np.random.default_rng(seed)
     cuda.reset()
@@ -153,7 +160,8 @@ def test_every_block_is_computed_once_by_one_of_the_two(
         cuda.set(jitter=100e-6, seed=seed, piece=1024)
     options = {"jitter": 50e-6, "seed": seed, "bandwidth": 1e9} if link == "sim" and delays else {}
     target = max(0, (pages - 2) // LAYERS // BLOCKS)
-    tier = Tier(cuda, records, pages, link=link, target=target, policy=policy, **options)
+    experts = [np.flatnonzero(rng.random(EXPERTS) < held) for _ in range(LAYERS)] if held < 1 else None
+    tier = Tier(cuda, records, pages, link=link, target=target, policy=policy, held=experts, **options)
     try:
         shared = 0
         for _ in range(4):
@@ -197,25 +205,53 @@ def test_experts_of_many_tokens_are_fetched(cuda, records):
     tier = Tier(cuda, records, 95)
     try:
         index = [[0, 1]] * 8 + [[0, 2]]  # nine tokens for 0, eight for 1, one for 2
-        launched, shared = tier.layer(0, index, rng, "compute")
+        launched, shared = tier.layer(0, index, rng, "cpu")
         assert launched == [(0, block) for block in range(BLOCKS)]
         assert shared == 2 * BLOCKS
     finally:
         tier.close()
 
 
-def test_target_blocks_are_fetched_once_while_the_cpu_computes_misses(cuda, records):
+def test_experts_that_the_cpu_does_not_have_are_fetched(cuda, records):
+    cuda.reset()
+    rng = np.random.default_rng(6)
+    tier = Tier(cuda, records, 40, held=[np.array([1, 4])] * LAYERS)
+    try:
+        launched, shared = tier.layer(0, [[0, 1]], rng, "compute")
+        assert launched == [(0, block) for block in range(BLOCKS)]
+        assert shared == BLOCKS
+        tier.runner.drain()
+        launched, shared = tier.layer(1, [[2, 3]], rng, "both")
+        assert (len(launched), shared) == (2 * BLOCKS, 0)
+    finally:
+        tier.close()
+
+
+def test_each_block_is_uploaded_once_while_the_cpu_computes_misses(cuda, records):
     rng = np.random.default_rng(2)
     tier = Tier(cuda, records, 3 * 2 * BLOCKS + 4, target=2)
     try:
-        tier.layer(0, [[4, 5]], rng, "compute")
-        tier.runner.drain()  # else the CPU might have what is still on its way sooner
-        seen = [tier.layer(0, [[4, 5]], rng, "compute")[1] for _ in range(2)]
-        assert seen == [0, 0], "two experts are kept, and these are the two"
-        before = tier.runner.stats()["fetched_demand"]
+        for _ in range(3000):  # a part of what is missing each time; the stand-in's link is slow
+            tier.layer(0, [[4, 5]], rng, "compute")
+            tier.runner.drain()
+            if tier.runner.residency()[0, 4:].sum() == 2 * BLOCKS:
+                break
+        assert tier.layer(0, [[4, 5]], rng, "compute")[1] == 0, "both experts are there"
+        assert tier.runner.stats()["fetched_demand"] == 2 * BLOCKS
         for _ in range(3):
             tier.layer(0, [[4, 5]], rng, "compute")
-        assert tier.runner.stats()["fetched_demand"] == before
+        assert tier.runner.stats()["fetched_demand"] == 2 * BLOCKS
+    finally:
+        tier.close()
+
+
+def test_the_cpu_alone_moves_nothing(cuda, records):
+    rng = np.random.default_rng(2)
+    tier = Tier(cuda, records, 95, target=2)
+    try:
+        for step in range(4):
+            assert tier.layer(step % LAYERS, [[4, 5]], rng, "cpu")[1] == 2 * BLOCKS
+        assert tier.runner.stats()["fetched_demand"] == 0
     finally:
         tier.close()
 
@@ -292,5 +328,18 @@ def test_invalid_arguments_of_a_shared_layer_are_refused(cuda, records):
                 link=_native.sim_link([layer.reshape(-1) for layer in records]),
                 far_records=[records[0].reshape(-1)],
             )  # fmt: skip
+        for experts, message in (
+            ([np.array([0, 6], np.int32)] * LAYERS, "has expert 6 of 6"),
+            ([np.array([0, 1], np.int32)] * 2, "far_experts has 2 layers of 3"),
+            ([np.array([0], np.int32)] * LAYERS, "far_records has"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                _native.ExpertRunner(
+                    LAYOUT, "silu", 0.0, 0.0, layers=3, experts=EXPERTS, pages=8,
+                    targets=np.array([[0, 1]] * 3, np.int32), reserve=1,
+                    policy=_native.EvictionPolicy("lru", 3, EXPERTS),
+                    link=_native.sim_link([layer.reshape(-1) for layer in records]),
+                    far_records=[layer[:2].reshape(-1) for layer in records], far_experts=experts,
+                )  # fmt: skip
     finally:
         tier.close()

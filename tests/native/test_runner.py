@@ -21,7 +21,15 @@ HIDDEN = 48
 STAT_KEYS = {
     *(f"{kind}_{hit}" for kind in ("hits", "prefill_hits") for hit in ("full", "prefetch", "top", "miss")),
     *("blocks_wanted", "blocks_resident", "blocks_prefetched", "fetched_demand", "fetched_prefetch"),
-    *("prefetch_wasted", "evicted", "admitted", "compute_seconds", "stall_seconds", "begin_seconds"),
+    *(
+        "prefetch_wasted",
+        "evicted",
+        "admitted",
+        "preloaded",
+        "compute_seconds",
+        "stall_seconds",
+        "begin_seconds",
+    ),
     *(
         "layers_run",
         "activations",

@@ -202,3 +202,32 @@ def test_the_automatic_budget_leaves_a_tenth_or_half_a_gibibyte() -> None:
     assert automatic_budget(20_000 * MEBI, 500 * MEBI) == 18_500 * MEBI
     assert automatic_budget(2_000 * MEBI, 500 * MEBI) == 1_988 * MEBI
     assert automatic_budget(600 * MEBI, 0) == 300 * MEBI
+
+
+WAVES = replace(NEEDS, chunk=1024, wave=lambda tokens, context: tokens * 16_384 + context * 1024)
+
+
+def test_a_wave_is_as_long_as_its_share_of_the_memory_allows() -> None:
+    found = [plan_memory(WAVES, size * MEBI, ctx=16_384).wave for size in (2048, 2560, 3072, 4096)]
+    assert found[0] == 0, "two chunks would take more than their share"
+    assert found == sorted(found)
+    assert found[-1] == 4096
+    for size, wave in zip((2048, 2560, 3072, 4096), found, strict=True):
+        plan, without = (plan_memory(needs, size * MEBI, ctx=16_384) for needs in (WAVES, NEEDS))
+        taken = plan.workspace - without.workspace
+        assert taken == (wave * 16_384 + 16_384 * 1024 if wave else 0)
+        assert taken <= 0.06 * (size * MEBI - (without.total - without.pages * without.page_bytes))
+        assert counted(plan) <= plan.budget
+
+
+def test_a_wave_is_no_longer_than_a_context_and_none_where_experts_are_mapped() -> None:
+    assert plan_memory(WAVES, 4096 * MEBI, ctx=3000).wave == 4096, "3,000 tokens in chunks"
+    assert plan_memory(WAVES, 4096 * MEBI, ctx=1024).wave == 0
+    mapped = plan_memory(WAVES, 16_384 * MEBI, ctx=16_384)
+    assert mapped.mapped
+    assert mapped.wave == 0
+    assert plan_memory(WAVES, 4096 * MEBI, ctx=16_384, pages=100).wave > 0
+    # Of 4,000 MiB of experts 2,700 are missing: computing 1,350 tokens takes as long as moving them.
+    fast = replace(WAVES, operations=2 * MEBI)
+    assert plan_memory(fast, 3072 * MEBI, ctx=16_384).wave == 2048
+    assert least_budget(WAVES, 4096) == least_budget(NEEDS, 4096), "a wave refuses no budget"

@@ -208,7 +208,8 @@ def test_figures_measured_elsewhere_are_not_used_for_this_machine(
     result = cli.call("plan", config, "--vram", "900M", "--gpu", str(own))
     assert result.status == 0, result.err
     said = result.out.decode()
-    assert "expected speed: estimate from measurements of friends-pc" in said
+    # What its kernels reach is not in such a file.
+    assert re.search(r"expected speed: estimate, \d+ of \d+ figures measured on friends-pc", said)
     assert "this machine" not in said
 
 

@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "dtype": (["--dtype", "float16"], {"dtype": "float16"}),
     "dense_bits": (["--dense-bits", "4"], {"dense_bits": 4}),
     "activation_bits": (["--activation-bits", "16"], {"activation_bits": 16}),
-    "kv_bits": (["--kv-bits", "8", "--device", "cpu"], {"kv_bits": 8, "device": "cpu"}),
+    "kv_bits": (["--kv-bits", "8"], {"kv_bits": 8}),
     "ram": (["--ram", "700M"], {"ram": 700 * MEBI}),
     "system": (["--system", "static"], {"system": "static"}),
     "ctx": (["--ctx", "64"], {"ctx": 64}),

@@ -129,14 +129,19 @@ def test_a_prompt_takes_the_longer_of_computing_and_streaming() -> None:
     instant = PrefillRates(dense=1e30, experts=1e30, width=1e30, stream=1e6)
     none_kept = allocation((0, 1), (0, 1), loaded=0.0)
     # Each expert is chosen by half of the tokens: of 20, all four are, but for one part in a million.
-    streamed = prompt_seconds(20, 100, SHAPE, instant, counts, none_kept, COSTS)
+    streamed = prompt_seconds(20, 100, 0, SHAPE, instant, counts, none_kept, COSTS)
     assert streamed == pytest.approx(4e-3 + 2 * 4 * 10_000 / 1e6, rel=1e-4)
-    twice = prompt_seconds(20, 10, SHAPE, instant, counts, none_kept, COSTS)
+    twice = prompt_seconds(20, 10, 0, SHAPE, instant, counts, none_kept, COSTS)
     assert twice == pytest.approx(4e-3 + 2 * 2 * 4 * (1 - 2**-10) * 10_000 / 1e6, rel=1e-4)
-    half_kept = prompt_seconds(20, 100, SHAPE, instant, counts, allocation((4, 5), (4, 5), loaded=1.0), COSTS)
+    one_wave = prompt_seconds(20, 10, 20, SHAPE, instant, counts, none_kept, COSTS)
+    assert one_wave == pytest.approx(streamed), "two passes through a layer move its experts once"
+    half_kept = prompt_seconds(
+        20, 100, 0, SHAPE, instant, counts, allocation((4, 5), (4, 5), loaded=1.0), COSTS
+    )
     assert half_kept == pytest.approx(4e-3 + 4 * 10_000 / 1e6, rel=1e-4)
     slow = replace(instant, experts=1e6)
-    computed = prompt_seconds(20, 100, SHAPE, slow, counts, None, COSTS)
+    computed = prompt_seconds(20, 100, 0, SHAPE, slow, counts, None, COSTS)
+    assert prompt_seconds(20, 10, 20, SHAPE, slow, counts, None, COSTS) == pytest.approx(computed)
     assert computed == pytest.approx(4e-3 + 2 * 2 * 20 * 2 * 20_000 / 1e6, rel=1e-4)
 
 

@@ -223,7 +223,7 @@ def random_case(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("launch", ["host", "card"])
-@pytest.mark.parametrize("miss", ["fetch", "compute"])
+@pytest.mark.parametrize("miss", ["fetch", "cpu"])  # uploads of the others depend on measured rates
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_blocks_and_hits_equal_the_engines_when_timing_has_no_influence(

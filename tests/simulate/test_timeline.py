@@ -139,7 +139,7 @@ def test_a_demand_overtakes_waiting_prefetches() -> None:
 
 
 def test_the_far_tier_computes_missing_blocks() -> None:
-    line = timeline(miss="compute", far_block=0.375, far_block_shared=0.5, keep=(0, 1))
+    line = timeline(miss="cpu", far_block=0.375, far_block_shared=0.5, keep=(0, 1))
     found = play(line, [[[0]], [[0]]])
     # The link is idle, so alone: two blocks. Nothing comes near, so the second token is the same.
     assert found["seconds"] == [0.5 + 0.75 + 0.125] * 2
@@ -148,13 +148,42 @@ def test_the_far_tier_computes_missing_blocks() -> None:
     assert line.stats()["blocks_far"] == 4
 
 
-def test_the_link_fetches_target_blocks_once_while_the_far_tier_computes_the_rest() -> None:
-    line = timeline(miss="compute", far_block=0.5, far_block_shared=1.0, keep=(2, 1))
-    found = play(line, [[[0]], [[0]]])
-    # The first block comes over the link in a second, while the second is computed far in as much.
-    assert found["seconds"] == [0.5 + 1 + 0.25 + 0.125, 0.5 + 0.25 + 0.5 + 0.125]
-    assert found["demand_bytes"] == [BLOCK, 0]
-    assert line.stats()["blocks_far"] == 2
+def test_uploads_are_what_the_link_brings_while_the_far_tier_computes_the_rest() -> None:
+    line = timeline(
+        blocks=6, block_bytes=LARGE, miss="compute", far_block=1.0, far_block_shared=1.0, link=[0.5]
+    )
+    found = play(line, [[[0]]] * 12)
+    # At first a third of the blocks, by the assumed rates; then more of what is missing, by those seen.
+    assert found["demand_bytes"][0] == 2 * LARGE
+    assert found["seconds"][0] == pytest.approx(0.5 + 4 + 0.125, abs=0.5)
+    assert sum(found["demand_bytes"]) == 6 * LARGE  # each block once
+    assert found["seconds"][-1] == 0.5 + 6 * 0.25 + 0.125
+
+
+def test_an_expert_is_not_uploaded_in_place_of_a_better_one() -> None:
+    # Pages for one expert and one block. Expert 0 is used in most tokens, the others in one each.
+    ranks = np.array([[9.0, 1.0, 2.0, 0.5]])
+    far = {"block_bytes": LARGE, "far_block": 1.0, "far_block_shared": 1.0, "link": [0.01], "experts": 4}
+    line = timeline(miss="compute", policy="static", ranks=ranks, pages=3, keep=(1, 2), **far)
+    found = play(line, [*([[0]] for _ in range(4)), [[1]], [[2]], [[3]], [[0]]])
+    assert sum(found["demand_bytes"][:4]) == 2 * LARGE
+    assert found["demand_bytes"][4:] == [0, 0, 0, 0]
+    assert line.residency().tolist() == [[2, 0, 0, 0]]
+
+
+def test_a_warm_start_fills_free_pages_with_the_hottest_experts() -> None:
+    line = timeline(layers=2, experts=4, pages=6, keep=(1, 2), reserve=2)
+    shares = np.array([[0.1, 0.6, 0.2, 0.1], [0.1, 0.3, 0.9, 0.0]])
+    line.start_warm(shares, np.array([[1, 2], [0, 1], [1, 1], [0, 2]], np.int32))
+    # Two experts: the reserve stays free for demands.
+    assert line.residency().tolist() == [[0, 2, 0, 0], [0, 0, 2, 0]]
+    stats = line.stats()
+    assert stats["preloaded"] == 4
+    assert stats["fetched_prefetch"] == stats["hits_full"] == stats["hits_miss"] == 0
+    found = play(line, [[[1], [2]]])
+    assert found["demand_bytes"] == [0]
+    assert line.stats()["hits_full"] == 2
+    assert line.check() == ""
 
 
 @pytest.mark.parametrize("launch", ["host", "card"])
@@ -194,7 +223,7 @@ def test_the_far_tier_computes_a_prefetched_block_that_would_arrive_later() -> N
         layers=2,
         blocks=1,
         block_bytes=LARGE // 20,  # half a second at the assumed rate is ten blocks
-        miss="compute",
+        miss="cpu",
         keep=(0, 1),
         ahead="ranked",
         far_block=1.0,
@@ -214,7 +243,7 @@ def test_nothing_is_prefetched_while_the_far_tier_computes() -> None:
         experts=8,
         blocks=4,
         keep=(0, 1),
-        miss="compute",
+        miss="cpu",
         ahead="ranked",
         attention=2.0,
         far_block=1.0,

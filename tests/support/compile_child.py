@@ -2,29 +2,62 @@
 
 import itertools
 import json
+import os
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
 from moechat.offload import page_lookup
-from moechat.offload.kernels import launch, packed_linear, triton_blocks, triton_linear, triton_lookup
+from moechat.offload.kernels import (
+    attention,
+    launch,
+    packed_linear,
+    triton_attention,
+    triton_blocks,
+    triton_few,
+    triton_linear,
+    triton_lookup,
+)
 
 SCALARS = {
-    "alpha": "fp32", "limit": "fp32",
+    "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
     **dict.fromkeys(
-        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz",
-         "first", "experts", "count", "flag"), "i32"
+        ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "place",
+         "first", "experts", "count", "flag",
+         "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
+         "tail_head", "keys_head", "values_head"), "i32"
     ),
 }  # fmt: skip
-POINTERS = {"pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32"}
+POINTERS = {
+    "pages": "*u8", "data": "*u8", "partial": "*fp32", "item_weight": "*fp32", "others": "*fp32",
+    "stats": "*fp32", "numbers": "*i64",
+}  # fmt: skip
 # Sizes that are multiples of 16 in all known models; the compiler gets this as a hint.
-EVEN = ("hidden", "rows", "cols", "sz")
+EVEN = ("hidden", "rows", "cols", "sz", "keys_head", "values_head")
+# Attention of known models, by name: kv_heads, group, key_dim, value_dim, then options.
+ATTENTION = {
+    "mixtral": (8, 4, 128, 128, {}),
+    "qwen3": (4, 8, 128, 128, {}),
+    "gpt-oss": (8, 8, 64, 64, {"window": 128}),
+    "deepseek-heads": (16, 1, 192, 128, {}),
+    "deepseek-v2-latents": (1, 16, 512, 512, {"tail_dim": 64, "shared": True}),
+    "deepseek-v3-latents": (1, 128, 512, 512, {"tail_dim": 64, "shared": True}),
+}
 
 
-def compile_one(kernel, constants, types, warps, capability):
+def kernel_named(name):
+    return getattr(triton_few if name == "blocks" else triton_blocks, name)
+
+
+def build(kernel, constants, types, warps, capability, stages=None, even=EVEN):
     signature = {
         name: "constexpr"
         if name in constants
@@ -32,7 +65,7 @@ def compile_one(kernel, constants, types, warps, capability):
         for name in kernel.arg_names
     }
     places = {name: place for place, name in enumerate(kernel.arg_names)}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in EVEN]
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in even]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -40,18 +73,74 @@ def compile_one(kernel, constants, types, warps, capability):
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=target, options=options)
 
 
 def sizes_of(built):
-    return {"shared": built.metadata.shared, "bytes": len(built.asm["cubin"])}
+    ptx = built.asm["ptx"]
+    return {
+        "shared": built.metadata.shared,
+        "bytes": len(built.asm["cubin"]),
+        "conversions": len(re.findall(r"\bcvt\.rn\.f32\.[su]\d+", ptx)),
+        "flushing": ptx.count(".ftz"),
+        "wide_loads": len(re.findall(r"\bld\.global\.v4\.b32", ptx)),
+        "spilled": spilled_bytes(built.asm["cubin"]),
+    }
+
+
+def spilled_bytes(cubin):
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr).group(1))
+
+
+def registers_of(built):
+    """Registers of a thread, and bytes that it spills, as the assembler reports them; empty without one."""
+    target = re.search(r"^\.target sm_(\w+)", built.asm["ptx"], re.MULTILINE)[1]
+    knobs = triton.knobs.nvidia
+    # Triton brings another one for Blackwell.
+    assembler = knobs.ptxas_blackwell if int(target.rstrip("af")) >= 100 else knobs.ptxas
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        command = [assembler.path, "-v", f"--gpu-name=sm_{target}", file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"Used (\d+) registers", report)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+    return {"registers": int(found[1]), "spilled": spilled}
+
+
+def compile_attention(names, capabilities, dtype, results):
+    """Kernels of attention; a name such as ``mixtral/8`` has packed keys, ``mixtral*3`` three tokens."""
+    for name in names:
+        model, _, tokens = name.partition("*")
+        model, _, bits = model.partition("/")
+        kv_heads, group, key_dim, value_dim, options = ATTENTION[model]
+        shape = attention.AttentionShape(
+            kv_heads, group, key_dim, value_dim, getattr(torch, dtype), packed=bool(bits), **options
+        )
+        count, sinks = int(tokens or 1), bool(options.get("window"))
+        # Bytes of a head's packed rows are a multiple of 4 only.
+        even = () if bits else ("key_head", "value_head", *EVEN)
+        for capability in map(int, capabilities):
+            cores = capability >= 80
+            stages = attention.Launch.of(shape, count, tensor_cores=cores).stages
+            for plan in attention.launches(shape, count, tensor_cores=cores, sinks=sinks):
+                kernel = getattr(triton_attention, plan.kernel)
+                built = build(kernel, plan.constants, plan.types, plan.warps, capability, stages, even)
+                results[f"{plan.kernel} sm_{capability} {name}"] = {**sizes_of(built), **registers_of(built)}
 
 
 def main() -> None:
     """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
 
-    No numbers of items: the kernels of packed dense layers, without and with a bias. The encoding "lookup":
-    those that look pages up, for so many experts of a token, of 45 blocks.
+    No numbers of items: the kernels of packed dense layers, without and with a bias. ``attention`` in place
+    of numbers of items: its kernels, for the models in place of encodings. The encoding "lookup": those that
+    look pages up, for so many experts of a token, of 45 blocks.
     """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
@@ -60,15 +149,18 @@ def main() -> None:
         for picks, capability in itertools.product(map(int, items), map(int, capabilities)):
             for plan in page_lookup.launches(picks, 45):
                 kernel = getattr(triton_lookup, plan.kernel)
-                built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                built = build(kernel, plan.constants, plan.types, plan.warps, capability)
                 results[f"{plan.kernel} sm_{capability} {picks} experts"] = sizes_of(built)
+    elif items == ["attention"]:
+        compile_attention(encodings, capabilities, dtype, results)
+    if encodings == ["lookup"] or items == ["attention"]:
         encodings = []
-    if items == [""]:
+    elif items == [""]:
         for bits, bias in itertools.product(map(int, encodings), (False, True)):
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):
                 for capability in map(int, capabilities):
                     kernel = getattr(triton_linear, plan.kernel)
-                    built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                    built = build(kernel, plan.constants, plan.types, plan.warps, capability)
                     results[f"{plan.kernel} sm_{capability} {bits} bits, bias {bias}"] = sizes_of(built)
         encodings = []
     for encoding in encodings:
@@ -81,8 +173,9 @@ def main() -> None:
             for plan in launch.launches(geometry, count, dtype):
                 for capability in map(int, capabilities):
                     name = f"{plan.kernel} sm_{capability} {encoding} bits, {count} items"
-                    kernel = getattr(triton_blocks, plan.kernel)
-                    built = compile_one(kernel, plan.constants, plan.types, plan.warps, capability)
+                    built = build(
+                        kernel_named(plan.kernel), plan.constants, plan.types, plan.warps, capability
+                    )
                     results[name] = sizes_of(built)
     print(json.dumps(results))
 

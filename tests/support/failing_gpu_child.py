@@ -18,13 +18,16 @@ def main() -> int:
     os.environ[VARIABLE] = str(cuda.path)
 
     from interpreted_gpu import InterpretedGpu
+    from wide_products import group_products, pair_products
 
     import moechat.loading.load
     from moechat.cli.main import main as moechat_main
-    from moechat.offload.kernels import launch, packed_linear
+    from moechat.offload.kernels import packed_linear, triton_few
 
-    # The interpreter takes a millisecond a program, whatever its size.
-    launch.FEW_ROWS = packed_linear.ROWS = 64
+    # The interpreter's time goes by programs and operations, whatever their size.
+    packed_linear.ROWS = 64
+    triton_few.group_products = group_products
+    triton_few.pair_products = pair_products
     moechat.loading.load.Accelerator = lambda _ordinal: InterpretedGpu(cuda)  # type: ignore[attr-defined]
     cuda.set(fail_after=float(sys.argv[1]))
     return moechat_main(sys.argv[2:])

@@ -1,6 +1,7 @@
 """Measures the memory of passes of models, in its own process: CONTEXT [[FAMILY, TYPE, KV_BITS, SIZES], ...].
 
 Prints a list for each: [tokens in the pass, tokens in the cache, measured bytes, estimated bytes], ...
+The last entry is a wave that fills the context.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from transformers import AutoConfig
 
 from moechat.hardware.memory import give_back_unused, peak_resident_bytes, resident_bytes
-from moechat.models.attention_cache import cache_shape
-from moechat.models.footprint import prefill_chunk, workspace_bytes
-from moechat.models.skeleton import build_skeleton
+from moechat.models.attention_cache import CacheShape, cache_shape
+from moechat.models.footprint import prefill_chunk, wave_bytes, workspace_bytes
+from moechat.models.skeleton import Skeleton, build_skeleton
+from moechat.models.waves import Waves
 from moechat.offload.experts import IMPLEMENTATION, attach, register
 
 Figures = tuple[int, int, int, int]
@@ -67,7 +69,25 @@ def measure(family: str, dtype: torch.dtype, bits: int, sizes: dict[str, Any], c
             held += tokens
             measured = peak_resident_bytes() - before - shape.nbytes(held)
             figures.append((tokens, held, measured, workspace_bytes(model.config, dtype, tokens, held)))
+        figures.append(measure_wave(skeleton, shape, dtype, context))
     return figures
+
+
+def measure_wave(skeleton: Skeleton, shape: CacheShape, dtype: torch.dtype, context: int) -> Figures:
+    model, config = skeleton.model, skeleton.model.config
+    chunk = prefill_chunk(config)
+    waves = Waves(model, skeleton.layers_name, [entry.module for entry in skeleton.experts])
+    assert waves.usable(lambda tokens: shape.new(config, tokens), torch.device("cpu"))
+    cache = shape.new(config, context)
+    give_back_unused()
+    before = resident_bytes()
+    chunks = list(torch.split(torch.ones((1, context), dtype=torch.int64), chunk, dim=1))  # type: ignore[no-untyped-call]
+    Path("/proc/self/clear_refs").write_text("5")
+    waves.run(chunks, cache, logits_to_keep=1)
+    measured = peak_resident_bytes() - before - shape.nbytes(context)
+    estimate = workspace_bytes(config, dtype, chunk, context)
+    estimate += wave_bytes(config, dtype, context, context, top_k=2, on_gpu=False)
+    return context, context, measured, estimate
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ class Gpu(InterpretedGpu):
         self.counts.copies += 1
         return packed.numpy()
 
-    def mark(self) -> Any:
+    def point(self) -> Any:
         """A point that has always passed."""
         counts = self.counts
 

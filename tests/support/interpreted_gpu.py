@@ -7,6 +7,7 @@ page whose copy the stream was not put behind still holds what it held before.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
 import torch
@@ -14,10 +15,10 @@ from fake_cuda import FakeCuda
 from interpreted_graph import InterpretedGraphs
 
 from moechat import _native
-from moechat.offload.accelerator import Accelerator
+from moechat.offload.accelerator import Accelerator, Chip
 
 
-class InterpretedMark:
+class InterpretedPoint:
     """Replays are over when they return, and kernels when they were launched."""
 
     def __init__(self, gpu: InterpretedGpu) -> None:
@@ -55,6 +56,21 @@ class InterpretedGpu(Accelerator):
     def dtype(self) -> torch.dtype:
         return torch.float32
 
+    def chip(self) -> Chip:
+        return Chip((8, 6), 2, 1 << 20)
+
+    def seconds(self, run, calls: int) -> float:
+        """What the host waits, since torch and the interpreter compute while they are called."""
+        self.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def memory(self) -> tuple[int, int]:
         return _native.cuda_memory(0)
 
@@ -72,6 +88,16 @@ class InterpretedGpu(Accelerator):
 
     def finish_stream(self) -> None:
         self._stream.synchronize()
+
+    # Kernels run when they are launched, so the host's clock is theirs.
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds_between(self, first: float, second: float) -> float:
+        return second - first
 
     def active(self):
         return nullcontext()
@@ -112,8 +138,8 @@ class InterpretedGpu(Accelerator):
         self.copies_to_host += 1
         return packed.numpy().copy()
 
-    def mark(self):
-        return InterpretedMark(self)
+    def point(self):
+        return InterpretedPoint(self)
 
     def graphs(self):
         self.graphs_made.append(InterpretedGraphs())

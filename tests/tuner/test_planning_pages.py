@@ -12,7 +12,8 @@ from moechat.configurator.estimate import ModelShape, Near
 from moechat.configurator.systems import SYSTEMS, CacheSettings
 from moechat.configurator.transit_reserve import uniform_targets
 from moechat.geometry import ExpertGeometry
-from moechat.offload.knowledge import Knowledge, assumed_costs, defaults, observed_costs
+from moechat.offload.knowledge import Knowledge, assumed_costs, defaults
+from moechat.offload.observed import Observed, observed_costs
 from moechat.offload.planner import expected_seconds, plan_tier
 
 # Qwen3-30B-A3B.
@@ -125,7 +126,7 @@ def test_costs_come_from_observed_decoding() -> None:
         "begin_seconds": 1.0,
     }
     seconds = 100 * LAYERS * (2e-3 + 0.5e-3) + 7 + 1 + 100 * 5e-3
-    found = observed_costs(SHAPE, before, counted, 100, seconds)
+    found = observed_costs(before, Observed(SHAPE, counted, 100, seconds))
     assert found is not None
     assert found.moe == pytest.approx(2e-3)
     assert found.load == pytest.approx(3e-3)
@@ -133,8 +134,8 @@ def test_costs_come_from_observed_decoding() -> None:
     assert rest == pytest.approx(100 * (LAYERS * 0.5e-3 + 5e-3))
     assert found.attention / found.head == pytest.approx(before.attention / before.head)
     for name in ("link_bytes", "link_busy_seconds", "bytes_computed", "compute_seconds"):
-        assert observed_costs(SHAPE, before, {**counted, name: 0.0}, 100, seconds) is None
-    assert observed_costs(SHAPE, before, counted, 0, seconds) is None
+        assert observed_costs(before, Observed(SHAPE, {**counted, name: 0.0}, 100, seconds)) is None
+    assert observed_costs(before, Observed(SHAPE, counted, 0, seconds)) is None
 
 
 def test_packaged_statistics_cover_every_family() -> None:

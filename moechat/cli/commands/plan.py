@@ -245,11 +245,12 @@ def _speed(made: Plan, speed: Speed) -> Table:
     table.add_row("routing", made.statistics_source)
     for number, figure in enumerate(speed.figures):
         name, _, unit = figure.name.partition(", ")
-        value = (
-            f"{figure.value / 1e12:.1f} T{unit}"
-            if figure.value >= 1e12
-            else f"{figure.value / 1e9:.1f} G{unit}"
-        )
+        if unit == "s":
+            value = f"{figure.value * 1e6:.1f} us"
+        elif figure.value >= 1e12:
+            value = f"{figure.value / 1e12:.1f} T{unit}"
+        else:
+            value = f"{figure.value / 1e9:.1f} G{unit}"
         shown = value.replace("bytes/s", "B/s").replace("operations/s", "op/s")
         table.add_row(
             "figures" if number == 0 else "", f"{name} {shown}, {_ORIGINS[figure.origin]}", style="dim"
@@ -289,7 +290,10 @@ def _gain(end: CpuEnd) -> float:
 
 def _basis(made: Plan, speed: Speed) -> str:
     if any(figure.origin != "measured" for figure in speed.figures):
-        return "estimate, not measured"
+        count = len(speed.origins["measured"])
+        if not count:
+            return "estimate, not measured"
+        return f"estimate, {count} of {len(speed.figures)} figures measured on {made.machine}"
     measured = f"estimate from measurements of {made.machine}"
     return measured + (", including this model's layers" if speed.times == "measured" else "")
 

@@ -19,14 +19,15 @@ model need not be downloaded: the shapes of known models are built in; others ne
 
 --json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, dense_weights, kv_bits, \
 weights, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, \
-strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share), layers \
-(layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, source), speed (basis, times, \
-context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, \
-figures, costs_s, cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, \
-shares from 0 to 1. speed is null if the machine's speed is unknown. cpu_range is null unless the rate of \
-experts on the CPU is an estimate with a range; it has bytes_per_s, and low and high: the same plan made \
-with the ends of the range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, \
-strategy).
+strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share, \
+wave_tokens), layers (layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, source), \
+speed (basis, times, context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, far_bytes_per_token, ttft_s, bottleneck, \
+figures, figure_origins, costs_s, cpu_range), other_budgets (name, bytes, tokens_per_s), notes. Units: \
+bytes, seconds, shares from 0 to 1. speed is null if the machine's speed is unknown. figure_origins has the \
+names of its figures that are measured on the machine, published, or assumed. cpu_range is null unless the \
+rate of experts on the CPU is an estimate with a range; it has bytes_per_s, and low and high: the same plan \
+made with the ends of the range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, \
+bottleneck, strategy).
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g
@@ -40,15 +41,22 @@ moechat plan --list-gpus
 _PROFILE_HELP = """\
 Measure this machine once, and show the figures.
 
-Measures disk, memory and expert kernels, alone and together, in about 20 seconds. The figures are saved for \
-plans and tuning, and shown without measuring the next time. With --model, also times that model's layers.
+Measures disk, memory and expert kernels, alone and together, in about 20 seconds, and a GPU in about 10 \
+more; the first time its kernels are built, which can take a minute. The figures are saved for plans and \
+tuning, and shown without measuring the next time. With --model, also times that model's layers.
 
 --json: format, kind, key, profile (name, title, cpu, cores, isa, ram, ram_bandwidth, expert_rate, \
 expert_rate_together, expert_flops, links, gpu, created, key, clock), missing, remarks, facts, seconds, \
 age_s, fresh, model_times; with --list: format, kind, saved, reference. A link has kind, bandwidth and \
-latencies by request size, latency (of the smallest request) and together (its rate while the CPU computes). \
-Figures are objects with value, origin, source and, where there is a range, low and high, in bytes, seconds, \
-bytes a second or operations a second.
+latencies by request size, latency (of the smallest request), together (its rate while the CPU computes) \
+and experts (the CPU's rate meanwhile, by bits); to a GPU also by_depth (bandwidth by size and requests in \
+flight), back and back_together (to the host), staged (from memory that is not pinned), pinned and \
+pins_more (pinned memory, and whether it is a lower bound). A GPU has name, vram, vram_free, bandwidth, \
+copy, flops, dense_rate and dense_flops by bits, expert_rate and expert_flops by bits and tokens, launch, \
+call, graph_launch, graph_node, sync, round_trip, context, capability, sms, l2_bytes, pcie_generation, \
+pcie_lanes; what was not measured is null, empty or has another origin than "measured". Figures are objects \
+with value, origin, source and, where there is a range, low and high, in bytes, seconds, bytes a second or \
+operations a second.
 """
 _PROFILE_EXAMPLES = """\
 moechat profile

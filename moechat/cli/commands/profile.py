@@ -16,6 +16,8 @@ from moechat.errors import MoechatError
 from moechat.hub.names import resolve
 
 if TYPE_CHECKING:
+    from moechat.hardware.card import Card
+    from moechat.hardware.gpu import GpuDevice
     from moechat.hardware.measured_file import Measurement
 
 FORMAT = 1
@@ -75,7 +77,7 @@ def _measure(quiet: bool, notice: Callable[[str], None]) -> Measurement:
     from moechat.hardware.measured_file import save_measurement
 
     with _progress("measuring this machine, about 20 seconds", quiet) as report:
-        measurement = measure(report)
+        measurement = measure(report, open_card=_open_card)
     try:
         path = save_measurement(measurement)
     except MoechatError as problem:
@@ -84,6 +86,17 @@ def _measure(quiet: bool, notice: Callable[[str], None]) -> Measurement:
     else:
         notice(f"measured in {format_seconds(measurement.seconds)}, saved in {path}")
     return measurement
+
+
+def _open_card(device: GpuDevice) -> Card:
+    """Open a GPU for measuring, with torch and the engine's kernels."""
+    from moechat.offload.accelerator import Accelerator, ordinal_of
+
+    accelerator = Accelerator(ordinal_of(device.name))  # refuses a GPU without driver or Triton
+    from moechat.offload.cuda_card import CudaCard
+
+    accelerator.use()
+    return CudaCard(accelerator)
 
 
 def _time_model(command: ProfileCommand, notice: Callable[[str], None]) -> TimedModel:

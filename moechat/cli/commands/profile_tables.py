@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moechat.cli.commands.gpu_tables import render_gpu
+from moechat.cli.commands.short_times import format_short
 from moechat.cli.terminal.load_progress import format_bytes, format_seconds
 from moechat.cli.terminal.page import Page
 
@@ -69,6 +71,8 @@ def render_profile(measurement: Measurement, timed: TimedModel | None) -> str:
     _links(page, profile.links, missing)
     page.line()
     _kernels(page, measurement)
+    if profile.gpu is not None:
+        render_gpu(page, profile.gpu, profile.links.get("gpu"), missing)
     if timed is not None:
         page.line()
         _times(page, timed)
@@ -109,7 +113,7 @@ def _machine(measurement: Measurement) -> list[tuple[str, str]]:
         rows.append(("GPU", f"not measured: {measurement.missing.get('gpu', 'none found')}"))
     for device in facts.get("gpus", []):
         rows.append(("GPU", _gpu_line(device)))
-    if gpu is not None:
+    if gpu is not None and gpu.bandwidth.origin != "measured":
         rows.append(("GPU estimates", f"memory {_rate(gpu.bandwidth)}, {gpu.flops.value / 1e12:.0f} TFLOP/s"))
     if facts.get("gpu_driver"):
         rows.append(("GPU driver", str(facts["gpu_driver"])))
@@ -185,13 +189,6 @@ def _rate(figure: Figure | None) -> str:
 
 def _wait(figure: Figure | None) -> str:
     return "-" if figure is None else format_short(figure.value)
-
-
-def format_short(seconds: float) -> str:
-    """``0.35 ms``, ``12.3 ms`` or ``1.2 s``; microseconds below 0.1 ms."""
-    if seconds < 1e-4:
-        return f"{1e6 * seconds:.0f} µs"
-    return f"{1e3 * seconds:.2f} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def format_age(seconds: float | None) -> str:

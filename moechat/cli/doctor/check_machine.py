@@ -86,12 +86,21 @@ def _memory(report: Report, rows: dict[str, str]) -> None:
 
 def _gpu(report: Report, rows: dict[str, str]) -> None:
     from moechat.hardware.gpu import LEAST_CAPABILITY, find_gpus
+    from moechat.hardware.memory import total_bytes
+    from moechat.hardware.wsl import MORE_PINNED, PINNED_SHARE, in_wsl2
 
     found = find_gpus()
     if not found.devices:
         rows["GPUs"] = f"none: {found.why}"
         return
     rows["driver"] = found.driver or "unknown"
+    if in_wsl2():
+        most = format_bytes(int(PINNED_SHARE * total_bytes()))
+        report.advice(
+            f"this is WSL2, where about {most} of memory can be pinned for a GPU; experts beyond that are "
+            "copied more slowly",
+            f"for larger models {MORE_PINNED}",
+        )
     for device in found.devices:
         capability = device.capability
         rows[f"GPU {device.index}"] = (

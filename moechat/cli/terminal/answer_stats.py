@@ -25,6 +25,7 @@ _TITLES = {
     "hit_rate_miss": "missed",
     "demand_bytes": "fetched on demand",
     "prefetch_bytes": "fetched ahead",
+    "preloaded_bytes": "loaded while waiting for a prompt",
     "shared_bytes": "computed by the CPU for the GPU",
     "stall_s": "waiting for experts",
     "link_busy_share": "time with transfers",
@@ -42,7 +43,7 @@ _TITLES = {
 # Hidden if all experts are in memory, where they would be 0.
 _OF_PAGES = ("hit_rate_", "demand_", "prefetch_", "stall_", "link_", "pages_peak_", "plan", "replans")
 # Hidden if 0 or empty.
-_IF_ANY = {"shared_bytes", "dense_weights", "plan", "tuned"}
+_IF_ANY = {"preloaded_bytes", "shared_bytes", "dense_weights", "plan", "tuned"}
 # Only in the JSON form; the table has them in another form.
 _HIDDEN = {
     "hits_full",

@@ -236,11 +236,12 @@ def _is_causal(module: nn.Module, named: dict[str, Any], own: Attend) -> bool:
 
 
 def _supported(named: dict[str, Any]) -> bool:
-    known = all(
-        value is None or value is False or name in _IGNORED or name in ("scaling", _SINKS)
-        for name, value in named.items()
-    )
-    return known and not named.get("dropout")
+    return all(name in ("scaling", _SINKS) or without_effect(name, value) for name, value in named.items())
+
+
+def without_effect(name: str, value: Any) -> bool:
+    """Whether an argument of an attention function says nothing beyond keys, mask and module."""
+    return value is None or value is False or (name in _IGNORED and not (name == "dropout" and value))
 
 
 def _make_plan(

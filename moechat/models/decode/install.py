@@ -93,7 +93,7 @@ def install_native_modules(model: Any) -> NativeModules:
     config = model.config
     before = config._attn_implementation
     ours = attention.registered(before)
-    if ours is not None and not _compares_attention_name(model):
+    if ours is not None and not compares_attention_name(model):
         config._attn_implementation = ours
         done._undo.append(lambda: setattr(config, "_attn_implementation", before))
         done.attention = True
@@ -137,7 +137,7 @@ def _angle_count(module: nn.Module) -> int:
         return cos.shape[-1]
 
 
-def _compares_attention_name(model: Any) -> bool:
+def compares_attention_name(model: Any) -> bool:
     """Whether a family compares the name of its attention function, as for sparse attention; with another
     name it would compute something else.
     """

@@ -71,16 +71,26 @@ class Latent:
             run = self._runs[scale] = _native.Attention(ELEMENTS[dtype], 1, self.heads, *sizes, scale, 0)
         # The number of threads would change the last bits of these small products.
         with one_thread():
-            moved = torch.bmm(query[0, ..., : self.plain], self._to_latent)
-            mixed = torch.cat([moved, query[0, ..., self.plain :]], -1)
+            mixed = self.to_latents(query)
             width = self.rank + self.rotated
-            sums = torch.empty((self.heads, 1, self.rank), dtype=dtype)
+            sums = torch.empty((1, 1, self.heads, self.rank), dtype=dtype)
             run(
                 mixed.data_ptr(), width, width, 1,
                 latent.data_ptr(), 0, latent.stride(2), rotated.data_ptr(), rotated.stride(2),
                 latent.data_ptr(), 0, latent.stride(2), context, 0, 0, sums.data_ptr(),
             )  # fmt: skip
-            return torch.bmm(sums, self._to_values).transpose(0, 1)[None]
+            return self.to_values(sums)
+
+    def to_latents(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries for latents, ``[1, heads, tokens, rank + rotated]``, from those for keys,
+        ``[1, heads, tokens, plain + rotated]``.
+        """
+        moved = torch.bmm(query[0, ..., : self.plain], self._to_latent)
+        return torch.cat([moved, query[0, ..., self.plain :]], -1)[None]
+
+    def to_values(self, sums: torch.Tensor) -> torch.Tensor:
+        """``[1, tokens, heads, value_dim]`` of weighted sums of latents ``[1, tokens, heads, rank]``."""
+        return torch.bmm(sums[0].transpose(0, 1), self._to_values).transpose(0, 1)[None]
 
 
 def latent_projections(model: nn.Module) -> set[nn.Module]:
@@ -101,7 +111,7 @@ def recognise_latent(module: Any) -> Latent | None:
     linear = _projection(module)
     if linear is None:
         return None
-    if linear.bias is not None or linear.weight.dtype not in ELEMENTS or not linear.weight.is_cpu:
+    if linear.bias is not None or linear.weight.dtype not in ELEMENTS or linear.weight.is_meta:
         return None
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if any(type(getattr(module, name, None)) is not int for name in names):
@@ -111,7 +121,7 @@ def recognise_latent(module: Any) -> Latent | None:
     latent = Latent(module)
     with probing() as generator:
         kept, rotated = (
-            torch.randn((1, 1, _PROBE_KEYS, width), generator=generator).to(linear.weight.dtype)
+            torch.randn((1, 1, _PROBE_KEYS, width), generator=generator).to(linear.weight)
             for width in (latent.rank, latent.rotated)
         )
         try:

@@ -9,9 +9,9 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from moechat.geometry import BLOCK_NEURONS, Activation, ExpertGeometry
-from moechat.offload.kernels import triton_blocks
+from moechat.offload.kernels import triton_blocks, triton_few
 from moechat.offload.kernels.block_list import BlockList, Items
-from moechat.offload.limits import FEW_TOKENS, SPLITS
+from moechat.offload.limits import few_splits, takes_few
 
 _ACTIVATIONS = {
     Activation.SILU: triton_blocks.SILU,
@@ -20,9 +20,21 @@ _ACTIVATIONS = {
     Activation.CLAMPED_SWIGLU: triton_blocks.CLAMPED_SWIGLU,
 }
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
-# Rows of a program for few tokens: a tile.
-FEW_ROWS = 16
+# Of a program for few tokens: eight warps read 16 groups of 64 neurons' inputs, then 1024 or 2048 outputs, at
+# once, and so a thread 16 bytes at a time, of rows and groups of its own. The number of groups decides the
+# order of sums, the number of outputs does not.
+FEW_LANES = 16
+FEW_ROWS = 1024
+FEW_WARPS = 8
+
+
+def _few_tokens(bits: int) -> int:
+    """Most tokens of a program: with more, a thread has too few registers."""
+    return 2 if bits == 3 else 4
+
+
 _COMBINED_COLUMNS = 256
+_COMBINED_COLUMNS_OF_CHAINS = 32
 _COMBINED_WARPS = 4
 
 
@@ -32,10 +44,11 @@ class Shape:
 
     Attributes:
         tokens: Items of a program; a power of two.
-        rows: Neurons, or outputs, of a program.
-        dot: How products are made, as in :mod:`moechat.offload.kernels.triton_blocks`.
+        rows: Neurons, or outputs, of a program at once.
+        dot: How products are made: 0, by :mod:`moechat.offload.kernels.triton_few`; else as in
+            :mod:`moechat.offload.kernels.triton_blocks`.
         warps: Of a program.
-        splits: Chains that the blocks of an expert are added in, at most.
+        splits: Chains that the blocks of an expert are added in.
     """
 
     tokens: int
@@ -45,11 +58,21 @@ class Shape:
     splits: int
 
     @classmethod
-    def of(cls, most_items: int, dtypes: set[torch.dtype]) -> Shape:
-        """For rows of up to so many items, and inputs and weights of these types."""
-        if most_items <= FEW_TOKENS:
-            tokens = 1 << max(0, most_items - 1).bit_length()
-            return cls(tokens, FEW_ROWS, dot=0, warps=1 if tokens <= 2 else 4, splits=SPLITS)
+    def of(cls, geometry: ExpertGeometry, most_items: int, items: int, dtypes: set[torch.dtype]) -> Shape:
+        """The division of a pass; it does not depend on which blocks a launch has.
+
+        Args:
+            geometry: Of the experts.
+            most_items: Of a row.
+            items: Of the pass.
+            dtypes: Of inputs and weights.
+        """
+        blocks = geometry.blocks_per_expert
+        if takes_few(most_items, items, blocks):
+            tokens = min(_few_tokens(geometry.bits), 1 << max(0, most_items - 1).bit_length())
+            # One token leaves registers for more rows, which share their inputs.
+            rows = FEW_ROWS if tokens > 1 or geometry.layout.hidden_padded % (2 * FEW_ROWS) else 2 * FEW_ROWS
+            return cls(tokens, rows, dot=0, warps=FEW_WARPS, splits=few_splits(blocks))
         # The interpreter does not know the arithmetic of bfloat16.
         # Neither 16-bit type holds the other's values.
         if torch.float32 in dtypes or len(dtypes) > 1 or (INTERPRETED and torch.bfloat16 in dtypes):
@@ -63,7 +86,7 @@ class Kernel:
     """One kernel as it is built for a kind of expert, or of dense layer: what the compiler has to know.
 
     Attributes:
-        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, or ``triton_linear``.
+        kernel: Its name in :mod:`moechat.offload.kernels.triton_blocks`, ``triton_few`` or ``triton_linear``.
         constants: Values of its compile-time parameters.
         types: Triton's types of those of its pointers that differ between builds.
         warps: Of a program.
@@ -85,15 +108,19 @@ def launches(geometry: ExpertGeometry, most_items: int, dtype: str) -> list[Kern
     """
     kind = getattr(torch, dtype)
     kernels = BlockKernels(geometry, torch.device("cpu"))
-    shape = Shape.of(most_items, {kind, *kernels.weights})
+    shape = Shape.of(geometry, most_items, most_items, {kind, *kernels.weights})
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
     activations = names[kept_type(shape, kind)]
+    combine = Kernel(
+        "combine", kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS
+    )
+    types = {"x": names[kind], "activations": activations}
+    if shape.dot == 0:
+        return [Kernel("blocks", kernels.blocks(shape), types, shape.warps), combine]
     return [
-        Kernel(
-            "neurons", kernels.neurons(shape), {"x": names[kind], "activations": activations}, shape.warps
-        ),
+        Kernel("neurons", kernels.neurons(shape), types, shape.warps),
         Kernel("outputs", kernels.outputs(shape), {"activations": activations}, shape.warps),
-        Kernel("combine", kernels.combined(shape, 2, others=True), {"out": names[kind]}, _COMBINED_WARPS),
+        combine,
     ]
 
 
@@ -127,54 +154,65 @@ class BlockKernels:
             "FP16": bool(layout.fp16),
             "HAS_BIAS": geometry.has_bias,
         }
-
-    def neurons(self, shape: Shape) -> dict[str, Any]:
-        """Compile-time parameters of ``neurons``."""
-        layout = self.geometry.layout
-        return {
-            "GROUPS": self._padded // 64,
+        self._inner = {
             "GATE": layout.gate_q,
             "UP": layout.up_q,
             "GATE_SZ": max(layout.gate_sz, 0),
             "UP_SZ": max(layout.up_sz, 0),
             "GATE_BIAS": max(layout.gate_bias, 0),
             "UP_BIAS": max(layout.up_bias, 0),
-            "ACTIVATION": _ACTIVATIONS[self.geometry.activation],
-            **self._division(shape),
+            "ACTIVATION": _ACTIVATIONS[geometry.activation],
         }
-
-    def outputs(self, shape: Shape) -> dict[str, Any]:
-        """Compile-time parameters of ``outputs``."""
-        layout = self.geometry.layout
-        return {
-            "BLOCKS": self.geometry.blocks_per_expert,
-            "SPLITS": self._splits(shape),
-            "HIDDEN_PADDED": self._padded,
+        self._outer = {
+            "BLOCKS": geometry.blocks_per_expert,
             "DOWN": layout.down_q,
             "DOWN_SZ": max(layout.down_sz, 0),
             "DOWN_BIAS": max(layout.down_bias, 0),
             "BIAS_ROWS": max(layout.down_bias_rows, 1),
-            **self._division(shape),
         }
+
+    def blocks(self, shape: Shape) -> dict[str, Any]:
+        """Compile-time parameters of ``triton_few.blocks``."""
+        groups = 1 << (self._padded // 64 - 1).bit_length()
+        outputs = 1 << (self._padded - 1).bit_length()
+        return {
+            "HIDDEN": self.geometry.hidden_size,
+            "TOKENS": shape.tokens,
+            "LANES": min(FEW_LANES, groups),
+            "ROWS": min(shape.rows, outputs),
+            **self._inner,
+            **self._outer,
+            "SPLITS": shape.splits,
+            **self._encoding,
+        }
+
+    def neurons(self, shape: Shape) -> dict[str, Any]:
+        """Compile-time parameters of ``neurons``."""
+        return {"GROUPS": self._padded // 64, **self._inner, **self._division(shape)}
+
+    def outputs(self, shape: Shape) -> dict[str, Any]:
+        """Compile-time parameters of ``outputs``."""
+        return {"HIDDEN_PADDED": self._padded, **self._outer, **self._division(shape)}
 
     def combined(self, shape: Shape, picks: int, *, others: bool) -> dict[str, Any]:
         """Compile-time parameters of ``combine``."""
         return {
             "PICKS": picks,
-            "SPLITS": self._splits(shape),
+            "SPLITS": shape.splits,
+            "TABLE": 1 << (shape.splits - 1).bit_length(),
             "HIDDEN_PADDED": self._padded,
             "HAS_OTHERS": others,
-            "COLUMNS": _COMBINED_COLUMNS,
+            "COLUMNS": self._columns(shape),
         }
+
+    def _columns(self, shape: Shape) -> int:
+        return _COMBINED_COLUMNS if shape.splits == 1 else _COMBINED_COLUMNS_OF_CHAINS
 
     def _division(self, shape: Shape) -> dict[str, Any]:
         return {"TOKENS": shape.tokens, "ROWS": shape.rows, "DOT": shape.dot, **self._encoding}
 
-    def _splits(self, shape: Shape) -> int:
-        return min(shape.splits, self.geometry.blocks_per_expert)
-
     def _shape(self, items: Items, dtype: torch.dtype) -> Shape:
-        return Shape.of(items.most, {dtype, *self.weights})
+        return Shape.of(self.geometry, items.most, items.count, {dtype, *self.weights})
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the outputs of every item, float32 ``[splits, items, hidden padded to 64]``.
@@ -183,11 +221,18 @@ class BlockKernels:
             items: Of the pass.
             dtype: Of the inputs.
         """
-        splits = self._splits(self._shape(items, dtype))
+        splits = self._shape(items, dtype).splits
         return torch.empty(splits, items.count, self._padded, dtype=torch.float32, device=self.device)
 
     def add(
-        self, pages: torch.Tensor, blocks: BlockList, items: Items, x: torch.Tensor, partial: torch.Tensor
+        self,
+        pages: torch.Tensor,
+        blocks: BlockList,
+        items: Items,
+        x: torch.Tensor,
+        partial: torch.Tensor,
+        *,
+        clear: bool = False,
     ) -> None:
         """Add blocks to the outputs of their items.
 
@@ -200,14 +245,39 @@ class BlockKernels:
             items: Of the pass.
             x: ``[tokens, hidden]``: float32, bfloat16 or float16.
             partial: From :meth:`partials`; what it holds before the first block of an expert means nothing.
+            clear: Set to 0 what none of ``blocks`` adds to. The first call of a pass does so where some
+                blocks may be in no call at all.
         """
         if blocks.slots == 0:
+            if clear:
+                partial.zero_()
             return
         geometry = self.geometry
         shape = self._shape(items, x.dtype)
         kept = kept_type(shape, x.dtype)
         activations = torch.empty(blocks.slots, BLOCK_NEURONS, dtype=kept, device=self.device)
         chunks = -(-items.most // shape.tokens)
+        rows = len(blocks.row_block)
+        if shape.dot == 0:
+            triton_few.blocks[(rows * shape.splits, chunks)](
+                pages,
+                blocks.entry_page,
+                blocks.entry_slot,
+                blocks.row_entry,
+                blocks.row_block,
+                items.row_item,
+                items.item_token,
+                x,
+                activations,
+                partial,
+                partial.shape[1],
+                int(clear),
+                geometry.alpha,
+                geometry.limit,
+                num_warps=shape.warps,
+                **self.blocks(shape),
+            )
+            return
         triton_blocks.neurons[(blocks.entries, BLOCK_NEURONS // shape.rows, chunks)](
             pages,
             blocks.entry_page,
@@ -223,8 +293,7 @@ class BlockKernels:
             num_warps=shape.warps,
             **self.neurons(shape),
         )
-        rows = len(blocks.row_block)
-        triton_blocks.outputs[(self._padded // shape.rows, rows * self._splits(shape), chunks)](
+        triton_blocks.outputs[(self._padded // shape.rows, rows, chunks)](
             pages,
             blocks.entry_page,
             blocks.entry_slot,
@@ -233,7 +302,7 @@ class BlockKernels:
             items.row_item,
             activations,
             partial,
-            partial.shape[1],
+            int(clear),
             num_warps=shape.warps,
             **self.outputs(shape),
         )
@@ -252,7 +321,8 @@ class BlockKernels:
         if items.tokens == 0:
             return
         hidden = self.geometry.hidden_size
-        triton_blocks.combine[(items.tokens, -(-hidden // _COMBINED_COLUMNS))](
+        shape = self._shape(items, out.dtype)
+        triton_blocks.combine[(items.tokens, -(-hidden // self._columns(shape)))](
             partial,
             items.token_item,
             items.item_weight,
@@ -261,7 +331,5 @@ class BlockKernels:
             partial.shape[1],
             hidden,
             num_warps=_COMBINED_WARPS,
-            **self.combined(
-                self._shape(items, out.dtype), items.token_item.shape[1], others=others is not None
-            ),
+            **self.combined(shape, items.token_item.shape[1], others=others is not None),
         )

@@ -7,13 +7,15 @@ a step therefore reads 64 neighbouring bytes, and four steps make a full transac
 What is computed is the same for every way in which the blocks of an expert were cut into launches:
 
 - ``neurons`` writes the activations of a block for a token, which depend on nothing else;
-- ``outputs`` adds the blocks of an expert in ascending order, each split of the block numbers one chain that
-  a later launch takes up where an earlier one ended;
-- ``combine`` adds the splits, then the experts of a token, in ascending order.
+- ``outputs`` adds the blocks of an expert in ascending order, in one chain that a later launch takes up where
+  an earlier one ended;
+- ``combine`` adds the chains of an expert, then the experts of a token, in ascending order.
+
+Few tokens have a kernel of their own in place of the first two: :mod:`moechat.offload.kernels.triton_few`.
 
 Weights meet their inputs as integers, which 16-bit floats hold exactly; scales follow after the products of a
-group. ``DOT`` says how products are made, always with float32 sums: 0, element by element in float32; 1,
-by tensor cores from inputs in their 16-bit type; 2, as matrices in float32.
+group. ``DOT`` says how products are made, always with float32 sums: 1, by tensor cores from inputs in their
+16-bit type; 2, as matrices in float32.
 
 Every kernel is launched by :mod:`moechat.offload.kernels.launch`, which gives the meaning of the arguments.
 """
@@ -73,6 +75,16 @@ def _halves(words, rows, ROWS: tl.constexpr, FP16: tl.constexpr):
 
 
 @triton.jit
+def _small_float(integers):
+    """float32 of integers from -2^22 to 2^22 - 1.
+
+    Added to the pattern of 1.5 * 2^23 they stand in its mantissa, and a subtraction leaves them, exactly.
+    The addition is part of the multiplication that comes before; a conversion has a lower rate.
+    """
+    return (integers + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
 def _many(
     total,
     x,
@@ -101,7 +113,7 @@ def _many(
         if BITS == 8:
             scale = tl.load(sz + lanes).to(tl.float32)
             zero = tl.load(sz + lanes + 16).to(tl.float32)
-            products = tl.dot(x, codes.to(x.dtype), input_precision="ieee")
+            products = tl.dot(x, _small_float(codes).to(x.dtype), input_precision="ieee")
             sums = tl.sum(x.to(tl.float32), axis=1)
             total += (products - sums[:, None] * zero[None, :]) * scale[None, :]
         else:
@@ -109,78 +121,13 @@ def _many(
             half = (tl.arange(0, 64) // 32)[:, None]
             # Integers of 8 bits and a sign, which 16-bit floats hold exactly.
             steps = codes * factor_of(both[None, :], half) - offset_of(both[None, :], half)
-            products = tl.dot(x, steps.to(tl.float32).to(x.dtype), input_precision="ieee")
+            products = tl.dot(x, _small_float(steps).to(x.dtype), input_precision="ieee")
             total += products * step_of(both)[None, :]
     return total
 
 
 @triton.jit
-def _inputs(x, inside, first, last, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Inputs float32 ``[T, STEPS, COLUMNS]`` from column ``first`` on, 0 from ``last`` on.
-
-    ``x`` ``[T]`` points to the tokens' first columns; ``inside`` ``[T]`` says which there are.
-    """
-    column = first + tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    there = inside[:, None, None] & (column < last)[None, :, :]
-    return tl.load(x[:, None, None] + column[None, :, :], mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _plane(words, rows, x, BITS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products float32 ``[T, STEPS, ROWS]`` of ``x`` ``[T, STEPS, COLUMNS]`` with the codes of each word."""
-    packed = tl.load(words + tl.arange(0, STEPS)[:, None] * 16 + rows[None, :])
-    shifts = tl.arange(0, COLUMNS) * BITS
-    codes = (packed[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
-    return tl.sum(x[:, :, :, None] * codes.to(tl.float32)[None, :, :, :], axis=2)
-
-
-@triton.jit
-def _few(total, x, inside, first, last, words, sz, rows, lanes, BITS: tl.constexpr, FP16: tl.constexpr):
-    """``total`` float32 ``[T, KEPT, ROWS]`` plus the products with one group of weights.
-
-    The sums over the ``KEPT`` steps of a group stay apart until the end: threads hold steps of their own, and
-    need not meet for each group. ``x`` and ``inside`` as in :func:`_inputs`, the rest as in :func:`_many`.
-    """
-    if BITS == 16:
-        values = _inputs(x, inside, first, last, 32, 2)
-        packed = tl.load(words + tl.arange(0, 32)[:, None] * 16 + rows[None, :])
-        patterns = (packed[:, None, :] >> (tl.arange(0, 2) * 16)[None, :, None]) & 0xFFFF
-        if FP16:
-            weights = patterns.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            weights = (patterns << 16).to(tl.float32, bitcast=True)
-        total += tl.sum(values[:, :, :, None] * weights[None, :, :, :], axis=2)
-    else:
-        if BITS == 8:
-            scale = tl.load(sz + lanes).to(tl.float32)
-            zero = tl.load(sz + lanes + 16).to(tl.float32)
-            values = _inputs(x, inside, first, last, 16, 4)
-            products = _plane(words, rows, values, 8, 16, 4)
-            sums = tl.sum(values, axis=2)
-            total += (products - sums[:, :, None] * zero[None, None, :]) * scale[None, None, :]
-        else:
-            both = tl.load(sz + lanes)[None, None, :]
-            if BITS == 3:
-                low = _inputs(x, inside, first, last, 4, 16)
-                high = _inputs(x, inside, first, last, 2, 32)
-                quarter = (tl.arange(0, 4) // 2)[None, :, None]
-                half = tl.arange(0, 2)[None, :, None]
-                lows = _plane(words, rows, low, 2, 4, 16) * factor_of(both, quarter).to(tl.float32)
-                highs = _plane(words + 64, rows, high, 1, 2, 32) * factor_of(both, half).to(tl.float32)
-                taken = tl.sum(high, axis=2)[:, :, None] * offset_of(both, half).to(tl.float32)
-                terms = tl.sum(lows, axis=1) + tl.sum(4.0 * highs - taken, axis=1)
-                total += terms[:, None, :] * step_of(both)
-            else:
-                values = _inputs(x, inside, first, last, 2 * BITS, 32 // BITS)
-                products = _plane(words, rows, values, BITS, 2 * BITS, 32 // BITS)
-                half = (tl.arange(0, 2 * BITS) // BITS)[None, :, None]
-                taken = tl.sum(values, axis=2)[:, :, None] * offset_of(both, half).to(tl.float32)
-                total += (products * factor_of(both, half).to(tl.float32) - taken) * step_of(both)
-    return total
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr, alpha, limit):
+def activate(gate, up, ACTIVATION: tl.constexpr, alpha, limit):
     if ACTIVATION == 3:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -256,42 +203,27 @@ def neurons(
             up_sz = (record + UP_SZ).to(tl.pointer_type(tl.int32))
         there = items < count
         WORDS: tl.constexpr = GROUP_BYTES // 4
-        if DOT == 0:
-            inputs = x + token * hidden
-            KEPT: tl.constexpr = 1 if BITS == 3 else 2 * BITS
-            gates = tl.zeros([TOKENS, KEPT, ROWS], dtype=tl.float32)
-            ups = tl.zeros([TOKENS, KEPT, ROWS], dtype=tl.float32)
-            for group in range(GROUPS):
-                first = group * 64
-                words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
-                gates = _few(gates, inputs, there, first, hidden, words, sz, rows, lanes, BITS, FP16)
-                words, sz = up_words + group * WORDS, up_sz + group * SCALES
-                ups = _few(ups, inputs, there, first, hidden, words, sz, rows, lanes, BITS, FP16)
-            gate = tl.sum(gates, axis=1)
-            up = tl.sum(ups, axis=1)
-        else:
-            gate = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-            up = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-            for group in range(GROUPS):
-                column = group * 64 + tl.arange(0, 64)
-                inside = there[:, None] & (column < hidden)[None, :]
-                values = tl.load(x + token[:, None] * hidden + column[None, :], mask=inside, other=0.0)
-                if DOT == 2:
-                    values = values.to(tl.float32)
-                words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
-                gate = _many(gate, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
-                words, sz = up_words + group * WORDS, up_sz + group * SCALES
-                up = _many(up, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
+        gate = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+        up = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+        for group in range(GROUPS):
+            column = group * 64 + tl.arange(0, 64)
+            inside = there[:, None] & (column < hidden)[None, :]
+            values = tl.load(x + token[:, None] * hidden + column[None, :], mask=inside, other=0.0)
+            if DOT == 2:
+                values = values.to(tl.float32)
+            words, sz = gate_words + group * WORDS, gate_sz + group * SCALES
+            gate = _many(gate, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
+            words, sz = up_words + group * WORDS, up_sz + group * SCALES
+            up = _many(up, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
         if HAS_BIAS:
             gate += tl.load((record + GATE_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
             up += tl.load((record + UP_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
         slot = tl.load(entry_slot + entry).to(tl.int64) + items
-        result = _activate(gate, up, ACTIVATION, alpha, limit).to(activations.dtype.element_ty)
+        result = activate(gate, up, ACTIVATION, alpha, limit).to(activations.dtype.element_ty)
         tl.store(activations + slot[:, None] * 64 + neuron[None, :], result, mask=there[:, None])
 
 
-# The number of items is another one in every pass: kernels built for one would be built in the middle of it.
-@triton.jit(do_not_specialize=["items_padded"])
+@triton.jit(do_not_specialize=["clear"])
 def outputs(
     pages,
     entry_page,
@@ -301,9 +233,8 @@ def outputs(
     row_item,
     activations,
     partial,
-    items_padded,
+    clear,
     BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
     HIDDEN_PADDED: tl.constexpr,
     DOWN: tl.constexpr,
     DOWN_SZ: tl.constexpr,
@@ -318,24 +249,20 @@ def outputs(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Adds the blocks of one expert that fall into one split to ``ROWS`` outputs of ``TOKENS`` items.
+    """Adds the blocks of one expert to ``ROWS`` outputs of ``TOKENS`` items.
 
-    Program (part of the outputs, split of the row, chunk of items). The first block of a split begins its
-    chain, so ``partial`` need not be cleared.
+    Program (part of the outputs, row, chunk of items). The first block of an expert begins its chain, so
+    ``partial`` need not be cleared; with ``clear`` the outputs of rows without blocks here are set to 0.
     """
     part = tl.program_id(0)
-    row = tl.program_id(1) // SPLITS
-    split = tl.program_id(1) % SPLITS
+    row = tl.program_id(1)
     chunk = tl.program_id(2)
     first_entry = tl.load(row_entry + row)
     entries = tl.load(row_entry + row + 1) - first_entry
     first_block = tl.load(row_block + row)
     begin = tl.load(row_item + row)
     count = tl.load(row_item + row + 1) - begin
-    split_begin = split * BLOCKS // SPLITS
-    low = tl.maximum(first_block, split_begin)
-    high = tl.minimum(first_block + entries, (split + 1) * BLOCKS // SPLITS)
-    if (chunk * TOKENS < count) & (low < high):
+    if (chunk * TOKENS < count) & ((entries > 0) | (clear != 0)):
         output = part * ROWS + tl.arange(0, ROWS)
         tile = output // 16
         lane = output % 16
@@ -343,11 +270,11 @@ def outputs(
         lanes = tile * (32 if BITS == 8 else 16) + lane
         items = chunk * TOKENS + tl.arange(0, TOKENS)
         there = items < count
-        spot = (split.to(tl.int64) * items_padded + begin + items)[:, None] * HIDDEN_PADDED + output[None, :]
+        spot = (begin + items).to(tl.int64)[:, None] * HIDDEN_PADDED + output[None, :]
         # What an earlier launch has added comes first in the chain.
-        total = tl.load(partial + spot, mask=there[:, None] & (low > split_begin), other=0.0)
-        KEPT: tl.constexpr = 1 if BITS == 3 else 2 * BITS
-        for block in range(low, high):
+        begun = there[:, None] & (entries > 0) & (first_block > 0)
+        total = tl.load(partial + spot, mask=begun, other=0.0)
+        for block in range(first_block, first_block + entries):
             entry = first_entry + block - first_block
             record = pages + tl.load(entry_page + entry).to(tl.int64) * RECORD
             slot = tl.load(entry_slot + entry).to(tl.int64) + items
@@ -356,15 +283,9 @@ def outputs(
                 sz = (record + DOWN_SZ).to(tl.pointer_type(tl.float16))
             else:
                 sz = (record + DOWN_SZ).to(tl.pointer_type(tl.int32))
-            if DOT == 0:
-                inputs = activations + slot * 64
-                one = tl.zeros([TOKENS, KEPT, ROWS], dtype=tl.float32)
-                one = _few(one, inputs, there, 0, 64, words, sz, rows, lanes, BITS, FP16)
-                total += tl.sum(one, axis=1)
-            else:
-                places = slot[:, None] * 64 + tl.arange(0, 64)[None, :]
-                values = tl.load(activations + places, mask=there[:, None], other=0.0)
-                total = _many(total, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
+            places = slot[:, None] * 64 + tl.arange(0, 64)[None, :]
+            values = tl.load(activations + places, mask=there[:, None], other=0.0)
+            total = _many(total, values, words, sz, rows, lanes, BITS, ROWS, FP16, DOT)
             if HAS_BIAS:
                 bias = (record + DOWN_BIAS).to(tl.pointer_type(tl.float32))
                 own = output // BIAS_ROWS == block
@@ -372,6 +293,7 @@ def outputs(
         tl.store(partial + spot, total, mask=there[:, None])
 
 
+# The number of items is another one in every pass: kernels built for one would be built in the middle of it.
 @triton.jit(do_not_specialize=["items_padded"])
 def combine(
     partial,
@@ -383,23 +305,27 @@ def combine(
     hidden,
     PICKS: tl.constexpr,
     SPLITS: tl.constexpr,
+    TABLE: tl.constexpr,
     HIDDEN_PADDED: tl.constexpr,
     HAS_OTHERS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Weighted sum over the items of a token, in their order. Program (token, part of the outputs)."""
+    """Weighted sum over the items of a token, in their order. Program (token, part of the outputs).
+
+    ``TABLE`` is the next power of two of ``SPLITS``. No branch stands between the loads, so that those of all
+    items are under way together.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden
+    split = tl.arange(0, TABLE).to(tl.int64)
     total = tl.zeros([COLUMNS], dtype=tl.float32)
-    for pick in range(PICKS):
+    for pick in tl.static_range(PICKS):
         item = tl.load(token_item + token * PICKS + pick).to(tl.int64)
-        if item >= 0:
-            value = tl.zeros([COLUMNS], dtype=tl.float32)
-            for split in range(SPLITS):
-                spot = (split * items_padded + item) * HIDDEN_PADDED + column
-                value += tl.load(partial + spot, mask=inside, other=0.0)
-            total += tl.load(item_weight + item) * value
+        spot = (split * items_padded + item)[:, None] * HIDDEN_PADDED + column[None, :]
+        there = (split < SPLITS)[:, None] & inside[None, :] & (item >= 0)
+        value = tl.sum(tl.load(partial + spot, mask=there, other=0.0), axis=0)
+        total += tl.load(item_weight + item, mask=item >= 0, other=0.0) * value
     if HAS_OTHERS:
         total += tl.load(others + token * hidden + column, mask=inside, other=0.0)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

@@ -176,11 +176,12 @@ std::vector<std::string> access(OwnedCache& self, std::int32_t layer, const py::
 }
 
 Plan plan(OwnedCache& self, std::int32_t layer, const py::array& experts, std::optional<std::int32_t> at,
-          bool prefetch, std::optional<std::int64_t> max_blocks, bool whole) {
+          bool prefetch, std::optional<std::int64_t> max_blocks, bool whole, bool preload) {
   const Experts chosen = experts_of(experts);
   Plan result;
   const auto most = max_blocks.value_or(std::numeric_limits<std::int64_t>::max());
-  const Want want{layer, at.value_or(layer), chosen.data, chosen.count, prefetch, most, whole};
+  Want want{layer, at.value_or(layer), chosen.data, chosen.count, prefetch || preload, most, whole};
+  want.preload = preload;
   self.cache().plan(want, &result);
   return result;
 }
@@ -200,6 +201,7 @@ py::dict counters(OwnedCache& self) {
   flat["prefetch_wasted"] = counters.prefetch_wasted;
   flat["evicted"] = counters.evicted;
   flat["admitted"] = counters.admitted;
+  flat["preloaded"] = counters.preloaded;
   return flat;
 }
 
@@ -232,6 +234,7 @@ void bind_policy(py::module_& m) {
       .def_property_readonly("name", [](const PolicyHolder& self) { return self.get().name(); })
       .def_property_readonly("layers", [](const PolicyHolder& self) { return self.get().layers(); })
       .def_property_readonly("experts", [](const PolicyHolder& self) { return self.get().experts(); })
+      .def_property_readonly("comparable", [](const PolicyHolder& self) { return self.get().comparable(); })
       .def(
           "access",
           [](const PolicyHolder& self, std::int32_t layer, const py::array& experts, const py::array& tokens,
@@ -301,6 +304,19 @@ void bind_split_cache(py::module_& m) {
       .def("targets", &targets)
       .def("check", [](Self& self) { return self.cache().check(); })
       .def(
+          "cheapest", [](Self& self, std::int32_t at) { return self.cache().cheapest(at); }, py::arg("at"))
+      .def(
+          "expect",
+          [](Self& self, const py::array& shares) {
+            const double* values =
+                checked<double>("shares", shares, {self.cache().layers(), self.cache().experts()});
+            for (std::int32_t layer = 0; layer < self.cache().layers(); ++layer) {
+              self.policy().expect(layer, values + std::int64_t{layer} * self.cache().experts());
+            }
+            self.cache().keys_changed();
+          },
+          py::arg("shares"))
+      .def(
           "keys", [](Self& self, std::int32_t layer) { return copy_of_keys(self.policy(), layer); },
           py::arg("layer"))
       .def(
@@ -316,7 +332,8 @@ void bind_split_cache(py::module_& m) {
           [](Self& self, std::int32_t layer, std::int32_t expert) { self.cache().release(layer, expert); },
           py::arg("layer"), py::arg("expert"))
       .def("plan", &plan, py::arg("layer"), py::arg("experts"), py::kw_only(), py::arg("at") = py::none(),
-           py::arg("prefetch") = false, py::arg("max_blocks") = py::none(), py::arg("whole") = true)
+           py::arg("prefetch") = false, py::arg("max_blocks") = py::none(), py::arg("whole") = true,
+           py::arg("preload") = false)
       .def(
           "commit",
           [](Self& self, Plan& plan) {

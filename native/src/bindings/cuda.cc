@@ -23,7 +23,22 @@
 namespace moechat {
 namespace {
 
+using Part = std::tuple<py::object, std::int64_t, bool>;
 using Region = std::tuple<py::object, std::int64_t, bool, std::string, std::int64_t>;
+
+RegionPart part_of(const py::object& data, std::int64_t bytes, bool pinned, std::vector<py::object>* alive) {
+  RegionPart part{bytes, nullptr, pinned};
+  if (data.is_none()) return part;
+  if (!py::isinstance<py::array>(data)) refuse("a region is neither an array nor None");
+  const auto array = data.cast<py::array>();
+  part.data = checked<std::uint8_t>("a region", array, shape_of(array));
+  if (array.nbytes() != bytes) {
+    refuse("a region of " + std::to_string(bytes) + " bytes is an array of " +
+           std::to_string(array.nbytes()));
+  }
+  alive->push_back(array);
+  return part;
+}
 
 std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int device,
                                       std::int64_t in_flight_bytes, std::int64_t buffer_bytes, int buffers,
@@ -34,26 +49,27 @@ std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int de
   options.buffer_bytes = buffer_bytes;
   options.buffers = buffers;
   options.threads = threads;
-  std::vector<CudaRegion> memory;
+  std::vector<CudaRegion> list;
   std::vector<py::object> alive;
   for (const auto& [data, bytes, pinned, path, offset] : regions) {
-    CudaRegion region{nullptr, bytes, pinned, path, offset};
-    if (!data.is_none()) {
-      if (!py::isinstance<py::array>(data)) refuse("a region is neither an array nor None");
-      const auto array = data.cast<py::array>();
-      region.data = checked<std::uint8_t>("a region", array, shape_of(array));
-      if (array.nbytes() != bytes) {
-        refuse("a region of " + std::to_string(bytes) + " bytes is an array of " +
-               std::to_string(array.nbytes()));
+    CudaRegion region{{}, path, offset};
+    if (py::isinstance<py::list>(data)) {
+      for (const auto& [piece, size, fixed] : data.cast<std::vector<Part>>()) {
+        region.parts.push_back(part_of(piece, size, fixed, &alive));
       }
-      alive.push_back(array);
+      if (region.bytes() != bytes) {
+        refuse("a region of " + std::to_string(bytes) + " bytes has parts of " +
+               std::to_string(region.bytes()));
+      }
+    } else {
+      region.parts.push_back(part_of(data, bytes, pinned, &alive));
     }
-    memory.push_back(std::move(region));
+    list.push_back(std::move(region));
   }
   std::unique_ptr<Link> link;
   try {
     const ReleaseGil released;
-    link = make_cuda_link(memory, options);
+    link = make_cuda_link(std::move(list), options);
   } catch (const FileError& error) {
     raise_os_error(error.code().value(), error.path());
   }

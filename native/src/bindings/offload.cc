@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -139,6 +140,42 @@ class ResidentExperts {
   Records held_{};
 };
 
+// [layers, experts] records of each expert, null where there are none, from those of each layer: of the
+// experts that far_experts lists, or of all if it is empty.
+std::vector<const unsigned char*> expert_records(const std::vector<py::array>& far_records,
+                                                 const std::vector<py::array>& far_experts,
+                                                 std::int32_t layers, std::int32_t experts,
+                                                 std::int64_t expert_bytes) {
+  std::vector<const unsigned char*> found;
+  if (far_records.empty()) return found;
+  const auto of_layers = [&](const char* name, std::size_t count) {
+    if (count == static_cast<std::size_t>(layers)) return;
+    refuse(std::string(name) + " has " + std::to_string(count) + " layers of " + std::to_string(layers));
+  };
+  of_layers("far_records", far_records.size());
+  if (!far_experts.empty()) of_layers("far_experts", far_experts.size());
+  found.resize(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts));
+  for (std::size_t layer = 0; layer < far_records.size(); ++layer) {
+    std::int64_t count = experts;
+    const std::int32_t* list = nullptr;
+    if (!far_experts.empty()) {
+      count = far_experts[layer].size();
+      list = checked<std::int32_t>("far_experts", far_experts[layer], {count});
+    }
+    const auto* const records =
+        checked<std::uint8_t>("far_records", far_records[layer], {count * expert_bytes});
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t expert = list == nullptr ? i : list[i];
+      if (expert < 0 || expert >= experts) {
+        refuse("far_experts has expert " + std::to_string(expert) + " of " + std::to_string(experts));
+      }
+      found[layer * static_cast<std::size_t>(experts) + static_cast<std::size_t>(expert)] =
+          records + i * expert_bytes;
+    }
+  }
+  return found;
+}
+
 // A runner and the objects that its link reads. Any thread that has the GIL may drop the last reference.
 struct RunnerParts {
   RunnerParts(RunnerOptions options, PolicyHolder& policy, LinkHolder& link)
@@ -162,7 +199,8 @@ class RunnerObject {
                std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
                std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
                bool whole_experts, bool populate, std::int32_t top_k, int activation_bits,
-               std::uintptr_t near_memory, const std::vector<py::array>& far_records) {
+               std::uintptr_t near_memory, const std::vector<py::array>& far_records,
+               const std::vector<py::array>& far_experts) {
     RunnerOptions options;
     options.layout = layout;
     options.activation = activation_spec(activation, alpha, limit);
@@ -177,10 +215,8 @@ class RunnerObject {
     options.whole_experts = whole_experts;
     options.populate = populate;
     options.near_memory = reinterpret_cast<unsigned char*>(near_memory);
-    for (const py::array& records : far_records) {
-      options.far_records.push_back(
-          checked<std::uint8_t>("far_records", records, {experts * layout.blocks * layout.record_bytes}));
-    }
+    options.far_records =
+        expert_records(far_records, far_experts, layers, experts, layout.blocks * layout.record_bytes);
     policy.get();  // both throw if already taken, before either is taken
     link.get();
     parts_ = std::make_shared<RunnerParts>(std::move(options), policy, link);
@@ -244,6 +280,13 @@ std::int64_t prefetch_py(const RunnerObject& self, std::int32_t layer, const std
     return runner.prefetch(layer, scores ? copy.data() : nullptr, limit, most,
                            later ? Priority::kLater : Priority::kNext);
   });
+}
+
+std::int64_t preload_py(const RunnerObject& self, const py::array& experts, std::int64_t most_bytes) {
+  const RunnerOptions& options = self.parts()->runner->options();
+  const auto pairs = expert_pairs(experts);
+  const std::int64_t most = std::max<std::int64_t>(1, most_bytes / options.layout.record_bytes);
+  return self.call([&](ExpertRunner& runner) { return runner.preload(pairs, most); });
 }
 
 std::int64_t finish_py(const RunnerObject& self, const py::array& x, py::array out) {
@@ -418,17 +461,29 @@ void bind_offload(py::module_& m) {
   py::class_<Self>(m, "ExpertRunner")
       .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
                     std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool, std::int32_t, int, std::uintptr_t, const std::vector<py::array>&>(),
+                    bool, std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
+                    const std::vector<py::array>&>(),
            py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
            py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
            py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
            py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1,
            py::arg("activation_bits") = kDefaultActivationBits, py::arg("near_memory") = 0,
-           py::arg("far_records") = std::vector<py::array>())
+           py::arg("far_records") = std::vector<py::array>(),
+           py::arg("far_experts") = std::vector<py::array>())
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),
            py::arg("max_bytes"), py::arg("later") = false)
+      .def(
+          "expect",
+          [](const Self& self, const py::array& shares) {
+            const auto values = expert_shares(shares);
+            self.call([&](ExpertRunner& runner) { runner.expect(values); });
+          },
+          py::arg("shares"))
+      .def("preload", &preload_py, py::arg("experts"), py::arg("most_bytes"))
+      .def("stop_preload",
+           [](const Self& self) { self.call([](ExpertRunner& runner) { runner.stop_preload(); }); })
       .def("finish", &finish_py, py::arg("x"), py::arg("out"))
       .def("rows", &rows_py)
       .def("item_lists", &item_lists_py, py::arg("lists"))

@@ -12,7 +12,8 @@ Miss miss_of(const std::string& name) {
   if (name == "fetch") return Miss::kFetch;
   if (name == "compute") return Miss::kCompute;
   if (name == "both") return Miss::kBoth;
-  refuse("miss is '" + name + "'; it must be 'fetch', 'compute' or 'both'");
+  if (name == "cpu") return Miss::kCpu;
+  refuse("miss is '" + name + "'; it must be 'fetch', 'compute', 'both' or 'cpu'");
 }
 
 Ahead ahead_of(const std::string& name) {
@@ -35,6 +36,23 @@ py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, 
   return py::make_tuple(plan.whole < 0 ? py::object(py::none()) : py::object(py::int_(plan.whole)), ranked);
 }
 
+std::vector<std::pair<std::int32_t, std::int32_t>> expert_pairs(const py::array& experts) {
+  if (experts.ndim() != 2)
+    refuse("experts has shape " + shape_text(shape_of(experts)) + "; it must be [n, 2]");
+  const std::int32_t* values = checked<std::int32_t>("experts", experts, {experts.shape(0), 2});
+  std::vector<std::pair<std::int32_t, std::int32_t>> pairs;
+  for (py::ssize_t i = 0; i < experts.shape(0); ++i) pairs.emplace_back(values[2 * i], values[2 * i + 1]);
+  return pairs;
+}
+
+std::vector<double> expert_shares(const py::array& shares) {
+  if (shares.ndim() != 2) {
+    refuse("shares has shape " + shape_text(shape_of(shares)) + "; it must be [layers, experts]");
+  }
+  const double* values = checked<double>("shares", shares, shape_of(shares));
+  return {values, values + shares.size()};
+}
+
 py::dict schedule_stats(const ScheduleStats& stats) {
   py::dict flat;
   constexpr const char* kHitNames[] = {"full", "prefetch", "top", "miss"};
@@ -50,6 +68,7 @@ py::dict schedule_stats(const ScheduleStats& stats) {
   flat["prefetch_wasted"] = stats.cache.prefetch_wasted;
   flat["evicted"] = stats.cache.evicted;
   flat["admitted"] = stats.cache.admitted;
+  flat["preloaded"] = stats.cache.preloaded;
 
   constexpr const char* kPriorityNames[kPriorities] = {"demand", "next", "later"};
   std::int64_t bytes = 0;

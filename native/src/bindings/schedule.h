@@ -1,9 +1,13 @@
 // Bindings shared by runner and timeline: names of choices, statistics, residency.
 #pragma once
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "offload/layer_schedule.h"
 #include "offload/speculation.h"
@@ -21,6 +25,11 @@ Ahead ahead_of(const std::string& name);
 // See moechat/_native.pyi, plan_speculation.
 py::tuple plan_speculation_py(const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,
                               std::int32_t layer, std::int32_t layers, std::int64_t tokens);
+
+// Pairs of layer and expert from int32 [n, 2]; shares from float64 [layers, experts]. Both throw
+// std::invalid_argument.
+std::vector<std::pair<std::int32_t, std::int32_t>> expert_pairs(const py::array& experts);
+std::vector<double> expert_shares(const py::array& shares);
 
 // Keys: see moechat/_native.pyi, ExpertRunner.stats.
 py::dict schedule_stats(const ScheduleStats& stats);

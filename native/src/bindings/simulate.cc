@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -65,6 +66,34 @@ Loading loading_of(const std::string& miss, const std::string& ahead, std::int32
           ahead_bytes ? *ahead_bytes / block_bytes : std::numeric_limits<std::int64_t>::max()};
 }
 
+CallCosts calls_of(std::map<std::string, double> calls, VirtualLinkOptions* link) {
+  CallCosts found;
+  const std::pair<const char*, double*> fields[] = {
+      {"dense", &found.dense},
+      {"choice", &found.choice},
+      {"clear", &found.clear},
+      {"lists", &found.lists},
+      {"list_latency", &found.list_latency},
+      {"list_copy", &found.list_copy},
+      {"launch", &found.launch},
+      {"launch_host", &found.launch_host},
+      {"event", &found.event},
+      {"sum", &found.sum},
+      {"sum_gpu", &found.sum_card},
+      {"link_call", &link->call},
+      {"link_copy", &link->call_copy},
+      {"link_wake", &link->wake},
+  };
+  for (const auto& [name, field] : fields) {
+    const auto given = calls.find(name);
+    if (given == calls.end()) continue;
+    *field = given->second;
+    calls.erase(given);
+  }
+  if (!calls.empty()) refuse("calls has no " + calls.begin()->first);
+  return found;
+}
+
 std::unique_ptr<TimelineObject> make_timeline(
     std::int32_t layers, std::int32_t experts, std::int32_t blocks, std::int64_t block_bytes,
     std::int64_t pages, const py::array& targets, std::int64_t reserve, PolicyHolder& policy,
@@ -73,7 +102,8 @@ std::unique_ptr<TimelineObject> make_timeline(
     std::int64_t group_items, double attention, double head, double call, std::vector<double> compute,
     double far_block, double far_block_shared, std::int64_t far_threads, double far_call,
     double near_slowdown, double latency, std::vector<double> link, std::vector<double> link_shared,
-    std::int64_t in_flight_bytes, const std::string& launch, bool counts_hard) {
+    std::int64_t in_flight_bytes, const std::string& launch, bool counts_hard,
+    const std::map<std::string, double>& calls) {
   TimelineOptions options;
   options.layers = layers;
   options.experts = experts;
@@ -90,8 +120,8 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.group_items = group_items;
   options.attention = attention;
   options.head = head;
-  options.costs = {call,        std::move(compute), far_block,    far_block_shared,
-                   far_threads, far_call,           near_slowdown};
+  options.costs = {call,        std::move(compute), far_block,     far_block_shared,
+                   far_threads, far_call,           near_slowdown, calls_of(calls, &options.link)};
   options.link.block_bytes = block_bytes;
   options.link.latency = latency;
   options.link.seconds = std::move(link);
@@ -209,10 +239,18 @@ void bind_simulate(py::module_& m) {
            py::arg("far_block"), py::arg("far_block_shared"), py::arg("far_threads") = 1,
            py::arg("far_call") = 0.0, py::arg("near_slowdown") = 1.0, py::arg("latency"), py::arg("link"),
            py::arg("link_shared"), py::arg("in_flight_bytes"), py::arg("launch") = "host",
-           py::arg("counts_hard") = false)
+           py::arg("counts_hard") = false, py::arg("calls") = std::map<std::string, double>{})
       .def("switch_to", &switch_to_py, py::kw_only(), py::arg("targets"), py::arg("miss"), py::arg("ahead"),
            py::arg("lookahead"), py::arg("ahead_experts"), py::arg("ahead_bytes"), py::arg("stream_tokens"))
       .def("preload", &preload_py, py::arg("layer"), py::arg("experts"), py::arg("blocks"))
+      .def(
+          "start_warm",
+          [](Self& self, const py::array& shares, const py::array& experts) {
+            const auto values = expert_shares(shares);
+            const auto pairs = expert_pairs(experts);
+            self.call([&](Timeline& timeline) { timeline.start_warm(values, pairs); });
+          },
+          py::arg("shares"), py::arg("experts"))
       .def("run", &run_py, py::arg("experts"), py::arg("starts"), py::arg("rankings"), py::arg("start") = 0,
            py::arg("stop") = py::none(), py::arg("hurried") = false)
       .def("drain", [](Self& self) { self.call([](Timeline& timeline) { timeline.drain(); }); })

@@ -12,6 +12,8 @@ namespace {
 
 // Below every key that an access can produce.
 constexpr double kNever = -1e300;
+// Key of an expert that is expected in every token; of others it is lower. Also below every key of an access.
+constexpr double kExpected = -1e9;
 
 std::size_t size_of(std::int64_t value) { return static_cast<std::size_t>(value); }
 
@@ -23,6 +25,12 @@ class Clocked : public EvictionPolicy {
   void reset() override {
     std::fill(clock_.begin(), clock_.end(), 0);
     std::fill(keys_.begin(), keys_.end(), kNever);
+  }
+  void expect(std::int32_t layer, const double* shares) override {
+    if (clock_[size_of(layer)] > 0) return;
+    for (std::int32_t expert = 0; expert < experts_; ++expert) {
+      keys_[place(layer, expert)] = kExpected * (2 - std::clamp(shares[expert], 0.0, 1.0));
+    }
   }
 
  protected:
@@ -266,6 +274,7 @@ class Belady final : public Clocked {
       }
     }
   }
+  void expect(std::int32_t, const double*) override {}
   void reset() override {
     Clocked::reset();
     next_.assign(first_.begin(), first_.end() - 1);
@@ -330,6 +339,15 @@ class Blend final : public Clocked {
     }
     for (std::size_t at = begin; at < end; ++at) {
       keys_[at] = kWeights[0] * rates_[0][at] + kWeights[1] * rates_[1][at] + kWeights[2] * rates_[2][at];
+    }
+  }
+  // As if the layer had always been used so.
+  void expect(std::int32_t layer, const double* shares) override {
+    if (clock_[size_of(layer)] > 0) return;
+    for (std::int32_t expert = 0; expert < experts_; ++expert) {
+      const std::size_t at = place(layer, expert);
+      for (int span = 1; span < kSpans; ++span) rates_[span][at] = shares[expert];
+      keys_[at] = kWeights[1] * rates_[1][at] + kWeights[2] * rates_[2][at];
     }
   }
   void reset() override {

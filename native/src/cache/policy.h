@@ -1,8 +1,8 @@
 // Eviction policies: pure bookkeeping over (layer, expert), independent of pages.
 //
 // A policy gives every expert of a layer a key; the cache keeps the experts with the highest keys. Invariant:
-// keys change only in `access` and `predict`, not with time. A priority that decays alike for all experts,
-// such as mu * rho^(nu/omega), is kept as a logarithm without the common decay, log(mu) + last *
+// keys change only in `access`, `predict` and `expect`, not with time. A priority that decays alike for all
+// experts, such as mu * rho^(nu/omega), is kept as a logarithm without the common decay, log(mu) + last *
 // log(1/rho)/omega. So comparing stored numbers ranks experts at any time.
 #pragma once
 
@@ -43,6 +43,13 @@ class EvictionPolicy {
   virtual void predict(std::int32_t layer, const std::int32_t* experts, std::int64_t count) {
     (void)layer, (void)experts, (void)count;
   }
+  // Records which experts a layer is likely to choose, from earlier runs: shares [experts], of the tokens
+  // that chose each. Ranks experts that the layer has not chosen yet, and only before its first access; it is
+  // no access itself. Policies with a fixed or a known order ignore it.
+  virtual void expect(std::int32_t layer, const double* shares) { (void)layer, (void)shares; }
+  // Whether keys of different layers may be compared: of any two experts, the one with the higher key is
+  // needed sooner. REQUIRES of such a policy: `predict` changes no keys.
+  bool comparable() const { return comparable_; }
   // [experts] keys of a layer, valid until the next access or predict.
   const double* keys(std::int32_t layer) const { return keys_.data() + std::int64_t{layer} * experts_; }
   // Restores the state after construction.
@@ -55,6 +62,7 @@ class EvictionPolicy {
   std::int32_t layers_;
   std::int32_t experts_;
   std::vector<double> keys_;
+  bool comparable_ = false;
 };
 
 // Throws std::invalid_argument naming the invalid field.

@@ -270,6 +270,7 @@ class Forecast final : public EvictionPolicy {
  public:
   explicit Forecast(const PolicySpec& spec)
       : EvictionPolicy(spec.name, spec.layers, spec.experts), loops_(best_loops()) {
+    comparable_ = true;  // v is a matter of tokens alone, whatever the layer
     const std::int32_t size = experts_ > kFewExperts ? kReadoutSize / 2 : kReadoutSize;
     // Multiples of 16, so that loops over four rows at a time have no remainder.
     state_ = std::clamp(size / experts_ / 16 * 16, kLeastState, kMostState);
@@ -322,7 +323,7 @@ class Forecast final : public EvictionPolicy {
     for (int span = 0; span < kSpans; ++span) {
       spans.rates[span] = layer.rates.data() + std::int64_t{span} * experts_;
       spans.left[span] = static_cast<float>(pass_tokens == 1 ? gamma_[span] : std::pow(gamma_[span], pass));
-      if (layer.passes == 0) std::fill_n(spans.rates[span], experts_, even);
+      if (layer.passes == 0 && !layer.expected) std::fill_n(spans.rates[span], experts_, even);
     }
     loops_.decay(spans, experts_);
     for (int span = 0; span < kSpans; ++span) {
@@ -363,6 +364,19 @@ class Forecast final : public EvictionPolicy {
     std::copy_n(experts, layer.count, layer.chosen.begin());
   }
 
+  // Takes the shares as the rates of all three spans: that is the prior of the first forecast, and fades as
+  // what the layer really chooses is counted.
+  void expect(std::int32_t index, const double* shares) override {
+    Layer& layer = layer_[size_of(index)];
+    if (layer.passes > 0) return;
+    layer.expected = true;
+    for (std::int32_t expert = 0; expert < experts_; ++expert) {
+      const auto share = static_cast<float>(std::clamp(shares[expert], 0.0, 1.0));
+      for (int span = 0; span < kSpans; ++span) layer.rates[size_of(span * experts_ + expert)] = share;
+      keys_[size_of(std::int64_t{index} * experts_ + expert)] = std::log((share + kFloor) / (1 + kFloor));
+    }
+  }
+
   void reset() override {
     std::fill(keys_.begin(), keys_.end(), kNever);
     for (Layer& layer : layer_) {
@@ -377,7 +391,7 @@ class Forecast final : public EvictionPolicy {
       layer.idle_uses.fill(0);
       layer.steps = layer.passes = 0;
       layer.count = 0;
-      layer.follows = false;
+      layer.follows = layer.expected = false;
     }
     std::fill(sum_.begin(), sum_.end(), 0.0f);
   }
@@ -407,6 +421,7 @@ class Forecast final : public EvictionPolicy {
     std::int64_t count = 0;
     std::int32_t steps = 0;   // of the readout, up to a limit
     std::int32_t passes = 0;  // up to a limit
+    bool expected = false;    // the first rates are given
     bool follows = false;     // the latest pass had one token, so the next one can learn from it
   };
 

@@ -59,6 +59,11 @@ SplitExpertCache::SplitExpertCache(std::int32_t layers, std::int32_t experts, st
   layer_pending_.resize(size_of(layers));
   marks_.resize(size_of(experts));
   candidates_.reserve(size_of(experts));
+  lowest_.resize(size_of(layers));
+  known_.resize(size_of(layers));
+  reach_.reserve(size_of(layers));
+  left_.reserve(size_of(layers));
+  taken_.resize(all);
   staging_plan_.victims.reserve(1);
 }
 
@@ -125,6 +130,7 @@ void SplitExpertCache::access(std::int32_t layer, const std::int32_t* experts, c
   }
   ++version_;
   policy_->access(layer, experts, tokens, count, pass_tokens);
+  known_[size_of(layer)] = 0;
   std::int64_t* hits = pass_tokens == 1 ? counters_.hits : counters_.prefill_hits;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::size_t where = place(layer, experts[i]);
@@ -173,7 +179,7 @@ void SplitExpertCache::release(std::int32_t layer, std::int32_t expert) {
       clear_fresh(pages_[spot(where, block)], where);
     }
   }
-  const std::int32_t room = targets_[size_of(layer)].experts;
+  const std::int32_t room = floor_of(targets_[size_of(layer)]);
   if (!released.kept && room > 0 && released.assigned > 0) {
     if (kept_count_[size_of(layer)] < room) {
       keep(layer, expert);
@@ -224,6 +230,7 @@ void SplitExpertCache::update_surplus(std::size_t where) {
     const std::int32_t floor = expert.kept ? targets_[size_of(layer)].blocks : 0;
     surplus = std::max(0, expert.resident - floor);
   }
+  if (surplus != expert.surplus) known_[size_of(layer)] = 0;
   layer_surplus_[size_of(layer)] += surplus - expert.surplus;
   surplus_ += surplus - expert.surplus;
   expert.surplus = surplus;
@@ -270,7 +277,7 @@ void SplitExpertCache::set_targets(const std::vector<LayerTarget>& targets) {
       const Expert& state = at(layer, expert);
       if (state.kept || state.assigned > 0) candidates_.push_back({keys[expert], expert});
     }
-    const std::size_t room = std::min(size_of(targets[size_of(layer)].experts), candidates_.size());
+    const std::size_t room = std::min(size_of(floor_of(targets[size_of(layer)])), candidates_.size());
     std::sort(candidates_.begin(), candidates_.end(), better);
     mark(nullptr, 0);
     for (std::size_t i = 0; i < room; ++i) marks_[size_of(candidates_[i].expert)] = mark_;

@@ -76,7 +76,7 @@ std::string SplitExpertCache::check() const {
     found.equal(layer_surplus_[layer], surplus[layer], name + ": surplus");
     found.equal(layer_pending_[layer], pending[layer], name + ": prefetches on their way");
     found.equal(kept_count_[layer], kept[layer], name + ": protected experts");
-    found.expect(kept[layer] <= targets_[layer].experts, name + ": more protected experts than its target");
+    found.expect(kept[layer] <= floor_of(targets_[layer]), name + ": more protected experts than its floor");
     std::vector<bool> seen(static_cast<std::size_t>(experts_));
     for (std::int32_t slot = 0; slot < kept_count_[layer]; ++slot) {
       const std::int32_t expert = kept_[place(static_cast<std::int32_t>(layer), slot)];

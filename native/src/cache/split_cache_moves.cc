@@ -1,5 +1,7 @@
 // Planning, and what becomes of pages: the part of the cache that moves blocks.
 #include <algorithm>
+#include <cstddef>
+#include <limits>
 #include <stdexcept>
 
 #include "cache/split_cache.h"
@@ -14,6 +16,7 @@ bool SplitExpertCache::may_rob(const Want& want, std::int32_t layer, std::int32_
 
 // Surplus blocks that this want may take; at least `enough` when there are more.
 std::int64_t SplitExpertCache::within_reach(const Want& want, std::int64_t enough) const {
+  if (want.preload) return 0;
   if (!want.prefetch) return surplus_;
   std::int64_t found = 0;
   for (std::int32_t layer = want.at; layer != want.layer && found < enough; layer = next_farthest(layer)) {
@@ -31,6 +34,7 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
   mark(want.experts, want.count);
   plan->version = version_;
   plan->prefetch = want.prefetch;
+  plan->preload = want.preload;
   plan->victims.clear();
   plan->fetches.clear();
   plan->satisfied = 0;
@@ -72,29 +76,100 @@ void SplitExpertCache::plan(const Want& want, Plan* plan) const {
   choose_victims(want, static_cast<std::int64_t>(plan->fetches.size()) - free, plan);
 }
 
-void SplitExpertCache::choose_victims(const Want& want, std::int64_t need, Plan* plan) const {
-  const auto later = [](const Candidate& a, const Candidate& b) {
-    return a.key != b.key ? a.key > b.key : a.expert > b.expert;
-  };
-  // The layer at work comes first: its next turn is a whole pass away.
-  for (std::int32_t layer = want.at; need > 0; layer = next_farthest(layer)) {
-    if (layer_surplus_[size_of(layer)] == 0) continue;
-    const double* keys = policy_->keys(layer);
-    candidates_.clear();
-    for (std::int32_t expert = 0; expert < experts_; ++expert) {
-      if (may_rob(want, layer, expert)) candidates_.push_back({keys[expert], expert});
-    }
-    std::make_heap(candidates_.begin(), candidates_.end(), later);
-    while (need > 0 && !candidates_.empty()) {
-      const std::int32_t expert = candidates_.front().expert;
-      std::pop_heap(candidates_.begin(), candidates_.end(), later);
-      candidates_.pop_back();
-      const std::int32_t blocks =
-          static_cast<std::int32_t>(std::min<std::int64_t>(need, at(layer, expert).surplus));
-      plan->victims.push_back({layer, expert, blocks});
-      need -= blocks;
+// The surplus expert of a layer with the lowest key; of equal ones the lowest number. Number -1: there is
+// none.
+SplitExpertCache::Candidate SplitExpertCache::lowest(std::int32_t layer) const {
+  Candidate& found = lowest_[size_of(layer)];
+  if (known_[size_of(layer)] != 0) return found;
+  known_[size_of(layer)] = 1;
+  found = {0, -1};
+  if (layer_surplus_[size_of(layer)] == 0) return found;
+  const double* keys = policy_->keys(layer);
+  const Expert* const experts = state_.data() + place(layer, 0);
+  for (std::int32_t expert = 0; expert < experts_; ++expert) {
+    if (experts[expert].surplus > 0 && (found.expert < 0 || keys[expert] < found.key)) {
+      found = {keys[expert], expert};
     }
   }
+  return found;
+}
+
+// The same of those that this want may take and has not taken yet.
+SplitExpertCache::Candidate SplitExpertCache::lowest_left(const Want& want, std::int32_t layer) const {
+  const Candidate first = lowest(layer);
+  if (first.expert < 0 ||
+      (may_rob(want, layer, first.expert) && taken_[place(layer, first.expert)] != taking_)) {
+    return first;
+  }
+  Candidate found{0, -1};
+  const double* keys = policy_->keys(layer);
+  for (std::int32_t expert = 0; expert < experts_; ++expert) {
+    if (taken_[place(layer, expert)] == taking_ || !may_rob(want, layer, expert)) continue;
+    if (found.expert < 0 || keys[expert] < found.key) found = {keys[expert], expert};
+  }
+  return found;
+}
+
+// Lists the layers that the want may take from. The layer at work comes first: its next turn is a whole pass
+// away.
+void SplitExpertCache::list_layers(const Want& want) const {
+  if (++taking_ == 0) {
+    std::fill(taken_.begin(), taken_.end(), 0);
+    taking_ = 1;
+  }
+  reach_.clear();
+  left_.clear();
+  std::int32_t layer = want.at;
+  for (std::int32_t count = 0; count < layers_; ++count, layer = next_farthest(layer)) {
+    if (layer_surplus_[size_of(layer)] > 0) {
+      const Candidate found = lowest_left(want, layer);
+      if (found.expert >= 0) {
+        reach_.push_back(layer);
+        left_.push_back(found);
+      }
+    }
+    if (want.prefetch && layer == want.layer) return;
+  }
+}
+
+// REQUIRES: there is one, and list_layers has been called.
+Victim SplitExpertCache::next_victim(const Want& want) const {
+  std::size_t chosen = 0;
+  if (policy_->comparable()) {
+    std::size_t cheapest = 0;
+    for (std::size_t i = 1; i < left_.size(); ++i) {
+      if (left_[i].key < left_[cheapest].key) cheapest = i;
+    }
+    if (left_[cheapest].key + kClear < left_[0].key) chosen = cheapest;
+  }
+  const std::int32_t layer = reach_[chosen];
+  const std::int32_t expert = left_[chosen].expert;
+  taken_[place(layer, expert)] = taking_;
+  left_[chosen] = lowest_left(want, layer);
+  if (left_[chosen].expert < 0) {
+    reach_.erase(reach_.begin() + static_cast<std::ptrdiff_t>(chosen));
+    left_.erase(left_.begin() + static_cast<std::ptrdiff_t>(chosen));
+  }
+  return {layer, expert, at(layer, expert).surplus};
+}
+
+void SplitExpertCache::choose_victims(const Want& want, std::int64_t need, Plan* plan) const {
+  if (need <= 0) return;
+  list_layers(want);
+  while (need > 0) {
+    Victim victim = next_victim(want);
+    victim.blocks = static_cast<std::int32_t>(std::min<std::int64_t>(need, victim.blocks));
+    plan->victims.push_back(victim);
+    need -= victim.blocks;
+  }
+}
+
+double SplitExpertCache::cheapest(std::int32_t at_layer) const {
+  check_layer("at", at_layer);
+  if (surplus_ == 0) return std::numeric_limits<double>::infinity();
+  list_layers({at_layer, at_layer, nullptr, 0, false, 1});
+  const Victim victim = next_victim({at_layer, at_layer, nullptr, 0, false, 1});
+  return policy_->keys(victim.layer)[victim.expert];
 }
 
 void SplitExpertCache::commit(Plan* plan) {
@@ -103,7 +178,8 @@ void SplitExpertCache::commit(Plan* plan) {
   }
   ++version_;
   for (const Victim& victim : plan->victims) evict(victim);
-  const auto flags = static_cast<std::uint8_t>(plan->prefetch ? kFilling | kFresh | kSpeculative : kFilling);
+  const auto flags = static_cast<std::uint8_t>(
+      (plan->prefetch ? kFilling | kFresh | kSpeculative : kFilling) | (plan->preload ? kPreload : 0));
   for (std::size_t i = 0; i < plan->fetches.size();) {
     const Fetch first = plan->fetches[i];
     const std::size_t where = place(first.layer, first.expert);
@@ -138,7 +214,7 @@ void SplitExpertCache::drop_from(std::size_t where, std::int32_t block) {
     const PageId page = slot;
     slot = kNoPage;
     if ((flags_[page] & kFresh) != 0) {
-      ++counters_.prefetch_wasted;
+      counters_.prefetch_wasted += (flags_[page] & kPreload) == 0 ? 1 : 0;
       clear_fresh(page, where);
     }
     if ((flags_[page] & kFilling) != 0) {
@@ -201,10 +277,13 @@ void SplitExpertCache::finish_transfer(PageId page) {
 bool SplitExpertCache::landed(PageId page, int error) {
   finish_transfer(page);
   if (error == 0) {
-    ++((flags_[page] & kSpeculative) != 0 ? counters_.fetched_prefetch : counters_.fetched_demand);
+    ++((flags_[page] & kPreload) != 0       ? counters_.preloaded
+       : (flags_[page] & kSpeculative) != 0 ? counters_.fetched_prefetch
+                                            : counters_.fetched_demand);
   }
   const std::uint32_t owner = slab_->owner(page);
   if (owner == kStaging || owner == Slab::kNoOwner) return false;
+  if ((flags_[page] & kPreload) != 0) clear_fresh(page, owner);
   if (error != 0) {
     drop_from(owner, block_[page]);
     return true;

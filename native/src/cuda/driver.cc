@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/virtual_clock.h"
+
 namespace moechat::cuda {
 namespace {
 
@@ -50,7 +52,6 @@ Driver load(void* library) {
   find(library, "cuEventDestroy_v2", &found.event_destroy);
   find(library, "cuEventRecord", &found.event_record);
   find(library, "cuEventQuery", &found.event_query);
-  find(library, "cuEventSynchronize", &found.event_synchronize);
   find(library, "cuMemcpyHtoDAsync_v2", &found.copy_to_device);
   return found;
 }
@@ -58,6 +59,18 @@ Driver load(void* library) {
 template <class Function>
 void find_if_any(void* library, const char* symbol, Function* function) {
   *function = reinterpret_cast<Function>(dlsym(library, symbol));
+}
+
+// Of a stand-in that keeps the time; no driver has these.
+void take_clock(void* library) {
+  static VirtualClock clock{};
+  find_if_any(library, "moechat_clock_now", &clock.now);
+  if (clock.now == nullptr) return;
+  find(library, "moechat_clock_step", &clock.step);
+  find(library, "moechat_clock_watch", &clock.watch);
+  find(library, "moechat_clock_unwatch", &clock.unwatch);
+  find(library, "moechat_clock_compute", &clock.compute);
+  set_virtual_clock(&clock);
 }
 
 std::string text_of(const Driver& from, Result result) {
@@ -93,6 +106,7 @@ Driver open() {
     } else if (version >= kFirstWithBatches) {
       find_if_any(library, "cuMemcpyBatchAsync", &found.copy_batch_12);
     }
+    take_clock(library);
   } catch (...) {
     dlclose(library);
     throw;

@@ -24,7 +24,6 @@ constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
 
 constexpr unsigned kStreamNonBlocking = 1;
-constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 
@@ -61,7 +60,6 @@ struct Driver {
   Result (*event_destroy)(Event event);
   Result (*event_record)(Event event, Stream stream);
   Result (*event_query)(Event event);
-  Result (*event_synchronize)(Event event);
   Result (*copy_to_device)(Pointer to, const void* from, std::size_t bytes, Stream stream);
   // Null if the driver has no batches: they exist from CUDA 12.8; since 13.0 without the index of a failure.
   Result (*copy_batch_12)(Pointer* to, Pointer* from, std::size_t* bytes, std::size_t count,

@@ -21,10 +21,10 @@ void in_context(Context context, const Call& give_back) {
 
 class OwnEvent {
  public:
-  // Records no times; a wait for it blocks instead of spinning. Throws Error.
+  // Records no times. Throws Error.
   explicit OwnEvent(Context context) : context_(context) {
     const Current current(context_);
-    check(driver().event_create(&event_, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
+    check(driver().event_create(&event_, kEventDisableTiming), "cuEventCreate");
   }
   OwnEvent(OwnEvent&& other) noexcept
       : context_(other.context_), event_(std::exchange(other.event_, nullptr)) {}
@@ -77,6 +77,7 @@ class PinnedMemory {
     if (pinned_) in_context(context_, [this] { return driver().host_unregister(memory_.data()); });
   }
   unsigned char* data() const { return memory_.data(); }
+  std::size_t bytes() const { return memory_.bytes(); }
 
  private:
   Context context_;

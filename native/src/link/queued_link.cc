@@ -33,6 +33,11 @@ void LinkEngine::open(std::uint32_t slots) {
     throw std::invalid_argument("a link with " + std::to_string(slots) + " slots; there must be at least 1");
   }
   queue_.open(slots);
+  if (const VirtualClock* const clock = virtual_clock()) {
+    clock->watch(pump_watched, this);
+    opened_ = true;
+    return;
+  }
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
@@ -106,14 +111,30 @@ std::int64_t LinkEngine::poll(std::vector<Completion>* out) {
   return queue_.take_completions(out);
 }
 
+// In the place of the threads, on a virtual clock.
+std::int64_t LinkEngine::pump_watched(void* engine, int act) {
+  auto* const self = static_cast<LinkEngine*>(engine);
+  const Lock lock(self->mutex_);
+  if (act != 0) self->pump_as_thread();
+  return self->queue_.stats(seconds_now()).queued + self->queue_.started();
+}
+
 bool LinkEngine::wait(std::chrono::microseconds limit) {
   const Clock::time_point until = after(limit);
   Lock lock(mutex_);
   pump();
+  if (const VirtualClock* const clock = virtual_clock()) {
+    return step_until(*clock, &lock, [this] {
+      pump();
+      return queue_.has_completions() || halted();
+    });
+  }
+  ++waiting_;
   // Wait 1: for something to poll.
   MOECHAT_WAIT(1, ready_.wait_until(lock, until, [this] {
     return queue_.has_completions() || stopping_ || (failed() && queue_.started() == 0);
   }));
+  --waiting_;
   return queue_.has_completions();
 }
 
@@ -135,6 +156,12 @@ bool LinkEngine::stop(std::chrono::milliseconds limit) {
   if (!opened_) return true;
   abandon();
   pump();
+  if (const VirtualClock* const clock = virtual_clock()) {
+    return step_until(*clock, &lock, [this] {
+      pump();
+      return queue_.started() == 0;
+    });
+  }
   wake();
   ready_.notify_all();
   // Wait 2: until nothing writes to any target.
@@ -143,6 +170,7 @@ bool LinkEngine::stop(std::chrono::milliseconds limit) {
 }
 
 void LinkEngine::join() {
+  if (const VirtualClock* const clock = virtual_clock()) clock->unwatch(this);
   {
     const Lock lock(mutex_);
     ending_ = true;

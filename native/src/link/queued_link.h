@@ -5,7 +5,8 @@
 // - One mutex guards everything. Every holder pumps: it reaps the transfers that have ended and begins those
 //   that there is room for. So a submit to an idle link starts at once, without a switch to another thread,
 //   and a caller that polls need not wait for a busy link thread. The link's own threads do the same while
-//   callers compute.
+//   callers compute. A backend may release the mutex within reap() and start(), around calls that can block
+//   (Unlocked): nothing that was read before pump() still holds after it.
 // - stopping_ and failure_ are final; both mean that no further transfer begins.
 #pragma once
 
@@ -17,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/virtual_clock.h"
 #include "link/link.h"
 #include "link/transfer_queue.h"
 
@@ -43,9 +45,6 @@ class LinkEngine {
   virtual StreamOrder* stream_order() { return nullptr; }
   std::string failure() const;
   LinkStats stats() const;
-  static double seconds_now() {
-    return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
-  }
   bool stop(std::chrono::milliseconds limit);
 
   // Ends the threads. Only after stop() has returned true, so none of them is inside a read.
@@ -65,6 +64,18 @@ class LinkEngine {
   LinkEngine(std::int64_t in_flight_limit, std::int64_t alignment, std::int64_t demand_limit)
       : queue_(in_flight_limit, demand_limit), alignment_(alignment) {}
 
+  // Releases the mutex for a scope; REQUIRES: this thread holds it.
+  class Unlocked {
+   public:
+    explicit Unlocked(std::mutex* mutex) : mutex_(mutex) { mutex_->unlock(); }
+    ~Unlocked() { mutex_->lock(); }
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+
+   private:
+    std::mutex* const mutex_;
+  };
+
   // ---- The backend's part; the mutex is held, except in `work`.
   virtual int threads() const = 0;
   // Body of a thread; returns soon after ending_ was set and wake() called.
@@ -75,14 +86,28 @@ class LinkEngine {
   virtual void abandon() {}  // stop: finish() the transfers that would never end by themselves
   // Throws std::invalid_argument for a transfer that this backend cannot make; nothing was queued.
   virtual void admit(const Transfer& transfer) const { static_cast<void>(transfer); }
+  // What the thread that waits for the backend does whenever it wakes up; on a virtual clock it has none.
+  virtual void pump_as_thread() { pump(); }
 
   // ---- For the backend; the mutex is held.
   void pump();
+  // Moves a virtual clock, without the mutex, until ready() holds, or until nothing will ever happen: false.
+  template <class Ready>
+  static bool step_until(const VirtualClock& clock, Lock* lock, const Ready& ready) {
+    while (!ready()) {
+      lock->unlock();
+      const bool moved = clock.step() != 0;
+      lock->lock();
+      if (!moved) return ready();
+    }
+    return true;
+  }
   // Throws std::out_of_range.
   static std::size_t index_of(std::int32_t region, std::size_t count);
   bool startable() const { return !halted() && queue_.startable(); }
   bool halted() const { return stopping_ || failed(); }
   bool failed() const { return error_ != 0; }
+  bool awaited() const { return waiting_ > 0; }        // a caller waits for something to poll
   const std::string& why() const { return failure_; }  // empty unless failed()
   void finish(std::uint32_t slot, int error);
   // As TransferQueue::put_back; a halted link finishes the transfer instead.
@@ -98,10 +123,12 @@ class LinkEngine {
 
  private:
   void require(const Transfer& transfer) const;
+  static std::int64_t pump_watched(void* engine, int act);
 
   const std::int64_t alignment_;
   std::condition_variable ready_;  // completions, stop, failure; nothing in flight any more
   bool opened_ = false;
+  int waiting_ = 0;  // callers in wait()
   std::string failure_;
   std::vector<std::thread> workers_;
 };
@@ -131,7 +158,7 @@ class QueuedLink final : public Link {
   StreamOrder* stream_order() override { return engine_->stream_order(); }
   std::string failure() const override { return engine_->failure(); }
   LinkStats stats() const override { return engine_->stats(); }
-  double now() const override { return LinkEngine::seconds_now(); }
+  double now() const override { return seconds_now(); }
   // In a child process: false, at once.
   bool stop(std::chrono::milliseconds limit) override;
 

@@ -10,12 +10,16 @@
 // - While something is started, at most in_flight_limit bytes are (demand_limit where a demand starts), or
 //   one transfer that is larger. A prefetch starts only below a third of that, or where two of them fit: a
 //   demand that comes then waits for little, and demands by themselves still fill the link.
+// - A batch has at most a quarter of the bytes that may be in flight when its first transfer starts, or one
+//   transfer that is larger. So where there is work for it, at least two batches are under way: the next one
+//   moves while the end of the last one is noticed and another one is issued.
 // - After open() a transfer allocates nothing.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "link/link.h"
@@ -55,12 +59,17 @@ class TransferQueue {
   void promote(std::uint32_t slot, Priority priority);
 
   std::uint32_t front() const;  // the next transfer to start, or kNone
+  // Most bytes in flight when such a transfer starts.
+  std::int64_t limit(const Transfer& transfer) const {
+    if (transfer.priority == Priority::kDemand) return demand_limit_;
+    return std::max(in_flight_limit_ / kPrefetchShare, std::min(in_flight_limit_, 2 * transfer.bytes));
+  }
   bool room(const Transfer& transfer) const {
-    const std::int64_t limit =
-        transfer.priority == Priority::kDemand
-            ? demand_limit_
-            : std::max(in_flight_limit_ / kPrefetchShare, std::min(in_flight_limit_, 2 * transfer.bytes));
-    return started_ == 0 || in_flight_ + transfer.bytes <= limit;
+    return started_ == 0 || in_flight_ + transfer.bytes <= limit(transfer);
+  }
+  // Most bytes of a batch that begins with such a transfer.
+  std::int64_t batch_bytes(const Transfer& first) const {
+    return std::min(limit(first), in_flight_limit_) / kBatchesInFlight;
   }
   bool startable() const {
     const std::uint32_t slot = front();
@@ -69,21 +78,29 @@ class TransferQueue {
   // REQUIRES: queued.
   void begin(std::uint32_t slot, double now);
   // Begins the next transfer and those behind it that have its priority and find room, as long as
-  // joins(node of the one before, node of the next) holds; at most `most`. Returns how many, in slots.
-  // REQUIRES: startable(), most >= 1.
+  // joins(node of the one before, node of the next) holds; at most `most`, and beyond the first no more than
+  // most_bytes in all. Returns how many, in slots. REQUIRES: startable(), most >= 1.
   template <class Joins>
-  std::size_t begin_run(std::uint32_t* run, std::size_t most, double now, const Joins& joins) {
+  std::size_t begin_run(std::uint32_t* run, std::size_t most, std::int64_t most_bytes, double now,
+                        const Joins& joins) {
     std::size_t count = 0;
     std::uint32_t slot = front();
-    for (;;) {
+    for (std::int64_t bytes = 0;;) {
       begin(slot, now);
       run[count++] = slot;
       if (count == most || !startable()) return count;
       const Node& last = nodes_[slot];
+      bytes += last.transfer.bytes;
       slot = front();
       const Node& next = nodes_[slot];
+      if (bytes + next.transfer.bytes > most_bytes) return count;
       if (next.transfer.priority != last.transfer.priority || !joins(last, next)) return count;
     }
+  }
+  // The same without a limit of bytes.
+  template <class Joins>
+  std::size_t begin_run(std::uint32_t* run, std::size_t most, double now, const Joins& joins) {
+    return begin_run(run, most, std::numeric_limits<std::int64_t>::max(), now, joins);
   }
   // Whether `next` continues `last` in its region.
   static bool adjacent(const Transfer& last, const Transfer& next) {
@@ -101,7 +118,9 @@ class TransferQueue {
   // Forgets what the bandwidth estimate has not absorbed yet: it moved in no time.
   void forget_window() { window_busy_ = 0, window_bytes_ = 0; }
 
+  std::int64_t queued() const { return stats_.queued; }
   std::int64_t started() const { return started_; }
+  double bandwidth() const { return stats_.bandwidth; }  // as in LinkStats, of whole windows
   bool has_completions() const { return !completions_.empty(); }
   // Appends all completions; returns how many.
   std::int64_t take_completions(std::vector<Completion>* out);
@@ -109,6 +128,7 @@ class TransferQueue {
 
  private:
   static constexpr std::int64_t kPrefetchShare = 3;
+  static constexpr std::int64_t kBatchesInFlight = 4;
 
   struct List {
     std::uint32_t first = kNone;

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
+#include "cuda/virtual_clock.h"
 #include "kernels/threads/thread_pool.h"
 #include "link/mutation.h"
 
@@ -25,14 +27,15 @@ void RealTimeExecutor::start(const Interrupted* interrupted) {
   called_ = now();
 }
 
-double RealTimeExecutor::now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double RealTimeExecutor::now() { return seconds_now(); }
 
 bool RealTimeExecutor::wait() {
   // Wait 25: for the link.
   bool arrived = false;
   MOECHAT_WAIT(25, arrived = link_->wait(wait_));
+  if (!arrived && virtual_clock() != nullptr) {
+    throw std::logic_error("a block is waited for, and nothing is on its way");
+  }
   return arrived;
 }
 
@@ -110,6 +113,19 @@ void DeviceExecutor::drop() {
   row_block_.assign(at(rows_->rows()), 0);
   row_blocks_.assign(at(rows_->rows()), 0);
   pending_ = 0;
+}
+
+void DeviceExecutor::far_compute(const std::vector<FarPiece>& pieces) {
+  const VirtualClock* const clock = virtual_clock();
+  if (clock == nullptr) {
+    far_.compute(pieces);
+    return;
+  }
+  double pairs = 0;
+  for (const FarPiece& piece : pieces) {
+    pairs += static_cast<double>(rows_->tokens_of[at(piece.row)]) * (piece.end - piece.begin);
+  }
+  clock->compute(pairs * static_cast<double>(far_.record_bytes()));
 }
 
 std::int64_t DeviceExecutor::far_threads() const { return ThreadPool::num_threads(); }

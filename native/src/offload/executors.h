@@ -113,7 +113,7 @@ class DeviceExecutor : public RealTimeExecutor {
   bool orders_copies() const override { return order_ != nullptr; }
   bool follow_copies() override;
   std::int64_t far_threads() const override;
-  void far_compute(const std::vector<FarPiece>& pieces) override { far_.compute(pieces); }
+  void far_compute(const std::vector<FarPiece>& pieces) override;
 
  private:
   StreamOrder* const order_;  // null: the link orders nothing

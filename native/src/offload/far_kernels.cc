@@ -24,8 +24,8 @@ void FarKernels::add_records(const std::vector<FarPiece>& pieces) {
   block_row_.clear();
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const FarPiece& piece = pieces[i];
-    const unsigned char* const expert = records_[at(layer_)] + std::int64_t{rows_->experts[at(piece.row)]} *
-                                                                   layout_.blocks * layout_.record_bytes;
+    const unsigned char* const expert =
+        records_[at(std::int64_t{layer_} * experts_ + rows_->experts[at(piece.row)])];
     for (std::int32_t block = piece.begin; block < piece.end; ++block) {
       block_ptr_.push_back(reinterpret_cast<std::uintptr_t>(expert + block * layout_.record_bytes));
       block_index_.push_back(block);

@@ -23,18 +23,21 @@ struct FarPart {
 
 class FarKernels {
  public:
-  // records[layer]: [experts, blocks] records in memory of the host, which outlive this.
+  // records[layer * experts + expert]: [blocks] records in memory of the host, which outlive this.
   FarKernels(const BlockLayout& layout, const ActivationSpec& activation, int activation_bits,
-             std::vector<const unsigned char*> records)
+             std::int32_t experts, std::vector<const unsigned char*> records)
       : layout_(layout),
         activation_(activation),
         activation_bits_(activation_bits),
+        experts_(experts),
         records_(std::move(records)) {}
 
   // A layer begins; `rows` stay as they are until it is done.
   void begin(std::int32_t layer, const Grouped* rows, std::int64_t tokens, const FarPart& part);
   const FarPart& part() const { return part_; }
-  // The first call of a layer sets `out` to 0, and every call adds its blocks to it.
+  std::int64_t record_bytes() const { return layout_.record_bytes; }
+  // The first call of a layer sets `out` to 0, and every call adds its blocks to it. REQUIRES: records of
+  // these experts.
   void compute(const std::vector<FarPiece>& pieces);
 
  private:
@@ -44,6 +47,7 @@ class FarKernels {
   const BlockLayout layout_;
   const ActivationSpec activation_;
   const int activation_bits_;
+  const std::int32_t experts_;
   const std::vector<const unsigned char*> records_;
 
   std::int32_t layer_ = 0;

@@ -19,14 +19,16 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-void FarShare::begin(const Grouped* rows, const double* keys, std::int64_t tokens) {
+void FarShare::begin(const Grouped* rows, const double* keys, std::int64_t tokens, const std::uint8_t* held) {
   rows_ = rows;
+  held_ = held;
   tokens_ = tokens;
   order_.resize(at(rows->rows()));
   for (std::int32_t row = 0; row < rows->rows(); ++row) order_[at(row)] = row;
   // Rows of few tokens first, since the CPU pays for tokens and the link does not; of equal ones those that
-  // are least worth a page.
+  // are least worth a page. Last those that the CPU does not have: so the link begins with them.
   std::sort(order_.begin(), order_.end(), [&](std::int32_t a, std::int32_t b) {
+    if (holds(a) != holds(b)) return holds(a);
     const std::int32_t items_a = rows->tokens_of[at(a)];
     const std::int32_t items_b = rows->tokens_of[at(b)];
     if (items_a != items_b) return items_a < items_b;
@@ -41,11 +43,14 @@ double FarShare::link_rate(const LinkStats& link) {
 }
 
 std::int64_t FarShare::of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const {
+  return std::llround(share_of_link(left, link, ahead));
+}
+
+double FarShare::share_of_link(std::int64_t left, const LinkStats& link, std::int64_t ahead) const {
   const double bandwidth = link_rate(link);
   // n blocks of the link take (ahead + n * record) / bandwidth, the others (left - n) * record / rate.
   const double before = static_cast<double>(ahead) / static_cast<double>(record_bytes_);
-  const double blocks = (static_cast<double>(left) * bandwidth - before * rate()) / (bandwidth + rate());
-  return std::llround(std::max(0.0, blocks));
+  return std::max(0.0, (static_cast<double>(left) * bandwidth - before * rate()) / (bandwidth + rate()));
 }
 
 std::int64_t FarShare::piece(std::int64_t unassigned, std::int64_t threads) const {

@@ -15,6 +15,10 @@ constexpr double kMostWaited = 0.2;
 // A block has landed recently if it did not three layers ago: a device that runs ahead would have missed it.
 constexpr std::uint64_t kRecent = 3;
 
+// Passes of so many tokens launch all blocks that are on their way together. The blocks of an expert are read
+// once by the kernel for few tokens up to here.
+constexpr std::int64_t kTokensOfOneLaunch = 8;
+
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 std::string decimal(double value) {
@@ -390,12 +394,17 @@ void LayerSchedule::run_group() {
     }
     const bool first = !resident_launched_;
     resident_launched_ = true;
-    collect(false);
-    if (sharing_ && steps_.empty() && (first || unassigned() > 0)) continue;
-    if (steps_.empty() && executor_->orders_copies()) {
+    // For few tokens the kernels take less time than launching them: one launch for what is resident, then
+    // one for everything that is on its way. With many, landed blocks are computed while others are copied.
+    const bool dividing = sharing_ && unassigned() > 0;
+    bool flying = executor_->orders_copies() && !first && !dividing && tokens_ <= kTokensOfOneLaunch;
+    collect(flying);
+    if (sharing_ && steps_.empty() && (first || dividing)) continue;
+    if (steps_.empty() && !flying && executor_->orders_copies()) {
+      flying = true;
       collect(true);
-      if (!steps_.empty() && !follow_copies()) continue;
     }
+    if (flying && !steps_.empty() && !follow_copies()) continue;
     if (!steps_.empty()) {
       compute();
       continue;

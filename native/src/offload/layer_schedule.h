@@ -32,6 +32,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache/policy.h"
@@ -73,6 +74,8 @@ struct ScheduleOptions {
   // As most published systems: an expert is computed once all of it has arrived.
   bool whole_experts = false;
   double stall_seconds = 30;  // how long nothing may arrive before a pass gives up
+  // [layers, experts] whether the CPU can compute an expert where it lies; empty: all of them.
+  std::vector<std::uint8_t> far_experts;
   // Memory of the pages, [pages, record_bytes]; it must outlive the schedule and all transfers in flight.
   // Null: the schedule allocates host memory.
   unsigned char* near_memory = nullptr;
@@ -122,6 +125,15 @@ class LayerSchedule {
   // It does so for the last prefetch of each priority.
   std::int64_t prefetch(std::int32_t layer, const std::int32_t* ranked, std::int64_t count,
                         std::int64_t max_blocks, Priority priority);
+  // As EvictionPolicy::expect, for all layers: shares [layers * experts]. Throws std::invalid_argument.
+  void expect(const std::vector<double>& shares);
+  // Queues missing blocks of these experts (pairs of layer and expert, in this order) that earlier runs have
+  // used, at most `most` at a time, behind everything else on the link and into free pages beyond the
+  // reserve. To be called again and again between passes. Returns how many pairs at the front are done with:
+  // resident, or on their way. All of them if there are no pages left, or if the link has failed.
+  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most);
+  // Cancels what has not started of it; so does the next access of each layer.
+  void stop_preload();
   // Throws LinkError, DeviceLostError, and what the executor throws; the layer was aborted.
   // REQUIRES: a layer has begun.
   void finish(LayerExecutor* executor);
@@ -228,6 +240,7 @@ class LayerSchedule {
 
   // Sharing.
   void divide();
+  void admit(const double* keys);
   std::int64_t unassigned() const;
   std::int64_t on_the_way() const;
   std::int64_t part_of_link(std::int64_t unassigned, std::int64_t coming) const;
@@ -279,6 +292,7 @@ class LayerSchedule {
   bool sharing_ = false;
   bool resident_launched_ = false;  // while sharing: the blocks that were there at first
   std::int64_t far_blocks_ = 0;
+  double upload_credit_ = 0;          // below 1: part of a block that the link had time for, in layers so far
   double waited_ = 0;                 // seconds in vain, since something arrived or was computed
   Prefetch prefetches_[kPriorities];  // by priority; the entry of demands stays empty
 

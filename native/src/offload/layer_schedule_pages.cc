@@ -1,5 +1,6 @@
 // Pages for missing blocks, demanded or expected: the part of the schedule that moves blocks.
 #include <algorithm>
+#include <stdexcept>
 
 #include "offload/layer_schedule.h"
 
@@ -183,6 +184,55 @@ std::int64_t LayerSchedule::continue_prefetch(Prefetch* prefetch, Priority prior
   if (limited) window_blocks_ -= count;
   prefetch->blocks = count == missing ? 0 : prefetch->blocks - count;
   return count;
+}
+
+// ---- what earlier runs have used
+
+void LayerSchedule::expect(const std::vector<double>& shares) {
+  if (shares.size() != at(std::int64_t{options_.layers} * options_.experts)) {
+    throw std::invalid_argument("there are " + std::to_string(shares.size()) + " shares for " +
+                                std::to_string(options_.layers) + " layers of " +
+                                std::to_string(options_.experts) + " experts");
+  }
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+    policy_->expect(layer, shares.data() + std::int64_t{layer} * options_.experts);
+  }
+  cache_.keys_changed();
+}
+
+std::int64_t LayerSchedule::preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
+                                    std::int64_t most) {
+  const auto all = static_cast<std::int64_t>(experts.size());
+  settle();
+  if (active_) return 0;
+  if (!link_->failure().empty()) return all;
+  for (std::int64_t done = 0; done < all; ++done) {
+    const auto [layer, expert] = experts[at(done)];
+    check_layer(layer);
+    if (expert < 0 || expert >= options_.experts) {
+      throw std::invalid_argument("expert is " + std::to_string(expert) + "; it must be from 0 to " +
+                                  std::to_string(options_.experts - 1));
+    }
+    const std::int64_t lacks = options_.blocks - cache_.assigned(layer, expert);
+    if (lacks == 0) continue;
+    const std::int64_t room = slab_.free_pages() - options_.reserve;
+    if (room < 1) return all;
+    const std::int64_t count = std::min({lacks, room, most - cache_.in_flight()});
+    if (count < 1) return done;
+    Want want{layer, layer_, &expert, 1, true, count, false};
+    want.preload = true;
+    cache_.plan(want, &plan_);
+    const std::int64_t fetched = transfers_.fetch(&plan_, Priority::kLater, pass_);
+    transfers_.forget_refusal();
+    if (fetched == 0) return all;
+    if (fetched < lacks) return room == fetched ? all : done;
+  }
+  return all;
+}
+
+void LayerSchedule::stop_preload() {
+  settle();
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) transfers_.cancel_stale(layer);
 }
 
 }  // namespace moechat

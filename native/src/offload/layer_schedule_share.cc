@@ -13,23 +13,40 @@ std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 // Leaves the blocks unassigned that the CPU may compute of a layer that begins.
 void LayerSchedule::divide() {
   const double* const keys = policy_->keys(layer_);
-  far_.begin(&grouped_, keys, tokens_);
-  const LayerTarget target = cache_.targets()[at(layer_)];
+  far_.begin(&grouped_, keys, tokens_,
+             options_.far_experts.empty()
+                 ? nullptr
+                 : &options_.far_experts[at(std::int64_t{layer_} * options_.experts)]);
   for (std::int32_t i = 0; i < grouped_.rows(); ++i) {
-    if (!far_.eligible(i)) continue;
-    const std::int32_t expert = expert_of(i);
-    std::int32_t brought = 0;
-    if (miss_ == Miss::kCompute) {
-      // The link brings the blocks that a target keeps, once; nothing else would.
-      const double* const end = keys + options_.experts;
-      const auto above = std::count_if(keys, end, [&](double key) { return key > keys[expert]; });
-      if (above < target.experts) brought = target.blocks;
-    }
-    row_at(i).link_end = std::max(brought, cache_.assigned(layer_, expert));
+    if (far_.eligible(i)) row_at(i).link_end = cache_.assigned(layer_, expert_of(i));
   }
   if (miss_ == Miss::kBoth) {
     const std::int64_t coming = on_the_way();
     assign_to_link(part_of_link(unassigned(), coming) - coming);
+  } else if (miss_ == Miss::kCompute) {
+    admit(keys);
+  }
+}
+
+// Of the link's part, assigns the blocks of experts that are worth more than the expert whose pages they
+// take: the best experts first. keys [experts]: of the layer.
+void LayerSchedule::admit(const double* keys) {
+  const std::int64_t coming = on_the_way();
+  const LinkStats link = link_->stats();
+  const std::int64_t ahead = std::max<std::int64_t>(0, link.in_flight - coming * options_.record_bytes);
+  const double share = far_.share_of_link(unassigned() + coming, link, ahead);
+  upload_credit_ += std::max(0.0, share - static_cast<double>(coming));
+  auto part = static_cast<std::int64_t>(upload_credit_);
+  upload_credit_ -= static_cast<double>(part);
+  std::int64_t free = slab_.free_pages() - options_.reserve;
+  for (auto place = far_.order().rbegin(); place != far_.order().rend() && part > 0; ++place) {
+    Row& row = row_at(*place);
+    const std::int64_t lacks = std::min<std::int64_t>(part, row.far_begin - row.link_end);
+    if (lacks == 0) continue;
+    if (lacks > free && !(keys[expert_of(*place)] > cache_.cheapest(layer_))) continue;
+    row.link_end += static_cast<std::int32_t>(lacks);
+    part -= lacks;
+    free -= lacks;
   }
 }
 

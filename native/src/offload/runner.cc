@@ -53,9 +53,14 @@ RunnerOptions checked(RunnerOptions options, const Link* link) {
     refuse("pages is " + std::to_string(options.pages) + "; on a device it must be below 2^31");
   }
   if (!std::isfinite(options.stall_seconds)) refuse("stall_seconds must be finite");
-  if (!options.far_records.empty() && options.far_records.size() != at(options.layers)) {
-    refuse("far_records has " + std::to_string(options.far_records.size()) + " layers of " +
-           std::to_string(options.layers));
+  const std::int64_t all = std::int64_t{options.layers} * options.experts;
+  if (!options.far_records.empty() && options.far_records.size() != at(all)) {
+    refuse("far_records has " + std::to_string(options.far_records.size()) + " experts of " +
+           std::to_string(all));
+  }
+  options.far_experts.clear();
+  for (const unsigned char* const records : options.far_records) {
+    options.far_experts.push_back(records == nullptr ? 0 : 1);
   }
   if (link == nullptr) return options;  // the schedule refuses it
   if (link->regions() != options.layers) {
@@ -99,9 +104,9 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       routing_(options_.layers, options_.experts, options_.top_k, options_.even_share()),
       schedule_(options_, std::move(policy), std::move(link), &routing_),
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
-      device_(
-          &schedule_.link(), options_.stall_seconds,
-          FarKernels(options_.layout, options_.activation, options_.activation_bits, options_.far_records)),
+      device_(&schedule_.link(), options_.stall_seconds,
+              FarKernels(options_.layout, options_.activation, options_.activation_bits, options_.experts,
+                         options_.far_records)),
       computed_(&schedule_.link()) {
   if (options_.populate) schedule_.slab().populate();
 }
@@ -234,6 +239,22 @@ std::int64_t ExpertRunner::begun_tokens() const {
 void ExpertRunner::set_targets(const std::vector<LayerTarget>& targets) {
   const ApiLock lock(this);
   schedule_.set_targets(targets);
+}
+
+void ExpertRunner::expect(const std::vector<double>& shares) {
+  const ApiLock lock(this);
+  schedule_.expect(shares);
+}
+
+std::int64_t ExpertRunner::preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts,
+                                   std::int64_t most) {
+  const ApiLock lock(this);
+  return schedule_.preload(experts, most);
+}
+
+void ExpertRunner::stop_preload() {
+  const ApiLock lock(this);
+  schedule_.stop_preload();
 }
 
 ScheduleStats ExpertRunner::stats() const {

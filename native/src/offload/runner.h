@@ -19,6 +19,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cache/policy.h"
@@ -41,8 +42,9 @@ struct RunnerOptions : ScheduleOptions {
   std::int32_t top_k = 1;  // experts that a token uses; decides how much of a prediction is counted
   std::int64_t accumulator_bytes = ExpertSum::kBytes;
   bool populate = false;  // commit all pages at once, not one by one as they are first filled
-  // [layers] records [experts, blocks] of each layer in memory of the host, which outlive the runner; none:
-  // the CPU does not compute what is missing on a device.
+  // [layers, experts] records [blocks] of each expert in memory of the host, which outlive the runner; null:
+  // the CPU does not have that expert. None: the CPU does not compute what is missing on a device. Sets
+  // far_experts.
   std::vector<const unsigned char*> far_records;
 };
 
@@ -129,6 +131,11 @@ class ExpertRunner {
   std::int64_t account(const ComputedPass& pass);
 
   void set_targets(const std::vector<LayerTarget>& targets);
+  // As EvictionPolicy::expect, for all layers: shares [layers * experts].
+  void expect(const std::vector<double>& shares);
+  // As LayerSchedule.
+  std::int64_t preload(const std::vector<std::pair<std::int32_t, std::int32_t>>& experts, std::int64_t most);
+  void stop_preload();
   ScheduleStats stats() const;
   void reset_stats();
   // How routing has been since the last reset; see routing_counter.h.

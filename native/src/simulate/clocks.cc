@@ -99,15 +99,59 @@ void CardClock::add(std::int32_t row, std::int32_t block, PageId page, bool land
 
 bool CardClock::follow_copies() {
   copied_until_ = 0;
+  pay_link();
   for (const PageId page : flying_) copied_until_ = std::max(copied_until_, link_->end_of(page));
-  if (std::isfinite(copied_until_)) return true;
+  if (std::isfinite(copied_until_)) {
+    if (!flying_.empty() && !hurried_) copied_until_ += costs_.calls.event;
+    return true;
+  }
   wait();  // for room on the link
   return false;
 }
 
+// The host's calls of the link.
+void CardClock::pay_link() {
+  const double seconds = link_->take_call_seconds();
+  if (!hurried_) *now_ += seconds;
+}
+
+// Gives a few numbers to the card; returns when they are there.
+double CardClock::small_copy() {
+  if (hurried_) return *now_;
+  *now_ += costs_.calls.lists;
+  if (costs_.calls.list_copy == 0) return *now_;
+  return link_->pass(*now_ + costs_.calls.list_latency, costs_.calls.list_copy);
+}
+
+void CardClock::start(bool shares) {
+  HostClock::start(shares);
+  pay_link();
+  far_sums_ = false;
+  if (shares && !hurried_) *now_ += costs_.calls.clear;
+}
+
+void CardClock::compute_dense(double seconds) {
+  if (hurried_) return;
+  busy_until_ = std::max(busy_until_, *now_ + costs_.calls.dense) + seconds;
+  *now_ = busy_until_ + costs_.calls.choice;
+}
+
+double CardClock::end_layer() {
+  double ready = busy_until_;
+  if (far_sums_) ready = std::max(ready, small_copy() + (hurried_ ? 0 : costs_.far_call));
+  if (!hurried_) *now_ += costs_.calls.sum;
+  busy_until_ = std::max(ready, *now_) + (hurried_ ? 0 : costs_.calls.sum_card);
+  // What is left of the calls for the next dense part belongs to that.
+  return std::max(busy_until_, *now_ + costs_.calls.dense) - costs_.calls.dense;
+}
+
 std::int64_t CardClock::compute() {
   const double seconds = cost();
-  busy_until_ = std::max({busy_until_, *now_, copied_until_}) + seconds;
+  pay_link();
+  const double listed = small_copy();
+  const double launched = *now_ + (hurried_ ? 0 : costs_.calls.launch);
+  if (!hurried_) *now_ += costs_.calls.launch_host;
+  busy_until_ = std::max({busy_until_, launched, listed, copied_until_}) + seconds;
   compute_seconds_ += seconds;
   for (const PageId page : pages_) link_->move_after(page, busy_until_);
   const std::int64_t blocks = blocks_;
@@ -117,7 +161,7 @@ std::int64_t CardClock::compute() {
 
 void CardClock::far_compute(const std::vector<FarPiece>& pieces) {
   HostClock::far_compute(pieces);
-  summed_ = *now_ + (hurried_ ? 0 : costs_.far_call);
+  far_sums_ = true;
 }
 
 void CardClock::drop() {

@@ -11,6 +11,22 @@
 
 namespace moechat {
 
+// Seconds of the thread that launches on a card, of the card between kernels, and of the small copies between
+// both. All 0: calls take no time.
+struct CallCosts {
+  double dense = 0;   // host: from the last call of a layer to the first kernel of the next dense part
+  double choice = 0;  // from the end of a dense part until the host has its choice, and a link's calls begin
+  double clear = 0;   // host: of a layer that the far tier may compute a part of
+  double lists = 0;   // host: to give the lists of a launch to the card
+  double list_latency = 0;  // from there until they may move
+  double list_copy = 0;     // link: they move; 0: they do not pass over it
+  double launch = 0;        // from there until the first kernel may begin
+  double launch_host = 0;   // host: the launch
+  double event = 0;         // card: from the end of a copy to the kernel that waits for it
+  double sum = 0;           // host: the sum of a layer
+  double sum_card = 0;      // card: the same
+};
+
 // Seconds.
 struct ComputeCosts {
   double call = 0;              // near tier: for computing anything at all
@@ -20,6 +36,7 @@ struct ComputeCosts {
   std::int64_t far_threads = 1;
   double far_call = 0;       // of a layer: handing its input to the far tier and the sums back
   double near_slowdown = 1;  // factor of the near tier's times while the link is busy
+  CallCosts calls;           // of a card
 };
 
 // As HostExecutor: the clock stands at the end of whatever was computed or waited for last.
@@ -33,12 +50,15 @@ class HostClock : public LayerExecutor {
 
   // From now on nothing takes time, or everything does.
   void hurry(bool on) { hurried_ = on; }
-  // A layer begins.
-  void start() { first_ = end_ = 0; }
+  // A layer begins; shares: the far tier may compute a part of it.
+  virtual void start(bool shares) {
+    static_cast<void>(shares);
+    first_ = end_ = 0;
+  }
   // The layer without its experts, or the head.
-  void compute_dense(double seconds) { spend(seconds); }
-  // Moves the clock to the end of the layer.
-  virtual void end_layer() {}
+  virtual void compute_dense(double seconds) { spend(seconds); }
+  // Every block of the layer was launched. Returns the moment at which its sum is there.
+  virtual double end_layer() { return *now_; }
   // Seconds that the near tier has computed.
   double compute_seconds() const { return compute_seconds_; }
 
@@ -74,14 +94,17 @@ class HostClock : public LayerExecutor {
   double compute_seconds_ = 0;
 };
 
-// As DeviceExecutor over a CudaLink: the clock is that of the thread that launches, and launches take none of
-// its time. The card works through them one after another, each behind the copies that it reads; a copy that
-// starts later moves behind the kernels that read its page.
+// As DeviceExecutor over a CudaLink, called as GraphDecoder and GpuExpertLayer do: the clock is that of the
+// thread that launches. The card works through the launches one after another, each behind its lists and the
+// copies that it reads; a copy that starts later moves behind the kernels that read its page. Lists, and the
+// far tier's sums, pass over the link between the transfers.
 class CardClock final : public HostClock {
  public:
   using HostClock::HostClock;
 
-  void end_layer() override { *now_ = std::max({*now_, busy_until_, summed_}); }
+  void start(bool shares) override;
+  void compute_dense(double seconds) override;
+  double end_layer() override;
   void far_compute(const std::vector<FarPiece>& pieces) override;
 
   bool next_group() override;
@@ -94,8 +117,11 @@ class CardClock final : public HostClock {
   bool follow_copies() override;
 
  private:
+  double small_copy();
+  void pay_link();
+
   double busy_until_ = 0;    // the card
-  double summed_ = 0;        // the far tier's sums are there
+  bool far_sums_ = false;    // the far tier has computed a part of the layer
   double copied_until_ = 0;  // the copies of the blocks that were added
   std::vector<PageId> pages_;
   std::vector<PageId> flying_;  // of these, those that have not landed

@@ -42,6 +42,12 @@ TimelineOptions checked(TimelineOptions options) {
   if (!(options.costs.near_slowdown >= 1) || !std::isfinite(options.costs.near_slowdown)) {
     refuse("near_slowdown is " + std::to_string(options.costs.near_slowdown) + "; it must be at least 1");
   }
+  const CallCosts& calls = options.costs.calls;
+  for (const double value : {calls.dense, calls.choice, calls.clear, calls.lists, calls.list_latency,
+                             calls.list_copy, calls.launch, calls.launch_host, calls.event, calls.sum,
+                             calls.sum_card, options.link.call, options.link.call_copy, options.link.wake}) {
+    check_time("calls", value);
+  }
   if (options.costs.far_threads < 1) {
     refuse("far_threads is " + std::to_string(options.costs.far_threads) + "; it must be at least 1");
   }
@@ -92,6 +98,15 @@ std::int64_t Timeline::preload(std::int32_t layer, const std::int32_t* experts, 
     cache.release(layer, experts[i]);
   }
   return loaded;
+}
+
+void Timeline::start_warm(const std::vector<double>& shares,
+                          const std::vector<std::pair<std::int32_t, std::int32_t>>& experts) {
+  schedule_.expect(shares);
+  link_->hurry(true);
+  schedule_.preload(experts, schedule_.slab().pages());
+  drain();
+  link_->hurry(hurried_);
 }
 
 void Timeline::switch_to(const Loading& loading, const std::vector<LayerTarget>& targets) {
@@ -151,10 +166,10 @@ void Timeline::run_layer(const Passes& passes, std::int32_t layer, std::int64_t 
   speculate(passes, first + tokens - 1, tokens);
   const double begun = now_;
   const double computed = clock_->compute_seconds();
-  clock_->start();
+  clock_->start(!hurried_ && loading_.miss != Miss::kFetch);
   schedule_.finish(clock_.get());
-  clock_->end_layer();
-  stall_seconds_ += std::max(0.0, now_ - begun - (clock_->compute_seconds() - computed));
+  const double ended = clock_->end_layer();
+  stall_seconds_ += std::max(0.0, ended - begun - (clock_->compute_seconds() - computed));
 }
 
 void Timeline::speculate(const Passes& passes, std::int64_t last_token, std::int64_t tokens) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache/policy.h"
@@ -80,6 +81,9 @@ class Timeline {
   // as there are free pages; they are accessed once for it. Returns how many blocks.
   std::int64_t preload(std::int32_t layer, const std::int32_t* experts, std::int64_t count,
                        std::int32_t blocks);
+  // As the engine after a start with statistics: as LayerSchedule::expect and ::preload, in no time.
+  void start_warm(const std::vector<double>& shares,
+                  const std::vector<std::pair<std::int32_t, std::int32_t>>& experts);
   // Passes [from, to) of `passes`; predictions may name tokens of later ones. out [to - from].
   // `hurried`: transfers take no time, nor do the layers' other parts. `interrupted` is called a few times a
   // second and may throw: the timeline can then only be destroyed.

@@ -150,16 +150,25 @@ VirtualLink::Moving VirtualLink::moving(const std::uint32_t* slots, std::size_t 
 }
 
 // Begins the transfers that there is room for.
-void VirtualLink::start(double moment) {
+void VirtualLink::start(double moment, bool called) {
   const auto joins = [this](const TransferQueue::Node& last, const TransferQueue::Node& next) {
     return options_.card || TransferQueue::adjacent(last.transfer, next.transfer);
   };
   while (queue_.startable()) {
-    const std::size_t count = queue_.begin_run(run_.data(), run_.size(), moment, joins);
+    const std::int64_t most = options_.card ? queue_.batch_bytes(queue_[queue_.front()].transfer)
+                                            : std::numeric_limits<std::int64_t>::max();
+    const std::size_t count = queue_.begin_run(run_.data(), run_.size(), most, moment, joins);
     double ready = moment + (hurried_ ? 0 : options_.latency);
     for (std::size_t i = 0; i < count; ++i) ready = std::max(ready, move_after_[run_[i]]);
     const double begin = std::max(busy_until_, ready);
+    const std::int64_t before = queue_.stats(moment).operations;
     const auto [alone, shared] = moving(run_.data(), count);
+    if (!hurried_) {
+      const auto copies = static_cast<double>(queue_.stats(moment).operations - before);
+      copies_ += copies;
+      copy_seconds_ += alone;
+      if (called) call_seconds_ += options_.call + copies * options_.call_copy;
+    }
     const double slowdown = alone > 0 ? shared / alone : 1;
     busy_until_ = end_of_move(begin, alone, slowdown, shared_until_);
     operations_.push_back({ready, begin, busy_until_, slowdown, count});
@@ -207,8 +216,20 @@ void VirtualLink::advance() {
       queue_.finish(started_.front(), 0, done.end);
       started_.pop_front();
     }
-    start(done.end);
+    // The caller's next call begins what the link's thread has not begun by then.
+    if (done.end + options_.wake <= *now_) start(done.end + options_.wake, false);
   }
+}
+
+double VirtualLink::pass(double ready, double seconds) {
+  advance();
+  start(*now_);
+  // Streams take turns: it waits for the rest of one copy, which is as long as a copy is on average, since
+  // long ones are met more often; and the transfers wait for it.
+  const double rest = copies_ > 0 ? copy_seconds_ / copies_ : 0;
+  const double begin = std::max(ready, std::min(busy_until_, ready + rest));
+  busy_until_ = std::max(busy_until_, begin) + seconds;
+  return begin + seconds;
 }
 
 }  // namespace moechat

@@ -22,6 +22,11 @@ struct VirtualLinkOptions {
   std::vector<double> seconds;
   std::vector<double> seconds_shared;  // the same while the CPU computes experts; empty: as `seconds`
   std::int64_t in_flight_bytes = 0;    // most bytes in flight, of which prefetches take a third
+  // Of a card. Seconds of the caller for each operation and each copy of it; and from the end of an operation
+  // until the link's thread begins the next one.
+  double call = 0;
+  double call_copy = 0;
+  double wake = 0;
   // As cuda_link.h: demands begin at once, in batches of copies that are not neighbours, and a copy follows
   // the kernels that read its page. Else as file_link.h: an operation is a run of neighbours.
   bool card = false;
@@ -59,6 +64,14 @@ class VirtualLink final : public Link {
   double end_of(std::uint32_t slot);
   // Transfers into this slot that start from now on move after `moment`.
   void move_after(std::uint32_t slot, double moment) { move_after_[slot] = moment; }
+  // A copy of its caller's in another stream, which may move from `ready` on. Returns when it has moved.
+  double pass(double ready, double seconds);
+  // Seconds of the caller in operations that began in its calls since this was last called.
+  double take_call_seconds() {
+    const double seconds = call_seconds_;
+    call_seconds_ = 0;
+    return seconds;
+  }
   // The CPU computes experts from now on, for `alone` seconds, or `shared` seconds as long as the link is
   // busy; each slows the other down. Returns when the CPU is done. REQUIRES: nothing computed before ends
   // later.
@@ -77,7 +90,7 @@ class VirtualLink final : public Link {
     double shared;
   };
 
-  void start(double moment);
+  void start(double moment, bool called = true);
   void advance();
   Moving moving(const std::uint32_t* slots, std::size_t count);
   double slow_down(double until, bool apply);
@@ -93,6 +106,9 @@ class VirtualLink final : public Link {
   std::vector<double> move_after_;     // by slot
   double busy_until_ = 0;
   double shared_until_ = 0;
+  double call_seconds_ = 0;
+  double copies_ = 0;  // so far, and the seconds that they move
+  double copy_seconds_ = 0;
   bool hurried_ = false;
 };
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -163,29 +162,6 @@ def test_other_families_match_the_cpu(family: str, gpu, tmp_path: Path, moechat_
         wanted = engine.logits(PROMPT)
     with load(tmp_path / family, gpu, pages=12) as engine:
         assert error_of(engine.logits(PROMPT), wanted) < TOLERANCE
-
-
-def test_unpinnable_experts_use_pinned_buffers_with_a_warning(
-    model: Path, gpu, expected: torch.Tensor
-) -> None:
-    # One layer of two; it is given back again, since the buffers have to be pinned too.
-    gpu.cuda.set(pin_limit=8 * 2 * 8192 * 1.5)
-    with pytest.warns(RuntimeWarning, match="the system pins no more than"):
-        engine = load(model, gpu)
-    with engine:
-        assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-        assert engine.loaded.near.placement.far.pinned_bytes == 0
-    assert gpu.cuda.get("pinned") == 0
-
-
-def test_experts_larger_than_memory_are_read_from_their_files(
-    model: Path, gpu, expected: torch.Tensor
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with load(model, gpu, ram="64K") as engine:
-            assert error_of(engine.logits(PROMPT), expected) < TOLERANCE
-            assert engine.loaded.near.placement.far.pinned_bytes == 0
 
 
 # The second layer of a prompt's pass, whose first has appended to the cache; the first of a replay.

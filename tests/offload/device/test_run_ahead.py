@@ -30,6 +30,7 @@ PLAIN = CacheSettings(policy="lru", prefetch="none")
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ahead of every layer, so that blocks are found missing."""
+    monkeypatch.setenv("MOECHAT_RUN_AHEAD", "1")
     monkeypatch.setattr(run_ahead, "LEAST_SHARE", 0.0)
 
 
@@ -78,7 +79,8 @@ def assert_same(found: Run, expected: Run) -> None:
 
 
 def ahead_of(engine) -> RunAhead:
-    (recording,) = engine.loaded.decoder._recordings.values()
+    recording = engine.loaded.decoder._recording
+    assert recording is not None
     assert recording.ahead is not None
     return recording.ahead
 
@@ -112,6 +114,9 @@ def test_logits_and_decisions_are_those_of_the_host(model: Path, gpu, expected, 
         assert missed > 0
         if pages is not None:
             assert missed > 4, "few pages: blocks are missing again and again"
+            (graphs,) = gpu.graphs_made
+            parts = engine.loaded.near.layers + 1
+            assert graphs.replayed == parts * len(TOKENS) + ahead_of(engine).repeated
 
 
 def fill(engine) -> None:
@@ -203,7 +208,7 @@ def test_what_lives_between_graphs_is_not_overwritten_by_a_layer_that_ran_too_ea
     """A GPU reuses the memory of every tensor that nobody holds: here it is overwritten at every replay."""
     with load(model, gpu, 6) as engine:
         run = Run(engine, TOKENS[:3])
-        (recording,) = engine.loaded.decoder._recordings.values()
+        recording = engine.loaded.decoder._recording
         held = [*recording.crossing.kept, *recording.sums, recording.logits]
         held += [tensor for request in recording.requests for tensor in (request.x, request.packed)]
         kept = {tensor.untyped_storage().data_ptr() for tensor in held}

@@ -30,14 +30,19 @@ def compiled(capabilities: str, encodings: str, items: str, dtype: str) -> dict:
 
 def test_every_encoding_compiles_for_few_and_many_tokens():
     results = compiled("86", "2,3,4,8,16,16h", "1,40", "bfloat16")
-    assert len(results) == 6 * 2 * 3
+    assert len(results) == 6 * (2 + 3)
+    few = [one for name, one in results.items() if name.startswith("blocks ")]
+    assert len(few) == 6
+    # Codes are subnormal numbers, which must not be flushed to 0; loads take 16 bytes.
+    assert all(one["conversions"] == one["flushing"] == one["spilled"] == 0 for one in few)
+    assert all(one["wide_loads"] >= 16 for one in few)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
 @pytest.mark.parametrize(("dtype", "capability"), [("float16", "75"), ("float32", "89")])
 def test_other_types_compile(dtype, capability):
     results = compiled(capability, "4,16", "1,40", dtype)
-    assert len(results) == 2 * 2 * 3
+    assert len(results) == 2 * (2 + 3)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
@@ -56,8 +61,33 @@ def test_lookups_of_pages_compile():
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "models"),
+    [
+        ("bfloat16", "86", "mixtral,gpt-oss,mixtral/8"),
+        ("bfloat16", "120", "deepseek-v2-latents,qwen3*8"),
+        ("float16", "75", "mixtral,deepseek-v2-latents/8"),
+        ("float32", "90", "deepseek-heads"),
+    ],
+)
+def test_attention_compiles_without_spilled_registers(dtype: str, capability: str, models: str) -> None:
+    results = compiled(capability, models, "attention", dtype)
+    assert len(results) == 3 * len(models.split(","))
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+    assert {name: one for name, one in results.items() if one["spilled"]} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "capabilities"), [("bfloat16", "80,89,90,120"), ("float16", "75")])
+def test_attention_of_every_shape_compiles_for_every_generation(dtype: str, capabilities: str) -> None:
+    models = "mixtral,qwen3,gpt-oss,deepseek-heads,deepseek-v2-latents,deepseek-v3-latents"
+    names = [f"{model}{form}" for model in models.split(",") for form in ("", "/8", "*4")]
+    results = compiled(capabilities, ",".join(names), "attention", dtype)
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
 @pytest.mark.slow
 def test_old_and_new_generations_compile_any_number_of_tokens():
     results = compiled("75,90,120", "4", "1,8,16,64", "bfloat16")
-    assert len(results) == 3 * 4 * 3
+    assert len(results) == 3 * (2 * 2 + 2 * 3)
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}

@@ -1,18 +1,16 @@
-"""What ``scripts/gpu_check`` measures of one model on one GPU: systems in turns, against the floor."""
+"""Measures one model on one GPU: systems in turns, against the floor of what must be read and moved."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from moechat.bench.synthetic_models import Shape, synthetic_store
 from moechat.configurator.systems import CacheSettings, settings_of
 from moechat.engine import Engine
 from moechat.loading.load import gather_knowledge
@@ -32,12 +30,14 @@ class Rounds:
 
     Attributes:
         prompts: Lengths of prompts whose time to the first token is taken.
+        contexts: Of these, those after which tokens are decoded; the first is the usual one.
         warm: Decoded tokens before those that are timed.
         tokens: Decoded tokens that are timed, one by one.
         rounds: Turns of every system.
     """
 
-    prompts: tuple[int, ...] = (128, 1024, 4096)
+    prompts: tuple[int, ...] = (128, 1024, 4096, 16384)
+    contexts: tuple[int, ...] = (128, 4096, 16384)
     warm: int = 64
     tokens: int = 64
     rounds: int = 2
@@ -53,15 +53,16 @@ def copied_rate(accelerator: Any, nbytes: int = 256 << 20) -> float:
 def read_rate(accelerator: Any, nbytes: int = 1 << 30) -> float:
     """Bytes a second that the GPU reads of its own memory: the best of five sums."""
     there = torch.ones(nbytes // 4, dtype=torch.float32, device=accelerator.device)
-    return nbytes / min(_seconds(accelerator, lambda: there.sum().item()) for _ in range(5))
+    return nbytes / min(_seconds(accelerator, there.sum) for _ in range(5))
 
 
 def _seconds(accelerator: Any, work: Callable[[], object]) -> float:
-    accelerator.synchronize()
-    begun = time.perf_counter()
+    """Seconds of the GPU, by its own clock; waits for the current stream only."""
+    begun = accelerator.mark()
     work()
-    accelerator.synchronize()
-    return time.perf_counter() - begun
+    ended = accelerator.mark()
+    accelerator.finish_stream()
+    return float(accelerator.seconds_between(begun, ended))
 
 
 def measure(
@@ -72,6 +73,7 @@ def measure(
     rates: Mapping[str, float],
     trace: Trace | None,
     say: Say,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
     """All systems on one loaded model, in turns, each with pages of its own.
 
@@ -82,6 +84,7 @@ def measure(
         rates: ``link`` and ``vram``: bytes a second.
         trace: Routing to play back; ``None``: what the model's routers choose.
         say: Told what is done.
+        around: Around each turn. What has to wait for the whole GPU, such as recording, comes before it.
 
     Returns:
         Plain values: the budget, and of every system its figures.
@@ -102,12 +105,15 @@ def measure(
     pages, placement = max(first.pages, MIN_PAGES), first.detach()
     assert isinstance(placement, GpuPlacement)
     turns: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    for turn in range(rounds.rounds):
-        for system in systems if turn % 2 == 0 else reversed(systems):
-            say(f"round {turn + 1}, {system}")
+    for number in range(rounds.rounds):
+        for system in systems if number % 2 == 0 else reversed(systems):
+            say(f"round {number + 1}, {system}")
             replay = None if mapped is None else Replay(mapped)
             with _tier(loaded, placement, pages, settings_of(system), replay) as near:
-                turns[system].append(_turn(engine, near, rounds))
+                if around is not nullcontext:
+                    turn(engine, near, Rounds(rounds.contexts[:1], rounds.contexts[:1], warm=4, tokens=4))
+                with around():
+                    turns[system].append(turn(engine, near, rounds))
     placement.close()
     accelerator = loaded.accelerator
     assert accelerator is not None
@@ -147,7 +153,12 @@ def _tier(
         near.detach()
 
 
-def _turn(engine: Engine, near: ExpertTier, rounds: Rounds) -> dict[str, Any]:
+def turn(engine: Engine, near: ExpertTier, rounds: Rounds) -> dict[str, Any]:
+    """Prompts of every length, and tokens after some of them.
+
+    Returns:
+        ``first``: seconds by length; ``decoded``: by context, ``times`` of tokens in seconds and ``stats``.
+    """
     generator = torch.Generator().manual_seed(1)
     vocabulary = engine.decoder.vocabulary
     most = engine.context_length - rounds.warm - rounds.tokens
@@ -156,11 +167,20 @@ def _turn(engine: Engine, near: ExpertTier, rounds: Rounds) -> dict[str, Any]:
         return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
 
     first: dict[int, float] = {}
+    decoded: dict[int, dict[str, Any]] = {}
     for length in (length for length in rounds.prompts if length <= most):
         begun = time.perf_counter()
-        _feed(engine, engine.decoder.new_cache(), tokens(length))
+        cache = _feed(engine, engine.decoder.new_cache(), tokens(length))
         first[length] = time.perf_counter() - begun
-    cache = _feed(engine, engine.decoder.new_cache(), tokens(min(rounds.prompts)))
+        if length in rounds.contexts:
+            decoded[length] = _decode(engine, near, cache, tokens, rounds)
+        del cache  # the plan has memory for one
+    return {"first": first, "decoded": decoded}
+
+
+def _decode(
+    engine: Engine, near: ExpertTier, cache: Any, tokens: Callable[[int], list[int]], rounds: Rounds
+) -> dict[str, Any]:
     for token in tokens(rounds.warm):
         cache = _feed(engine, cache, [token])
     near.reset_stats()
@@ -169,7 +189,7 @@ def _turn(engine: Engine, near: ExpertTier, rounds: Rounds) -> dict[str, Any]:
         begun = time.perf_counter()
         cache = _feed(engine, cache, [token])
         times.append(time.perf_counter() - begun)
-    return {"first": first, "times": times, "stats": near.stats()}
+    return {"times": times, "stats": near.stats()}
 
 
 def _feed(engine: Engine, cache: Any, tokens: Sequence[int]) -> Any:
@@ -179,6 +199,21 @@ def _feed(engine: Engine, cache: Any, tokens: Sequence[int]) -> Any:
 
 
 def _figures(loaded: LoadedModel, turns: list[dict[str, Any]], rates: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "first_token_s": {
+            length: statistics.median(turn["first"][length] for turn in turns) for length in turns[0]["first"]
+        },
+        "decode": {
+            context: _decoding(loaded, [turn["decoded"][context] for turn in turns], context, rates)
+            for context in turns[0]["decoded"]
+        },
+    }
+
+
+def _decoding(
+    loaded: LoadedModel, turns: list[dict[str, Any]], context: int, rates: Mapping[str, float]
+) -> dict[str, Any]:
+    """Figures of decoded tokens, and the floor of the hit rate that they had: what must be read and moved."""
     times = [time for turn in turns for time in turn["times"]]
     count = len(times)
     total = {key: sum(turn["stats"][key] for turn in turns) for key in turns[0]["stats"]}
@@ -190,15 +225,13 @@ def _figures(loaded: LoadedModel, turns: list[dict[str, Any]], rates: Mapping[st
     shared = total["blocks_far"] * geometry.record_bytes
     cpu = shared / total["far_seconds"] if shared else 0.0
     moved = (total["link_bytes_demand"] + shared) / count / (rates["link"] + cpu)
-    read = (loaded.form.in_layers + loaded.form.head_bytes + active) / rates["vram"]
+    keys_and_values = loaded.cache.read_bytes(context)
+    read = (loaded.form.in_layers + loaded.form.head_bytes + active + keys_and_values) / rates["vram"]
     token = statistics.median(times)
     return {
         "token_ms": 1e3 * token,
         "token_ms_range": [1e3 * min(times), 1e3 * max(times)],
         "tokens_a_second": count / sum(times),
-        "first_token_s": {
-            length: statistics.median(turn["first"][length] for turn in turns) for length in turns[0]["first"]
-        },
         "hit_rates": {
             kind: total[f"hits_{kind}"] / wanted if wanted else 0.0
             for kind in ("full", "prefetch", "top", "miss")
@@ -209,47 +242,4 @@ def _figures(loaded: LoadedModel, turns: list[dict[str, Any]], rates: Mapping[st
         "link_busy_share": total["link_busy_seconds"] / sum(times),
         "floor_ms": 1e3 * max(moved, read),
         "floor_share": max(moved, read) / token,
-    }
-
-
-def agreement(shape: Shape, work: Any, accelerator: Any, *, bits: int, tokens: int) -> dict[str, Any]:
-    """A shape's logits on CPU and GPU, alone and sharing, and whether the GPU's own are the same at every
-    budget.
-
-    Args:
-        shape: With few layers.
-        work: Directory for the store.
-        accelerator: The GPU.
-        bits: Of an expert weight.
-        tokens: Of the pass.
-    """
-    import moechat
-    from moechat.offload.settings import OffloadOptions
-
-    store = synthetic_store(shape, work, bits=bits)
-    ids = np.random.default_rng(0).integers(0, shape.vocabulary, tokens).tolist()
-    with moechat.load(store.path, dtype="float32", activation_bits=32, ctx=2 * tokens) as engine:
-        expected = engine.logits(ids)
-    blocks = len(store.layers) * store.geometry.num_experts * store.geometry.blocks_per_expert
-    centred = expected - expected.mean(1, keepdim=True)
-    found, errors = [], []
-    for pages in (MIN_PAGES, blocks // 4, None):
-        for deterministic in (True, False):
-            with moechat.load(
-                store.path,
-                device="cuda",
-                dtype="float32",
-                activation_bits=32,
-                ctx=2 * tokens,
-                deterministic=deterministic,
-                offload=OffloadOptions(accelerator=accelerator, pages=pages),
-            ) as engine:
-                logits = engine.logits(ids)
-            errors.append(float((logits - expected).norm() / centred.norm()))
-            if deterministic:
-                found.append(logits)
-    return {
-        "relative_error": max(errors),
-        "same_likeliest": float((found[0].argmax(1) == expected.argmax(1)).float().mean()),
-        "same_at_every_budget": all(torch.equal(one, found[0]) for one in found[1:]),
     }

@@ -1,0 +1,167 @@
+"""What a decoded token does on a GPU beside reading weights: calls of the host, small copies, waits.
+
+The engine's pattern stands here once: :func:`gpu_calls`. Plans and simulations take their times from it. The
+model of a GPU in ``scripts/bench/cards`` takes only the times of single calls, and counts those that the
+engine makes, so the two disagree where the pattern is not the engine's any more.
+
+A layer of a token::
+
+    host   graph of the layer's dense part ─ copy of the choice to the host ─ waits ─ Python, cache, link
+           ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
+    GPU    dense part ────────── the choice ────────(idle)──────── kernels, each behind its lists and copies
+
+Published times are of other programs and machines; none was measured with this engine on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from moechat.hardware.profile import Figure, GpuFigures
+
+# Host: replaying a graph. 3.5 to 8 us of processor time (CUDA.jl's manual, usage/graphs).
+GRAPH_CALL = 8e-6
+# GPU: from one kernel of a graph to the next. A chain of empty kernels takes 15 us and 0.58 us for each,
+# until the host knows (RTX 5070 Ti Laptop; https://github.com/ahrefs/ocannl/issues/488).
+GRAPH_KERNEL = 0.6e-6
+# GPU: from the call to the first kernel, on an idle GPU: those 15 us without the call and the wait.
+LAUNCH_LATENCY = 4e-6
+# Host: one kernel of Triton from Python: 8.7 us (GB200; https://github.com/vllm-project/vllm/pull/34838) to
+# 11 us (https://github.com/meta-pytorch/tritonbench/pull/1002).
+TRITON_CALL = 11e-6
+# GPU: from one kernel of a stream to the next, if it was launched beforehand (RTX 3080;
+# https://github.com/facebookincubator/velox/pull/6096).
+STREAM_KERNEL = 3e-6
+# Host: giving a copy to the driver, and from then to its first byte: 10 us, of which 5 to 7 are the host's
+# (arXiv 2602.21548, section 5.2).
+COPY_CALL = 6e-6
+COPY_LATENCY = 4e-6
+# Host: each copy of a batch beyond that: an estimate.
+BATCH_COPY = 0.3e-6
+# Host: to record or ask an event; GPU: from an event to what waits for it: 1 us
+# (https://github.com/chelsea0x3b/cudarc/pull/335) and 3 us between two streams (the RTX 3080 above).
+EVENT_CALL = 1e-6
+EVENT_LATENCY = 3e-6
+# Host: from an event to the thread that waits for it: the rest of the 15 us above if it spins; a thread that
+# sleeps is woken by an interrupt, an estimate.
+WAKE_SPINNING = 3e-6
+WAKE_SLEEPING = 30e-6
+# Host: the interpreter for a layer whose graphs are replayed, beside the calls above: 118 us of one core of a
+# server with other programs, of which a third is the model of the GPU (scripts/bench/cards --host). And the
+# native cache, link and lists (native_runner_test --bench, twice).
+LAYER_PYTHON = 75e-6
+LAYER_NATIVE = 5e-6
+LAYER_HOST = LAYER_PYTHON + LAYER_NATIVE
+# Host: sampling, text, the token's number and position to the GPU, for each token.
+TOKEN_HOST = 200e-6
+# Kernels of a decoder layer, counted in transformers' Mixtral and Qwen3-MoE: norms, projections, rotary,
+# cache, attention, residuals, router, top-k, and the request; and of the head.
+DENSE_KERNELS = 40
+HEAD_KERNELS = 6
+# Kernels of a decoded token that read the weights of the experts of a launch.
+EXPERT_KERNELS = 1
+# Fields that plans alone need.
+_NOT_OF_TIMELINES = ("kernels", "graph_kernel", "triton")
+
+
+@dataclass(frozen=True)
+class GpuCalls:
+    """Seconds of the host's thread, of the GPU between kernels, of small copies. All 0: they take no time.
+
+    The names are those of ``CallCosts`` in ``native/src/simulate/clocks.h``.
+
+    Attributes:
+        dense: Host: from the last call of a layer to the first kernel of the next layer's dense part.
+        choice: From the end of a dense part until the host knows the choice and begins the layer.
+        clear: Host: of a layer that the CPU may compute a part of, to clear the memory of the sums.
+        lists: Host: to give the lists of a launch to the GPU.
+        list_latency: From there until they may move.
+        list_copy: Time of the link that they take.
+        launch: From there until the first kernel of a launch may begin.
+        launch_host: Host: the kernels of a launch.
+        event: GPU: from the end of a copy to the kernel that waits for it.
+        sum: Host: the sum of a layer.
+        sum_gpu: GPU: the same.
+        kernels: GPU: between the kernels of a launch, for any number of blocks.
+        graph_kernel: GPU: from one kernel of a graph to the next.
+        triton: Host: one kernel of Triton.
+        link_call: Host: a batch of copies.
+        link_copy: Host: each copy of it.
+        link_wake: From the end of a batch until the link's thread begins the next prefetch.
+    """
+
+    dense: float = 0.0
+    choice: float = 0.0
+    clear: float = 0.0
+    lists: float = 0.0
+    list_latency: float = 0.0
+    list_copy: float = 0.0
+    launch: float = 0.0
+    launch_host: float = 0.0
+    event: float = 0.0
+    sum: float = 0.0
+    sum_gpu: float = 0.0
+    kernels: float = 0.0
+    graph_kernel: float = 0.0
+    triton: float = 0.0
+    link_call: float = 0.0
+    link_copy: float = 0.0
+    link_wake: float = 0.0
+
+    def layer(self, reading: float) -> float:
+        """Seconds of a layer without its experts, whose kernels read weights for so long."""
+        return reading + DENSE_KERNELS * self.graph_kernel + self.dense + self.choice
+
+    def head(self, reading: float) -> float:
+        """Seconds of the head and of everything else of a token."""
+        return reading + HEAD_KERNELS * self.graph_kernel + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
+
+    def experts(self, reading: float) -> float:
+        """Seconds of a layer's experts, all there, whose kernels read weights for so long.
+
+        The GPU works while the host launches the rest.
+        """
+        host = self.launch_host - self.triton + self.sum
+        return self.lists + self.launch + max(self.kernels + reading + self.sum_gpu, host)
+
+    def timeline(self) -> dict[str, float]:
+        """As the native timeline takes them."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_OF_TIMELINES}
+
+
+def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
+    """The engine's calls.
+
+    Args:
+        copy_overhead: Seconds that a copy takes besides its bytes.
+        gpu: The GPU; what was measured on it replaces the published times.
+    """
+
+    def measured(name: str, published: float) -> float:
+        figure: Figure | None = getattr(gpu, name, None)
+        return published if figure is None else figure.value
+
+    # The figure is for all kernels of a layer, the sum's included.
+    triton = measured("call", (EXPERT_KERNELS + 1) * TRITON_CALL) / (EXPERT_KERNELS + 1)
+    # The copy has been given to the GPU meanwhile.
+    waiting = copy_overhead + WAKE_SPINNING
+    return GpuCalls(
+        dense=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
+        choice=measured("round_trip", waiting) + LAYER_HOST,
+        # The first launch of a layer clears what it does not write.
+        clear=0.0,
+        lists=COPY_CALL,
+        list_latency=COPY_LATENCY,
+        list_copy=copy_overhead,
+        launch=triton + LAUNCH_LATENCY,
+        launch_host=EXPERT_KERNELS * triton,
+        event=EVENT_LATENCY,
+        sum=triton,
+        sum_gpu=STREAM_KERNEL,
+        kernels=EXPERT_KERNELS * STREAM_KERNEL,
+        graph_kernel=measured("graph_node", GRAPH_KERNEL),
+        triton=triton,
+        link_call=COPY_CALL + 2 * EVENT_CALL,
+        link_copy=BATCH_COPY,
+        link_wake=WAKE_SLEEPING,
+    )

@@ -1,0 +1,147 @@
+"""The chunks of a prompt that go through a model in waves; see :mod:`moechat.models.waves`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from moechat.models.cache_layers import ReservedLayer, WindowLayer
+
+_FULL = (DynamicLayer, ReservedLayer)
+_WINDOWS = (DynamicSlidingWindowLayer, WindowLayer)
+
+
+class NotInWavesError(Exception):
+    """The model does something that waves do not reproduce."""
+
+
+@dataclass
+class Chunk:
+    """One chunk of a wave.
+
+    Attributes:
+        ids: int64 ``[1, tokens]``.
+        begin: Number of its first token in the wave.
+        ahead: Answers like the cache when this chunk's turn in a layer comes.
+        hidden: Input of the next layer, ``[1, tokens, hidden]``.
+        calls: Arguments of each layer besides the hidden states.
+        outputs: What the modules of the current layer returned in step 1, in order.
+        request: Inputs of the experts of the current layer: hidden states, indices and weights.
+        answer: Their result.
+    """
+
+    ids: torch.Tensor
+    begin: int
+    ahead: Any
+    hidden: Any = None
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    outputs: deque[tuple[nn.Module, Any]] = field(default_factory=deque)
+    request: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    answer: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens."""
+        return self.ids.shape[1]
+
+    @property
+    def end(self) -> int:
+        """Number of the first token behind it."""
+        return self.begin + self.tokens
+
+
+class ExpertInputs:
+    """Inputs of the experts of a layer for all tokens of a wave, in memory that all layers use.
+
+    Attributes:
+        x: ``[tokens, hidden]``.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self.x = torch.empty(0)
+
+    def keep(self, part: Chunk) -> None:
+        """Copy the hidden states of a chunk's request."""
+        assert part.request is not None
+        hidden, index, weights = part.request
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if len(self.x) == 0:
+            self.x = torch.empty((self._tokens, flat.shape[1]), dtype=flat.dtype, device=flat.device)
+        self.x[part.begin : part.end] = flat
+        rows = part.tokens
+        part.request = (self.x, index.reshape(rows, -1), weights.reshape(rows, -1))
+
+    @staticmethod
+    def choices(parts: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices and weights of all chunks, ``[tokens, k]`` each; forgets the requests."""
+        requests = [part.request for part in parts if part.request is not None]
+        for part in parts:
+            part.request = None
+        return torch.cat([index for _, index, _ in requests]), torch.cat([each for _, _, each in requests])
+
+
+def cache_ahead(cache: Any, tokens: int) -> Any:
+    """A cache that answers, to whoever makes masks and positions, as ``cache`` will with so many more tokens.
+
+    Raises:
+        NotInWavesError: The cache holds something else than keys and values.
+    """
+    if type(cache) is not DynamicCache:
+        raise NotInWavesError(f"the attention cache is a {type(cache).__name__}")
+    layers: list[Any] = []
+    held: list[Any] = cache.layers
+    for layer in held:
+        length = layer.get_seq_length() + tokens
+        if type(layer) in _FULL:
+            layers.append(_LayerAhead(length))
+        elif type(layer) in _WINDOWS:
+            window = DynamicSlidingWindowLayer(layer.sliding_window)
+            window.cumulative_length = length
+            layers.append(window)
+        else:
+            raise NotInWavesError(f"the attention cache has a {type(layer).__name__}")
+    ahead = DynamicCache()
+    ahead.layers = layers
+    return ahead
+
+
+class _LayerAhead(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Answers like a layer of keys and values that holds ``length`` tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        """Number of tokens."""
+        return self.length
+
+
+def share_masks(part: Chunk, last: Chunk) -> None:
+    """Replace masks of a chunk by parts of those of the last one, where the values are the same.
+
+    A causal mask ends in a triangle of the chunk's tokens; before it there are as many columns as tokens, all
+    of them seen. So a chunk's mask is the end of a later chunk's.
+    """
+    shared: dict[int, torch.Tensor] = {}
+
+    def found(mask: torch.Tensor, whole: Any) -> torch.Tensor:
+        rows, columns = mask.shape[-2:]
+        if not isinstance(whole, torch.Tensor) or whole.ndim != 4 or whole.shape[-2] != rows:
+            return mask
+        end = whole[..., whole.shape[-1] - columns :] if whole.shape[-1] >= columns else whole
+        return end if torch.equal(end, mask) else mask
+
+    for (_, named), (_, whole) in zip(part.calls, last.calls, strict=True):
+        for key, mask in named.items():
+            if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[:2] == (1, 1):
+                if id(mask) not in shared:
+                    shared[id(mask)] = found(mask, whole.get(key))
+                named[key] = shared[id(mask)]

@@ -1,0 +1,271 @@
+"""The engine's own expert layers, graphs, schedule and link over a GPU that only takes time.
+
+Real are: ``GraphDecoder``, ``GpuExpertLayer``, ``ExpertTier``, the native runner with its schedule and cache,
+and the link. Routing is replayed, and the model is a stand-in whose dense layers take the time of their
+bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLists, no_memory
+from torch import nn
+
+from moechat import _native
+from moechat.configurator import gpu_pattern as pattern
+from moechat.configurator.estimate import ModelShape
+from moechat.configurator.systems import CacheSettings
+from moechat.geometry import ExpertGeometry
+from moechat.hardware.profile import HardwareProfile
+from moechat.models.cache_layers import ReservedLayer
+from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.offload.gpu import GpuPlacement
+from moechat.offload.graph_decoder import GraphDecoder
+from moechat.offload.knowledge import Knowledge
+from moechat.offload.planner import TierTargets
+from moechat.offload.tier import ExpertTier, TierConfig
+from moechat.routing import Replay, Trace
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on a machine, with a plan.
+
+    Attributes:
+        profile: The machine.
+        shape: Sizes of the model.
+        geometry: Of its experts.
+        pages: Of the GPU.
+        made: Targets and strategy of the plan; ``None``: every expert has its page.
+        settings: How experts are loaded.
+        knowledge: That the plan was made from.
+        context: Tokens that attention reads.
+    """
+
+    profile: HardwareProfile
+    shape: ModelShape
+    geometry: ExpertGeometry
+    pages: int
+    made: TierTargets | None
+    settings: CacheSettings
+    knowledge: Knowledge
+    context: int
+
+
+class NoMemory:
+    """Experts in pinned memory of the host, which is never read: stands for ``FarMemory``."""
+
+    def __init__(self, geometry: ExpertGeometry, layers: int) -> None:
+        self._layer = no_memory(geometry.layer_bytes)
+        self._layers, self._record = layers, geometry.record_bytes
+
+    def records(self) -> list[npt.NDArray[np.uint8]]:
+        return [self._layer] * self._layers
+
+    def link(self) -> _native.Link:
+        regions = [(self._layer, self._layer.nbytes, True, "", 0)] * self._layers
+        return _native.cuda_link(regions, device=0, buffer_bytes=self._record, buffers=16)
+
+    def close(self) -> None:
+        pass
+
+
+class AttentionCache:
+    """An attention cache for the decoder, which only takes its memory."""
+
+    def __init__(self, layers: list[ReservedLayer]) -> None:
+        self.layers = layers
+
+
+class RankedRouter:
+    """A router in a recording: its scores come from :class:`Chosen`."""
+
+    def __init__(self, experts: int) -> None:
+        self._scores = torch.zeros(1, experts)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._scores
+
+
+class Chosen:
+    """What the GPU sends to the host for each layer: the places of predictions, by rankings.
+
+    Args:
+        tier: The tier.
+        rankings: int32 ``[lookahead, tokens, layers, width]``; ``None``: there are no predictions.
+        first: Token of the trace that comes first.
+    """
+
+    def __init__(self, tier: ExpertTier, rankings: Ints | None, first: int) -> None:
+        self._tier, self._rankings = tier, rankings
+        self._token, self._layer = first, 0
+
+    def __call__(self, size: int) -> Ints:
+        tier = self._tier
+        values = np.zeros(size, np.int32)
+        begin, experts = 2 * tier.top_k, tier.geometry.num_experts
+        if self._rankings is not None:
+            for ahead, layer in tier.ranked_layers(self._layer, 1, tier.settings.predicted_layers):
+                token = self._token + (self._layer + ahead) // tier.layers
+                scores = np.full(experts, -1.0, np.float32)
+                ranking = self._rankings[ahead - 1, min(token, self._rankings.shape[1] - 1), layer]
+                scores[ranking] = np.arange(len(ranking), 0, -1)
+                values[begin : begin + experts] = scores.view(np.int32)
+                begin += experts
+        self._layer += 1
+        if self._layer == tier.layers:
+            self._layer, self._token = 0, self._token + 1
+        return values
+
+
+class Model(nn.Module):
+    """A model whose layers are only their experts, so that the decoder can record it."""
+
+    def __init__(self, layers: int, top_k: int, hidden_size: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Module() for _ in range(layers))
+        self._hidden_size = hidden_size
+        self._index = torch.zeros(1, top_k, dtype=torch.int64)
+        self._weight = torch.ones(1, top_k)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: Any = None, past_key_values: Any = None, **_: Any
+    ) -> Any:
+        hidden = torch.ones(1, self._hidden_size)
+        for part in self.parts:
+            vars(part)[EXPERTS_RUNNER].forward(hidden, self._index, self._weight)
+        return SimpleNamespace(logits=torch.ones(1, 1, 2), past_key_values=past_key_values)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a run took.
+
+    Attributes:
+        seconds: Virtual seconds of each token.
+        counts: Of the model of the GPU; see ``native/tests/timed_cuda.cc``.
+        stats: The native runner's counters.
+        host: Processor time of this machine for each token: Python, native code, and the model of the GPU.
+    """
+
+    seconds: npt.NDArray[np.float64]
+    counts: dict[str, float]
+    stats: dict[str, Any]
+    host: npt.NDArray[np.float64]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds of a token."""
+        return float(self.seconds.mean())
+
+
+class TimedEngine:
+    """Decodes a trace.
+
+    Args:
+        clock: The driver.
+        subject: Model, machine and plan.
+        trace: Routing.
+        rankings: Predictions, int32 ``[lookahead, tokens, layers, width]``.
+        figures: Figures of the GPU other than the machine's.
+        layer_host: Host seconds of Python and native code for a layer, beside calls of the GPU.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        subject: Subject,
+        trace: Trace,
+        rankings: Ints | None,
+        *,
+        figures: Mapping[str, float],
+        layer_host: float,
+    ) -> None:
+        _native.set_num_threads(subject.profile.cores)
+        self._clock, self._rankings = clock, rankings
+        geometry, layers, shape = subject.geometry, subject.shape.layers, subject.shape
+        clock.become(subject.profile, shape)
+        clock.set(**figures)
+        self.gpu = TimedGpu(clock, subject.profile, shape, subject.context, layer_host)
+        placement = GpuPlacement(self.gpu, geometry)
+        pages = placement.pages
+        pages.kernels = TimedKernels(geometry, clock, self.gpu.stream(), self.gpu.bandwidth)
+        pages.lists = TimedLists(geometry, clock, self.gpu.stream())
+        pages.routers = [RankedRouter(geometry.num_experts)] * layers if rankings is not None else ()
+        far = NoMemory(geometry, layers)
+        placement.far = far  # type: ignore[assignment]
+        pages.far_records = far.records()
+        store: Any = SimpleNamespace(geometry=geometry, layers=range(layers))
+        config = TierConfig(store, shape.top_k, replay=Replay(trace))
+        self.tier = ExpertTier(
+            config, placement, pages=subject.pages, settings=subject.settings, knowledge=subject.knowledge
+        )
+        if subject.made is not None:
+            self.tier.switch(subject.settings, subject.made)
+        model = Model(layers, shape.top_k, geometry.hidden_size)
+        for ordinal, part in enumerate(model.parts):
+            vars(part)[EXPERTS_RUNNER] = self.tier.layer(ordinal)
+        self.notices: list[str] = []
+        self._decoder = GraphDecoder(
+            model, list(model.parts), self.gpu.graphs, dtype=torch.float32, notify=self.notices.append
+        )
+        self._cache = AttentionCache([ReservedLayer(1024) for _ in range(layers)])
+        self._decoder.memory.lend(self._cache)
+        for layer in self._cache.layers:
+            layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+
+    def fill(self, tokens: int) -> None:
+        """Let the first tokens of the trace fill the cache; everything missing is fetched."""
+        runner, replay = self.tier.runner, self.tier.replay
+        assert replay is not None
+        weight = np.ones((1, self.tier.top_k), np.float32)
+        lists = np.zeros(1 << 20, np.int32)
+        for _ in range(tokens):
+            for ordinal in range(self.tier.layers):
+                runner.begin(ordinal, replay.route(ordinal, 1), weight, "fetch")
+                runner.finish_on_device(self.gpu.stream(), 1, 1 << 18, lists, 0, lambda *_: 0)
+                runner.drain()
+
+    def decode(self, warm: int, tokens: int) -> Timed:
+        """Decode further tokens of the trace; the first ``warm`` of them are not counted."""
+        replay = self.tier.replay
+        assert replay is not None
+        self.gpu.answers = Chosen(self.tier, self._rankings, replay.position)
+        seconds, host = [], []
+        for number in range(warm + tokens):
+            if number == warm:
+                self._clock.reset()
+                self.tier.reset_stats()
+            begun, started = self._clock.now(), time.thread_time()
+            self._token()
+            seconds.append(self._clock.now() - begun)
+            host.append(time.thread_time() - started)
+        if self.notices:
+            raise RuntimeError(self.notices[0])
+        stats = self.tier.stats()
+        return Timed(np.array(seconds[warm:]), self._clock.counts(), stats, np.array(host[warm:]))
+
+    def _token(self) -> None:
+        with torch.inference_mode():
+            self._decoder(
+                input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache, use_cache=True
+            )
+        # The token is sampled on the GPU, and comes to the host.
+        self._clock.copy(self.gpu.stream(), 8, to_host=True)
+        self._clock.finish(self.gpu.stream())
+        self._clock.spend(pattern.TOKEN_HOST)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.tier.close()
+        self.gpu.close()

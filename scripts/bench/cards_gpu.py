@@ -1,0 +1,365 @@
+"""A GPU that only takes time, for the engine's own code: see ``native/tests/timed_cuda.cc``.
+
+Copies move nothing and kernels compute nothing. The host's thread is charged with constants, so a run takes
+the same virtual time on every machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moechat.configurator import gpu_pattern as pattern
+from moechat.configurator.estimate import ModelShape, nearest_bits
+from moechat.configurator.gpu_rates import DENSE_SHARE, EXPERT_SHARE
+from moechat.geometry import ExpertGeometry
+from moechat.hardware.profile import HardwareProfile
+from moechat.offload.accelerator import Accelerator
+from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
+from moechat.offload.kernels.launch import BlockKernels
+
+SOURCE = Path(__file__).parents[2] / "native" / "tests" / "timed_cuda.cc"
+VARIABLE = "MOECHAT_CUDA_DRIVER"
+COUNTS = (
+    *("launches", "graphs", "copies", "batches", "small_copies", "to_host", "waits", "wakes", "bytes"),
+    *("h2d_busy", "drained", "gpu_busy", "gpu_held", "gpu_starved", "host_waited", "cpu_busy", "model"),
+)
+
+
+def build() -> Path:
+    """The library, built once for its source and compiler."""
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-shared", "-fPIC"]
+    key = hashlib.sha256(" ".join(command).encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"moechat-cards-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"timed_cuda-{key}.so"
+    if not library.exists():
+        fresh = library.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, "-o", str(fresh), str(SOURCE)], check=True, timeout=120)
+        fresh.rename(library)
+    return library
+
+
+class Clock:
+    """The library in this process: the driver that moechat opens.
+
+    There is one in a process, made before anything opens a driver.
+    """
+
+    def __init__(self) -> None:
+        path = build()
+        os.environ[VARIABLE] = str(path)
+        library = ctypes.CDLL(str(path))
+        for name in ("timed_get", "timed_now"):
+            getattr(library, name).restype = ctypes.c_double
+        library.timed_get.argtypes = [ctypes.c_char_p]
+        library.timed_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+        for name in ("timed_spend", "moechat_clock_compute"):
+            getattr(library, name).argtypes = [ctypes.c_double]
+        for name in ("timed_launch", "timed_graph"):
+            getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
+        library.timed_copy.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int]
+        library.timed_finish.argtypes = [ctypes.c_void_p]
+        self._library = library
+
+    def set(self, **figures: float) -> None:
+        """Set figures of the model; see the source."""
+        for name, value in figures.items():
+            self._library.timed_set(name.encode(), value)
+
+    def now(self) -> float:
+        """Seconds."""
+        return float(self._library.timed_now())
+
+    def spend(self, seconds: float) -> None:
+        """Let the host compute."""
+        self._library.timed_spend(seconds)
+
+    def compute(self, nbytes: float) -> None:
+        """Let the CPU compute experts of so many bytes."""
+        self._library.moechat_clock_compute(nbytes)
+
+    def launch(self, stream: int, host: float, device: float) -> None:
+        """Launch a kernel."""
+        self._library.timed_launch(stream, host, device)
+
+    def graph(self, stream: int, host: float, device: float) -> None:
+        """Replay a graph."""
+        self._library.timed_graph(stream, host, device)
+
+    def copy(self, stream: int, nbytes: float, *, to_host: bool) -> None:
+        """Give a small copy to a stream."""
+        self._library.timed_copy(stream, nbytes, int(to_host))
+
+    def finish(self, stream: int) -> None:
+        """Wait for a stream, spinning."""
+        if self._library.timed_finish(stream):
+            raise RuntimeError("the stream waits for something that never happens")
+
+    def stream(self) -> int:
+        """A new stream."""
+        handle = ctypes.c_void_p()
+        self._library.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0)
+        assert handle.value is not None
+        return handle.value
+
+    def end_stream(self, stream: int) -> None:
+        """Give a stream back."""
+        self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream))
+
+    def counts(self) -> dict[str, float]:
+        """What has happened since :meth:`reset`."""
+        return {name: float(self._library.timed_get(name.encode())) for name in COUNTS}
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self._library.timed_reset()
+
+    def become(self, profile: HardwareProfile, shape: ModelShape) -> None:
+        """Take the figures of a machine."""
+        link, gpu = profile.links["gpu"], profile.gpu
+        assert gpu is not None
+        sizes = sorted(link.bandwidth)
+        alone = link.bandwidth[sizes[-1]].value
+        rates = profile.expert_rate[nearest_bits(shape.bits, profile.expert_rate)]
+        cpu = rates[max(rates)].value
+        together = profile.expert_rate_together
+        self.set(
+            vram=gpu.vram.value,
+            h2d=alone,
+            h2d_together=alone if link.together is None else link.together.value,
+            d2h=alone,
+            # As the profiles say it: each transfer takes so long besides its bytes.
+            copy_overhead=max(0.0, sizes[0] / link.bandwidth[sizes[0]].value - sizes[0] / alone),
+            cpu=cpu,
+            cpu_together=together[nearest_bits(shape.bits, together)].value if together else cpu,
+            copy_call=pattern.COPY_CALL,
+            copy_latency=pattern.COPY_LATENCY,
+            batch_copy=pattern.BATCH_COPY,
+            event_call=pattern.EVENT_CALL,
+            event_latency=pattern.EVENT_LATENCY,
+            launch_latency=pattern.LAUNCH_LATENCY,
+            wake_spin=pattern.WAKE_SPINNING,
+            wake_block=pattern.WAKE_SLEEPING,
+            turns=1.0,
+        )
+
+
+def no_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Addresses without memory behind them, as long as nothing is written there."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; named from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+
+
+class TimedLists(ListMemory):
+    """Lists whose copies take time."""
+
+    def __init__(self, geometry: ExpertGeometry, clock: Clock, stream: int) -> None:
+        super().__init__(geometry, torch.device("cpu"), lambda: clock.finish(stream))
+        self._clock, self._stream = clock, stream
+
+    def _copy(self, end: int) -> None:
+        if end > self._copied:
+            self._clock.copy(self._stream, 4 * (end - self._copied), to_host=False)
+        super()._copy(end)
+
+
+class TimedKernels(BlockKernels):
+    """Kernels of experts that take the time of the bytes that they read."""
+
+    def __init__(self, geometry: ExpertGeometry, clock: Clock, stream: int, bandwidth: float) -> None:
+        super().__init__(geometry, torch.device("cpu"))
+        self._clock, self._stream = clock, stream
+        self._rate = EXPERT_SHARE * bandwidth
+
+    def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
+        return TimedTensor(self._clock, self._stream)  # type: ignore[return-value]
+
+    def add(
+        self,
+        pages: torch.Tensor,
+        blocks: BlockList,
+        items: Items,
+        x: torch.Tensor,
+        partial: torch.Tensor,
+        *,
+        clear: bool = False,
+    ) -> None:
+        if blocks.slots == 0:
+            return
+        seconds = blocks.entries * self.geometry.record_bytes / self._rate
+        for _ in range(pattern.EXPERT_KERNELS):
+            share = seconds / pattern.EXPERT_KERNELS
+            self._clock.launch(self._stream, pattern.TRITON_CALL, share + pattern.STREAM_KERNEL)
+
+    def combine(
+        self, partial: torch.Tensor, items: Items, out: torch.Tensor, others: torch.Tensor | None = None
+    ) -> None:
+        self._clock.launch(self._stream, pattern.TRITON_CALL, pattern.STREAM_KERNEL)
+
+
+class TimedTensor:
+    """Sums on the GPU, which can only be cleared."""
+
+    def __init__(self, clock: Clock, stream: int) -> None:
+        self._clock, self._stream = clock, stream
+
+    def zero_(self) -> TimedTensor:
+        self._clock.launch(self._stream, pattern.TRITON_CALL, pattern.STREAM_KERNEL)
+        return self
+
+
+class TimedGraph:
+    """See ``moechat.offload.graphs.Graph``."""
+
+    def __init__(self, gpu: TimedGpu, number: int) -> None:
+        self._gpu, self._number = gpu, number
+
+    def begin(self) -> None:
+        """Decisions are those of the pass; nothing takes time."""
+
+    def end(self) -> None:
+        """See above."""
+
+    def abandon(self) -> None:
+        """See above."""
+
+    def replay(self) -> None:
+        self._gpu.clock.graph(self._gpu.stream(), pattern.GRAPH_CALL, self._gpu.graph_seconds(self._number))
+
+
+class TimedGraphs:
+    """See ``moechat.offload.graphs.Graphs``."""
+
+    def __init__(self, gpu: TimedGpu) -> None:
+        self._gpu, self._made = gpu, 0
+
+    def aside(self) -> Any:
+        return nullcontext()
+
+    def make_room(self) -> None:
+        pass
+
+    def new(self) -> TimedGraph:
+        self._made += 1
+        return TimedGraph(self._gpu, self._made - 1)
+
+
+class TimedGpu(Accelerator):
+    """The stream, the copies and the graphs of one GPU.
+
+    Args:
+        clock: The driver.
+        profile: The machine.
+        shape: The model.
+        context: Tokens that attention reads.
+        layer_host: Host seconds of Python and native code for a layer.
+
+    Attributes:
+        answers: Called with the size of what a layer requests: what the GPU would have chosen, int32.
+    """
+
+    def __init__(
+        self, clock: Clock, profile: HardwareProfile, shape: ModelShape, context: int, layer_host: float
+    ) -> None:
+        gpu = profile.gpu
+        assert gpu is not None
+        self.clock, self._layer_host = clock, layer_host
+        self.device = torch.device("cpu")
+        self.ordinal = 0
+        self.context_bytes = 0
+        self.bandwidth = gpu.bandwidth.value
+        self.answers: Callable[[int], npt.NDArray[np.int32]] = lambda size: np.zeros(size, np.int32)
+        self._handle = clock.stream()
+        rate = DENSE_SHARE * self.bandwidth
+        dense = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
+        self._layers = shape.layers
+        self._layer_seconds = dense + pattern.DENSE_KERNELS * pattern.GRAPH_KERNEL
+        self._head_seconds = shape.head_bytes / rate + pattern.HEAD_KERNELS * pattern.GRAPH_KERNEL
+
+    def mark(self) -> float:
+        """The host's time: the marks of timed tokens decide nothing here."""
+        return self.clock.now()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds_between(self, first: float, second: float) -> float:
+        return second - first
+
+    def graph_seconds(self, number: int) -> float:
+        """Seconds of the GPU for a graph: the dense part of a layer, or the head."""
+        return self._head_seconds if number % (self._layers + 1) == self._layers else self._layer_seconds
+
+    @property
+    def name(self) -> str:
+        return "a GPU that only takes time"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 50, 1 << 50
+
+    def limit(self, nbytes: int) -> None:
+        pass
+
+    def stream(self) -> int:
+        return self._handle
+
+    def finish_stream(self) -> None:
+        self.clock.finish(self._handle)
+
+    def synchronize(self) -> None:
+        self.clock.finish(self._handle)
+
+    def active(self) -> Any:
+        return nullcontext()
+
+    def release(self) -> None:
+        pass
+
+    def reset_peak(self) -> None:
+        pass
+
+    def warm(self, launch: Callable[[], None]) -> None:
+        pass
+
+    def pages(self, count: int, page_bytes: int) -> torch.Tensor:
+        memory = no_memory(count * page_bytes)
+        return torch.from_numpy(memory.reshape(count, page_bytes))
+
+    def host_memory(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        self.clock.copy(self._handle, host.nbytes, to_host=False)
+        return host
+
+    def to_host(self, packed: torch.Tensor) -> npt.NDArray[np.int32]:
+        self.clock.copy(self._handle, packed.nbytes, to_host=True)
+        self.clock.spend(pattern.EVENT_CALL)
+        self.clock.finish(self._handle)
+        self.clock.spend(self._layer_host)
+        return self.answers(packed.numel())
+
+    def graphs(self) -> TimedGraphs:
+        return TimedGraphs(self)
+
+    def close(self) -> None:
+        self.clock.finish(self._handle)
+        self.clock.end_stream(self._handle)

@@ -1,0 +1,78 @@
+"""Measured figures of a GPU take the place of assumed ones, in every cost of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_estimate import GB, GPU, PC, SHAPE, measured
+
+from moechat.configurator import gpu_rates
+from moechat.configurator.estimate import cost_figures
+from moechat.hardware.profile import GpuFigures
+
+assert PC.gpu is not None
+ASSUMED: GpuFigures = PC.gpu
+MEASURED = replace(
+    ASSUMED,
+    dense_rate={16: measured(460 * GB), 8: measured(430 * GB), 4: measured(400 * GB)},
+    dense_flops={16: measured(60e12), 4: measured(55e12)},
+    expert_rate={4: {1: measured(380 * GB), 4: measured(300 * GB), 16: measured(200 * GB)}},
+    expert_flops={4: {1: measured(1e12), 4: measured(4e12), 512: measured(30e12)}},
+    call=measured(33e-6),
+    graph_launch=measured(8e-6),
+    graph_node=measured(1.5e-6),
+    round_trip=measured(12e-6),
+)
+
+
+def test_costs_rest_on_measured_figures_by_hand() -> None:
+    costs = cost_figures(replace(PC, gpu=MEASURED), SHAPE, near="gpu", context=1000).costs
+    # 16-bit weights; a graph of 20 kernels; 40 us of bookkeeping and the round trip.
+    dense = 45e6 + 9e6 / 2
+    assert costs.attention == pytest.approx(dense / (460 * GB) + 20 * 1.5e-6 + 8e-6 + 40e-6 + 12e-6)
+    assert costs.moe == pytest.approx(3 * 10e6 / (380 * GB) + 33e-6)
+    assert costs.head == pytest.approx(18e6 / (460 * GB) + 6 * 1.5e-6 + 8e-6 + 200e-6)
+    assert costs.call == 33e-6
+
+
+def test_packed_dense_weights_have_rates_of_their_own() -> None:
+    assert gpu_rates.dense_rate(MEASURED, 0.56).value == 400 * GB
+    assert gpu_rates.dense_rate(MEASURED, 1.03).value == 430 * GB
+    assert gpu_rates.dense_rate(MEASURED, 2.0).value == 460 * GB
+    assert gpu_rates.dense_rate(ASSUMED, 0.56).value == pytest.approx(450 * GB)
+
+
+def test_rates_of_experts_are_interpolated_by_tokens() -> None:
+    def flops(tokens: float) -> float:
+        return gpu_rates.expert_flops(MEASURED, 4, tokens).value
+
+    assert (flops(1), flops(4), flops(512), flops(4096)) == (1e12, 4e12, 30e12, 30e12)
+    assert flops(2) == pytest.approx(2.5e12)  # half way on a logarithmic scale
+    assert gpu_rates.expert_rate(MEASURED, 4, 8).value == pytest.approx(250 * GB)
+    assert gpu_rates.expert_rate(MEASURED, 4).origin == "measured"
+
+
+def test_other_bits_are_taken_from_the_nearest_as_an_estimate() -> None:
+    found = gpu_rates.expert_rate(MEASURED, 3)
+    assert (found.value, found.origin) == (380 * GB, "estimate")
+    assert found.source.startswith("as with 4 bits")
+
+
+def test_without_measurements_shares_of_the_memory_are_assumed() -> None:
+    found = gpu_rates.expert_rate(ASSUMED, 4)
+    assert (found.value, found.origin) == (pytest.approx(400 * GB), "estimate")
+    assert gpu_rates.expert_flops(ASSUMED, 4).value == pytest.approx(25e12)
+    assert gpu_rates.expert_flops(ASSUMED, 16).value == 50e12
+
+
+def test_the_cpus_rate_beside_a_link_is_that_of_this_link() -> None:
+    beside = {4: measured(7 * GB)}
+    links = {"file": replace(PC.links["file"], experts=beside), "gpu": GPU}
+    pc = replace(PC, links=links)
+    # That of the link to the GPU is known of the machine only.
+    found = cost_figures(pc, SHAPE, near="gpu").costs
+    assert found.compute_together == pytest.approx(10e6 / (10 * GB))
+    faster = replace(pc, links={**links, "gpu": replace(GPU, experts={4: measured(20 * GB)})})
+    assert cost_figures(faster, SHAPE, near="gpu").costs.compute_together == pytest.approx(10e6 / (20 * GB))
+    assert cost_figures(pc, SHAPE, near="ram").costs.near_slowdown == pytest.approx(25 / 7)

@@ -1,0 +1,61 @@
+"""The products of few tokens in wide operations, for Triton's interpreter: its time goes by their number.
+
+For tests of what surrounds the kernels; ``tests/offload/kernels`` tests the kernels themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def group_products(x, last, words, sz, real, BITS: tl.constexpr, FP16: tl.constexpr, _masked, _partly):
+    column = tl.arange(0, 64)
+    inputs = tl.load(x[:, :, :, None] + column, mask=column < last[:, :, :, None], other=0.0).to(tl.float32)
+    if BITS == 3:
+        low = tl.load(words[:, :, :, None] + column // 16 * 16, mask=real[:, :, :, None], other=0)
+        high = tl.load(words[:, :, :, None] + 64 + column // 32 * 16, mask=real[:, :, :, None], other=0)
+        codes = ((low >> (column % 16 * 2)) & 3) + ((high >> column % 32) & 1) * 4
+    else:
+        COLUMNS: tl.constexpr = 32 // BITS
+        packed = tl.load(words[:, :, :, None] + column // COLUMNS * 16, mask=real[:, :, :, None], other=0)
+        codes = (packed >> (column % COLUMNS * BITS)) & ((1 << BITS) - 1)
+    if BITS == 16:
+        if FP16:
+            weights = codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            weights = (codes << 16).to(tl.float32, bitcast=True)
+    elif BITS == 8:
+        scale = tl.load(sz, mask=real, other=0.0).to(tl.float32)
+        zero = tl.load(sz + 16, mask=real, other=0.0).to(tl.float32)
+        weights = (codes.to(tl.float32) - zero[:, :, :, None]) * scale[:, :, :, None]
+    else:
+        both = tl.load(sz, mask=real, other=0)
+        step = (((both >> 4) & 0x0FF00000) + 0x33800000).to(tl.float32, bitcast=True)[:, :, :, None]
+        both = both[:, :, :, None]
+        half = column // 32
+        whole = codes * ((both >> (8 + 4 * half)) & 15) - ((both >> (16 * half)) & 255)
+        weights = whole.to(tl.float32) * step
+    return tl.sum(inputs * weights, axis=3)
+
+
+@triton.jit
+def pair_products(
+    x, last, words, sz, UP: tl.constexpr, UP_SZ: tl.constexpr, BITS: tl.constexpr, FP16: tl.constexpr, _masked
+):
+    every = tl.full([1, 1, 1], True, tl.int1)
+    gate = group_products(x, last, words, sz, every, BITS, FP16, True, True)
+    up = group_products(x, last, words + UP, sz + UP_SZ, every, BITS, FP16, True, True)
+    return gate, up
+
+
+def use_wide_products(patch: Any) -> None:
+    """Until ``patch``, a ``pytest.MonkeyPatch``, is undone; where the kernels are interpreted."""
+    from moechat.offload.kernels import launch, triton_few
+
+    if launch.INTERPRETED:
+        patch.setattr(triton_few, "group_products", group_products)
+        patch.setattr(triton_few, "pair_products", pair_products)
