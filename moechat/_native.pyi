@@ -630,6 +630,7 @@ def cuda_link(
     buffer_bytes: int = 0,
     buffers: int = 0,
     threads: int = 0,
+    copies: int = 1,
 ) -> Link:
     """A link into a GPU's memory; the rules are in ``native/src/link/cuda_link.h``.
 
@@ -643,6 +644,7 @@ def cuda_link(
         buffer_bytes: Size of a pinned buffer, used for unpinned regions; at least the largest transfer.
         buffers: Number of pinned buffers, fewer if the system does not pin so many; 0: default.
         threads: Threads that fill the buffers; 0: default.
+        copies: Times that every block is copied: a link so many times slower, for measurements.
 
     Raises:
         CudaUnavailableError: There is no usable driver or no such GPU.

@@ -42,10 +42,11 @@ BATCH_COPY = 0.3e-6
 # (https://github.com/chelsea0x3b/cudarc/pull/335) and 3 us between two streams (the RTX 3080 above).
 EVENT_CALL = 1e-6
 EVENT_LATENCY = 3e-6
-# Host: from an event to the thread that waits for it: the rest of the 15 us above if it spins; a thread that
-# sleeps is woken by an interrupt, an estimate.
+# Host: from an event to the thread that waits for it: the rest of the 15 us above if it spins. The link's
+# thread looks every 10 us while there is work (native/src/link/cuda_link.cc), and a timer wakes it some 5 us
+# late: an estimate.
 WAKE_SPINNING = 3e-6
-WAKE_SLEEPING = 30e-6
+WAKE_POLLING = 10e-6
 # Host: the interpreter for a layer whose graphs are replayed, beside the calls above: 118 us of one core of a
 # server with other programs, of which a third is the model of the GPU (scripts/bench/cards --host). And the
 # native cache, link and lists (native_runner_test --bench, twice).
@@ -163,5 +164,5 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
         triton=triton,
         link_call=COPY_CALL + 2 * EVENT_CALL,
         link_copy=BATCH_COPY,
-        link_wake=WAKE_SLEEPING,
+        link_wake=WAKE_POLLING,
     )

@@ -101,14 +101,19 @@ class FarMemory:
         """Bytes of experts in memory."""
         return sum(records.nbytes for records in self.records)
 
-    def link(self) -> _native.Link:
-        """A link from here into the GPU's memory; REQUIRES: this object outlives it."""
+    def link(self, copies: int = 1) -> _native.Link:
+        """A link from here into the GPU's memory; REQUIRES: this object outlives it.
+
+        Args:
+            copies: See :attr:`moechat.offload.settings.LinkSettings.copies`.
+        """
         return _native.cuda_link(
             self._regions,
             device=self._ordinal,
             buffer_bytes=self._record_bytes,
             buffers=_BUFFERS,
             threads=_FILE_READERS if self._reads_files else 0,
+            copies=copies,
         )
 
     @property

@@ -137,7 +137,7 @@ class GpuPlacement:
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
         """See :meth:`Placement.open_pages`."""
         address = self.pages.open(pages)
-        link = open_link(config.store, config.link) if self.far is None else self.far.link()
+        link = open_link(config.store, config.link) if self.far is None else self.far.link(config.link.copies)
         return PageMemory(link, address, self.pages.far_records, self.pages.far_experts)
 
     def observed(self, before: Costs, observed: Observed) -> Costs | None:

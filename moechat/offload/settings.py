@@ -27,6 +27,7 @@ class LinkSettings:
         seed: ``sim``: seed of the random delays.
         reorder: ``sim``: number of started transfers that finish in random order.
         copy: ``sim``: ``False`` spends the time without moving bytes; for measurements on random weights.
+        copies: Into a GPU: times that every block is copied, which plays a slower link; for measurements.
     """
 
     kind: Literal["file", "sim"] = "file"
@@ -40,6 +41,7 @@ class LinkSettings:
     seed: int = 0
     reorder: int = 1
     copy: bool = True
+    copies: int = 1
 
     def __post_init__(self) -> None:
         require_choice("link", self.kind, ("file", "sim"))
@@ -48,6 +50,7 @@ class LinkSettings:
         for name in ("in_flight_bytes", "bandwidth", "latency", "jitter", "seed"):
             require_number(name, getattr(self, name), 0, float(1 << 62))
         require_number("reorder", self.reorder, 1, 1024)
+        require_number("copies", self.copies, 1, 64)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@
 //   copy_overhead   engine: each copy, besides its bytes
 //   launch_latency  from the launch of a kernel or graph to its begin, on an idle GPU
 //   event_latency   GPU: from a completed event to the begin of what waits for it in another stream
-//   wake_spin, wake_block  host: from a completed event to the thread that waits for it, spinning or blocked
+//   wake_spin, wake_link  host: from a completed event to the thread that waits for it, and to a link's
+//   thread
 // and bytes a second: h2d, h2d_together (while the CPU computes), d2h, cpu, cpu_together (while copies run).
 //
 // timed_get(name): counts of launches, graphs, copies (of the link), batches, small_copies, to_host, waits
@@ -53,7 +54,6 @@ struct Event {
   std::uint64_t recorded = 0;
   std::uint64_t completed = 0;
   double moment = 0;  // of the last completion
-  bool blocking = false;
 };
 
 struct Operation {
@@ -66,6 +66,7 @@ struct Operation {
 };
 
 struct Stream {
+  bool of_link = false;  // of the highest priority, as the links' streams are
   std::deque<Operation> queue;
   bool running = false;  // the first of the queue
   std::uint64_t served = 0;
@@ -135,7 +136,7 @@ void settle() {
           Event& event = *first.event;
           event.completed = std::max(event.completed, first.record);
           event.moment = all.now;
-          if (event.blocking) all.wakes.push(all.now + figure("wake_block"));
+          if (stream->of_link) all.wakes.push(all.now + figure("wake_link"));
         } else if (first.kind == Kind::kWait) {
           const double begin = first.event->moment + figure("event_latency");
           if (begin > all.now + kSame) {
@@ -487,8 +488,9 @@ Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
   return kSuccess;
 }
-Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
+Result cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
   auto* const made = new Stream;
+  made->of_link = priority < 0;
   world().streams.insert(made);
   *stream = made;
   return kSuccess;
@@ -517,9 +519,8 @@ Result cuStreamSynchronize(void* stream) {
   if (one == nullptr || !wait_for([&] { return one->queue.empty(); })) return kInvalidHandle;
   return kSuccess;
 }
-Result cuEventCreate(void** event, unsigned flags) {
+Result cuEventCreate(void** event, unsigned) {
   const auto made = std::make_shared<Event>();
-  made->blocking = (flags & 1u) != 0;
   *event = made.get();
   world().events[made.get()] = made;
   return kSuccess;
@@ -540,13 +541,6 @@ Result cuEventQuery(void* event) {
   if (!one) return kInvalidHandle;
   charge(figure("event_call"));
   return one->completed >= one->recorded ? kSuccess : kNotReady;
-}
-Result cuEventSynchronize(void* event) {
-  const Spent spent;
-  const std::shared_ptr<Event> one = event_at(event);
-  if (!one || !wait_for([&] { return one->completed >= one->recorded; })) return kInvalidHandle;
-  charge(figure(one->blocking ? "wake_block" : "wake_spin"));
-  return kSuccess;
 }
 Result cuMemcpyHtoDAsync_v2(unsigned long long, const void*, std::size_t bytes, void* stream) {
   return copy_many(&bytes, 1, stream);

@@ -72,7 +72,7 @@ class NoMemory:
     def records(self) -> list[npt.NDArray[np.uint8]]:
         return [self._layer] * self._layers
 
-    def link(self) -> _native.Link:
+    def link(self, copies: int = 1) -> _native.Link:
         regions = [(self._layer, self._layer.nbytes, True, "", 0)] * self._layers
         return _native.cuda_link(regions, device=0, buffer_bytes=self._record, buffers=16)
 
@@ -134,6 +134,7 @@ class Model(nn.Module):
     def __init__(self, layers: int, top_k: int, hidden_size: int) -> None:
         super().__init__()
         self.parts = nn.ModuleList(nn.Module() for _ in range(layers))
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
         self._hidden_size = hidden_size
         self._index = torch.zeros(1, top_k, dtype=torch.int64)
         self._weight = torch.ones(1, top_k)
@@ -217,7 +218,12 @@ class TimedEngine:
             vars(part)[EXPERTS_RUNNER] = self.tier.layer(ordinal)
         self.notices: list[str] = []
         self._decoder = GraphDecoder(
-            model, list(model.parts), self.gpu.graphs, dtype=torch.float32, notify=self.notices.append
+            model,
+            list(model.parts),
+            self.gpu.graphs,
+            dtype=torch.float32,
+            clocks=pages.clocks,
+            notify=self.notices.append,
         )
         self._cache = AttentionCache([ReservedLayer(1024) for _ in range(layers)])
         self._decoder.memory.lend(self._cache)

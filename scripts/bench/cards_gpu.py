@@ -152,7 +152,7 @@ class Clock:
             event_latency=pattern.EVENT_LATENCY,
             launch_latency=pattern.LAUNCH_LATENCY,
             wake_spin=pattern.WAKE_SPINNING,
-            wake_block=pattern.WAKE_SLEEPING,
+            wake_link=pattern.WAKE_POLLING,
             turns=1.0,
         )
 

@@ -1,8 +1,9 @@
 """The fifth stage: a large GPU made as small as one of a PC, so that its figures mean something there.
 
 Blocks of threads that do nothing occupy a part of the multiprocessors, as many as leave the memory bandwidth
-of the GPU that is played; the link into its memory is paced to the PCIe lanes of that one. A decoded token is
-bound by these two. Not played: the L2 cache, which is larger here, and tensor cores, of which more are left.
+of the GPU that is played; every block is copied several times, so that the link is about as slow as the PCIe
+lanes of that one. A decoded token is bound by these two. Not played: the L2 cache, which is larger here, and
+tensor cores, of which more are left.
 
 The occupying kernel ends by itself after :data:`MOST_SECONDS`: work that waits for the whole GPU meanwhile
 waits that long, and does not hang.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gpu.record import Cell, Say
-from gpu.rounds import read_rate
+from gpu.rounds import copied_rate, read_rate
 from gpu.speed import Speeds, measured
 from moechat.hardware.profile_file import reference_profile
 from moechat.offload.accelerator import Accelerator
@@ -163,7 +164,16 @@ def play(gpu: Accelerator, speeds: Speeds, name: str, case: str, say: Say) -> di
             state.update(blocks=blocks, memory_bytes_a_second=left)
             yield
 
-    link = LinkSettings(bandwidth=played.link)
+    # Every block is copied so often that as many bytes arrive in a second as on the played link.
+    copies = max(1, round(copied_rate(gpu) / played.link))
     small = replace(speeds.rounds, prompts=(128, 1024), contexts=(128,), rounds=1)
-    found = measured(gpu, replace(speeds, rounds=small), case, say, link=link, around=around, machine=name)
-    return {**found, "played": {**vars(played), **state}}
+    found = measured(
+        gpu,
+        replace(speeds, rounds=small),
+        case,
+        say,
+        link=LinkSettings(copies=copies),
+        around=around,
+        machine=name,
+    )
+    return {**found, "played": {**vars(played), **state, "copies": copies}}

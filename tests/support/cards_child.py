@@ -80,7 +80,7 @@ def main() -> None:
         "by hand": by_hand(clock),
         "ten": [run(clock, case) for case in ten_cases()],
         "again": run(clock, LINKED),
-        "sleepy": run(clock, LINKED, figures={"wake_block": 1e-3}),
+        "sleepy": run(clock, LINKED, figures={"wake_link": 1e-3}),
         "ordered": run(clock, LINKED, ordered=True),
         "slow host": run(clock, RESIDENT, layer_host=180e-6),
     }

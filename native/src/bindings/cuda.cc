@@ -42,13 +42,14 @@ RegionPart part_of(const py::object& data, std::int64_t bytes, bool pinned, std:
 
 std::unique_ptr<LinkHolder> cuda_link(const std::vector<Region>& regions, int device,
                                       std::int64_t in_flight_bytes, std::int64_t buffer_bytes, int buffers,
-                                      int threads) {
+                                      int threads, int copies) {
   CudaLinkOptions options;
   options.device = device;
   options.in_flight_bytes = in_flight_bytes;
   options.buffer_bytes = buffer_bytes;
   options.buffers = buffers;
   options.threads = threads;
+  options.copies = copies;
   std::vector<CudaRegion> list;
   std::vector<py::object> alive;
   for (const auto& [data, bytes, pinned, path, offset] : regions) {
@@ -146,7 +147,7 @@ void bind_cuda(py::module_& m) {
   m.def("cuda_pin", &pin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_unpin", &unpin, py::arg("memory"), py::arg("device") = 0);
   m.def("cuda_link", &cuda_link, py::arg("regions"), py::arg("device") = 0, py::arg("in_flight_bytes") = 0,
-        py::arg("buffer_bytes") = 0, py::arg("buffers") = 0, py::arg("threads") = 0);
+        py::arg("buffer_bytes") = 0, py::arg("buffers") = 0, py::arg("threads") = 0, py::arg("copies") = 1);
 }
 
 }  // namespace moechat

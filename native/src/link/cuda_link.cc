@@ -29,6 +29,7 @@ constexpr std::int64_t kDefaultBuffer = std::int64_t{1} << 20;
 constexpr int kDefaultBuffers = 16;
 constexpr int kDefaultThreads = 2;
 constexpr int kMostThreads = 64;
+constexpr int kMostCopies = 64;
 constexpr int kMostBuffers = 64;
 constexpr std::size_t kBatches = 1024;  // under way at a time: 3 GiB of demands
 constexpr std::size_t kReads = 64;      // events of readers; see reads_first
@@ -81,6 +82,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
         cuda_(cuda::driver()),
         context_(context),
         buffer_bytes_(options.buffer_bytes > 0 ? options.buffer_bytes : kDefaultBuffer),
+        copies_(options.copies),
         stagers_(buffers == 0          ? 0
                  : options.threads > 0 ? options.threads
                                        : kDefaultThreads),
@@ -148,6 +150,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   void issue(Batch batch);
   cuda::Result enqueue(std::uint64_t number, std::uint64_t reader, const char** call);
   cuda::Result copy_all(const char** call);
+  cuda::Result copy_once(const char** call);
   cuda::Result ended(std::uint64_t number) const;
   void gather_copies(const std::vector<Load>& loads);
   void end_batch(int error);
@@ -159,6 +162,7 @@ class CudaEngine final : public LinkEngine, public StreamOrder {
   const cuda::Driver& cuda_;
   const cuda::Context context_;
   const std::int64_t buffer_bytes_;
+  const int copies_;
   const int stagers_;
   // Given back from the last to the first: the stream ends before the memory that it reads.
   const cuda::PinnedMemory ring_;
@@ -321,6 +325,14 @@ cuda::Result CudaEngine::enqueue(std::uint64_t number, std::uint64_t reader, con
 }
 
 cuda::Result CudaEngine::copy_all(const char** call) {
+  for (int i = 1; i < copies_; ++i) {
+    const cuda::Result result = copy_once(call);
+    if (result != cuda::kSuccess) return result;
+  }
+  return copy_once(call);
+}
+
+cuda::Result CudaEngine::copy_once(const char** call) {
   if (batches_ && to_.size() > 1) {
     const cuda::Result result =
         cuda_.copy_batch(to_.data(), from_.data(), sizes_.data(), to_.size(), stream_.get());
@@ -549,6 +561,7 @@ std::unique_ptr<Link> make_cuda_link(std::vector<CudaRegion> regions, const Cuda
           "from 0 to 64");
   require(options.threads >= 0 && options.threads <= kMostThreads, "threads", options.threads,
           "from 0 to 64");
+  require(options.copies >= 1 && options.copies <= kMostCopies, "copies", options.copies, "from 1 to 64");
   const cuda::Context context = cuda::primary_context(options.device);  // loads the driver
   FarSources sources(std::move(regions));
   require(!sources.staged() || virtual_clock() == nullptr, "pinned", 0, "1 on a virtual clock");

@@ -39,6 +39,9 @@ struct CudaLinkOptions {
   std::int64_t buffer_bytes = 0;
   int buffers = 0;
   int threads = 0;
+  // Times that every block is copied, one after the other: a link that is so many times slower, for
+  // measurements.
+  int copies = 1;
 };
 
 // Targets of transfers are addresses in VRAM. Throws cuda::Unavailable, cuda::Error, FileError for a file
