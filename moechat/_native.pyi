@@ -1269,6 +1269,87 @@ class ExpertRunner:
         """
     def far_blocks(self) -> int:
         """Number of blocks of the last layer that the CPU computed in the far tier."""
+    def keep_page_table(self, least_share: float) -> bool:
+        """Keep a table of the pages for kernels that look them up; see ``native/src/offload/page_table.h``.
+
+        Args:
+            least_share: :meth:`look_ahead` pays where a layer has lately lacked nothing in that share of the
+                decoded tokens.
+
+        Returns:
+            False: the link does not order copies and kernels, and there is no table.
+        """
+    def page_changes(self, changes: _I32) -> int:
+        """Entries of the GPU's table ``[layers, experts, blocks]`` that have to change.
+
+        Args:
+            changes: int32 ``[2, n]``: filled with indices and pages; -1: none.
+
+        Returns:
+            How many there are; fewer than n: no more have to change.
+
+        Raises:
+            RuntimeError: There is no table.
+        """
+    def complete(self) -> bool:
+        """Whether every block is ready, and was in the table at the last changes."""
+    def look_ahead(self, layer: int, stream: int, changes: _I32) -> int:
+        """Whether the GPU may compute a layer of a token before the host knows what is missing.
+
+        If so, copies into pages that the table has are put behind the kernels of the stream, until
+        :meth:`end_ahead`.
+
+        Args:
+            layer: The layer.
+            stream: CUstream of the kernels.
+            changes: As in :meth:`page_changes`, to be made before the layer's kernels.
+
+        Returns:
+            Number of changes; -1: it does not pay, since the layer often lacks a block.
+        """
+    def end_ahead(self) -> None:
+        """Kernels that look pages up have ended, or will find that they must not."""
+    def account(
+        self,
+        reports: _I32,
+        first: int,
+        count: int,
+        picks: int,
+        places: _I32,
+        *,
+        predicted: int,
+        experts: int,
+        max_bytes: int | None,
+        ahead: str,
+        lookahead: int,
+        stream_tokens: int,
+        miss: str,
+    ) -> int:
+        """Make the decisions of :meth:`begin`, :meth:`prefetch` and finish for layers that the GPU computed.
+
+        Args:
+            reports: int32 ``[layers, n]``: of each layer the experts of the token, as many words that mean
+                nothing here, and the bits of the scores ``[experts]`` of each of its places.
+            first: The first layer.
+            count: Number of layers.
+            picks: Experts of the token.
+            places: int32 ``[layers, p, 2]``: distance and number of the layers that scores are for; distance
+                0: there is none.
+            predicted: Most layers ahead that are predicted.
+            experts: As in :meth:`prefetch`, for layers that are predicted.
+            max_bytes: As in :meth:`prefetch`.
+            ahead: As in :func:`plan_speculation`, for whole layers; so ``lookahead`` and ``stream_tokens``.
+            lookahead: See ``ahead``.
+            stream_tokens: See ``ahead``.
+            miss: As in :meth:`begin`.
+
+        Returns:
+            Bytes of block records computed.
+
+        Raises:
+            LinkError, DeviceLostError: As :meth:`finish_on_device`.
+            ValueError: Shapes do not match, or an expert or layer does not exist.
+        """
     def abort(self) -> None:
         """Drop the current layer, if any, and cancel its queued transfers."""
     def set_targets(self, targets: _I32) -> None:

@@ -16,6 +16,7 @@ from moechat.errors import UsageError
 
 HOME_VARIABLE = "MOECHAT_HOME"
 GRAPHS_VARIABLE = "MOECHAT_CUDA_GRAPHS"
+RUN_AHEAD_VARIABLE = "MOECHAT_RUN_AHEAD"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE | re.ASCII)
 _EXPONENT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 # File offsets are signed 64-bit integers, so no budget can be larger.
@@ -95,6 +96,15 @@ def cuda_graphs_wanted(environment: Mapping[str, str] | None = None) -> bool:
         environment: Environment variables; ``None`` takes those of the process.
     """
     return (os.environ if environment is None else environment).get(GRAPHS_VARIABLE, "") != "0"
+
+
+def run_ahead_wanted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a GPU looks up the experts of decoded tokens by itself; ``MOECHAT_RUN_AHEAD=1`` lets it.
+
+    Args:
+        environment: Environment variables; ``None`` takes those of the process.
+    """
+    return (os.environ if environment is None else environment).get(RUN_AHEAD_VARIABLE, "") == "1"
 
 
 def parse_size(text: str) -> int:

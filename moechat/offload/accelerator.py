@@ -28,6 +28,22 @@ _MOST_CONTEXT_BYTES = 2 << 30
 _CONTEXTS: dict[int, int] = {}
 
 
+class Point:
+    """A point in the work of a GPU's current stream, which the host can wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Set the point behind all work so far; an earlier point is forgotten."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Wait for the work before the point; what kernels wrote to pinned memory is there then."""
+        self._event.synchronize()
+
+
 @dataclass(frozen=True)
 class Chip:
     """Properties of a GPU's chip.
@@ -271,6 +287,10 @@ class Accelerator:
         self._landed.synchronize()
         values: npt.NDArray[np.int32] = host.numpy()
         return values
+
+    def point(self) -> Point:
+        """A point of the current stream, not set yet."""
+        return Point(self.device)
 
     def graphs(self) -> Graphs:
         """A maker of CUDA graphs, with memory of their own."""

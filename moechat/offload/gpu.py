@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moechat.config import cuda_graphs_wanted
+from moechat.config import cuda_graphs_wanted, run_ahead_wanted
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import Near
 from moechat.configurator.systems import CacheSettings, Prefetch, RequestForm
@@ -177,7 +177,13 @@ class GpuPlacement:
         clocks = self.pages.clocks
         if graphs:
             return GraphDecoder(
-                model, parts, self.accelerator.graphs, dtype=dtype, clocks=clocks, notify=notify
+                model,
+                parts,
+                self.accelerator.graphs,
+                dtype=dtype,
+                clocks=clocks,
+                notify=notify,
+                run_ahead=run_ahead_wanted(),
             )
 
         return _TimedPasses(model, clocks)

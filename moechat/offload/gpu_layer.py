@@ -128,16 +128,24 @@ class GpuExpertLayer:
                 found.append((distance, layer, router.scores(hidden[-1:])[0]))
         return found
 
-    def answer(self, request: ExpertRequest, into: torch.Tensor | None = None) -> torch.Tensor:
+    def answer(
+        self,
+        request: ExpertRequest,
+        into: torch.Tensor | None = None,
+        packed: npt.NDArray[np.int32] | None = None,
+    ) -> torch.Tensor:
         """Sum of the experts of a request, ``[tokens, hidden]``; raises as :meth:`forward`.
 
         Args:
             request: The inputs.
             into: Memory for the sum; ``None`` allocates it.
+            packed: The words of the request's, and perhaps more, in host memory; ``None``: they are copied.
         """
         tier, tokens, chosen = self.tier, len(request.x), request.chosen
         self.pages.clocks.begin_layer()
-        packed = self.pages.accelerator.to_host(request.packed)
+        if packed is None:
+            packed = self.pages.accelerator.to_host(request.packed)
+        packed = packed[: request.packed.numel()]
         index, weight = packed[:chosen], packed[chosen : 2 * chosen]
         experts = tier.geometry.num_experts
         rest = 2 * chosen + experts * len(request.places)

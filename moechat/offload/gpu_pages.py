@@ -19,6 +19,7 @@ from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import BlockKernels
 from moechat.offload.limits import FEW_TOKENS, SHARED_TOKENS
+from moechat.offload.page_lookup import PageLookup
 
 
 class Ranks(Protocol):
@@ -47,6 +48,7 @@ class GpuPages:
         served: What requests contain besides what the settings at work need, so that other settings can take
             turns with them.
         far_experts: int32 of each layer: the experts that these are of.
+        lookup: Where the GPU looks the blocks up; ``None``: it does not.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GpuPages:
         self.clocks = GpuClocks(accelerator.mark, accelerator.passed, accelerator.seconds_between)
         self.served = RequestForm(0, False)
         self.far_experts: Sequence[npt.NDArray[np.int32]] = ()
+        self.lookup: PageLookup | None = None
         self._far_out: torch.Tensor | None = None
 
     def open(self, pages: int) -> int:
@@ -82,6 +85,7 @@ class GpuPages:
     def close(self) -> None:
         """Give the pages back to torch's allocator."""
         self.memory = torch.empty(0)
+        self.lookup = None
 
     def miss(self, settings: CacheSettings, tokens: int) -> Miss:
         """Treatment of the blocks that a pass of so many tokens misses."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +28,13 @@ from moechat.configurator.systems import RequestForm
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
 from moechat.models.skeleton import EXPERTS_RUNNER
+from moechat.offload.crossing import Crossing
 from moechat.offload.gpu_clocks import GpuClocks
 from moechat.offload.gpu_layer import Capture, ExpertRequest, GpuExpertLayer
 from moechat.offload.graphs import Graph, Graphs
 from moechat.offload.replay_attention import NotSupportedError, ReplayAttention
 from moechat.offload.replay_cache import ReplayCache
+from moechat.offload.run_ahead import RunAhead, can_run_ahead
 from moechat.offload.tier import ExpertTier
 
 # Largest relative distance between experts' inputs, or logits, of a replay and of a pass after two layers; it
@@ -67,6 +69,10 @@ class _Recording:
     logits: torch.Tensor | None = None
     unchecked: int = _CHECKED
     checked_again_at: int = 0
+    crossing: Crossing = field(default_factory=Crossing)
+    again: Callable[[_Recording], None] | None = None
+    ahead: RunAhead | None = None
+    complete: _CompleteRecording | None = None
     _open: Graph | None = None
 
     def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
@@ -76,9 +82,15 @@ class _Recording:
         self.requests.append(request)
         self.sums.append(total)
         self.ordinals.append(ordinal)
+        self.crossing.cut()
         self.end()
         self.begin()
         return total
+
+    def result(self) -> torch.Tensor:
+        """A copy of the logits, which the next replay overwrites."""
+        assert self.logits is not None
+        return self.logits.clone()
 
     def begin(self) -> None:
         if self.new is not None:
@@ -97,6 +109,24 @@ class _Recording:
         graph, self._open = self._open, None
         if graph is not None:
             graph.abandon()
+
+
+@dataclass
+class _CompleteRecording(_Recording):
+    """A pass with its experts, for pages that hold all of them: graphs of the layers and of the head."""
+
+    pieces: _Recording = field(kw_only=True)
+
+    def cut(self, ordinal: int, request: ExpertRequest) -> torch.Tensor:
+        """Record the experts of a layer."""
+        assert self.pieces.ahead is not None
+        total = torch.empty_like(request.x)
+        self.pieces.ahead.launch(ordinal, request, total)
+        self.ordinals.append(ordinal)
+        if len(self.ordinals) == len(self.pieces.ordinals):
+            self.end()
+            self.begin()
+        return total
 
 
 @dataclass
@@ -131,6 +161,7 @@ class GraphDecoder:
         dtype: Type of the dense part.
         clocks: Times some of the tokens.
         notify: Takes a sentence for the user.
+        run_ahead: Let the GPU look up the experts; see :mod:`moechat.offload.run_ahead`.
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
@@ -145,6 +176,7 @@ class GraphDecoder:
         dtype: torch.dtype,
         clocks: GpuClocks,
         notify: Callable[[str], None],
+        run_ahead: bool = False,
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -160,6 +192,8 @@ class GraphDecoder:
         self._tier: ExpertTier | None = None
         self._form = RequestForm(0, False)
         self._token = self._numbers = torch.empty(0)
+        # The host launches every expert layer.
+        self._behind = not run_ahead
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -315,6 +349,9 @@ class GraphDecoder:
     ) -> _Recording:
         self._clocks.drop()
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
+        crossing = Crossing()
+        # What lives from one graph to another needs memory for itself only where graphs are replayed again.
+        watch: AbstractContextManager[object] = nullcontext() if self._behind else crossing
         if self._attention is None:
             self._attention = ReplayAttention(self._model)
         attention, position = self._attention, self._numbers[0]
@@ -338,10 +375,13 @@ class GraphDecoder:
         with graphs.aside():
             # Libraries initialise at first use, which cannot be recorded. This run leaves the experts out, so
             # the keys and values that it writes mean nothing; the next replay or pass overwrites them.
-            run(_Recording(None, self._form))
+            with watch:
+                run(_Recording(None, self._form, crossing=crossing))
             graphs.make_room()
-            recording = _Recording(graphs.new, self._form)
-            run(recording)
+            recording = _Recording(graphs.new, self._form, crossing=crossing, again=run)
+            crossing.second_pass()
+            with watch:
+                run(recording)
         if recording.ordinals != list(range(len(experts))):
             raise RuntimeError(f"the expert layers ran in the order {recording.ordinals}")
         return recording
@@ -352,6 +392,10 @@ class GraphDecoder:
         experts: Sequence[GpuExpertLayer],
         comparison: _Comparison | None = None,
     ) -> torch.Tensor:
+        ahead = self._ahead_of(recording, experts)
+        # All marks of a token that is timed stand where the host launches its layers.
+        if ahead is not None and comparison is None and not self._clocks.timing:
+            return self._replay_ahead(recording, ahead)
         first, *rest = recording.graphs
         first.replay()
         requests, sums = recording.requests, recording.sums
@@ -359,9 +403,75 @@ class GraphDecoder:
             layer.answer(request, total)
             if comparison is not None:
                 comparison.answers.append((request.x.clone(), total.clone()))
+                if ahead is not None and not ahead.repeats(layer.ordinal):
+                    self._stay_behind("a layer's sum differed")
+                    ahead = None
             graph.replay()
-        assert recording.logits is not None
-        return recording.logits.clone()  # the next replay overwrites them
+        return recording.result()
+
+    def _ahead_of(self, recording: _Recording, experts: Sequence[GpuExpertLayer]) -> RunAhead | None:
+        """Expert layers that the GPU computes without the host, recorded anew for other pages; ``None``: it
+        cannot.
+        """
+        if self._behind or (recording.ahead is not None and recording.ahead.serves()):
+            return None if self._behind else recording.ahead
+        recording.ahead = recording.complete = None
+        graphs = self._graphs
+        if graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
+            return None
+        self._clocks.drop()
+        try:
+            with graphs.aside():
+                recording.ahead = RunAhead(experts, recording.requests, recording.sums, graphs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton and its compiler raise many kinds
+            self._stay_behind(_in_short(error))
+        return recording.ahead
+
+    def _replay_ahead(self, recording: _Recording, ahead: RunAhead) -> torch.Tensor:
+        """Logits of a token whose experts the GPU computes as far as it has them."""
+        checked = None
+        if ahead.complete():
+            complete = recording.complete or self._record_complete(recording)
+            if complete is not None and ahead.replay_complete(
+                *complete.graphs, counted=not complete.unchecked
+            ):
+                if not complete.unchecked:
+                    return complete.result()
+                checked = complete.result()
+        ahead.replay(recording.graphs)
+        logits = recording.result()
+        if checked is not None and recording.complete is not None:
+            if _or_far(float(_distance(checked, logits))) <= self._allowed(len(recording.ordinals)):
+                recording.complete.unchecked -= 1
+            else:
+                self._stay_behind("the logits of a whole token differed")
+        return logits
+
+    def _record_complete(self, recording: _Recording) -> _CompleteRecording | None:
+        graphs = self._graphs
+        if graphs is None or recording.again is None:
+            return None
+        complete = _CompleteRecording(graphs.new, recording.form, pieces=recording)
+        try:
+            with graphs.aside():
+                graphs.make_room()
+                recording.again(complete)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._stay_behind(_in_short(error))
+            return None
+        recording.complete = complete
+        return complete
+
+    def _stay_behind(self, why: str) -> None:
+        """Let the host launch every expert layer from now on."""
+        self._behind = True
+        if self._recording is not None:
+            self._recording.ahead = self._recording.complete = None
+        self._notify(f"the GPU waits for the host at every expert layer, which is slower than need be: {why}")
 
     def _forget(self) -> None:
         # The shared memory is freed with its last graph, and cannot be used again.

@@ -28,7 +28,8 @@ LIBRARY_BYTES = 96 << 20
 _ROUNDING_BYTES = 64 << 20
 # CUDA graphs besides their tensors: 32 MiB for the libraries' workspace of the stream that they are
 # recorded in; pieces of 20 MiB that their memory is rounded up to; the driver's own record of their kernels,
-# 1 to 2 KiB each, some 2,000 for a token of 48 layers.
+# 1 to 2 KiB each, some 4,300 a token of 48 layers with its experts, as single layers and as a whole; the
+# table of pages, 0.3 to 2 MiB.
 _GRAPH_BYTES = 64 << 20
 
 

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -308,6 +309,162 @@ void layers_compute_from_fetched_blocks(Random& random) {
   EXPECT(runner.check().empty());
 }
 
+// Kernels that look pages up by themselves, up to three layers ahead of the host, while the host evicts,
+// fetches and prefetches: a page that they find in the table holds its block, and keeps it while they read.
+void lookups_run_ahead_of_the_host(Random& random) {
+  draw_delays(random);
+  const auto layers = static_cast<std::int32_t>(between(random, 2, 3));
+  const auto experts = static_cast<std::int32_t>(between(random, 3, 4));
+  const std::int64_t blocks = between(random, 1, 3);
+  const BlockLayout layout = make_block_layout(16, blocks * kBlockNeurons, 2, false, false);
+  const std::int64_t page = layout.record_bytes;
+  const Far far(random, layers, experts * blocks, page, chance(random, 0.7));
+  RunnerOptions options;
+  options.layout = layout;
+  options.activation = {Activation::kSilu, 0, 0};
+  options.layers = layers;
+  options.experts = experts;
+  options.top_k = 2;
+  const std::int64_t all = layers * experts * blocks;
+  // About two experts of a layer: a prefetch then evicts what is read ahead.
+  options.pages = between(random, 2 * layers * blocks, 2 * layers * blocks + 2);
+  options.targets.assign(static_cast<std::size_t>(layers), LayerTarget{0, 1});
+  Gpu gpu(options.pages * page);
+  options.near_memory = gpu.memory();
+  CudaLinkOptions link;
+  link.buffer_bytes = page;
+  link.buffers = 2;
+  ExpertRunner runner(options, lru(layers, experts), make_cuda_link(far.regions(), link));
+  EXPECT(runner.keep_page_table(0));
+
+  // Of the GPU: read and written in the order of its stream alone.
+  std::vector<std::int32_t> table(static_cast<std::size_t>(all), PageTable::kNone);
+  bool stop = false;
+  std::atomic<bool> right{true};
+  struct Layer {
+    std::vector<std::int32_t> report;  // experts, weights, scores of the next layer
+    std::atomic<int> found{-1};        // by the GPU: 1, all blocks; 0, not
+  };
+  constexpr std::int64_t kPicks = 2;
+  const std::int64_t stride = 2 * kPicks + experts;
+  std::vector<std::int32_t> place;
+  for (std::int32_t layer = 0; layer < layers; ++layer) {
+    place.push_back(1);
+    place.push_back((layer + 1) % layers);
+  }
+  // As a rule experts that are there now: they may be gone when they are read.
+  const auto draw = [&](std::vector<std::int32_t>* report, std::int32_t layer) {
+    report->assign(static_cast<std::size_t>(stride), 0);
+    const std::vector<std::int16_t> resident = runner.residency();
+    std::vector<std::int32_t> from;
+    for (std::int32_t expert = 0; expert < experts; ++expert) {
+      if (resident[static_cast<std::size_t>(layer * experts + expert)] == blocks) from.push_back(expert);
+    }
+    if (from.size() < 2 || chance(random, 0.1)) {
+      from.resize(static_cast<std::size_t>(experts));
+      std::iota(from.begin(), from.end(), 0);
+    }
+    std::shuffle(from.begin(), from.end(), random);
+    std::copy_n(from.begin(), kPicks, report->begin());
+    for (std::int32_t expert = 0; expert < experts; ++expert) {
+      const auto score = static_cast<float>(between(random, 0, 100));
+      std::memcpy(&(*report)[static_cast<std::size_t>(2 * kPicks + expert)], &score, sizeof score);
+    }
+  };
+  std::vector<std::unique_ptr<Layer>> kept;
+  // Gives changes to the GPU until there are none; ahead: as look_ahead, else as page_changes.
+  const auto update = [&](std::int32_t layer) {
+    const std::int64_t room = between(random, 1, 20);
+    std::vector<std::int32_t> index(static_cast<std::size_t>(room)), to(static_cast<std::size_t>(room));
+    for (bool first = true;; first = false) {
+      const std::int64_t count = first ? runner.look_ahead(layer, gpu.stream(), index.data(), to.data(), room)
+                                       : runner.page_changes(index.data(), to.data(), room);
+      EXPECT(count >= 0);
+      gpu.run([&table, index, to, count] {
+        for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+          table[static_cast<std::size_t>(index[i])] = to[i];
+        }
+      });
+      if (count < room) return;
+    }
+  };
+  const auto look_up = [&](Layer* one, std::int32_t layer, microseconds pause) {
+    gpu.run([=, &table, &stop, &right, &far, &gpu] {
+      std::vector<std::pair<const unsigned char*, const unsigned char*>> read;
+      for (std::int64_t pick = 0; pick < kPicks && !stop; ++pick) {
+        const std::int64_t expert = layer * experts + one->report[static_cast<std::size_t>(pick)];
+        for (std::int64_t block = 0; block < blocks && !stop; ++block) {
+          const std::int32_t from = table[static_cast<std::size_t>(expert * blocks + block)];
+          stop = from == PageTable::kNone;
+          read.emplace_back(gpu.memory() + from * page,
+                            far.record(layer, (expert - layer * experts) * blocks + block));
+        }
+      }
+      std::this_thread::sleep_for(pause);
+      for (const auto& [found, expected] : read) {
+        if (!stop && !holds(found, expected, page, pause)) right = false;
+      }
+      one->found = stop ? 0 : 1;
+    });
+  };
+  const auto by_host = [&](const std::vector<std::int32_t>& report, std::int32_t layer) {
+    const std::int64_t index[kPicks] = {report[0], report[1]};
+    const float weight[kPicks] = {1, 1};
+    runner.begin(layer, index, weight, 1, kPicks);
+    runner.prefetch((layer + 1) % layers, reinterpret_cast<const float*>(report.data()) + 2 * kPicks, experts,
+                    between(random, 0, 6), Priority::kNext);
+    runner.finish_on_device(gpu.stream(), 1, 100, [](const DeviceLaunch&) {}, {});
+  };
+  for (int token = 0; token < 24; ++token) {
+    for (std::int32_t layer = 0; layer < layers;) {
+      const auto ahead =
+          static_cast<std::int32_t>(std::min<std::int64_t>(between(random, 0, 3), layers - layer));
+      std::vector<Layer*> launched;
+      gpu.run([&stop] { stop = false; });
+      for (std::int32_t i = 0; i < ahead; ++i) {
+        kept.push_back(std::make_unique<Layer>());
+        launched.push_back(kept.back().get());
+        draw(&launched.back()->report, layer + i);
+        update(layer + i);
+        look_up(launched.back(), layer + i, microseconds(i == 0 ? 0 : between(random, 0, 600)));
+      }
+      bool hit = ahead > 0;
+      for (std::int32_t i = 0; i < ahead && hit; ++i, ++layer) {
+        while (launched[static_cast<std::size_t>(i)]->found < 0) std::this_thread::yield();
+        hit = launched[static_cast<std::size_t>(i)]->found == 1;
+        if (!hit) break;
+        if (i + 1 == ahead) runner.end_ahead();
+        std::vector<std::int32_t> reports(static_cast<std::size_t>(layers * stride));
+        std::copy_n(launched[static_cast<std::size_t>(i)]->report.begin(), stride,
+                    reports.begin() + layer * stride);
+        const std::int64_t bytes = runner.account({layer,
+                                                   1,
+                                                   reports.data(),
+                                                   stride,
+                                                   kPicks,
+                                                   place.data(),
+                                                   1,
+                                                   1,
+                                                   experts,
+                                                   between(random, 1, 6),
+                                                   {},
+                                                   Miss::kFetch});
+        EXPECT(bytes == kPicks * blocks * page);
+        operations += kPicks * blocks;
+      }
+      if (hit) continue;
+      runner.end_ahead();
+      std::vector<std::int32_t> report;
+      draw(&report, layer);
+      by_host(report, layer++);
+    }
+  }
+  gpu.wait();
+  EXPECT(right);
+  runner.drain({});
+  EXPECT(runner.check().empty());
+}
+
 // The GPU fails during a layer: the layer raises an error, and all resources can be released.
 void gpu_failure_raises(Random& random) {
   fake_cuda_reset();
@@ -369,6 +526,7 @@ int run(int count, char** arguments) {
   do {
     page_reuse_follows_stream_order(random);
     layers_compute_from_fetched_blocks(random);
+    for (int i = 0; i < 3; ++i) lookups_run_ahead_of_the_host(random);
     if (chance(random, 0.2)) gpu_failure_raises(random);
   } while (Clock::now() < end);
   EXPECT(fake_cuda_get("pinned") == 0);

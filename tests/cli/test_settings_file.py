@@ -252,5 +252,6 @@ def test_every_option_has_a_variable_of_its_own() -> None:
     from moechat.cli.config.settings_file import options_of, variable_of
 
     taken = {"MOECHAT_HOME", "MOECHAT_DEBUG", "MOECHAT_ISA", "MOECHAT_CUDA_GRAPHS", "MOECHAT_CUDA_DRIVER"}
+    taken |= {"MOECHAT_RUN_AHEAD"}
     for of in grammar().built().values():
         assert not taken & {variable_of(name) for name in options_of(of)}

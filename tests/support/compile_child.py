@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
     launch,
@@ -23,12 +24,14 @@ from moechat.offload.kernels import (
     triton_blocks,
     triton_few,
     triton_linear,
+    triton_lookup,
 )
 
 SCALARS = {
     "alpha": "fp32", "limit": "fp32", "scale": "fp32", "softcap": "fp32", "clear": "i32",
     **dict.fromkeys(
         ("hidden", "items_padded", "rows", "cols", "tiles", "groups", "first_tile", "sz", "place",
+         "first", "experts", "count", "flag",
          "total_rows", "query_head", "query_token", "key_head", "key_token", "value_head", "value_token",
          "tail_head", "keys_head", "values_head"), "i32"
     ),
@@ -136,15 +139,23 @@ def main() -> None:
     """Arguments: capabilities, encodings such as 4 or 16h, numbers of items, separated by commas; a type.
 
     No numbers of items: the kernels of packed dense layers, without and with a bias. ``attention`` in place
-    of numbers of items: its kernels, for the models in place of encodings.
+    of numbers of items: its kernels, for the models in place of encodings. The encoding "lookup": those that
+    look pages up, for so many experts of a token, of 45 blocks.
     """
     capabilities, encodings, items = (argument.split(",") for argument in sys.argv[1:4])
     dtype = sys.argv[4]
     results = {}
-    if items == ["attention"]:
+    if encodings == ["lookup"]:
+        for picks, capability in itertools.product(map(int, items), map(int, capabilities)):
+            for plan in page_lookup.launches(picks, 45):
+                kernel = getattr(triton_lookup, plan.kernel)
+                built = build(kernel, plan.constants, plan.types, plan.warps, capability)
+                results[f"{plan.kernel} sm_{capability} {picks} experts"] = sizes_of(built)
+    elif items == ["attention"]:
         compile_attention(encodings, capabilities, dtype, results)
+    if encodings == ["lookup"] or items == ["attention"]:
         encodings = []
-    if items == [""]:
+    elif items == [""]:
         for bits, bias in itertools.product(map(int, encodings), (False, True)):
             for plan in packed_linear.launches(bits, dtype, has_bias=bias):
                 for capability in map(int, capabilities):

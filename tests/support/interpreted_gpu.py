@@ -18,6 +18,22 @@ from moechat import _native
 from moechat.offload.accelerator import Accelerator, Chip
 
 
+class InterpretedPoint:
+    """Replays are over when they return, and kernels when they were launched."""
+
+    def __init__(self, gpu: InterpretedGpu) -> None:
+        self.gpu = gpu
+        self.recorded = 0
+
+    def record(self) -> None:
+        assert all(graphs.recording is None for graphs in self.gpu.graphs_made)
+        self.recorded += 1
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.gpu.waits += 1
+
+
 class InterpretedGpu(Accelerator):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -27,6 +43,7 @@ class InterpretedGpu(Accelerator):
         self.context_bytes = 64 << 20
         self.limited_to: int | None = None
         self.copies_to_host = 0
+        self.waits = 0
         self._stream = cuda.stream()
         self.graphs_made: list[InterpretedGraphs] = []
         self._pages: list[torch.Tensor] = []
@@ -120,6 +137,9 @@ class InterpretedGpu(Accelerator):
         assert all(graphs.recording is None for graphs in self.graphs_made)
         self.copies_to_host += 1
         return packed.numpy().copy()
+
+    def point(self):
+        return InterpretedPoint(self)
 
     def graphs(self):
         self.graphs_made.append(InterpretedGraphs())

@@ -7,13 +7,13 @@ nothing: what was computed on the way, which the next operations need to be call
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
@@ -52,6 +52,12 @@ class Launch:
 _LAUNCH = GridExecutor.__call__
 
 
+def _launch_unseen(executor, *arguments, **keywords):
+    """The interpreter computes by torch; a GPU's kernels are no operations of torch."""
+    with _disable_current_modes():
+        _LAUNCH(executor, *arguments, **keywords)
+
+
 class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +67,11 @@ class Recorder(TorchDispatchMode):
         def note(executor, *arguments, **keywords):
             self.operations.append(Launch(executor, arguments, keywords))
 
-        GridExecutor.__call__ = note
+        self.before, GridExecutor.__call__ = GridExecutor.__call__, note
         return super().__enter__()
 
     def __exit__(self, *exc):
-        GridExecutor.__call__ = _LAUNCH
+        GridExecutor.__call__ = self.before
         return super().__exit__(*exc)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -90,6 +96,8 @@ class InterpretedGraph:
         self.graphs = graphs
         self.recorder: Recorder | None = None
         self.operations: list[Operation | Launch] = []
+        # A part of the model's pass, not only kernels over blocks and memory for them.
+        self.of_model = False
 
     def begin(self) -> None:
         assert self.recorder is None
@@ -106,6 +114,11 @@ class InterpretedGraph:
     def end(self) -> None:
         self._stop()
         self.operations = self.recorder.operations
+        self.of_model = any(
+            isinstance(operation, Operation)
+            and operation.function.overloadpacket.__name__ not in ("empty", "detach")
+            for operation in self.operations
+        )
         for operation in self.operations:
             if isinstance(operation, Launch):
                 continue
@@ -120,7 +133,8 @@ class InterpretedGraph:
 
     def replay(self) -> None:
         assert self.graphs.recording is None
-        self.graphs.replayed += 1
+        self.graphs.replayed += self.of_model
+        self.graphs.all_replayed += 1
         with torch._C._DisableTorchDispatch():
             for operation in self.operations:
                 if isinstance(operation, Launch):
@@ -140,12 +154,18 @@ class InterpretedGraphs:
 
     def __init__(self) -> None:
         self.recording: Recorder | None = None
-        self.replayed = 0
+        self.replayed = 0  # parts of the model's pass
+        self.all_replayed = 0
         self.abandoned = 0
         self.made: list[InterpretedGraph] = []
 
-    def aside(self):
-        return nullcontext()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        before, GridExecutor.__call__ = GridExecutor.__call__, _launch_unseen
+        try:
+            yield
+        finally:
+            GridExecutor.__call__ = before
 
     def make_room(self) -> None:
         assert self.recording is None

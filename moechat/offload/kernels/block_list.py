@@ -20,6 +20,8 @@ from moechat.geometry import ExpertGeometry
 
 # Every list begins at a multiple of 16 bytes: Triton makes another build of a kernel for what does not.
 _ALIGNMENT = 4
+# Cut lists that are kept.
+_KEPT = 512
 
 IntArray = npt.NDArray[np.int32]
 
@@ -156,6 +158,12 @@ class ListMemory:
         self._copied = 0
         self._items_end = 0
         self._launch = 0  # elements that a launch of this pass takes at most
+        # Lists of decoded tokens by their sizes and places: cutting the memory anew takes longer than all
+        # the rest of a layer.
+        self._one_token = False
+        self._items: dict[tuple[int, ...], Items] = {}
+        self._blocks: dict[tuple[int, ...], BlockList] = {}
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, runner: _native.ExpertRunner, tokens: int, picks: int) -> Items:
         """The items of the layer that has begun.
@@ -171,8 +179,16 @@ class ListMemory:
         self._launch = 3 * (rows * geometry.blocks_per_expert) + 2 * rows + 1 + 5 * _ALIGNMENT
         # As a rule there are two launches.
         self._grow(rows + 3 * chosen + 1 + 4 * _ALIGNMENT + 2 * self._launch)
-        end, rows, items, most_picks, most = runner.item_lists(self._view)
-        self._copied, self._items_end = 0, end
+        written = runner.item_lists(self._view)
+        self._copied, self._items_end = 0, written[0]
+        self._one_token = tokens == 1
+        if not self._one_token:
+            return self._cut_items(tokens, *written)
+        if written not in self._items:
+            self._items[written] = self._cut_items(tokens, *written)
+        return self._items[written]
+
+    def _cut_items(self, tokens: int, end: int, rows: int, items: int, most_picks: int, most: int) -> Items:
         first, second, third = _rounded(rows + 1), _rounded(items), _rounded(items)
         there = self._there
         return Items(
@@ -200,6 +216,16 @@ class ListMemory:
     def blocks(self, begin: int, end: int, entries: int, rows: int, slots: int) -> BlockList:
         """The blocks of a launch, whose lists the runner has written from ``begin`` to ``end``."""
         self._copy(end)
+        if not self._one_token:
+            return self._cut_blocks(begin, entries, rows, slots)
+        key = (begin, entries, rows, slots)
+        if key not in self._blocks:
+            if len(self._blocks) >= _KEPT:
+                self._blocks.clear()
+            self._blocks[key] = self._cut_blocks(*key)
+        return self._blocks[key]
+
+    def _cut_blocks(self, begin: int, entries: int, rows: int, slots: int) -> BlockList:
         second = begin + _rounded(entries)
         third = second + _rounded(entries)
         fourth = third + _rounded(entries)
@@ -229,8 +255,15 @@ class ListMemory:
 
     def _copy(self, end: int) -> None:
         if end > self._copied:
-            part = slice(self._copied, end)
-            self._there[part].copy_(self._host[part], non_blocking=True)
+            key = (self._copied, end)
+            if key not in self._parts:
+                if len(self._parts) >= _KEPT:
+                    self._parts.clear()
+                part = slice(*key)
+                with torch.inference_mode(False):
+                    self._parts[key] = (self._there[part], self._host[part])
+            there, host = self._parts[key]
+            there.copy_(host, non_blocking=True)
             self._copied = end
 
     def _grow(self, size: int) -> None:
@@ -241,6 +274,9 @@ class ListMemory:
             self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
             self._there = torch.empty(size, dtype=torch.int32, device=self._device)
         self._view = self._host.numpy()
+        self._items.clear()
+        self._blocks.clear()
+        self._parts.clear()
 
 
 def _rounded(count: int) -> int:

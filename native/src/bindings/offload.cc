@@ -363,6 +363,64 @@ std::int64_t finish_on_device_py(const RunnerObject& self, std::uintptr_t stream
   });
 }
 
+struct Changes {
+  std::int32_t* index;
+  std::int32_t* page;
+  std::int64_t capacity;
+};
+
+Changes checked_changes(py::array& changes) {
+  if (changes.ndim() != 2)
+    refuse("changes has " + std::to_string(changes.ndim()) + " dimensions, not [2, n]");
+  const std::int64_t capacity = changes.shape(1);
+  std::int32_t* const data = checked_writable<std::int32_t>("changes", changes, {2, capacity});
+  return {data, data + capacity, capacity};
+}
+
+std::int64_t page_changes_py(const RunnerObject& self, py::array changes) {
+  const Changes to = checked_changes(changes);
+  return self.call([&](ExpertRunner& runner) { return runner.page_changes(to.index, to.page, to.capacity); });
+}
+
+std::int64_t look_ahead_py(const RunnerObject& self, std::int32_t layer, std::uintptr_t stream,
+                           py::array changes) {
+  const Changes to = checked_changes(changes);
+  return self.call([&](ExpertRunner& runner) {
+    return runner.look_ahead(layer, reinterpret_cast<void*>(stream), to.index, to.page, to.capacity);
+  });
+}
+
+std::int64_t account_py(const RunnerObject& self, const py::array& reports, std::int64_t first,
+                        std::int64_t count, std::int64_t picks, const py::array& places,
+                        std::int32_t predicted, std::int32_t experts, std::optional<std::int64_t> max_bytes,
+                        const std::string& ahead, std::int32_t lookahead, std::int64_t stream_tokens,
+                        const std::string& miss) {
+  const RunnerOptions& options = self.parts()->runner->options();
+  if (reports.ndim() != 2 || places.ndim() != 3) refuse("reports must be [layers, n], places [layers, p, 2]");
+  const std::int64_t stride = reports.shape(1);
+  const std::int64_t scored = places.shape(1);
+  if (picks < 0 || stride < 2 * picks + scored * options.experts) {
+    refuse("a report of " + std::to_string(stride) + " words has no room for " + std::to_string(picks) +
+           " picks and " + std::to_string(scored) + " places");
+  }
+  const std::int64_t page_bytes = options.layout.record_bytes;
+  const ComputedPass pass{
+      first,
+      count,
+      checked<std::int32_t>("reports", reports, {options.layers, stride}),
+      stride,
+      picks,
+      checked<std::int32_t>("places", places, {options.layers, scored, 2}),
+      scored,
+      predicted,
+      experts,
+      max_bytes ? *max_bytes / page_bytes : std::numeric_limits<std::int64_t>::max(),
+      {ahead_of(ahead), lookahead, stream_tokens},
+      miss_of(miss),
+  };
+  return self.call([&](ExpertRunner& runner) { return runner.account(pass); });
+}
+
 py::dict stats_py(const RunnerObject& self) {
   return schedule_stats(self.call([](ExpertRunner& runner) { return runner.stats(); }));
 }
@@ -436,6 +494,22 @@ void bind_offload(py::module_& m) {
            [](const Self& self) {
              return self.call([](const ExpertRunner& runner) { return runner.far_blocks(); });
            })
+      .def(
+          "keep_page_table",
+          [](const Self& self, double least_share) {
+            return self.call([&](ExpertRunner& runner) { return runner.keep_page_table(least_share); });
+          },
+          py::arg("least_share"))
+      .def("page_changes", &page_changes_py, py::arg("changes"))
+      .def("complete",
+           [](const Self& self) {
+             return self.call([](const ExpertRunner& runner) { return runner.complete(); });
+           })
+      .def("look_ahead", &look_ahead_py, py::arg("layer"), py::arg("stream"), py::arg("changes"))
+      .def("end_ahead", [](const Self& self) { self.call([](ExpertRunner& runner) { runner.end_ahead(); }); })
+      .def("account", &account_py, py::arg("reports"), py::arg("first"), py::arg("count"), py::arg("picks"),
+           py::arg("places"), py::kw_only(), py::arg("predicted"), py::arg("experts"), py::arg("max_bytes"),
+           py::arg("ahead"), py::arg("lookahead"), py::arg("stream_tokens"), py::arg("miss"))
       .def("abort", [](const Self& self) { self.call([](ExpertRunner& runner) { runner.abort(); }); })
       .def(
           "set_targets",

@@ -217,8 +217,12 @@ void SplitExpertCache::unkeep(std::int32_t layer, std::int32_t slot) {
   update_surplus(where);
 }
 
-// To be called after every change of a field that surplus depends on.
+// To be called after every change of a field that surplus depends on, `resident` among them.
 void SplitExpertCache::update_surplus(std::size_t where) {
+  if (watched_ && noted_[where] == 0) {
+    noted_[where] = 1;
+    changed_.push_back(static_cast<std::uint32_t>(where));
+  }
   Expert& expert = state_[where];
   const std::int32_t layer = expert.layer;
   std::int32_t surplus = 0;
@@ -237,6 +241,24 @@ void SplitExpertCache::clear_fresh(PageId page, std::size_t where) {
   if ((flags_[page] & kFilling) != 0) --layer_pending_[size_of(state_[where].layer)];
   flags_[page] = static_cast<std::uint8_t>(flags_[page] & ~kFresh);
   --state_[where].fresh;
+}
+
+// ---- watching
+
+void SplitExpertCache::watch() {
+  watched_ = true;
+  noted_.assign(state_.size(), 1);
+  changed_.clear();
+  changed_.reserve(state_.size());
+  for (std::size_t where = state_.size(); where-- > 0;) changed_.push_back(static_cast<std::uint32_t>(where));
+}
+
+std::int64_t SplitExpertCache::next_changed() {
+  if (changed_.empty()) return -1;
+  const std::uint32_t where = changed_.back();
+  changed_.pop_back();
+  noted_[where] = 0;
+  return where;
 }
 
 // ---- re-planning

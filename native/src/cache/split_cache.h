@@ -193,6 +193,12 @@ class SplitExpertCache {
   }
   void reset_counters() { counters_ = {}; }
 
+  // ---- watching (page_table.h)
+  // From now on experts are noted when the pages of their ready blocks may have changed; all are at first.
+  void watch();
+  // One of them, as layer * experts + expert, each once until it changes again; -1: there is none.
+  std::int64_t next_changed();
+
  private:
   // Owners in the slab: place() of an expert, or one of these.
   static constexpr std::uint32_t kStaging = 0xfffffffeu;
@@ -270,6 +276,9 @@ class SplitExpertCache {
   std::int64_t staging_ = 0;
   std::int64_t orphans_ = 0;
   CacheCounters counters_;
+  bool watched_ = false;
+  std::vector<std::uint8_t> noted_;  // [layers * experts]: is in changed_
+  std::vector<std::uint32_t> changed_;
 
   // Scratch of `plan`; what it holds between calls means nothing.
   mutable std::vector<std::uint32_t> marks_;  // [experts]

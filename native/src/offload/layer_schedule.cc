@@ -12,6 +12,8 @@ namespace {
 // A process that is stopped and continued, or a machine that slept, has not waited all that time: a wait
 // counts for so many seconds at most.
 constexpr double kMostWaited = 0.2;
+// A block has landed recently if it did not three layers ago: a device that runs ahead would have missed it.
+constexpr std::uint64_t kRecent = 3;
 
 // Passes of so many tokens launch all blocks that are on their way together. The blocks of an expert are read
 // once by the kernel for few tokens up to here.
@@ -62,12 +64,30 @@ LayerSchedule::LayerSchedule(ScheduleOptions options, std::unique_ptr<EvictionPo
       far_(options_.record_bytes),
       routing_(routing),
       layer_(options_.layers - 1),
+      pass_(kRecent),
+      landed_(at(std::int64_t{options_.layers} * options_.experts)),
       windows_(at(std::int64_t{2} * options_.layers)) {}
 
 void LayerSchedule::check_layer(std::int32_t layer) const {
   if (layer >= 0 && layer < options_.layers) return;
   throw std::invalid_argument("layer is " + std::to_string(layer) + "; it must be from 0 to " +
                               std::to_string(options_.layers - 1));
+}
+
+// ---- kernels that look pages up
+
+bool LayerSchedule::keep_page_table() {
+  if (link_->stream_order() == nullptr) return false;
+  if (table_ == nullptr) {
+    table_ = std::make_unique<PageTable>(&cache_, slab_.pages());
+    transfers_.follow_readers(table_.get());
+  }
+  return true;
+}
+
+bool LayerSchedule::ready(std::int32_t layer, const std::int32_t* experts, std::int64_t count) const {
+  return std::all_of(experts, experts + count,
+                     [&](std::int32_t expert) { return cache_.resident(layer, expert) == options_.blocks; });
 }
 
 // ---- a layer
@@ -110,6 +130,9 @@ void LayerSchedule::begin(std::int32_t layer, const std::int64_t* index, const f
     complete = complete && cache_.assigned(layer, expert_of(i)) == options_.blocks;
     ready = ready && cache_.resident(layer, expert_of(i)) == options_.blocks;
   }
+  undisturbed_ = ready && std::none_of(experts, experts + rows, [&](std::int32_t expert) {
+                   return landed_[place(layer, expert)] + kRecent > pass_;
+                 });
   try {
     if (transfers_.cancel_stale(layer) > 0) freed_ = true;
     if (cache_.in_flight() > 0) {
@@ -173,6 +196,7 @@ void LayerSchedule::settle() {
   waited_ = 0;
   for (const Transfers::Arrival& arrival : arrivals) {
     const Transfers::Flight& flight = arrival.flight;
+    if (arrival.owned && arrival.error == 0) landed_[place(flight.layer, flight.expert)] = pass_;
     const bool of_pass = active_ && flight.pass == pass_;
     bool demanded = of_pass && arrival.owned && flight.kind == Transfers::Kind::kDemand;
     if (of_pass && flight.kind == Transfers::Kind::kStaging) {

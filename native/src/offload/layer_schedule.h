@@ -43,6 +43,7 @@
 #include "offload/expert_sum.h"
 #include "offload/far_share.h"
 #include "offload/layer_executor.h"
+#include "offload/page_table.h"
 #include "offload/transfers.h"
 
 namespace moechat {
@@ -140,7 +141,18 @@ class LayerSchedule {
   // Waits until nothing is queued or in flight. Throws LinkError at a stall.
   void drain(LayerExecutor* executor);
 
+  // ---- kernels that look pages up (page_table.h)
+  // Keeps a table of the pages from now on. False: the link does not order copies and kernels.
+  bool keep_page_table();
+  PageTable* page_table() const { return table_.get(); }
+  // Passes arrivals on, so that the table has them.
+  void poll() { settle(); }
+  // Every block of these experts is ready.
+  bool ready(std::int32_t layer, const std::int32_t* experts, std::int64_t count) const;
+
   // ---- the begun layer
+  // At its begin every block was ready, and had been for some layers.
+  bool undisturbed() const { return undisturbed_; }
   bool active() const { return active_; }
   std::int32_t layer() const { return layer_; }  // or the one before it
   std::int64_t tokens() const { return tokens_; }
@@ -197,6 +209,9 @@ class LayerSchedule {
   static bool done(const Row& row) { return row.next == row.far_begin; }
   Row& row_at(std::int32_t index) { return rows_[static_cast<std::size_t>(index)]; }
   const Row& row_at(std::int32_t index) const { return rows_[static_cast<std::size_t>(index)]; }
+  std::size_t place(std::int32_t layer, std::int32_t expert) const {
+    return static_cast<std::size_t>(std::int64_t{layer} * options_.experts + expert);
+  }
   std::int32_t expert_of(std::int32_t index) const {
     return grouped_.experts[static_cast<std::size_t>(index)];
   }
@@ -252,6 +267,7 @@ class LayerSchedule {
   Slab slab_;
   SplitExpertCache cache_;
   std::unique_ptr<Link> link_;
+  std::unique_ptr<PageTable> table_;
   Transfers transfers_;
   FarShare far_;
   RoutingCounter* const routing_;
@@ -271,8 +287,10 @@ class LayerSchedule {
   // freed_: there may be more pages than at the last acquire.
   bool starved_ = false;
   bool freed_ = false;
-  bool transfer_failed_ = false;  // a transfer has failed since this was last reset
-  std::string failure_;           // of a demand
+  bool transfer_failed_ = false;       // a transfer has failed since this was last reset
+  std::string failure_;                // of a demand
+  std::vector<std::uint64_t> landed_;  // [layers, experts]: pass in which a block last landed; 0: none has
+  bool undisturbed_ = false;
   Miss miss_ = Miss::kFetch;
   bool sharing_ = false;
   bool resident_launched_ = false;  // while sharing: the blocks that were there at first

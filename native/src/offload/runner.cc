@@ -77,20 +77,6 @@ RunnerOptions checked(RunnerOptions options, const Link* link) {
   return options;
 }
 
-// Adds the time of its life to a sum of seconds.
-class Stopwatch {
- public:
-  explicit Stopwatch(double* sum) : sum_(sum), begun_(Clock::now()) {}
-  ~Stopwatch() { *sum_ += std::chrono::duration<double>(Clock::now() - begun_).count(); }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double* sum_;
-  Clock::time_point begun_;
-};
-
 }  // namespace
 
 // ---- one call at a time
@@ -120,7 +106,8 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
       device_(&schedule_.link(), options_.stall_seconds,
               FarKernels(options_.layout, options_.activation, options_.activation_bits, options_.experts,
-                         options_.far_records)) {
+                         options_.far_records)),
+      computed_(&schedule_.link()) {
   if (options_.populate) schedule_.slab().populate();
 }
 
@@ -138,8 +125,7 @@ void ExpertRunner::begin(std::int32_t layer, const std::int64_t* index, const fl
                          std::int64_t tokens, std::int64_t k, Miss miss) {
   const ApiLock lock(this);
   const Stopwatch watch(&begin_seconds_);
-  schedule_.begin(layer, index, weight, tokens, k, options_.far_records.empty() ? Miss::kFetch : miss);
-  begun_by_ = std::this_thread::get_id();
+  begin_layer(layer, index, weight, tokens, k, options_.far_records.empty() ? Miss::kFetch : miss);
 }
 
 std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std::int32_t experts,
@@ -147,6 +133,11 @@ std::int64_t ExpertRunner::prefetch(std::int32_t layer, const float* scores, std
   const ApiLock lock(this);
   const Stopwatch watch(&begin_seconds_);
   schedule_.check_layer(layer);
+  return prefetch_layer(layer, scores, experts, max_blocks, priority);
+}
+
+std::int64_t ExpertRunner::prefetch_layer(std::int32_t layer, const float* scores, std::int32_t experts,
+                                          std::int64_t max_blocks, Priority priority) {
   std::int32_t best = options_.experts;
   if (scores == nullptr) {
     ranked_.resize(at(best));

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -26,8 +27,10 @@
 #include "kernels/experts/forward.h"
 #include "kernels/layout/block_layout.h"
 #include "link/link.h"
+#include "offload/computed_executor.h"
 #include "offload/executors.h"
 #include "offload/layer_schedule.h"
+#include "offload/speculation.h"
 
 namespace moechat {
 
@@ -43,6 +46,26 @@ struct RunnerOptions : ScheduleOptions {
   // the CPU does not have that expert. None: the CPU does not compute what is missing on a device. Sets
   // far_experts.
   std::vector<const unsigned char*> far_records;
+};
+
+// Layers of a pass of one token that a device computed from the page table.
+struct ComputedPass {
+  std::int64_t first;
+  std::int64_t count;
+  // Of every layer: experts [picks], then as many words, then the bits of the scores float32 [experts] for
+  // each of its places. A layer's report begins `stride` after that of the layer before it.
+  const std::int32_t* reports;
+  std::int64_t stride;
+  std::int64_t picks;
+  // [layers, places, 2] distance and number of the layers that scores are for; distance 0: none.
+  const std::int32_t* place;
+  std::int64_t places;
+  // As in prefetch: places up to `predicted` layers ahead.
+  std::int32_t predicted;
+  std::int32_t experts;
+  std::int64_t max_blocks;
+  Speculation speculation;  // for whole layers
+  Miss miss;
 };
 
 class ExpertRunner {
@@ -87,6 +110,26 @@ class ExpertRunner {
   void rest() const;
   std::int64_t begun_tokens() const;  // -1: no layer has begun
 
+  // ---- a device that runs ahead of the host (page_table.h); all but the first call require a table
+  // False, and there is none: the link does not order copies and kernels. least_share: look_ahead pays where
+  // a layer has lately lacked nothing in that share of the decoded tokens. Harmless when repeated.
+  bool keep_page_table(double least_share);
+  // As PageTable::changes. To be given to the device before any kernel that looks pages up.
+  std::int64_t page_changes(std::int32_t* index, std::int32_t* page, std::int64_t capacity);
+  // Every block is ready, and in the table.
+  bool complete() const;
+  // Whether the device may compute `layer` of a token before the host knows what is missing: -1, it does not
+  // pay. Else kernels of `stream` may look pages up until end_ahead, and the changes are those of
+  // page_changes.
+  std::int64_t look_ahead(std::int32_t layer, void* stream, std::int32_t* index, std::int32_t* page,
+                          std::int64_t capacity);
+  // Kernels that look pages up have ended, or will find that they must not.
+  void end_ahead();
+  // Makes the decisions of begin, prefetch and finish for layers that the device has computed. Returns bytes
+  // as finish. Throws std::invalid_argument for an expert or layer that there is not; the layers before it
+  // are accounted for.
+  std::int64_t account(const ComputedPass& pass);
+
   void set_targets(const std::vector<LayerTarget>& targets);
   // As EvictionPolicy::expect, for all layers: shares [layers * experts].
   void expect(const std::vector<double>& shares);
@@ -124,6 +167,31 @@ class ExpertRunner {
     std::unique_lock<std::mutex> lock_;
   };
 
+  // Adds the time of its life to a sum of seconds.
+  class Stopwatch {
+   public:
+    explicit Stopwatch(double* sum) : sum_(sum), begun_(Clock::now()) {}
+    ~Stopwatch() { *sum_ += std::chrono::duration<double>(Clock::now() - begun_).count(); }
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+
+   private:
+    using Clock = std::chrono::steady_clock;
+    double* sum_;
+    Clock::time_point begun_;
+  };
+
+  struct Estimate {
+    double share;
+    double tokens;  // that it stands for
+  };
+  // Those of begin and prefetch, with the lock held.
+  void begin_layer(std::int32_t layer, const std::int64_t* index, const float* weight, std::int64_t tokens,
+                   std::int64_t k, Miss miss);
+  std::int64_t prefetch_layer(std::int32_t layer, const float* scores, std::int32_t experts,
+                              std::int64_t max_blocks, Priority priority);
+  void account_layer(const ComputedPass& pass, std::int32_t layer);
+  PageTable& table() const;
   void check_begun() const;
   void check_finish(std::int64_t tokens) const;
   std::int64_t finish_with(LayerExecutor* executor);
@@ -137,10 +205,18 @@ class ExpertRunner {
   LayerSchedule schedule_;
   HostExecutor host_;
   DeviceExecutor device_;
+  ComputedExecutor computed_;
+  // [layers]: share of the decoded tokens that lacked nothing when a device would have looked; a moving
+  // estimate. Empty
+  // without a page table.
+  std::vector<Estimate> undisturbed_;
+  double least_share_ = 1;
   std::thread::id begun_by_{};
   double begin_seconds_ = 0;             // bookkeeping: begin and prefetch
   std::vector<std::uint64_t> sortable_;  // scratch
   std::vector<std::int32_t> ranked_;
+  std::vector<std::int64_t> picks_;
+  std::vector<float> weights_;
 };
 
 }  // namespace moechat

@@ -34,12 +34,25 @@ Transfer Transfers::transfer(PageId page, const Flight& flight, Priority priorit
 
 bool Transfers::submit() {
   try {
+    follow_readers();
     link_->submit(queue_.data(), static_cast<std::int64_t>(queue_.size()));
     return true;
   } catch (const std::exception& error) {
     refusal_ = error.what();
     return false;
   }
+}
+
+void Transfers::follow_readers() {
+  if (table_ == nullptr || !table_->is_open()) return;
+  read_.clear();
+  for (const Transfer& transfer : queue_) {
+    if (table_->exposed(transfer.slot)) read_.push_back(transfer.slot);
+  }
+  if (read_.empty()) return;
+  // Wait 27: for kernels that look pages up.
+  MOECHAT_WAIT(27, link_->stream_order()->reads_first(table_->stream(), read_.data(),
+                                                      static_cast<std::int64_t>(read_.size())));
 }
 
 void Transfers::note_peak() { peak_ = std::max(peak_, slab_->pages() - slab_->free_pages()); }

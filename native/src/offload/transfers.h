@@ -15,6 +15,7 @@
 #include "cache/split_cache.h"
 #include "link/link.h"
 #include "memory/slab.h"
+#include "offload/page_table.h"
 
 namespace moechat {
 
@@ -45,6 +46,9 @@ class Transfers {
   // Takes a staging page and queues a demand for one block into it; kNoPage when there is no page or the link
   // refuses (see `refusal`).
   PageId stage(std::int32_t layer, std::int32_t expert, std::int32_t block, std::uint64_t pass);
+  // From now on transfers into pages that kernels may look up in `table` are put behind them. It outlives
+  // this. REQUIRES: the link orders copies and kernels (StreamOrder).
+  void follow_readers(PageTable* table) { table_ = table; }
   const std::string& refusal() const { return refusal_; }
   void forget_refusal() { refusal_.clear(); }
 
@@ -70,16 +74,19 @@ class Transfers {
   Transfer transfer(PageId page, const Flight& flight, Priority priority);
   std::int64_t offset(std::int32_t expert, std::int32_t block) const;
   bool submit();
+  void follow_readers();
   void note_peak();
 
   SplitExpertCache* cache_;
   Slab* slab_;
   Link* link_;
+  PageTable* table_ = nullptr;   // null: no kernels look pages up
   std::vector<Flight> flights_;  // [pages]
   std::vector<Transfer> queue_;  // scratch
   std::vector<Completion> completions_;
   std::vector<Arrival> arrivals_;
   std::vector<Fetch> stale_;
+  std::vector<std::uint32_t> read_;
   std::string refusal_;
   std::int64_t peak_ = 0;
 };

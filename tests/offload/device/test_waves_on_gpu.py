@@ -108,4 +108,5 @@ def test_decoding_after_a_wave_replays_graphs(model: Path, gpu) -> None:
         assert engine.notices() == []
         decoder = engine.loaded.decoder
         assert decoder is not None
-        assert decoder._recordings  # the cache that the wave has filled lies in the memory of the graphs
+        # The cache that the wave has filled lies in the memory of the graphs.
+        assert decoder._recording is not None

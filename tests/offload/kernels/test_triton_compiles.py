@@ -55,6 +55,12 @@ def test_packed_dense_layers_compile(dtype, capabilities):
     assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
 
 
+def test_lookups_of_pages_compile():
+    results = compiled("75,90,120", "lookup", "1,8", "float32")
+    assert len(results) == 3 * 2 * 2
+    assert {name: one for name, one in results.items() if one["shared"] > MOST_SHARED} == {}
+
+
 @pytest.mark.parametrize(
     ("dtype", "capability", "models"),
     [
