@@ -116,7 +116,7 @@ class Model:
         kernels, counts = self.pages.kernels, self.counts
         partial = torch.zeros(4, picks, HIDDEN)
 
-        def add(*_: Any) -> None:
+        def add(*_: Any, **__: Any) -> None:
             counts.kernels += 2
 
         def combine(*_: Any) -> None:
