@@ -26,9 +26,9 @@ def _short_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path / "home"))
 
 
-def load(model: Path, gpu) -> Engine:
+def load(model: Path, gpu, **arguments) -> Engine:
     offload = OffloadOptions(accelerator=gpu, pages=12)
-    return moechat.load(model, device="cuda", ctx=200, offload=offload, replan_tokens=0)
+    return moechat.load(model, device="cuda", ctx=200, offload=offload, replan_tokens=0, **arguments)
 
 
 def answer(engine: Engine, tokens: int = 3) -> list[int]:
@@ -69,7 +69,8 @@ def test_plans_are_timed_on_one_set_of_graphs_and_the_choice_is_remembered(model
 
 
 def test_logits_are_the_same_with_every_candidate(model: Path, gpu) -> None:
-    with load(model, gpu) as engine:
+    # With fewer bits the CPU rounds the inputs of its part.
+    with load(model, gpu, activation_bits=32) as engine:
         found = []
         near = engine.loaded.near
         assert near is not None
