@@ -195,8 +195,9 @@ class ExpertTier:
             raise UsageError(f"{pages} pages are too few; at least {MIN_PAGES} are needed")
         if pages >= 1 << 63:  # beyond the native code's integers
             raise UsageError(f"{pages} pages of experts are more than any memory holds")
-        if settings.keep == 0:
-            # Pages beyond those in transit would be a cache, which such a system does not have.
+        if settings.keep == 0 and settings.miss != "cpu":
+            # Pages beyond those in transit would be a cache, which such a system does not have. Where the CPU
+            # computes every expert of a token, they serve prompts.
             pages = min(pages, max(MIN_PAGES, in_transit(geometry, self.top_k, settings)))
         plan = plan_tier(geometry, self.layers, pages, self.top_k, settings, self.knowledge)
         policy = _policy(settings, self.layers, geometry.num_experts, config.replay, self.knowledge)

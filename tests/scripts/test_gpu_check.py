@@ -37,9 +37,9 @@ def gpu():
 
 @pytest.fixture
 def _cheaper_kernels(monkeypatch):
-    from wide_products import use_wide_products
+    from wide_products import use_cheaper_kernels
 
-    use_wide_products(monkeypatch)
+    use_cheaper_kernels(monkeypatch)
 
 
 @pytest.mark.usefixtures("_cheaper_kernels")

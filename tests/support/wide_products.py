@@ -59,3 +59,15 @@ def use_wide_products(patch: Any) -> None:
     if launch.INTERPRETED:
         patch.setattr(triton_few, "group_products", group_products)
         patch.setattr(triton_few, "pair_products", pair_products)
+
+
+def use_cheaper_kernels(patch: Any) -> None:
+    """Everything that makes kernels cheap in the interpreter, as tests of the engine use it."""
+    from moechat.offload.kernels import attention, launch, packed_linear
+
+    use_wide_products(patch)
+    if launch.INTERPRETED:
+        # Few splits of few keys, so that short contexts have several.
+        patch.setattr(attention, "PROGRAMS", 8)
+        patch.setattr(attention, "TILE_KEYS", (16, 16))
+        patch.setattr(packed_linear, "ROWS", 64)

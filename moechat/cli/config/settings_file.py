@@ -24,7 +24,17 @@ FILE = "config.toml"
 PREFIX = "MOECHAT_"
 # Our variables that are not options.
 OWN_VARIABLES = frozenset(
-    PREFIX + name for name in ("HOME", "DEBUG", "ISA", "CUDA_GRAPHS", "CUDA_DRIVER", "PYTHON", "TORCH_INDEX")
+    PREFIX + name
+    for name in (
+        "HOME",
+        "DEBUG",
+        "ISA",
+        "CUDA_GRAPHS",
+        "CUDA_DRIVER",
+        "RUN_AHEAD",
+        "PYTHON",
+        "TORCH_INDEX",
+    )
 )
 # What `rm` deletes, and its confirmation, must be given each time. `show` with the same arguments shows the
 # same models that `rm` deletes.

@@ -42,16 +42,9 @@ def _cheaper_launches() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _cheaper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by programs and operations, whatever their size."""
-    from wide_products import use_wide_products
+    from wide_products import use_cheaper_kernels
 
-    from moechat.offload.kernels import attention, launch, packed_linear
-
-    use_wide_products(monkeypatch)
-    if launch.INTERPRETED:
-        # Few splits of few keys, so that short contexts have several.
-        monkeypatch.setattr(attention, "PROGRAMS", 8)
-        monkeypatch.setattr(attention, "TILE_KEYS", (16, 16))
-        monkeypatch.setattr(packed_linear, "ROWS", 64)
+    use_cheaper_kernels(monkeypatch)
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_running_out_of_memory_evicts_experts_and_the_answer_continues(
 
 
 def test_a_gpu_failure_ends_the_answer_with_the_gpus_error(model: Path, gpu) -> None:
-    with load(model, gpu, pages=4) as engine:
+    with load(model, gpu, pages=4, system="moepic") as engine:  # which copies what is missing
         engine.logits(PROMPT)
         gpu.cuda.set(fail_after=gpu.cuda.get("copies") + 3)
         with pytest.raises(DeviceLostError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
