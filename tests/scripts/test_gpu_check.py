@@ -70,7 +70,7 @@ def test_every_system_is_measured_in_turns(gpu, tmp_path):
         assert at["token_ms"] > 0
         assert at["floor_ms"] > 0
         assert sum(at["hit_rates"].values()) == pytest.approx(1)
-        assert at["link_bytes_a_token"] > 0
+        assert at["link_bytes_a_token"] + at["cpu_bytes_a_token"] > 0
     assert found["pages"] == 4
     assert gpu.cuda.get("pinned") == 0
 
