@@ -59,8 +59,8 @@ def cell_named(name: str) -> Cell:
 every_cell = pytest.mark.parametrize("cell", CELLS)
 
 
-# Cells of layers of many small experts, where a static set with the CPU for the rest (`fiddler`) is up to 3.1 %
-# faster since the host's calls count: none of the ways that `auto` tries keeps hot experts without uploads.
+# Cells of layers of many small experts, where a static set with the CPU for the rest (`fiddler`) is up to
+# 3.1 % faster since the host's calls count: no way that `auto` tries keeps hot experts without uploads.
 SLOWER = ("many-laptop-rtx4060-8g-0.125", "many-laptop-rtx4060-8g-0.5", "many-rtx4090-24g-0.125")
 
 
