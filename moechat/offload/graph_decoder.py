@@ -357,6 +357,10 @@ class GraphDecoder:
         attention, position = self._attention, self._numbers[0]
         cache = ReplayCache(layers, places, self._numbers)
 
+        # A recording may keep `run`, and must not keep the caller's cache alive: its memory would not be lent
+        # to the next one, which would then be decoded without graphs.
+        others = {name: value for name, value in arguments.items() if name != "past_key_values"}
+
         def run(recording: _Recording) -> None:
             try:
                 with _captured(experts, recording), attention.over(cache):
@@ -364,7 +368,7 @@ class GraphDecoder:
                     output = self._model(
                         input_ids=self._token,
                         position_ids=position.view(1, 1),
-                        **{**arguments, "past_key_values": cache},
+                        **{**others, "past_key_values": cache},
                     )
                     recording.logits = output.logits[:, -1:]
                     recording.end()
