@@ -111,7 +111,7 @@ def with_gpu_link(profile: HardwareProfile) -> HardwareProfile:
         return profile
     link = assumed_link(profile.gpu)
     assert link.together is not None
-    # What was measured beside the disk does not hold beside a faster link.
+    # The CPU's measured rate is that beside the disk; a faster link leaves it less of the memory's bandwidth.
     return replace(
         profile,
         links={**profile.links, "gpu": link},
@@ -157,7 +157,7 @@ def assumed_machine(notice: Notice = lambda _: None) -> HardwareProfile | None:
 def gpu_machine(notice: Notice = lambda _: None) -> HardwareProfile | None:
     """Figures of this machine for computing on its GPU: measured where there are some, else assumed.
 
-    Plans and loading both take it, so that what is planned is what runs. ``None`` if no GPU is found.
+    ``plan`` and ``run`` both use it, so they choose the same plan. ``None`` if no GPU is found.
 
     Args:
         notice: Called with the reason, in a sentence, if a measurement is not used.

@@ -28,7 +28,7 @@ class Chunk:
     Attributes:
         ids: int64 ``[1, tokens]``.
         begin: Number of its first token in the wave.
-        ahead: Answers like the cache when this chunk's turn in a layer comes.
+        ahead: See :func:`cache_ahead`; as long as the cache when this chunk reaches a layer.
         hidden: Input of the next layer, ``[1, tokens, hidden]``.
         calls: Arguments of each layer besides the hidden states.
         outputs: What the modules of the current layer returned in step 1, in order.
@@ -88,7 +88,7 @@ class ExpertInputs:
 
 
 def cache_ahead(cache: Any, tokens: int) -> Any:
-    """A cache that answers, to whoever makes masks and positions, as ``cache`` will with so many more tokens.
+    """A cache as long as ``cache`` is after ``tokens`` more tokens, to make masks and positions with.
 
     Raises:
         NotInWavesError: The cache holds something else than keys and values.
@@ -113,7 +113,7 @@ def cache_ahead(cache: Any, tokens: int) -> Any:
 
 
 class _LayerAhead(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Answers like a layer of keys and values that holds ``length`` tokens."""
+    """The length of a layer of keys and values, without them."""
 
     def __init__(self, length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -179,8 +179,8 @@ class Accelerator:
 
     def finish_stream(self) -> None:
         """Wait for the work of the current stream only."""
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self.device))
+        done = self.point()
+        done.record()
         done.synchronize()
 
     def mark(self) -> Any:
@@ -199,14 +199,12 @@ class Accelerator:
 
     def seconds(self, run: Callable[[], object], calls: int) -> float:
         """Seconds of the GPU for so many calls of ``run``, from event to event on the current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(stream)
+        begin = self.mark()
         for _ in range(calls):
             run()
-        end.record(stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        end = self.mark()
+        self.finish_stream()
+        return self.seconds_between(begin, end)
 
     def use(self) -> None:
         """Make the GPU the current device of this thread from now on."""

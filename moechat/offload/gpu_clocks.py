@@ -109,7 +109,8 @@ class GpuClocks:
     def token(self, tokens: int) -> Iterator[None]:
         """Around a pass of so many tokens; passes of one token are decoding."""
         self._read()
-        self._until_next -= tokens == 1
+        if tokens == 1:
+            self._until_next -= 1
         if tokens != 1 or self._until_next > 0:
             yield
             return

@@ -351,6 +351,17 @@ bool wait_for(const Condition& holds) {
   return true;
 }
 
+// A call that takes the host's thread for `host` seconds and the GPU for `device`.
+void compute(const char* counter, void* stream, double host, double device) {
+  const Spent spent;
+  World& all = world();
+  ++all.counts[counter];
+  spend(host);
+  all.computing = stream;
+  give(static_cast<Stream*>(stream),
+       {Kind::kCompute, 0, all.now + figure("launch_latency"), device, nullptr, 0});
+}
+
 }  // namespace
 
 extern "C" {
@@ -364,22 +375,10 @@ void timed_spend(double seconds) {
   spend(seconds);
 }
 void timed_launch(void* stream, double host, double device) {
-  const Spent spent;
-  World& all = world();
-  ++all.counts["launches"];
-  spend(host);
-  all.computing = stream;
-  give(static_cast<Stream*>(stream),
-       {Kind::kCompute, 0, all.now + figure("launch_latency"), device, nullptr, 0});
+  compute("launches", stream, host, device);
 }
 void timed_graph(void* stream, double host, double device) {
-  const Spent spent;
-  World& all = world();
-  ++all.counts["graphs"];
-  spend(host);
-  all.computing = stream;
-  give(static_cast<Stream*>(stream),
-       {Kind::kCompute, 0, all.now + figure("launch_latency"), device, nullptr, 0});
+  compute("graphs", stream, host, device);
 }
 // A copy of the host's thread, beside the link.
 void timed_copy(void* stream, double bytes, int to_host) {

@@ -47,22 +47,15 @@ def copied_rate(accelerator: Any, nbytes: int = 256 << 20) -> float:
     """Bytes a second from pinned memory to the GPU: the best of five copies."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=accelerator.device.type == "cuda")
     there = torch.empty_like(host, device=accelerator.device)
-    return nbytes / min(_seconds(accelerator, lambda: there.copy_(host, non_blocking=True)) for _ in range(5))
+    return nbytes / min(
+        accelerator.seconds(lambda: there.copy_(host, non_blocking=True), 1) for _ in range(5)
+    )
 
 
 def read_rate(accelerator: Any, nbytes: int = 1 << 30) -> float:
     """Bytes a second that the GPU reads of its own memory: the best of five sums."""
     there = torch.ones(nbytes // 4, dtype=torch.float32, device=accelerator.device)
-    return nbytes / min(_seconds(accelerator, there.sum) for _ in range(5))
-
-
-def _seconds(accelerator: Any, work: Callable[[], object]) -> float:
-    """Seconds of the GPU, by its own clock; waits for the current stream only."""
-    begun = accelerator.mark()
-    work()
-    ended = accelerator.mark()
-    accelerator.finish_stream()
-    return float(accelerator.seconds_between(begun, ended))
+    return nbytes / min(accelerator.seconds(there.sum, 1) for _ in range(5))
 
 
 def measure(

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 from cli_support import PATIENCE_S, Cli
-from fake_nvml import GPUS, fake_pynvml
+from fake_nvml import one_gpu_here
 from played_card import PlayedCard
 
 from moechat.bench import model_times
 from moechat.cli.commands import profile as command
-from moechat.hardware import identity as identity_room
 from moechat.hardware import measure as room
 from moechat.hardware.measure_budget import LARGE_BYTES, Budget
 
@@ -146,14 +145,11 @@ def test_json_has_the_documented_keys_and_says_whether_it_is_fresh(own: Cli) -> 
 @pytest.fixture
 def with_gpu(own: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The program on a machine with a GPU whose speeds are known."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
     small = {"gpu_cell_seconds": 0.01, "gpu_together_seconds": 0.02, "gpu_link_bytes": 8 << 20}
     sizes = {"gpu_transfers": (64 << 10, 1 << 20), "pin_chunk": 8 << 20, "pin_most": 16 << 20}
     monkeypatch.setattr(room, "Budget", lambda: replace(SHORT, **small, **sizes))
-    identity_room._gpus.cache_clear()
-    yield own
-    identity_room._gpus.cache_clear()
+    with one_gpu_here(monkeypatch):
+        yield own
 
 
 def test_the_figures_of_a_gpu_are_shown(with_gpu: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

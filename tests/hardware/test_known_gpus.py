@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import GPUS, fake_pynvml
+from fake_nvml import GPUS, fake_pynvml, one_gpu_here
 
 from moechat.hardware import identity as identity_room
 from moechat.hardware.gpu import GpuDevice, find_gpus
@@ -91,13 +91,10 @@ def test_tensor_cores_differ_by_chip_and_market(
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None]:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
-    identity_room._gpus.cache_clear()
-    yield
-    identity_room._gpus.cache_clear()
+    with one_gpu_here(monkeypatch):
+        yield
 
 
 def test_a_machine_that_was_not_measured_is_assumed_from_its_gpu(here: None) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_nvml import GPUS, fake_pynvml
+from fake_nvml import one_gpu_here
 from played_card import PlayedCard
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, MoechatError
 from moechat.hardware import disk_speed, kernel_sweep, measure_link
-from moechat.hardware import identity as identity_room
 from moechat.hardware import measure as room
 from moechat.hardware.kernel_sweep import KernelSweep
 from moechat.hardware.measure import measure, measure_machine
@@ -126,11 +125,8 @@ GPU_BUDGET = replace(
 def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This machine as if NVIDIA's library reported a GPU."""
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
-    identity_room._gpus.cache_clear()
-    yield
-    identity_room._gpus.cache_clear()
+    with one_gpu_here(monkeypatch):
+        yield
 
 
 def test_a_gpu_is_measured_into_the_profile_and_kept(with_gpu: None) -> None:

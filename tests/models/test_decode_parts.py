@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import SUPPORT
+from isa_runner import isa_runner
 from tiny import tiny_config, write_tiny_checkpoint
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name the field uses
@@ -241,30 +238,16 @@ def test_attention_does_not_depend_on_threads_and_propagates_nan(threads: None) 
 
 
 @pytest.fixture(scope="module")
-def other_process() -> Iterator[subprocess.Popen[str]]:
-    """Runs some of these tests under the instruction sets that it reads."""
+def run_under() -> Iterator[Callable[[str], None]]:
+    """Runs some of these tests under an instruction set."""
     names = ["agrees_with_a_softmax", "routers_of_families", "norms_of_families and 72", "rotary"]
-    child = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "isa_child.py"), __file__, "-k", " or ".join(names)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        yield child
-        child.communicate()
+    with isa_runner(__file__, " or ".join(names)) as run:
+        yield run
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
-def test_every_instruction_set_computes_the_same_parts(
-    isa: str, other_process: subprocess.Popen[str]
-) -> None:
-    assert other_process.stdin is not None
-    assert other_process.stdout is not None
-    other_process.stdin.write(f"{isa}\n")
-    other_process.stdin.flush()
-    status, output = json.loads(other_process.stdout.readline())
-    assert status == 0, output
+def test_every_instruction_set_computes_the_same_parts(isa: str, run_under: Callable[[str], None]) -> None:
+    run_under(isa)
 
 
 FAMILIES = [

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import test_decode_parts
 import torch
-from places import SUPPORT
+from isa_runner import isa_runner
 from test_decode_parts import DTYPES, RefusedError, draw, reference
 from tiny import tiny_config, write_tiny_checkpoint
 
@@ -140,24 +137,12 @@ def test_prompts_do_not_call_torch_s_attention(
 
 
 @pytest.fixture(scope="module")
-def other_process() -> Iterator[subprocess.Popen[str]]:
-    """Runs some of these tests under the instruction sets that it reads."""
-    child = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "isa_child.py"), __file__, "-k", "softmax_in_double or nothing"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        yield child
-        child.communicate()
+def run_under() -> Iterator[Callable[[str], None]]:
+    """Runs some of these tests under an instruction set."""
+    with isa_runner(__file__, "softmax_in_double or nothing") as run:
+        yield run
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
-def test_every_instruction_set_attends_alike(isa: str, other_process: subprocess.Popen[str]) -> None:
-    assert other_process.stdin is not None
-    assert other_process.stdout is not None
-    other_process.stdin.write(f"{isa}\n")
-    other_process.stdin.flush()
-    status, output = json.loads(other_process.stdout.readline())
-    assert status == 0, output
+def test_every_instruction_set_attends_alike(isa: str, run_under: Callable[[str], None]) -> None:
+    run_under(isa)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_nvml import GPUS, fake_pynvml
+from fake_nvml import one_gpu_here
 
 from moechat.configurator.estimate import ModelShape, costs_of
 from moechat.errors import MoechatWarning
@@ -39,11 +38,8 @@ SHAPE = ModelShape(
 @pytest.fixture(autouse=True)
 def _gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
-    identity_room._gpus.cache_clear()
-    yield
-    identity_room._gpus.cache_clear()
+    with one_gpu_here(monkeypatch):
+        yield
 
 
 def gathered() -> Knowledge:

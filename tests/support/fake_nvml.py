@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
+
+from moechat.hardware import identity
 
 GIB = 1 << 30
 GPUS = [
@@ -100,3 +106,13 @@ def fake_pynvml(
     for name, function in answers.items():
         setattr(module, name, refuse if name in unsupported else function)
     return module
+
+
+@contextmanager
+def one_gpu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This machine as if NVIDIA's library reported the first of :data:`GPUS`."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(GPUS[:1]))
+    identity._gpus.cache_clear()
+    yield
+    identity._gpus.cache_clear()

@@ -59,15 +59,6 @@ class InterpretedGpu(Accelerator):
     def chip(self) -> Chip:
         return Chip((8, 6), 2, 1 << 20)
 
-    def seconds(self, run, calls: int) -> float:
-        """What the host waits, since torch and the interpreter compute while they are called."""
-        self.synchronize()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            run()
-        self.synchronize()
-        return time.perf_counter() - begun
-
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -54,9 +54,9 @@ flight), back and back_together (to the host), staged (from memory that is not p
 pins_more (pinned memory, and whether it is a lower bound). A GPU has name, vram, vram_free, bandwidth, \
 copy, flops, dense_rate and dense_flops by bits, expert_rate and expert_flops by bits and tokens, launch, \
 call, graph_launch, graph_node, sync, round_trip, context, capability, sms, l2_bytes, pcie_generation, \
-pcie_lanes; what was not measured is null, empty or has another origin than "measured". Figures are objects \
-with value, origin, source and, where there is a range, low and high, in bytes, seconds, bytes a second or \
-operations a second.
+pcie_lanes; a figure without a measurement is null or empty, or its origin is not "measured". Figures are \
+objects with value, origin, source and, where there is a range, low and high, in bytes, seconds, bytes a \
+second or operations a second.
 """
 _PROFILE_EXAMPLES = """\
 moechat profile
