@@ -374,12 +374,8 @@ void timed_spend(double seconds) {
   const Spent spent;
   spend(seconds);
 }
-void timed_launch(void* stream, double host, double device) {
-  compute("launches", stream, host, device);
-}
-void timed_graph(void* stream, double host, double device) {
-  compute("graphs", stream, host, device);
-}
+void timed_launch(void* stream, double host, double device) { compute("launches", stream, host, device); }
+void timed_graph(void* stream, double host, double device) { compute("graphs", stream, host, device); }
 // A copy of the host's thread, beside the link.
 void timed_copy(void* stream, double bytes, int to_host) {
   const Spent spent;
