@@ -129,6 +129,7 @@ def cost_figures(
     times: ModelTimes | None = None,
     near: Near,
     context: int = _USUAL_CONTEXT,
+    in_ram: float = 1.0,
 ) -> CostFigures:
     """The times of a token on a machine, with their origins.
 
@@ -141,15 +142,17 @@ def cost_figures(
         times: Times measured on the model, replacing estimates from its bytes.
         near: Tier that computes the dense part and caches experts.
         context: Tokens that attention reads.
+        in_ram: Share of the experts that RAM holds behind a GPU.
 
     Raises:
         UsageError: The machine lacks that tier or the link to it.
     """
     link = _link(profile, near)
     each = shape.expert_bytes
-    figures = {"load": _over(each, link_rate(link, each)), "latency": _first_byte(link)}
+    held = round(in_ram * shape.all_expert_bytes) if near == "gpu" else 0
+    figures = {"load": _over(each, link_rate(link, each, held)), "latency": _first_byte(link)}
     calls = gpu_calls(_copy_overhead(link), profile.gpu)
-    together = link_rate_together(link, each)
+    together = link_rate_together(link, each, held)
     if together is not None:
         figures["load_together"] = _over(each, together)
     far = _over(each, expert_rate(profile, shape.bits))
@@ -259,22 +262,37 @@ def _over(nbytes: int, rate: Figure) -> Figure:
     return Figure(nbytes / rate.value, rate.origin, rate.source)
 
 
-def link_rate(link: LinkFigures, nbytes: int) -> Figure:
-    """The link's rate for transfers of ``nbytes``, with the origin of the less reliable neighbour."""
+def link_rate(link: LinkFigures, nbytes: int, held: int = 0) -> Figure:
+    """The link's rate for transfers of ``nbytes``, with the origin of the less reliable neighbour.
+
+    Args:
+        link: The link.
+        nbytes: Of one transfer.
+        held: Bytes of host memory that are transferred from. What the system does not pin of them goes
+            through the ring of pinned buffers.
+    """
     sizes = sorted(link.bandwidth)
     below = max((size for size in sizes if size <= nbytes), default=sizes[0])
     above = min((size for size in sizes if size >= nbytes), default=sizes[-1])
-    return _weaker(link.bandwidth[below], link.bandwidth[above]).derived(link.rate(nbytes))
+    weaker = _weaker(link.bandwidth[below], link.bandwidth[above])
+    pinned, staged = link.pinned_share(held), link.staged_rate(nbytes)
+    if pinned == 1 or staged is None:
+        return weaker.derived(link.rate(nbytes))
+    rate = 1 / (pinned / link.rate(nbytes) + (1 - pinned) / staged)
+    return replace(
+        weaker.derived(rate),
+        source=f"{weaker.source}; {100 * pinned:.0f} % of the experts in RAM can be pinned",
+    )
 
 
-def link_rate_together(link: LinkFigures, nbytes: int) -> Figure | None:
+def link_rate_together(link: LinkFigures, nbytes: int, held: int = 0) -> Figure | None:
     """The same while the CPU computes; ``None`` if unknown.
 
-    It is known for the largest transfers; others are reduced by the same factor.
+    It is known for the largest transfers from pinned memory; others are reduced by the same factor.
     """
     if link.together is None:
         return None
-    alone, largest = link_rate(link, nbytes), link.bandwidth[max(link.bandwidth)]
+    alone, largest = link_rate(link, nbytes, held), link.bandwidth[max(link.bandwidth)]
     share = min(1.0, link.together.value / largest.value)
     return _weaker(link.together, alone).derived(share * alone.value)
 

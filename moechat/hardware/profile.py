@@ -105,15 +105,29 @@ class LinkFigures:
         Times are linear between measured sizes, and the rate is constant beyond. A transfer takes a time of
         its own and that of its bytes, so between 256 KiB and 16 MiB the rate rises faster than linearly.
         """
-        sizes = sorted(self.bandwidth)
-        if nbytes <= sizes[0]:
-            return self.bandwidth[sizes[0]].value
-        for low, high in pairwise(sizes):
-            if nbytes <= high:
-                share = (nbytes - low) / (high - low)
-                times = low / self.bandwidth[low].value, high / self.bandwidth[high].value
-                return nbytes / (times[0] * (1 - share) + times[1] * share)
-        return self.bandwidth[sizes[-1]].value
+        return _rate_at(self.bandwidth, nbytes)
+
+    def staged_rate(self, nbytes: int) -> float | None:
+        """The same from memory that is not pinned; ``None``: unknown."""
+        return _rate_at(self.staged, nbytes) if self.staged else None
+
+    def pinned_share(self, nbytes: int) -> float:
+        """Share of ``nbytes`` of host memory that the system pins; 1 where none was refused."""
+        if self.pinned is None or self.pins_more:
+            return 1.0
+        return min(1.0, self.pinned.value / nbytes) if nbytes else 1.0
+
+
+def _rate_at(rates: Mapping[int, Figure], nbytes: int) -> float:
+    sizes = sorted(rates)
+    if nbytes <= sizes[0]:
+        return rates[sizes[0]].value
+    for low, high in pairwise(sizes):
+        if nbytes <= high:
+            share = (nbytes - low) / (high - low)
+            times = low / rates[low].value, high / rates[high].value
+            return nbytes / (times[0] * (1 - share) + times[1] * share)
+    return rates[sizes[-1]].value
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def gather_knowledge(
         activation_bits=outline.form.activation_bits,
         kv_bits=outline.cache.bits,
         near=placement.near,
-        far_computes=placement.computes_far,
+        in_ram=placement.in_ram,
     )
 
 

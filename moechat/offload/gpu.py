@@ -130,9 +130,10 @@ class GpuPlacement:
             self.pages.far_records, self.pages.far_experts = self.far.records, self.far.held
 
     @property
-    def computes_far(self) -> bool:
-        """See :attr:`ModelPlacement.computes_far`."""
-        return bool(self.pages.far_records)
+    def in_ram(self) -> float:
+        """See :attr:`ModelPlacement.in_ram`."""
+        held, experts = self.pages.far_experts, self.pages.geometry.num_experts
+        return sum(map(len, held)) / (len(held) * experts) if self.pages.far_records else 0.0
 
     def open_pages(self, pages: int, config: TierConfig) -> PageMemory:
         """See :meth:`Placement.open_pages`."""

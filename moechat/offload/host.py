@@ -42,7 +42,7 @@ class HostPlacement:
     labels = RAM_LABELS
     maps_experts = True
     can_shrink = False
-    computes_far = False
+    in_ram = 0.0
 
     def dtype(self, name: str) -> torch.dtype:
         """See :meth:`ModelPlacement.dtype`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moechat.configurator.costs import Costs
-from moechat.configurator.estimate import ModelShape, Near, costs_of
+from moechat.configurator.estimate import ModelShape, Near, cost_figures, costs_of
 from moechat.configurator.gpu_pattern import gpu_calls
 from moechat.configurator.systems import Policy
 from moechat.configurator.warm_start import blended_statistics, default_statistics
@@ -82,7 +82,7 @@ def gather(
     activation_bits: int,
     kv_bits: int,
     near: Near = "ram",
-    far_computes: bool = False,
+    in_ram: float = 0.0,
 ) -> Knowledge:
     """Read the statistics and costs of a model that has not run yet; fast, raises nothing.
 
@@ -97,13 +97,13 @@ def gather(
         activation_bits: Bits of the inputs of quantised weights.
         kv_bits: Bits of a key or value in the attention cache.
         near: Tier that keeps the experts: ``ram``, or ``gpu``, for which no layer times are measured.
-        far_computes: With ``gpu``: missing experts are in RAM, where the CPU can compute them.
+        in_ram: With ``gpu``: share of the experts that RAM holds, where the CPU can compute them.
     """
     notes: list[str] = []
     statistics, statistics_from = _statistics(shape, model_type, fingerprint, policy, notes)
     if near == "gpu":
-        costs, costs_from = _costs_on_gpu(shape, notes)
-        if not far_computes:
+        costs, costs_from = _costs_on_gpu(shape, in_ram, notes)
+        if in_ram == 0:
             costs = replace(costs, compute_far=math.inf, compute_together=None)
         return Knowledge(statistics, costs, statistics_from, costs_from, tuple(notes), near, threads)
     costs, costs_from = _costs(
@@ -211,7 +211,7 @@ def _costs(shape: ModelShape, key_for: Callable[[str], TimesKey], notes: list[st
     return tried("the machine's profile", measured, notes) or (assumed_costs(shape), "assumed")
 
 
-def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
+def _costs_on_gpu(shape: ModelShape, in_ram: float, notes: list[str]) -> tuple[Costs, str]:
     def known() -> tuple[Costs, str] | None:
         profile = gpu_machine(notes.append)
         if profile is None or profile.gpu is None:
@@ -221,7 +221,7 @@ def _costs_on_gpu(shape: ModelShape, notes: list[str]) -> tuple[Costs, str]:
             # Measuring here would take memory beside the budget, and a minute where no kernel is built yet.
             origin = "assumed"
             warnings.warn(_NOT_MEASURED.format(profile.gpu.name), MoechatWarning, stacklevel=2)
-        return costs_of(profile, shape, times=None, near="gpu"), origin
+        return cost_figures(profile, shape, near="gpu", in_ram=in_ram).costs, origin
 
     return tried("the machine's profile", known, notes) or (assumed_on_gpu(shape), "assumed")
 

@@ -119,8 +119,8 @@ class ModelPlacement(Placement, Protocol):
         ...
 
     @property
-    def computes_far(self) -> bool:
-        """Whether the CPU can compute experts that are missing on the device."""
+    def in_ram(self) -> float:
+        """Share of the experts that RAM holds behind a GPU, where the CPU can compute them; else 0."""
         ...
 
     def warm(self, model: PreTrainedModel, top_k: int, dtype: torch.dtype) -> None:

@@ -201,10 +201,20 @@ class Cases:
         """Share of all experts that the tier that computes holds."""
         return min(1.0, memory.expert_bytes / self.shape.all_expert_bytes)
 
-    def cost_figures(self, profile: HardwareProfile, memory: MemoryPlan) -> CostFigures:
-        """Costs with their origins, with RAM holding all experts."""
-        context = min(SPEED_CONTEXT, memory.context)
-        return cost_figures(profile, self.shape, times=self.times, near=self.machine.near, context=context)
+    def cost_figures(
+        self, profile: HardwareProfile, memory: MemoryPlan, ram_share: float = 1.0
+    ) -> CostFigures:
+        """Costs of the experts that RAM holds, with their origins.
+
+        Args:
+            profile: The machine.
+            memory: Its context bounds the tokens that attention reads.
+            ram_share: Share of the experts that RAM holds behind a GPU.
+        """
+        context, near = min(SPEED_CONTEXT, memory.context), self.machine.near
+        return cost_figures(
+            profile, self.shape, times=self.times, near=near, context=context, in_ram=ram_share
+        )
 
     def prompts(self, case: Case, profile: HardwareProfile) -> dict[int, float] | None:
         """Seconds to the first token, by length of the prompt, for prompts that fit into the context;
@@ -235,7 +245,7 @@ class Cases:
         profile = self.machine.figures
         if profile is None:
             return assumed_costs(self.shape)
-        costs = self.cost_figures(profile, memory).costs
+        costs = self.cost_figures(profile, memory, ram_share).costs
         if self.machine.near == "ram" or ram_share >= 1 or "file" not in profile.links:
             return costs
         return behind_disk(

@@ -139,7 +139,10 @@ def _layers(cases: Cases, case: Case) -> tuple[LayerTargets, ...]:
 
 def _used(cases: Cases, profile: HardwareProfile, far: Far | None) -> Mapping[str, Figure]:
     disk = far is not None and far.kind != "ram"
-    return figures_used(profile, cases.shape, cases.machine.near, far=far is not None, disk=disk)
+    in_ram = 1.0 if far is None else far.share
+    return figures_used(
+        profile, cases.shape, cases.machine.near, far=far is not None, disk=disk, in_ram=in_ram
+    )
 
 
 def _speed(
@@ -150,7 +153,7 @@ def _speed(
     ram_share: float,
     used: Mapping[str, Figure],
 ) -> Speed:
-    costs = cases.cost_figures(profile, case.memory).figures
+    costs = cases.cost_figures(profile, case.memory, ram_share).figures
     if far is None:  # nothing is moved, or computed elsewhere
         costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
     return Speed(

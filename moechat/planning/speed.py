@@ -304,7 +304,7 @@ def behind_disk(
 
 
 def figures_used(
-    profile: HardwareProfile, shape: ModelShape, near: Near, *, far: bool, disk: bool
+    profile: HardwareProfile, shape: ModelShape, near: Near, *, far: bool, disk: bool, in_ram: float = 1.0
 ) -> Mapping[str, Figure]:
     """The figures of a profile that a speed rests on, by name.
 
@@ -314,6 +314,7 @@ def figures_used(
         near: Tier that computes.
         far: Whether some experts are not near.
         disk: Whether some of those are on the disk only.
+        in_ram: Share of the experts that RAM holds behind a GPU.
     """
     found: dict[str, Figure] = {}
     rates, together = expert_rate(profile, shape.bits), beside_link(profile, near)
@@ -328,9 +329,10 @@ def figures_used(
         if not far:
             return found
         link = profile.links["gpu"]
-        found["RAM to GPU, bytes/s"] = link_rate(link, shape.expert_bytes)
+        held = round(in_ram * shape.all_expert_bytes)
+        found["RAM to GPU, bytes/s"] = link_rate(link, shape.expert_bytes, held)
         found["experts on the CPU, bytes/s"] = rates
-        shared = link_rate_together(link, shape.expert_bytes)
+        shared = link_rate_together(link, shape.expert_bytes, held)
         if shared is not None:
             found["RAM to GPU while the CPU computes, bytes/s"] = shared
         if together:

@@ -78,3 +78,32 @@ def test_the_cpus_rate_beside_a_link_is_that_of_this_link() -> None:
     faster = replace(pc, links={**links, "gpu": replace(GPU, experts={4: measured(20 * GB)})})
     assert cost_figures(faster, SHAPE, near="gpu").costs.compute_together == pytest.approx(10e6 / (20 * GB))
     assert cost_figures(pc, SHAPE, near="ram").costs.near_slowdown == pytest.approx(25 / 7)
+
+
+RING = replace(GPU, staged={1 << 24: measured(6 * GB)}, pinned=measured(SHAPE.all_expert_bytes / 4))
+
+
+def test_experts_that_cannot_be_pinned_go_through_the_ring() -> None:
+    """A quarter of the bytes at the link's rate, the rest at the ring's, alone and beside the CPU."""
+    pc = replace(PC, links={**PC.links, "gpu": RING})
+    alone = cost_figures(PC, SHAPE, near="gpu").costs
+    found = cost_figures(pc, SHAPE, near="gpu")
+    ring = SHAPE.expert_bytes / (6 * GB)
+    assert found.costs.load == pytest.approx(alone.load / 4 + 0.75 * ring)
+    assert found.costs.both_loads / found.costs.load == pytest.approx(alone.both_loads / alone.load)
+    assert "25 % of the experts in RAM can be pinned" in found.figures["load"].source
+
+
+def test_fewer_experts_in_ram_need_fewer_pinned_bytes() -> None:
+    pc = replace(PC, links={**PC.links, "gpu": RING})
+    alone = cost_figures(PC, SHAPE, near="gpu").costs.load
+    ring = SHAPE.expert_bytes / (6 * GB)
+    half = cost_figures(pc, SHAPE, near="gpu", in_ram=0.5).costs.load
+    assert half == pytest.approx((alone + ring) / 2)
+    assert cost_figures(pc, SHAPE, near="gpu", in_ram=0.25).costs.load == alone
+
+
+def test_a_measurement_that_ended_without_a_refusal_says_nothing_about_what_can_be_pinned() -> None:
+    for link in (replace(RING, pins_more=True), replace(RING, pinned=None), replace(RING, staged={})):
+        pc = replace(PC, links={**PC.links, "gpu": link})
+        assert cost_figures(pc, SHAPE, near="gpu").costs == cost_figures(PC, SHAPE, near="gpu").costs

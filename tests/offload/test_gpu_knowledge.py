@@ -54,7 +54,7 @@ def gathered() -> Knowledge:
         activation_bits=16,
         kv_bits=16,
         near="gpu",
-        far_computes=True,
+        in_ram=1.0,
     )
 
 
@@ -92,3 +92,15 @@ def test_a_measured_gpu_is_planned_as_moechat_plan_plans_it() -> None:
         found = gathered()
     assert found.costs_from == "the machine's profile"
     assert found.costs == costs_of(profile, SHAPE, near="gpu")
+
+
+def test_loading_counts_with_experts_that_cannot_be_pinned() -> None:
+    profile = machine(measured=True)
+    staged = {1 << 22: Figure(3e9, "measured", "")}
+    pinned = Figure(SHAPE.all_expert_bytes / 2, "measured", "")
+    links = {**profile.links, "gpu": replace(profile.links["gpu"], staged=staged, pinned=pinned)}
+    refusing = replace(profile, links=links)
+    save_measurement(Measurement(refusing))
+    load = gathered().costs.load
+    assert load == costs_of(refusing, SHAPE, near="gpu").load
+    assert load > 1.5 * costs_of(profile, SHAPE, near="gpu").load
