@@ -28,6 +28,30 @@ _RoutingCounts: TypeAlias = tuple[int, _I64, _I64, _I64, _I64, _I64]
 _HitKind: TypeAlias = Literal["full", "prefetch", "top", "miss"]
 _Weights: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 
+class Gate:
+    """The computation between the projections of an expert; see :class:`moechat.geometry.Gate`.
+
+    Args:
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu2"``.
+        alpha: Slope of the sigmoid of ``"silu"``.
+        limit: Clamp, above 0; infinite: none.
+        offset: Added to up.
+        clamps_result: The limit applies to ``act(gate)``, not to gate.
+
+    Raises:
+        ValueError: Unknown activation, or the limit is not above 0.
+    """
+
+    def __init__(
+        self,
+        activation: str = "silu",
+        *,
+        alpha: float = 1.0,
+        limit: float = ...,
+        offset: float = 0.0,
+        clamps_result: bool = False,
+    ) -> None: ...
+
 class BlockLayout:
     """Byte offsets of the fields of a block record (``native/src/kernels/layout/block_layout.h``).
 
@@ -286,9 +310,7 @@ def unpack_expert(layout: BlockLayout, records: _U8) -> tuple[_F32, _F32, _F32, 
 
 def moe_forward(
     layout: BlockLayout,
-    activation: str,
-    alpha: float,
-    limit: float,
+    gate: Gate,
     x: _F32,
     block_ptr: _U64,
     block_index: _I32,
@@ -308,9 +330,7 @@ def moe_forward(
 
     Args:
         layout: Format of all records.
-        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"clamped_swiglu"``.
-        alpha: Sigmoid slope of ``"clamped_swiglu"``.
-        limit: Clamp of ``"clamped_swiglu"``, above 0.
+        gate: The computation between the projections of a block.
         x: [tokens, hidden], C order.
         block_ptr: [n] addresses of records, unchecked; the caller keeps the records alive and unchanged.
         block_index: [n] number of the block in its expert (selects its slice of the down bias).
@@ -328,13 +348,11 @@ def moe_forward(
         RuntimeError: ``MOECHAT_ISA`` cannot run on this machine.
     """
 
-def apply_activation(activation: str, alpha: float, limit: float, gate: _F32, up: _F32) -> _F32:
-    """Compute ``act(gate) * up`` as :func:`moe_forward` does between the projections of a block.
+def apply_gate(spec: Gate, gate: _F32, up: _F32) -> _F32:
+    """Compute the gate as :func:`moe_forward` does between the projections of a block.
 
     Args:
-        activation: As in :func:`moe_forward`.
-        alpha: As in :func:`moe_forward`.
-        limit: As in :func:`moe_forward`.
+        spec: The gate.
         gate: [n].
         up: [n].
 
@@ -342,7 +360,7 @@ def apply_activation(activation: str, alpha: float, limit: float, gate: _F32, up
         [n] float32.
 
     Raises:
-        ValueError: Unknown activation, wrong shapes or types.
+        ValueError: Wrong shapes or types.
     """
 
 class LinearLayout:
@@ -983,9 +1001,7 @@ class DeviceLostError(RuntimeError):
 
 def resident_forward(
     layout: BlockLayout,
-    activation: str,
-    alpha: float,
-    limit: float,
+    gate: Gate,
     records: _U8,
     x: _F32,
     top_k_index: _I64,
@@ -1001,9 +1017,7 @@ def resident_forward(
 
     Args:
         layout: Format of the records.
-        activation: As in :func:`moe_forward`.
-        alpha: As in :func:`moe_forward`.
-        limit: As in :func:`moe_forward`.
+        gate: As in :func:`moe_forward`.
         records: uint8 [experts, blocks, record_bytes], C order.
         x: [tokens, hidden], C order.
         top_k_index: int64 [tokens, k], C order; an index outside the layer selects no expert.
@@ -1031,9 +1045,7 @@ class ResidentExperts:
     def __init__(
         self,
         layout: BlockLayout,
-        activation: str,
-        alpha: float,
-        limit: float,
+        gate: Gate,
         records: _U8,
         activation_bits: int = 16,
     ) -> None: ...
@@ -1065,9 +1077,7 @@ class ExpertRunner:
 
     Args:
         layout: Format of the records.
-        activation: As in :func:`moe_forward`.
-        alpha: As in :func:`moe_forward`.
-        limit: As in :func:`moe_forward`.
+        gate: As in :func:`moe_forward`.
         layers: Expert layers; region i of the link holds the records [experts, blocks] of layer i.
         experts: Experts of a layer.
         pages: Pages of the near tier, of ``layout.record_bytes`` each; two are enough to make progress.
@@ -1096,9 +1106,7 @@ class ExpertRunner:
     def __init__(
         self,
         layout: BlockLayout,
-        activation: str,
-        alpha: float,
-        limit: float,
+        gate: Gate,
         *,
         layers: int,
         experts: int,

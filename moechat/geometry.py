@@ -7,7 +7,8 @@ sizes from there.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,66 @@ def scale_columns(bits: int) -> int:
 
 
 class Activation(StrEnum):
-    """Gate activations of the kernels; the values are stored in manifests."""
+    """Activation functions of the kernels; the values are stored in manifests."""
 
-    SILU = "silu"
+    SILU = "silu"  # x · sigmoid(alpha · x)
     GELU = "gelu"  # exact, through erf
     GELU_TANH = "gelu_tanh"
-    # gpt-oss: (clamp(up, -limit, limit) + 1) · g · sigmoid(alpha · g) with g = min(gate, limit)
-    CLAMPED_SWIGLU = "clamped_swiglu"
+    RELU2 = "relu2"  # max(0, x)²
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The computation between the projections of an expert, elementwise.
+
+    ``act(min(gate, limit)) · (clamp(up, -limit, limit) + offset)``. gpt-oss has alpha 1.702, limit 7 and offset
+    1; DeepSeek-V4 has a limit of 10; most families have neither.
+
+    Attributes:
+        activation: ``act``.
+        alpha: Slope of the sigmoid of ``SILU``.
+        limit: Clamp, above 0; infinite: none.
+        offset: Added to up.
+        clamps_result: The limit applies to ``act(gate)``, not to gate.
+
+    Raises:
+        UsageError: A constant is out of range.
+    """
+
+    activation: Activation = Activation.SILU
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+    clamps_result: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0 or not math.isfinite(self.alpha + self.offset):
+            raise UsageError(f"a gate with {self.to_json()} cannot be computed")
+
+    @cached_property
+    def native(self) -> _native.Gate:
+        """The same for the native core."""
+        from moechat import _native  # the command line reads SUPPORTED_BITS at every start
+
+        constants = {name: value for name, value in vars(self).items() if name != "activation"}
+        return _native.Gate(self.activation.value, **constants)
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for a manifest, as JSON types; no clamp is a ``limit`` of ``None``."""
+        return {**asdict(self), "limit": None if math.isinf(self.limit) else self.limit}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Gate:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            UsageError: A constant is out of range.
+            KeyError: A field is missing.
+            TypeError: A field is unknown.
+            ValueError: The activation is unknown.
+        """
+        limit = math.inf if data["limit"] is None else data["limit"]
+        return cls(**{**data, "activation": Activation(data["activation"]), "limit": limit})
 
 
 class WeightType(StrEnum):
@@ -61,9 +115,7 @@ class ExpertGeometry:
         num_experts: Experts in a layer.
         bits: 2, 3, 4, 8 (quantised) or 16 (the checkpoint's values, not quantised).
         weight_type: Element type of 16-bit records; ``BF16`` or ``FP16``. Ignored for quantised records.
-        activation: Gate activation.
-        alpha: Sigmoid slope of ``CLAMPED_SWIGLU``; else 0.
-        limit: Clamp of ``CLAMPED_SWIGLU``; else 0.
+        gate: The computation between the projections.
         has_bias: Gate, up and down carry biases.
 
     Raises:
@@ -75,9 +127,7 @@ class ExpertGeometry:
     num_experts: int
     bits: int
     weight_type: WeightType = WeightType.BF16
-    activation: Activation = Activation.SILU
-    alpha: float = 0.0
-    limit: float = 0.0
+    gate: Gate = field(default_factory=Gate)
     has_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +180,7 @@ class ExpertGeometry:
 
     def to_json(self) -> dict[str, Any]:
         """Values for a manifest, as JSON types."""
-        return asdict(self)
+        return {**asdict(self), "gate": self.gate.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ExpertGeometry:
@@ -142,7 +192,15 @@ class ExpertGeometry:
         try:
             known = dict(data)
             known["weight_type"] = WeightType(known["weight_type"])
-            known["activation"] = Activation(known["activation"])
+            known["gate"] = Gate.from_json(known["gate"]) if "gate" in known else _flat_gate(known)
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"expert geometry is not readable: {error}") from error
+
+
+def _flat_gate(data: dict[str, Any]) -> Gate:
+    """Take the gate out of the fields of a manifest from before gates were composed."""
+    name, alpha, limit = (data.pop(key) for key in ("activation", "alpha", "limit"))
+    if name == "clamped_swiglu":
+        return Gate(Activation.SILU, alpha, limit, offset=1.0)
+    return Gate(Activation(name))

@@ -310,9 +310,7 @@ def _kernel_seconds(
     out = np.zeros((1, geometry.hidden_size), dtype=np.float32)
     arguments = (
         geometry.layout,
-        geometry.activation.value,
-        geometry.alpha,
-        geometry.limit,
+        geometry.gate.native,
         x,
         pointers,
         block.astype(np.int32),

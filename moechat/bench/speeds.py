@@ -33,8 +33,7 @@ def compute_rate(store: Store, top_k: int, *, seed: int = 0) -> float:
     geometry = store.geometry
     count = min(geometry.num_experts, max(top_k, _MOST_BYTES // geometry.expert_bytes))
     records = np.array(store.expert_layer(store.layers[0].layer)[:count])
-    activation = (geometry.activation.value, geometry.alpha, geometry.limit)
-    experts = Experts(geometry.layout, records, activation)
+    experts = Experts(geometry.layout, records, geometry.gate.native)
     return rate_of(experts, _native.num_threads(), seconds=_COMPUTE_SECONDS, top_k=top_k, seed=seed)
 
 

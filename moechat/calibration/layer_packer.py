@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moechat import _native
 from moechat.calibration.moments import Feedback, feedback, moments
 from moechat.geometry import ExpertGeometry
-from moechat.models.gates import Gate, apply_gate
+from moechat.models.gates import apply_gate
 from moechat.store.quantizer import Biases, Matrices
 
 # What is known before an expert's own tokens counts as much as this many of them: the inputs of all tokens of
@@ -37,7 +37,6 @@ class LayerPacker:
             weights: Their router weights ``[tokens, k]``.
         """
         self._geometry = geometry
-        self._gate = Gate(geometry.activation, geometry.alpha, geometry.limit, interleaved=False)
         self._hidden = hidden
         self._index = index
         self._weights = weights.float()
@@ -73,7 +72,7 @@ class LayerPacker:
         if biases is not None:
             gates += torch.from_numpy(biases[0])
             ups += torch.from_numpy(biases[1])
-        active = apply_gate(self._gate, gates, ups)
+        active = apply_gate(self._geometry.gate, gates, ups)
         found = moments(active, shares)
         diagonal = found.diagonal(dim1=1, dim2=2)
         prior = torch.zeros(diagonal.numel())

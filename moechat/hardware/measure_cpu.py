@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ class Experts:
     Attributes:
         layout: Layout of their records.
         records: uint8 ``[experts, blocks, record_bytes]``.
-        activation: Name, slope and limit, as in the kernels' arguments.
+        gate: Between the projections.
     """
 
     layout: _native.BlockLayout
     records: npt.NDArray[np.uint8]
-    activation: tuple[str, float, float] = ("silu", 0.0, 0.0)
+    gate: _native.Gate = field(default_factory=_native.Gate)
 
 
 class ExpertMemory:
@@ -109,7 +109,7 @@ class Passes:
         choice = self._choices[self._next]
         self._next = (self._next + 1) % len(self._choices)
         self.nbytes += _native.resident_forward(
-            experts.layout, *experts.activation, experts.records, self._x, choice, self._weights, self._out
+            experts.layout, experts.gate, experts.records, self._x, choice, self._weights, self._out
         )
 
 
@@ -149,7 +149,7 @@ def operation_rate(experts: Experts, threads: int, *, seconds: float) -> float:
     with used_threads(threads):
         while True:
             before = time.perf_counter()
-            _native.resident_forward(layout, *experts.activation, experts.records, x, index, weights, out)
+            _native.resident_forward(layout, experts.gate, experts.records, x, index, weights, out)
             now = time.perf_counter()
             best = max(best, operations / (now - before))
             if now - started >= seconds:

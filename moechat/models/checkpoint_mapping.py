@@ -205,7 +205,7 @@ def _plan_layer(
             raise CheckpointError(f"{checkpoint.title} has no tensors for {name}")
         return targets[name]
 
-    size, interleaved = entry.intermediate_size, entry.gate.interleaved
+    size, interleaved = entry.intermediate_size, entry.interleaved
     gate_rows, up_rows = ((0, 2), (1, 2)) if interleaved else ((0, 1), (size, 1))
     gate_up, down = source("gate_up_proj"), source("down_proj")
     biases = (source("gate_up_proj_bias"), source("down_proj_bias")) if entry.has_bias else None
@@ -258,7 +258,7 @@ def _matrix(
             )
     if operations == ["MergeModulelist"] and len(patterns) == 1:
         return MatrixRef(lists[0][expert], None, start, step, rows, transposed=entry.transposed)
-    if operations == ["MergeModulelist", "Concatenate"] and len(patterns) == 2 and not entry.gate.interleaved:
+    if operations == ["MergeModulelist", "Concatenate"] and len(patterns) == 2 and not entry.interleaved:
         return MatrixRef(lists[part][expert], None, 0, 1, rows, transposed=entry.transposed)
     raise UnsupportedModelError(
         f"{target.name} is stored in a layout that moechat does not read ({' then '.join(operations)})"

@@ -20,8 +20,8 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.geometry import ExpertGeometry, WeightType
-from moechat.models.gates import Gate, recognise_gate
+from moechat.geometry import ExpertGeometry, Gate, WeightType
+from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
 
 # Attribute of an experts module that holds the object that computes it.
@@ -45,6 +45,7 @@ class ExpertsModule:
         transposed: Parameters are ``[experts, in, out]`` instead of ``[experts, out, in]``.
         has_bias: ``gate_up_proj_bias`` and ``down_proj_bias`` exist.
         gate: The computation between the projections.
+        interleaved: Rows of gate and up alternate; else all gate rows come first.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ExpertsModule:
     transposed: bool
     has_bias: bool
     gate: Gate
+    interleaved: bool
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -80,9 +82,7 @@ class ExpertsModule:
             num_experts=self.num_experts,
             bits=bits,
             weight_type=WeightType.FP16 if weight_type is WeightType.FP16 else WeightType.BF16,
-            activation=self.gate.activation,
-            alpha=self.gate.alpha,
-            limit=self.gate.limit,
+            gate=self.gate,
             has_bias=self.has_bias,
         )
 
@@ -202,7 +202,7 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
             raise UnsupportedModelError(f"{name} does not say which decoder layer it belongs to")
         if getattr(module, "has_post_expert_norm", False):
             raise UnsupportedModelError(f"{name} normalises each expert's output, which moechat cannot run")
-        gate = recognise_gate(module, name)
+        gate, interleaved = recognise_gate(module, name)
         transposed = bool(module.is_transposed)
         has_bias = bool(getattr(module, "has_bias", False))
         known = {"gate_up_proj", "down_proj"} | (
@@ -226,6 +226,7 @@ def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
                 transposed=transposed,
                 has_bias=has_bias,
                 gate=gate,
+                interleaved=interleaved,
             )
         )
     return found
@@ -250,7 +251,8 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
             f"model type {model_type!r} has several expert modules in one decoder layer"
         )
     shapes = {
-        (e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias, e.gate) for e in experts
+        (e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias, e.gate, e.interleaved)
+        for e in experts
     }
     if len(shapes) != 1:
         raise UnsupportedModelError(

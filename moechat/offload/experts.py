@@ -97,9 +97,7 @@ class ExpertLayer:
         geometry = self.geometry
         self._experts = _native.ResidentExperts(
             geometry.layout,
-            geometry.activation.value,
-            geometry.alpha,
-            geometry.limit,
+            geometry.gate.native,
             self.records,
             self.activation_bits,
         )

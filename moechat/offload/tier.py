@@ -205,9 +205,7 @@ class ExpertTier:
         try:
             self.runner = _native.ExpertRunner(
                 geometry.layout,
-                geometry.activation.value,
-                geometry.alpha,
-                geometry.limit,
+                geometry.gate.native,
                 layers=self.layers,
                 experts=geometry.num_experts,
                 pages=pages,

@@ -354,9 +354,18 @@ class _Reader:
 def _geometry(reader: _Reader) -> ExpertGeometry:
     integers = ("hidden_size", "intermediate_size", "num_experts", "bits")
     values: dict[str, Any] = {name: reader.integer(name, 1) for name in integers}
-    values |= {name: reader.string(name) for name in ("weight_type", "activation")}
-    values |= {name: reader.number(name) for name in ("alpha", "limit")}
+    values["weight_type"] = reader.string("weight_type")
     values["has_bias"] = reader.boolean("has_bias")
+    if "gate" in reader.content:
+        gate = reader.object("gate")
+        read = {"activation": gate.string("activation"), "clamps_result": gate.boolean("clamps_result")}
+        read |= {name: gate.number(name) for name in ("alpha", "offset")}
+        read["limit"] = None if gate.content.get("limit", 0) is None else gate.number("limit")
+        gate.exactly(list(read))
+        values["gate"] = read
+    else:  # of versions that did not compose gates
+        values["activation"] = reader.string("activation")
+        values |= {name: reader.number(name) for name in ("alpha", "limit")}
     reader.exactly(list(values))
     return ExpertGeometry.from_json(values)
 

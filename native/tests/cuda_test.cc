@@ -228,7 +228,6 @@ void layers_compute_from_fetched_blocks(Random& random) {
   const Far far(random, layers, experts * blocks, page, pinned);
   RunnerOptions options;
   options.layout = layout;
-  options.activation = {Activation::kSilu, 0, 0};
   options.layers = layers;
   options.experts = experts;
   options.top_k = std::min(2, experts);
@@ -321,7 +320,6 @@ void lookups_run_ahead_of_the_host(Random& random) {
   const Far far(random, layers, experts * blocks, page, chance(random, 0.7));
   RunnerOptions options;
   options.layout = layout;
-  options.activation = {Activation::kSilu, 0, 0};
   options.layers = layers;
   options.experts = experts;
   options.top_k = 2;
@@ -473,7 +471,6 @@ void gpu_failure_raises(Random& random) {
   {
     RunnerOptions options;
     options.layout = layout;
-    options.activation = {Activation::kSilu, 0, 0};
     options.layers = 1;
     options.experts = 4;
     options.pages = 4;

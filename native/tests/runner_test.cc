@@ -98,7 +98,7 @@ struct Model {
   }
 };
 
-constexpr ActivationSpec kSilu{Activation::kSilu, 0, 0};
+constexpr GateSpec kSilu;
 
 // Tokens with their experts, and the expected result.
 struct Pass {
@@ -148,7 +148,7 @@ struct Pass {
 RunnerOptions options_for(const Model& model, std::int64_t pages) {
   RunnerOptions options;
   options.layout = model.layout;
-  options.activation = kSilu;
+  options.gate = kSilu;
   options.layers = model.layers;
   options.experts = model.experts;
   options.pages = pages;
@@ -596,7 +596,7 @@ void definition() {
           const std::int32_t starts[] = {0, 1};
           ForwardCall call{};
           call.layout = &model.layout;
-          call.activation = kSilu;
+          call.gate = kSilu;
           call.x = pass.x.data() + token * hidden;
           call.tokens = 1;
           call.block_ptr = &record;
@@ -652,7 +652,7 @@ void long_passes() {
     std::vector<float> out(static_cast<std::size_t>(2 * hidden), 0.0f);
     ForwardCall call{};
     call.layout = &model.layout;
-    call.activation = kSilu;
+    call.gate = kSilu;
     call.x = x.data();
     call.tokens = 1;
     call.block_ptr = &record;
@@ -746,7 +746,7 @@ void bench() {
   }
   ForwardCall call{};
   call.layout = &large.layout;
-  call.activation = kSilu;
+  call.gate = kSilu;
   call.x = wide.data();
   call.tokens = 1;
   call.block_ptr = records.data();

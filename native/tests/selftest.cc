@@ -113,12 +113,12 @@ struct Case {
     }
   }
 
-  std::vector<float> run(Activation activation = Activation::kSilu,
+  std::vector<float> run(const GateSpec& gate = GateSpec{},
                          int activation_bits = kDefaultActivationBits) const {
     std::vector<float> out(x.size());
     ForwardCall call{};
     call.layout = &layout;
-    call.activation = {activation, 1.702f, 7.0f};
+    call.gate = gate;
     call.activation_bits = activation_bits;
     call.x = x.data();
     call.tokens = static_cast<std::int64_t>(row_token.size());
@@ -151,7 +151,6 @@ struct Case {
       const float weight = row_weight[row_token.size() - 1 - t];
       ForwardCall call{};
       call.layout = &layout;
-      call.activation = {Activation::kSilu, 1.702f, 7.0f};
       call.activation_bits = activation_bits;
       call.x = one_x.data();
       call.tokens = 1;
@@ -184,13 +183,15 @@ void encodings_and_sizes() {
     for (const auto& size : sizes) {
       for (const bool bias : {false, true}) {
         const Case one(++seed, size[0], size[1], encoding.bits, encoding.fp16, bias, 7);
-        for (const auto kind :
-             {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kClampedSwiglu}) {
+        for (const GateSpec& gate :
+             {GateSpec{}, GateSpec{Activation::kGelu}, GateSpec{Activation::kGeluTanh},
+              GateSpec{Activation::kRelu2}, GateSpec{Activation::kSilu, 1.702f, 7.0f, 1.0f},
+              GateSpec{Activation::kSilu, 1.0f, 0.5f, 0.0f, true}}) {
           ThreadPool::set_num_threads(1);
-          const auto expected = one.run(kind);
+          const auto expected = one.run(gate);
           for (const float value : expected) EXPECT(std::isfinite(value));
           ThreadPool::set_num_threads(3);
-          EXPECT(one.run(kind) == expected);
+          EXPECT(one.run(gate) == expected);
         }
       }
     }
@@ -209,9 +210,9 @@ void tokens_together_or_alone() {
         for (const int activation_bits : {8, 16, 32}) {
           ThreadPool::set_num_threads(1);
           const auto alone = one.run_alone(activation_bits);
-          EXPECT(one.run(Activation::kSilu, activation_bits) == alone);
+          EXPECT(one.run(GateSpec{}, activation_bits) == alone);
           ThreadPool::set_num_threads(3);
-          EXPECT(one.run(Activation::kSilu, activation_bits) == alone);
+          EXPECT(one.run(GateSpec{}, activation_bits) == alone);
         }
       }
     }

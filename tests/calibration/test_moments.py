@@ -9,7 +9,7 @@ import torch
 from moechat import _native
 from moechat.calibration import moments as module
 from moechat.calibration.moments import block_width, feedback, moments
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 
 
 def correlated(tokens: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -74,7 +74,6 @@ def test_measured_inputs_lessen_the_error_of_products(bits: int, hidden: int, ne
         num_experts=1,
         bits=bits,
         weight_type=WeightType.BF16,
-        activation=Activation.SILU,
     )
     generator = np.random.default_rng(0)
     gate, up = (generator.standard_normal((neurons, hidden), np.float32) for _ in range(2))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import moechat
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.geometry import Activation, WeightType
+from moechat.geometry import Gate, WeightType
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 
@@ -43,7 +43,7 @@ def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
         44,
     )
     assert found.weight_type is WeightType.BF16
-    assert found.experts.activation is Activation.SILU
+    assert found.experts.gate == Gate()
     assert "model.layers.1.mlp.gate_proj.weight" in found.dense_keys
     assert not any(".experts." in key for key in found.dense_keys)
 

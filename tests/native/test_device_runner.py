@@ -41,7 +41,7 @@ class Tier:
             made = _native.sim_link([layer.reshape(-1) for layer in far], **options)
         target = max(0, (pages - 2) // LAYERS // BLOCKS)
         self.runner = _native.ExpertRunner(
-            LAYOUT, "silu", 0.0, 0.0,
+            LAYOUT, _native.Gate(),
             layers=LAYERS, experts=EXPERTS, pages=pages,
             targets=np.array([[target, BLOCKS if target else 1]] * LAYERS, np.int32),
             reserve=1, policy=_native.EvictionPolicy(policy, LAYERS, EXPERTS), link=made,

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_support import ACTIVATIONS, ALPHA, ENCODINGS, LIMIT, Call, activate, run_isa
+from native_support import ENCODINGS, GATES, Call, activate, run_isa
 
 from moechat import _native
+from moechat.geometry import Gate
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def test_outputs_match_a_float64_reference_on_every_instruction_set(isa):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["isa"] == isa
-    assert len(result["errors"]) == len(ENCODINGS) * 5 * 2 * len(ACTIVATIONS) * 3
+    assert len(result["errors"]) == len(ENCODINGS) * 5 * 2 * len(GATES) * 3
 
     def bound(name: str) -> float:
         # Error by quantisation of inputs and activations; weights of 16 bits use float activations.
@@ -97,7 +98,7 @@ def test_more_tokens_than_scratch_holds_change_nothing(hidden, tokens):
         assert np.array_equal(together[token], call.alone(int(token)))
     once = np.zeros_like(call.x)
     for entry in call.entries:
-        _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays([entry]), once)
+        _native.moe_forward(call.layout, _native.Gate(), call.x, *call.arrays([entry]), once)
     assert np.array_equal(together, once)
 
 
@@ -106,7 +107,7 @@ def test_a_token_may_appear_twice_in_a_row_and_out_accumulates():
     call.tokens_of = [np.array([1, 1, 1, 1, 1], np.int32)]
     call.weights_of = [np.full(5, 0.5, np.float32)]
     out = np.ones_like(call.x)
-    _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays(), out, 32)
+    _native.moe_forward(call.layout, _native.Gate(), call.x, *call.arrays(), out, 32)
     assert (out[[0, 2]] == 1).all()
     reference = call.reference("silu")  # assignment there, so one of the five
     assert np.allclose(out[1], 1 + 5 * reference[1], rtol=1e-5, atol=1e-6)
@@ -115,11 +116,11 @@ def test_a_token_may_appear_twice_in_a_row_and_out_accumulates():
 def test_empty_lists_leave_out_alone():
     call = Call.random(5, 96, 64, 4, tokens=3, experts=1)
     out = np.ones_like(call.x)
-    _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays([]), out)
+    _native.moe_forward(call.layout, _native.Gate(), call.x, *call.arrays([]), out)
     call.tokens_of, call.weights_of = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    _native.moe_forward(call.layout, "silu", 0, 0, call.x, *call.arrays(), out)
+    _native.moe_forward(call.layout, _native.Gate(), call.x, *call.arrays(), out)
     nothing = np.empty((0, 96), np.float32)
-    _native.moe_forward(call.layout, "silu", 0, 0, nothing, *call.arrays(), nothing.copy())
+    _native.moe_forward(call.layout, _native.Gate(), nothing, *call.arrays(), nothing.copy())
     assert (out == 1).all()
 
 
@@ -132,9 +133,7 @@ class TestRefusals:
         self.arguments |= {
             "x": self.call.x,
             "out": self.out,
-            "activation": "silu",
-            "alpha": 0.0,
-            "limit": 0.0,
+            "gate": _native.Gate(),
         }
 
     def refused(self, words: str, **changes: object) -> None:
@@ -181,41 +180,45 @@ class TestRefusals:
         frozen.flags.writeable = False
         self.refused("out is read-only", out=frozen)
 
-    def test_activations(self):
-        self.refused('activation "none" is unknown', activation="none")
-        self.refused("clamped_swiglu needs a positive", activation="clamped_swiglu", limit=0.0)
-        self.refused("clamped_swiglu needs a positive", activation="clamped_swiglu", limit=float("nan"))
+
+def test_gates_that_cannot_be_computed_are_refused():
+    with pytest.raises(ValueError, match='activation "none" is unknown; choose one of: silu, gelu'):
+        _native.Gate("none")
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"limit is .*; it must be positive"):
+            _native.Gate(limit=limit)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_follow_their_formulas_to_float32_precision(activation):
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_gates_follow_their_formulas_to_float32_precision(gate):
     rng = np.random.default_rng(0)
-    gate = np.concatenate([np.linspace(-20, 20, 4001), rng.standard_normal(1000) * 3]).astype(np.float32)
-    up = rng.standard_normal(len(gate)).astype(np.float32)
-    got = _native.apply_activation(activation, ALPHA, LIMIT, gate, up)
-    want = activate(activation, gate, up)
+    rows = np.concatenate([np.linspace(-20, 20, 4001), rng.standard_normal(1000) * 3]).astype(np.float32)
+    up = (3 * rng.standard_normal(len(rows))).astype(np.float32)
+    got = _native.apply_gate(gate.native, rows, up)
+    want = activate(gate, rows, up)
     # Where an argument of exp or erf is itself rounded, the error is relative to the input.
-    slack = 0 if activation == "silu" else 2e-7 * np.abs(gate) * (np.abs(up) + 1)
+    slack = 0 if gate == Gate() else 2e-7 * np.abs(rows) * (np.abs(up) + 1)
     assert (np.abs(got - want) <= 1e-6 * np.abs(want) + slack + 1e-30).all()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_stay_finite_for_huge_inputs_and_keep_nan(activation):
-    gate = np.array([-3e38, -1e30, -1e4, -200, -104, -88, 88, 104, 1e4, 1e30, 3e38, 0.0, -0.0], np.float32)
-    up = np.full_like(gate, 0.25)
-    got = _native.apply_activation(activation, ALPHA, LIMIT, gate, up)
-    assert np.isfinite(got).all()
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_gates_stay_finite_for_huge_inputs_and_keep_nan(gate):
+    rows = np.array([-3e38, -1e30, -1e4, -200, -104, -88, 88, 104, 1e4, 1e30, 3e38, 0.0, -0.0], np.float32)
+    up = np.full_like(rows, 0.25)
+    got = _native.apply_gate(gate.native, rows, up)
+    with np.errstate(over="ignore"):  # a square may be infinite
+        assert (np.isfinite(got) == np.isfinite(activate(gate, rows, up).astype(np.float32))).all()
     assert (np.abs(got[:4]) < 1e-6).all()
     nan = np.array([np.nan], np.float32)
     one = np.ones(1, np.float32)
-    assert np.isnan(_native.apply_activation(activation, ALPHA, LIMIT, nan, one)).all()
-    assert np.isnan(_native.apply_activation(activation, ALPHA, LIMIT, one, nan)).all()
+    assert np.isnan(_native.apply_gate(gate.native, nan, one)).all()
+    assert np.isnan(_native.apply_gate(gate.native, one, nan)).all()
 
 
 def test_exponential_is_within_two_ulp():
     # silu(x) / x = 1 / (1 + e^-x): e^x for x << 0, up to a rounding each of sum, quotient and product.
     x = np.linspace(-80, -18, 200_001).astype(np.float32)
-    got = _native.apply_activation("silu", 0, 0, x, np.ones_like(x)).astype(np.float64) / x
+    got = _native.apply_gate(_native.Gate(), x, np.ones_like(x)).astype(np.float64) / x
     want = np.exp(x.astype(np.float64)) / (1 + np.exp(x.astype(np.float64)))
     assert (np.abs(got / want - 1) < 2 * 2.0**-23 + 1.5 * 2.0**-23).all()
 

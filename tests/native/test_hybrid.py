@@ -37,7 +37,7 @@ def sum_of(records, pairs, x, index, weights):
         for row in rows
     ]
     _native.moe_forward(
-        LAYOUT, "silu", 0.0, 0.0, x,
+        LAYOUT, _native.Gate(), x,
         np.array([records[expert, block].ctypes.data for expert, block in pairs], np.uint64),
         np.array([block for _, block in pairs], np.int32),
         np.array([rows.index(expert) for expert, _ in pairs], np.int32),
@@ -68,7 +68,7 @@ class Tier:
             buffers = {} if pinned else {"buffer_bytes": PAGE, "buffers": 2}
             made = _native.cuda_link(regions, **buffers)
         self.runner = _native.ExpertRunner(
-            LAYOUT, "silu", 0.0, 0.0,
+            LAYOUT, _native.Gate(),
             layers=LAYERS, experts=EXPERTS, pages=pages,
             targets=np.array([[target, BLOCKS if target else 1]] * LAYERS, np.int32),
             reserve=1, policy=_native.EvictionPolicy(policy, LAYERS, EXPERTS), link=made,
@@ -322,7 +322,7 @@ def test_invalid_arguments_of_a_shared_layer_are_refused(cuda, records):
         tier.runner.abort()
         with pytest.raises(ValueError, match="far_records has 1 layers of 3"):
             _native.ExpertRunner(
-                LAYOUT, "silu", 0.0, 0.0, layers=3, experts=EXPERTS, pages=8,
+                LAYOUT, _native.Gate(), layers=3, experts=EXPERTS, pages=8,
                 targets=np.array([[0, 1]] * 3, np.int32), reserve=1,
                 policy=_native.EvictionPolicy("lru", 3, EXPERTS),
                 link=_native.sim_link([layer.reshape(-1) for layer in records]),
@@ -335,7 +335,7 @@ def test_invalid_arguments_of_a_shared_layer_are_refused(cuda, records):
         ):
             with pytest.raises(ValueError, match=message):
                 _native.ExpertRunner(
-                    LAYOUT, "silu", 0.0, 0.0, layers=3, experts=EXPERTS, pages=8,
+                    LAYOUT, _native.Gate(), layers=3, experts=EXPERTS, pages=8,
                     targets=np.array([[0, 1]] * 3, np.int32), reserve=1,
                     policy=_native.EvictionPolicy("lru", 3, EXPERTS),
                     link=_native.sim_link([layer.reshape(-1) for layer in records]),

@@ -146,7 +146,7 @@ def test_other_numbers_of_bits_are_refused(bits):
     index, weight = np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)
     with pytest.raises(ValueError, match=words):
         _native.resident_forward(
-            call.layout, "silu", 0, 0, call.records, call.x[:1], index, weight, out, activation_bits=bits
+            call.layout, _native.Gate(), call.records, call.x[:1], index, weight, out, activation_bits=bits
         )
     assert (out == 1).all()
 

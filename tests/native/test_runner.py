@@ -86,7 +86,7 @@ class Model:
             "policy": _native.EvictionPolicy("lcp", self.layers, self.experts),
             "link": link if link is not None else self.link(),
         }
-        return _native.ExpertRunner(self.layout, "silu", 0.0, 0.0, **{**options, **changes})
+        return _native.ExpertRunner(self.layout, _native.Gate(), **{**options, **changes})
 
 
 class Pass:
@@ -111,7 +111,7 @@ class Pass:
         self.expected = np.full_like(self.x, np.nan)
         records = model.records[layer]
         walked = _native.resident_forward(
-            model.layout, "silu", 0, 0, records, self.x, self.index, self.weights, self.expected
+            model.layout, _native.Gate(), records, self.x, self.index, self.weights, self.expected
         )
         there = {int(e) for e in self.index.ravel() if 0 <= e < model.experts}
         assert walked == len(there) * records[0].nbytes
@@ -196,10 +196,10 @@ def test_a_long_pass_equals_its_tokens_computed_alone(tokens):
     index = np.array([rng.permutation(3)[:2] for _ in range(tokens)], np.int64)
     weights = rng.random((tokens, 2)).astype(np.float32)
     out = np.empty_like(x)
-    _native.resident_forward(layout, "silu", 0, 0, records, x, index, weights, out)
+    _native.resident_forward(layout, _native.Gate(), records, x, index, weights, out)
     for t in {0, tokens // 2, tokens - 1}:
         alone = np.empty((1, 8192), np.float32)
-        _native.resident_forward(layout, "silu", 0, 0, records, x[[t]], index[[t]], weights[[t]], alone)
+        _native.resident_forward(layout, _native.Gate(), records, x[[t]], index[[t]], weights[[t]], alone)
         assert np.array_equal(alone[0], out[t])
 
 
@@ -210,7 +210,7 @@ def test_experts_outside_the_layer_select_nothing_and_repeated_ones_add_up():
     once = np.empty((1, HIDDEN), np.float32)
     weight = one.weights[1].sum(keepdims=True)[None]
     _native.resident_forward(
-        model.layout, "silu", 0, 0, model.records[0], one.x[[1]], one.index[[1], :1], weight, once
+        model.layout, _native.Gate(), model.records[0], one.x[[1]], one.index[[1], :1], weight, once
     )
     assert np.allclose(once, one.expected[1], rtol=1e-4, atol=1e-5)
     one.run(model.runner())

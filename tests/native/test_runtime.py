@@ -74,7 +74,7 @@ tokens = np.zeros((1, 64), np.float32)
 for use in (
     _native.active_isa,
     lambda: _native.pack_expert(layout, weights, weights, weights, None, out),
-    lambda: _native.moe_forward(layout, "silu", 0, 0, tokens, *empty, *csr, tokens.copy()),
+    lambda: _native.moe_forward(layout, _native.Gate(), tokens, *empty, *csr, tokens.copy()),
 ):
     try:
         use()
@@ -209,7 +209,7 @@ shared[:] = index[{name!r}]
 index[{name!r}] = shared
 for _ in range(3):
     try:
-        _native.moe_forward(layout, "silu", 0.0, 0.0, np.full((4, 64), 3.0, np.float32),
+        _native.moe_forward(layout, _native.Gate(), np.full((4, 64), 3.0, np.float32),
             np.array([record.ctypes.data], np.uint64), index["block_index"], index["block_row"],
             index["row_start"], index["row_token"], np.ones(1, np.float32), out)
     except ValueError:

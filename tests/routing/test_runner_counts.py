@@ -20,9 +20,7 @@ def runner_of(policy: str, top_k: int = TOP_K) -> _native.ExpertRunner:
     records = [np.zeros((EXPERTS, 1, layout.record_bytes), np.uint8) for _ in range(LAYERS)]
     return _native.ExpertRunner(
         layout,
-        "silu",
-        0.0,
-        0.0,
+        _native.Gate(),
         layers=LAYERS,
         experts=EXPERTS,
         pages=LAYERS * 6 + 4,

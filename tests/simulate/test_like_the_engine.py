@@ -107,9 +107,7 @@ class Case:
         with self._memory(records, cuda, link) as (stream, options):
             runner = _native.ExpertRunner(
                 self.layout,
-                "silu",
-                0.0,
-                0.0,
+                _native.Gate(),
                 layers=self.layers,
                 experts=self.count,
                 pages=self.pages,

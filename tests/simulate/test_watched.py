@@ -175,7 +175,7 @@ def engine_hardness(kept: int, policy: str, chosen: Any, starts: Any) -> list[in
     """Hard activations of each pass, as a runner counts them."""
     records = [np.zeros((EXPERTS, BLOCKS, LAYOUT.record_bytes), np.uint8) for _ in range(LAYERS)]
     runner = _native.ExpertRunner(
-        LAYOUT, "silu", 0.0, 0.0, **sizes(kept, policy), link=_native.sim_link(records), top_k=TOP_K
+        LAYOUT, _native.Gate(), **sizes(kept, policy), link=_native.sim_link(records), top_k=TOP_K
     )
     counts = [0]
     for first, end in pairwise(starts):

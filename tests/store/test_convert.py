@@ -16,7 +16,7 @@ from store_support import beside, mixtral_plan, write_mixtral, write_safetensors
 
 from moechat import _native
 from moechat.errors import CheckpointError, UnsupportedModelError, UsageError
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.store import outline, quantizer
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
@@ -250,9 +250,7 @@ def fused_checkpoint(
             intermediate_size=intermediate,
             num_experts=experts,
             bits=16,
-            activation=Activation.CLAMPED_SWIGLU,
-            alpha=1.702,
-            limit=7.0,
+            gate=Gate(alpha=1.702, limit=7.0, offset=1.0),
             has_bias=True,
         ),
         weight_type=WeightType.BF16,
@@ -269,7 +267,7 @@ def test_fused_interleaved_experts_with_biases_read_back_exactly_at_16_bits(
     checkpoint, plan, arrays = fused_checkpoint(tmp_path / "c", packing)
     store = convert(checkpoint, plan, tmp_path / "m", bits=16, source_name="oss")
     assert [item.layer for item in store.layers] == [1, 3]
-    assert store.geometry.limit == 7.0
+    assert store.geometry.gate == Gate(alpha=1.702, limit=7.0, offset=1.0)
     for layer in plan.layers:
         prefix = f"layers.{layer.layer}.experts."
         for number, expert in enumerate(layer.experts):

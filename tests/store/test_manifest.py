@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moechat.errors import StoreDamagedError, StoreFormatError, UnsupportedModelError
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.store.manifest import (
     FORMAT_VERSION,
     FileRecord,
@@ -28,9 +28,7 @@ GEOMETRY = ExpertGeometry(
     num_experts=4,
     bits=4,
     weight_type=WeightType.FP16,
-    activation=Activation.CLAMPED_SWIGLU,
-    alpha=1.702,
-    limit=7.0,
+    gate=Gate(alpha=1.702, limit=7.0, offset=1.0),
     has_bias=True,
 )
 MANIFEST = Manifest(

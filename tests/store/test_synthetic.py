@@ -12,7 +12,7 @@ import pytest
 
 from moechat import _native
 from moechat.errors import DoesNotFitError, UsageError
-from moechat.geometry import Activation, ExpertGeometry
+from moechat.geometry import ExpertGeometry, Gate
 from moechat.store import synthetic
 from moechat.store.progress import ConvertProgress
 from moechat.store.store import Store
@@ -39,7 +39,7 @@ def model(geometry: ExpertGeometry = GEOMETRY, **changes: object) -> SyntheticMo
     [
         {},
         {"hidden_size": 72, "intermediate_size": 100},
-        {"has_bias": True, "activation": Activation.CLAMPED_SWIGLU, "alpha": 1.7, "limit": 7.0},
+        {"has_bias": True, "gate": Gate(alpha=1.7, limit=7.0, offset=1.0)},
     ],
     ids=["even", "odd", "biases"],
 )

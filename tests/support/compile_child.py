@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.offload import page_lookup
 from moechat.offload.kernels import (
     attention,
@@ -167,7 +167,7 @@ def main() -> None:
         geometry = ExpertGeometry(
             2880, 2880, 32, int(encoding.rstrip("h")),
             WeightType.FP16 if encoding.endswith("h") else WeightType.BF16,
-            Activation.CLAMPED_SWIGLU, 1.702, 7.0, has_bias=True,
+            Gate(alpha=1.702, limit=7.0, offset=1.0), has_bias=True,
         )  # fmt: skip
         for count in map(int, items):
             for plan in launch.launches(geometry, count, dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from native_support import ACTIVATIONS, ENCODINGS, Call, relative_error
+from native_support import ENCODINGS, GATES, Call, relative_error
 
 from moechat import _native
 
@@ -21,11 +21,11 @@ def main() -> None:
             for bias in (False, True):
                 call = Call.random(bits * hidden, hidden, neurons, bits, fp16=fp16, bias=bias, tokens=7)
                 name = f"{bits} bits, fp16 {fp16}, {hidden} x {neurons}, bias {bias}"
-                for activation in ACTIVATIONS:
-                    reference = call.reference(activation)
+                for gate in GATES:
+                    reference = call.reference(gate)
                     for kept in ACTIVATION_BITS:
-                        error = relative_error(call.run(activation, activation_bits=kept), reference)
-                        errors[f"{name}, {activation}, {kept}"] = error
+                        error = relative_error(call.run(gate, activation_bits=kept), reference)
+                        errors[f"{name}, {gate}, {kept}"] = error
                 whole = call.run(activation_bits=32)
                 cuts = [1, len(call.entries) // 2]
                 digests[name] = [

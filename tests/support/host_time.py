@@ -27,7 +27,7 @@ from interpreted_gpu import InterpretedGpu
 
 from moechat import _native
 from moechat.configurator.systems import CacheSettings
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.offload import run_ahead
 from moechat.offload.experts import ExpertCounters
 from moechat.offload.gpu_layer import ExpertRequest, GpuExpertLayer
@@ -90,9 +90,7 @@ class Model:
 
     def __init__(self, cuda: FakeCuda, shape: tuple[int, int, int, int], resident: float) -> None:
         layers, experts, blocks, picks = self.shape = shape
-        geometry = ExpertGeometry(
-            HIDDEN, 64 * blocks, experts, 4, WeightType.BF16, Activation.SILU, 0.0, 0.0, has_bias=False
-        )
+        geometry = ExpertGeometry(HIDDEN, 64 * blocks, experts, 4, WeightType.BF16, has_bias=False)
         self.gpu = Gpu(cuda)
         self.counts = self.gpu.counts = Counts()
         self.pages = GpuPages(self.gpu, geometry)
@@ -105,7 +103,7 @@ class Model:
         tier.counters, tier.stream_tokens, tier.pages = ExpertCounters(), 0, count
         tier.config = SimpleNamespace(predictor=None, replay=None)  # type: ignore[assignment]
         tier.runner = _native.ExpertRunner(
-            geometry.layout, "silu", 0.0, 0.0, layers=layers, experts=experts, pages=count,
+            geometry.layout, _native.Gate(), layers=layers, experts=experts, pages=count,
             targets=np.array([[0, 1]] * layers, np.int32), reserve=1,
             policy=_native.EvictionPolicy("lcp", layers, experts), link=link, top_k=picks,
             near_memory=self.pages.open(count),

@@ -136,9 +136,7 @@ class Expert:
         out = np.zeros_like(x)
         _native.moe_forward(
             self.layout,
-            "silu",
-            0,
-            0,
+            _native.Gate(),
             x,
             np.array([record.ctypes.data for record in self.records], np.uint64),
             np.arange(blocks, dtype=np.int32),
@@ -156,7 +154,7 @@ class Expert:
         gate, up = (matrix.times(x, activation_bits) for matrix in (self.gate, self.up))
         if self.biases is not None:
             gate, up = gate + self.biases[0], up + self.biases[1]
-        act = _native.apply_activation("silu", 0, 0, gate.ravel(), up.ravel()).reshape(gate.shape)
+        act = _native.apply_gate(_native.Gate(), gate.ravel(), up.ravel()).reshape(gate.shape)
         out = np.zeros_like(x)
         for block in range(self.layout.blocks):
             part = slice(block * 64, block * 64 + 64)

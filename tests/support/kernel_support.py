@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from native_support import ALPHA, ENCODINGS, LIMIT, Call
+from native_support import ENCODINGS, GATES, Call
 
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels
 
@@ -20,12 +20,12 @@ def int32(values) -> np.ndarray:
 class GpuCall(Call):
     """A call of the CPU kernels that can be made on the GPU too."""
 
-    activation = "silu"
+    gate = "silu"
 
     @classmethod
-    def random(cls, *arguments, activation="silu", **options):
+    def random(cls, *arguments, gate="silu", **options):
         call = super().random(*arguments, **options)
-        call.activation = activation
+        call.gate = gate
         return call
 
     @property
@@ -44,9 +44,7 @@ class GpuCall(Call):
             self.experts,
             layout.bits,
             WeightType.FP16 if layout.fp16 else WeightType.BF16,
-            Activation(self.activation),
-            ALPHA,
-            LIMIT,
+            GATES[self.gate],
             layout.has_bias,
         )
 
@@ -79,6 +77,6 @@ class GpuCall(Call):
         whole = self.x
         out = self.run(dtype).float().numpy()
         self.x = torch.from_numpy(whole).to(dtype).float().numpy()
-        expected = super().run(self.activation, activation_bits=32)
+        expected = super().run(self.gate, activation_bits=32)
         self.x = whole
         return float(np.abs(out - expected).max() / np.abs(expected).max())

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
-from native_support import ALPHA, LIMIT, Call
+from native_support import Call
 
 from moechat import _native
 
@@ -33,7 +33,7 @@ def expert_call(seed: int, hidden: int, neurons: int, bits: int, bias: bool) -> 
 def run(call: Call, activation_bits: int) -> np.ndarray:
     out = np.zeros_like(call.x)
     _native.moe_forward(
-        call.layout, "silu", ALPHA, LIMIT, call.x, *call.arrays(), out, activation_bits=activation_bits
+        call.layout, _native.Gate(), call.x, *call.arrays(), out, activation_bits=activation_bits
     )
     return out
 

@@ -13,13 +13,17 @@ import numpy as np
 from places import SUPPORT, TESTS
 
 from moechat import _native
-from moechat.geometry import Activation
+from moechat.geometry import Activation, Gate
 
-ACTIVATIONS = tuple(kind.value for kind in Activation)
+# Every activation, and each way to clamp, by name.
+GATES = {kind.value: Gate(kind) for kind in Activation} | {
+    "clamped": Gate(limit=1.5),
+    "clamped_result": Gate(limit=1.5, clamps_result=True),
+    "gpt_oss": Gate(alpha=1.702, limit=7.0, offset=1.0),
+}
 # Of the others, static needs ranks and belady the future.
 POLICIES = tuple(name for name in _native.policy_names() if name not in ("static", "belady"))
 ENCODINGS = ((2, False), (3, False), (4, False), (8, False), (16, False), (16, True))
-ALPHA, LIMIT = 1.702, 7.0
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -49,19 +53,18 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), 1 - 1 / (1 + np.exp(-np.abs(x))))
 
 
-def activate(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """float64 act(gate) * up."""
-    g, u = gate.astype(np.float64), up.astype(np.float64)
-    if name == "silu":
-        return g * sigmoid(g) * u
-    if name == "gelu":
-        return 0.5 * g * (1 + _erf(g / math.sqrt(2))) * u
-    if name == "gelu_tanh":
-        return 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) * u
-    if name != "clamped_swiglu":
-        raise NotImplementedError(f"no reference for {name}")
-    g = np.minimum(g, LIMIT)
-    return (np.clip(u, -LIMIT, LIMIT) + 1) * g * sigmoid(ALPHA * g)
+def activate(gate: Gate, g: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """The gate in float64."""
+    g, u = g.astype(np.float64), np.clip(u.astype(np.float64), -gate.limit, gate.limit)
+    x = g if gate.clamps_result else np.minimum(g, gate.limit)
+    acts = {
+        Activation.SILU: lambda: x * sigmoid(gate.alpha * x),
+        Activation.GELU: lambda: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+        Activation.GELU_TANH: lambda: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        Activation.RELU2: lambda: np.maximum(x, 0) ** 2,
+    }
+    active = acts[gate.activation]()
+    return (np.minimum(active, gate.limit) if gate.clamps_result else active) * (u + gate.offset)
 
 
 def random_expert(
@@ -144,35 +147,35 @@ class Call:
         )
 
     def run(
-        self, activation: str = "silu", *, cuts: list[int] | None = None, activation_bits: int = 16
+        self, gate: str = "silu", *, cuts: list[int] | None = None, activation_bits: int = 16
     ) -> np.ndarray:
         """Output of the whole list, cut into several calls at the given positions."""
-        out = np.zeros_like(self.x)
+        out, native = np.zeros_like(self.x), GATES[gate].native
         bounds = [0, *sorted(cuts or []), len(self.entries)]
         for begin, end in pairwise(bounds):
             arrays = self.arrays(self.entries[begin:end])
-            _native.moe_forward(self.layout, activation, ALPHA, LIMIT, self.x, *arrays, out, activation_bits)
+            _native.moe_forward(self.layout, native, self.x, *arrays, out, activation_bits)
         return out
 
-    def alone(self, token: int, activation: str = "silu", *, activation_bits: int = 16) -> np.ndarray:
+    def alone(self, token: int, gate: str = "silu", *, activation_bits: int = 16) -> np.ndarray:
         """Output of one token, computed in a call of its own."""
         tokens_of = [np.zeros(int((t == token).sum()), np.int32) for t in self.tokens_of]
         weights_of = [w[t == token] for t, w in zip(self.tokens_of, self.weights_of, strict=True)]
         single = Call(
             self.layout, self.records, self.x[token : token + 1], tokens_of, weights_of, self.entries
         )
-        return single.run(activation, activation_bits=activation_bits)[0]
+        return single.run(gate, activation_bits=activation_bits)[0]
 
-    def reference(self, activation: str) -> np.ndarray:
+    def reference(self, gate: str) -> np.ndarray:
         """The same in float64 on the dequantised weights."""
         out = np.zeros(self.x.shape, np.float64)
         for expert, (tokens, weights) in enumerate(zip(self.tokens_of, self.weights_of, strict=True)):
-            gate, up, down, biases = _native.unpack_expert(self.layout, self.records[expert])
+            gates, ups, down, biases = _native.unpack_expert(self.layout, self.records[expert])
             rows = self.x[tokens].astype(np.float64)
-            g, u = rows @ gate.T.astype(np.float64), rows @ up.T.astype(np.float64)
+            g, u = rows @ gates.T.astype(np.float64), rows @ ups.T.astype(np.float64)
             if biases is not None:
                 g, u = g + biases[0], u + biases[1]
-            y = activate(activation, g, u) @ down.T.astype(np.float64)
+            y = activate(GATES[gate], g, u) @ down.T.astype(np.float64)
             if biases is not None:
                 y = y + biases[2]
             out[tokens] += weights[:, None].astype(np.float64) * y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ _ACTIVATIONS = {
     Activation.SILU: triton_blocks.SILU,
     Activation.GELU: triton_blocks.GELU,
     Activation.GELU_TANH: triton_blocks.GELU_TANH,
-    Activation.CLAMPED_SWIGLU: triton_blocks.CLAMPED_SWIGLU,
+    Activation.RELU2: triton_blocks.RELU2,
 }
 INTERPRETED = isinstance(triton_blocks.neurons, InterpretedFunction)
 # Of a program for few tokens: eight warps read 16 groups of 64 neurons' inputs, then 1024 or 2048 outputs, at
@@ -161,7 +162,9 @@ class BlockKernels:
             "UP_SZ": max(layout.up_sz, 0),
             "GATE_BIAS": max(layout.gate_bias, 0),
             "UP_BIAS": max(layout.up_bias, 0),
-            "ACTIVATION": _ACTIVATIONS[geometry.activation],
+            "ACTIVATION": _ACTIVATIONS[geometry.gate.activation],
+            "CLAMP": (2 if geometry.gate.clamps_result else 1) if geometry.gate.limit < math.inf else 0,
+            "OFFSET": geometry.gate.offset,
         }
         self._outer = {
             "BLOCKS": geometry.blocks_per_expert,
@@ -272,8 +275,8 @@ class BlockKernels:
                 partial,
                 partial.shape[1],
                 int(clear),
-                geometry.alpha,
-                geometry.limit,
+                geometry.gate.alpha,
+                geometry.gate.limit,
                 num_warps=shape.warps,
                 **self.blocks(shape),
             )
@@ -287,8 +290,8 @@ class BlockKernels:
             items.item_token,
             x,
             activations,
-            geometry.alpha,
-            geometry.limit,
+            geometry.gate.alpha,
+            geometry.gate.limit,
             geometry.hidden_size,
             num_warps=shape.warps,
             **self.neurons(shape),

@@ -31,7 +31,7 @@ from moechat.offload.kernels.triton_scales import factor_of, offset_of, step_of
 SILU = 0
 GELU = 1
 GELU_TANH = 2
-CLAMPED_SWIGLU = 3
+RELU2 = 3
 
 
 @triton.jit
@@ -127,20 +127,26 @@ def _many(
 
 
 @triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr, alpha, limit):
-    if ACTIVATION == 3:
+def activate(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, alpha, limit):
+    """The gate of an expert; ``CLAMP``: 0 none, 1 of the inputs, 2 of the activation and of up."""
+    if CLAMP == 1:
         gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    elif ACTIVATION == 0:
-        result = gate * tl.sigmoid(gate) * up
+    if ACTIVATION == 0:
+        result = gate * tl.sigmoid(alpha * gate)
     elif ACTIVATION == 1:
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    else:
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == 2:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # tanh by way of the sigmoid, which overflows on neither side.
-        result = gate * tl.sigmoid(2.0 * inner) * up
-    return result
+        result = gate * tl.sigmoid(2.0 * inner)
+    else:
+        # Not a maximum, which would turn NaN into 0.
+        result = tl.where(gate < 0, 0.0, gate * gate)
+    if CLAMP == 2:
+        result = tl.minimum(result, limit)
+    if CLAMP != 0:
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return result * (up + OFFSET)
 
 
 @triton.jit
@@ -169,6 +175,8 @@ def neurons(
     FP16: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OFFSET: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
@@ -219,7 +227,7 @@ def neurons(
             gate += tl.load((record + GATE_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
             up += tl.load((record + UP_BIAS).to(tl.pointer_type(tl.float32)) + neuron)[None, :]
         slot = tl.load(entry_slot + entry).to(tl.int64) + items
-        result = activate(gate, up, ACTIVATION, alpha, limit).to(activations.dtype.element_ty)
+        result = activate(gate, up, ACTIVATION, CLAMP, OFFSET, alpha, limit).to(activations.dtype.element_ty)
         tl.store(activations + slot[:, None] * 64 + neuron[None, :], result, mask=there[:, None])
 
 

@@ -5,15 +5,16 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "bindings/activation.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/matrices.h"
 #include "kernels/experts/forward.h"
@@ -195,13 +196,13 @@ const T* copied(const T* from, std::int64_t count, std::vector<T>* to) {
   return to->data();
 }
 
-void moe_forward_py(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
-                    const py::array& x, const py::array& block_ptr, const py::array& block_index,
-                    const py::array& block_row, const py::array& row_start, const py::array& row_token,
-                    const py::array& row_weight, py::array out, int activation_bits) {
+void moe_forward_py(const BlockLayout& layout, const GateSpec& gate, const py::array& x,
+                    const py::array& block_ptr, const py::array& block_index, const py::array& block_row,
+                    const py::array& row_start, const py::array& row_token, const py::array& row_weight,
+                    py::array out, int activation_bits) {
   ForwardCall call{};
   call.layout = &layout;
-  call.activation = activation_spec(activation, alpha, limit);
+  call.gate = gate;
   call.activation_bits = activation_bits;
   if (x.ndim() != 2) refuse("x has " + std::to_string(x.ndim()) + " dimensions; it must be [tokens, hidden]");
   if (block_ptr.ndim() != 1 || row_start.ndim() != 1 || row_token.ndim() != 1) {
@@ -232,9 +233,7 @@ void moe_forward_py(const BlockLayout& layout, const std::string& activation, fl
   moe_forward(call);
 }
 
-py::array_t<float> apply_activation_py(const std::string& activation, float alpha, float limit,
-                                       const py::array& gate, const py::array& up) {
-  const ActivationSpec spec = activation_spec(activation, alpha, limit);
+py::array_t<float> apply_gate_py(const GateSpec& spec, const py::array& gate, const py::array& up) {
   if (gate.ndim() != 1) refuse("gate must have one dimension");
   const std::int64_t count = gate.shape(0);
   const float* g = checked<float>("gate", gate, {count});
@@ -292,6 +291,10 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native core of moechat: block layout, packing and CPU expert kernels.";
   m.attr("BLOCK_FORMAT_VERSION") = kBlockFormatVersion;
 
+  py::class_<GateSpec>(m, "Gate").def(py::init(&gate_spec), py::arg("activation") = "silu", py::kw_only(),
+                                      py::arg("alpha") = 1.0f,
+                                      py::arg("limit") = std::numeric_limits<float>::infinity(),
+                                      py::arg("offset") = 0.0f, py::arg("clamps_result") = false);
   py::class_<BlockLayout>(m, "BlockLayout")
       .def(py::init(&make_block_layout), py::arg("hidden_size"), py::arg("intermediate_size"),
            py::arg("bits"), py::arg("fp16") = false, py::arg("has_bias") = false)
@@ -343,12 +346,11 @@ PYBIND11_MODULE(_native, m) {
   m.def("fit_scale_words", &fit_scale_words_py, py::arg("bits"), py::arg("scales"), py::arg("zeros"));
   m.def("read_scale_words", &read_scale_words_py, py::arg("words"));
   m.def("unpack_expert", &unpack_expert_py, py::arg("layout"), py::arg("records"));
-  m.def("moe_forward", &moe_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
-        py::arg("limit"), py::arg("x"), py::arg("block_ptr"), py::arg("block_index"), py::arg("block_row"),
-        py::arg("row_start"), py::arg("row_token"), py::arg("row_weight"), py::arg("out"),
+  m.def("moe_forward", &moe_forward_py, py::arg("layout"), py::arg("gate"), py::arg("x"),
+        py::arg("block_ptr"), py::arg("block_index"), py::arg("block_row"), py::arg("row_start"),
+        py::arg("row_token"), py::arg("row_weight"), py::arg("out"),
         py::arg("activation_bits") = kDefaultActivationBits);
-  m.def("apply_activation", &apply_activation_py, py::arg("activation"), py::arg("alpha"), py::arg("limit"),
-        py::arg("gate"), py::arg("up"));
+  m.def("apply_gate", &apply_gate_py, py::arg("spec"), py::arg("gate"), py::arg("up"));
   m.def("huge_empty", &huge_empty_py, py::arg("nbytes"));
   m.def("prefer_huge_pages", &prefer_huge_pages_py, py::arg("data"));
   m.def("read_ahead", &read_ahead_py, py::arg("data"));

@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/activation.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
@@ -90,12 +89,10 @@ Records checked_records(const BlockLayout& layout, const py::array& records) {
           static_cast<std::int32_t>(experts)};
 }
 
-std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& activation, float alpha,
-                                 float limit, const py::array& records, const py::array& x,
-                                 const py::array& index, const py::array& weights, py::array out,
-                                 int activation_bits) {
+std::int64_t resident_forward_py(const BlockLayout& layout, const GateSpec& gate, const py::array& records,
+                                 const py::array& x, const py::array& index, const py::array& weights,
+                                 py::array out, int activation_bits) {
   check_activation_bits(activation_bits);
-  const ActivationSpec spec = activation_spec(activation, alpha, limit);
   const Records held = checked_records(layout, records);
   const Matrices matrices = checked_matrices(layout, x, out);
   const Choice choice = copied_choice(index, weights);
@@ -104,7 +101,7 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
            std::to_string(matrices.tokens) + " tokens");
   }
   const ReleaseGil released;
-  return resident_forward(layout, spec, held.bytes, held.experts, matrices.x, choice.index, choice.weight,
+  return resident_forward(layout, gate, held.bytes, held.experts, matrices.x, choice.index, choice.weight,
                           choice.tokens, choice.k, matrices.out, activation_bits);
 }
 
@@ -112,12 +109,8 @@ std::int64_t resident_forward_py(const BlockLayout& layout, const std::string& a
 // microseconds a layer when the CPU caches are full of weights.
 class ResidentExperts {
  public:
-  ResidentExperts(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
-                  py::array records, int activation_bits)
-      : layout_(layout),
-        activation_(activation_spec(activation, alpha, limit)),
-        activation_bits_(activation_bits),
-        records_(std::move(records)) {
+  ResidentExperts(const BlockLayout& layout, const GateSpec& gate, py::array records, int activation_bits)
+      : layout_(layout), gate_(gate), activation_bits_(activation_bits), records_(std::move(records)) {
     check_activation_bits(activation_bits);
     held_ = checked_records(layout, records_);
   }
@@ -127,14 +120,14 @@ class ResidentExperts {
     const Choice choice = copied_choice(reinterpret_cast<const std::int64_t*>(index),
                                         reinterpret_cast<const float*>(weights), tokens, k);
     const ReleaseGil released;
-    return resident_forward(layout_, activation_, held_.bytes, held_.experts,
-                            reinterpret_cast<const float*>(x), choice.index, choice.weight, tokens, k,
-                            reinterpret_cast<float*>(out), activation_bits_);
+    return resident_forward(layout_, gate_, held_.bytes, held_.experts, reinterpret_cast<const float*>(x),
+                            choice.index, choice.weight, tokens, k, reinterpret_cast<float*>(out),
+                            activation_bits_);
   }
 
  private:
   BlockLayout layout_;
-  ActivationSpec activation_;
+  GateSpec gate_;
   int activation_bits_;
   py::array records_;
   Records held_{};
@@ -195,15 +188,14 @@ struct RunnerParts {
 // The Python object. Calls that run in other threads during close() hold references to the parts.
 class RunnerObject {
  public:
-  RunnerObject(const BlockLayout& layout, const std::string& activation, float alpha, float limit,
-               std::int32_t layers, std::int32_t experts, std::int64_t pages, const py::array& targets,
-               std::int64_t reserve, PolicyHolder& policy, LinkHolder& link, double stall_seconds,
-               bool whole_experts, bool populate, std::int32_t top_k, int activation_bits,
-               std::uintptr_t near_memory, const std::vector<py::array>& far_records,
+  RunnerObject(const BlockLayout& layout, const GateSpec& gate, std::int32_t layers, std::int32_t experts,
+               std::int64_t pages, const py::array& targets, std::int64_t reserve, PolicyHolder& policy,
+               LinkHolder& link, double stall_seconds, bool whole_experts, bool populate, std::int32_t top_k,
+               int activation_bits, std::uintptr_t near_memory, const std::vector<py::array>& far_records,
                const std::vector<py::array>& far_experts) {
     RunnerOptions options;
     options.layout = layout;
-    options.activation = activation_spec(activation, alpha, limit);
+    options.gate = gate;
     options.activation_bits = activation_bits;
     options.layers = layers;
     options.experts = experts;
@@ -446,29 +438,27 @@ void bind_offload(py::module_& m) {
   py::register_exception<DeviceLostError>(m, "DeviceLostError", PyExc_RuntimeError);
   m.def("plan_speculation", &plan_speculation_py, py::arg("ahead"), py::arg("lookahead"),
         py::arg("stream_tokens"), py::arg("layer"), py::arg("layers"), py::arg("tokens"));
-  m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("activation"), py::arg("alpha"),
-        py::arg("limit"), py::arg("records"), py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"),
-        py::arg("out"), py::arg("activation_bits") = kDefaultActivationBits);
+  m.def("resident_forward", &resident_forward_py, py::arg("layout"), py::arg("gate"), py::arg("records"),
+        py::arg("x"), py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("out"),
+        py::arg("activation_bits") = kDefaultActivationBits);
 
   py::class_<ResidentExperts>(m, "ResidentExperts")
-      .def(py::init<const BlockLayout&, const std::string&, float, float, py::array, int>(),
-           py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("records"),
-           py::arg("activation_bits") = kDefaultActivationBits)
+      .def(py::init<const BlockLayout&, const GateSpec&, py::array, int>(), py::arg("layout"),
+           py::arg("gate"), py::arg("records"), py::arg("activation_bits") = kDefaultActivationBits)
       .def("forward", &ResidentExperts::forward, py::arg("x"), py::arg("top_k_index"),
            py::arg("top_k_weights"), py::arg("out"), py::arg("tokens"), py::arg("k"));
 
   using Self = RunnerObject;
   py::class_<Self>(m, "ExpertRunner")
-      .def(py::init<const BlockLayout&, const std::string&, float, float, std::int32_t, std::int32_t,
-                    std::int64_t, const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool,
-                    bool, std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
+      .def(py::init<const BlockLayout&, const GateSpec&, std::int32_t, std::int32_t, std::int64_t,
+                    const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool, bool,
+                    std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
                     const std::vector<py::array>&>(),
-           py::arg("layout"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::kw_only(),
-           py::arg("layers"), py::arg("experts"), py::arg("pages"), py::arg("targets"), py::arg("reserve"),
-           py::arg("policy"), py::arg("link"), py::arg("stall_seconds") = 30.0,
-           py::arg("whole_experts") = false, py::arg("populate") = false, py::arg("top_k") = 1,
-           py::arg("activation_bits") = kDefaultActivationBits, py::arg("near_memory") = 0,
-           py::arg("far_records") = std::vector<py::array>(),
+           py::arg("layout"), py::arg("gate"), py::kw_only(), py::arg("layers"), py::arg("experts"),
+           py::arg("pages"), py::arg("targets"), py::arg("reserve"), py::arg("policy"), py::arg("link"),
+           py::arg("stall_seconds") = 30.0, py::arg("whole_experts") = false, py::arg("populate") = false,
+           py::arg("top_k") = 1, py::arg("activation_bits") = kDefaultActivationBits,
+           py::arg("near_memory") = 0, py::arg("far_records") = std::vector<py::array>(),
            py::arg("far_experts") = std::vector<py::array>())
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")

@@ -79,11 +79,10 @@ std::int64_t ExpertSum::items_of(std::int32_t row) const {
   return rows_->start[at(row + 1)] - rows_->start[at(row)];
 }
 
-void ExpertSum::start(const BlockLayout& layout, const ActivationSpec& activation, const Grouped& rows,
-                      const float* x, std::int64_t tokens, float* out, std::int64_t accumulator_bytes,
-                      int activation_bits) {
+void ExpertSum::start(const BlockLayout& layout, const GateSpec& gate, const Grouped& rows, const float* x,
+                      std::int64_t tokens, float* out, std::int64_t accumulator_bytes, int activation_bits) {
   layout_ = &layout;
-  activation_ = activation;
+  gate_ = gate;
   rows_ = &rows;
   x_ = x;
   tokens_ = tokens;
@@ -165,7 +164,7 @@ std::int64_t ExpertSum::compute() {
 
   ForwardCall call{};
   call.layout = layout_;
-  call.activation = activation_;
+  call.gate = gate_;
   call.x = gather ? gathered(batch_.back() + 1) + (from - base) * hidden : x_;
   call.tokens = gather ? to - from : tokens_;
   call.block_ptr = records_.data();
@@ -222,15 +221,15 @@ void ExpertSum::finish_group() {
   inputs_.shrink();
 }
 
-std::int64_t resident_forward(const BlockLayout& layout, const ActivationSpec& activation,
-                              const unsigned char* records, std::int32_t experts, const float* x,
-                              const std::int64_t* index, const float* weight, std::int64_t tokens,
-                              std::int64_t k, float* out, int activation_bits) {
+std::int64_t resident_forward(const BlockLayout& layout, const GateSpec& gate, const unsigned char* records,
+                              std::int32_t experts, const float* x, const std::int64_t* index,
+                              const float* weight, std::int64_t tokens, std::int64_t k, float* out,
+                              int activation_bits) {
   // Kept between the calls of a thread, so that decoding does not allocate.
   static thread_local Grouped rows;
   static thread_local ExpertSum sum;
   group_by_expert(index, weight, tokens, k, experts, &rows);
-  sum.start(layout, activation, rows, x, tokens, out, ExpertSum::kBytes, activation_bits);
+  sum.start(layout, gate, rows, x, tokens, out, ExpertSum::kBytes, activation_bits);
   std::int64_t walked = 0;
   while (sum.next_group()) {
     for (std::int32_t row = sum.first_row(); row < sum.end_row(); ++row) {

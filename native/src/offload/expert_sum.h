@@ -48,7 +48,7 @@ class ExpertSum {
 
   // Starts a pass and sets out [tokens, hidden] to 0. REQUIRES: no argument changes until the last group is
   // done.
-  void start(const BlockLayout& layout, const ActivationSpec& activation, const Grouped& rows, const float* x,
+  void start(const BlockLayout& layout, const GateSpec& gate, const Grouped& rows, const float* x,
              std::int64_t tokens, float* out, std::int64_t accumulator_bytes = kBytes,
              int activation_bits = kDefaultActivationBits);
 
@@ -83,7 +83,7 @@ class ExpertSum {
   const float* gathered(std::int32_t row_end);
 
   const BlockLayout* layout_ = nullptr;
-  ActivationSpec activation_{};
+  GateSpec gate_{};
   const Grouped* rows_ = nullptr;
   const float* x_ = nullptr;
   std::int64_t tokens_ = 0;
@@ -109,9 +109,9 @@ class ExpertSum {
 
 // Computes the same sum when all records [experts, blocks] of the layer are contiguous at `records`. out
 // [tokens, hidden] is overwritten; it must not overlap x. Returns the bytes of block records that were read.
-std::int64_t resident_forward(const BlockLayout& layout, const ActivationSpec& activation,
-                              const unsigned char* records, std::int32_t experts, const float* x,
-                              const std::int64_t* index, const float* weight, std::int64_t tokens,
-                              std::int64_t k, float* out, int activation_bits = kDefaultActivationBits);
+std::int64_t resident_forward(const BlockLayout& layout, const GateSpec& gate, const unsigned char* records,
+                              std::int32_t experts, const float* x, const std::int64_t* index,
+                              const float* weight, std::int64_t tokens, std::int64_t k, float* out,
+                              int activation_bits = kDefaultActivationBits);
 
 }  // namespace moechat

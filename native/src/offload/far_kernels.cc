@@ -70,7 +70,7 @@ void FarKernels::compute(const std::vector<FarPiece>& pieces) {
   add_items(pieces, gather);
   ForwardCall call{};
   call.layout = &layout_;
-  call.activation = activation_;
+  call.gate = gate_;
   call.x = gather ? inputs_.data() : part_.x;
   call.tokens = gather ? items : tokens_;
   call.block_ptr = block_ptr_.data();

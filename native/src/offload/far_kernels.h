@@ -24,10 +24,10 @@ struct FarPart {
 class FarKernels {
  public:
   // records[layer * experts + expert]: [blocks] records in memory of the host, which outlive this.
-  FarKernels(const BlockLayout& layout, const ActivationSpec& activation, int activation_bits,
-             std::int32_t experts, std::vector<const unsigned char*> records)
+  FarKernels(const BlockLayout& layout, const GateSpec& gate, int activation_bits, std::int32_t experts,
+             std::vector<const unsigned char*> records)
       : layout_(layout),
-        activation_(activation),
+        gate_(gate),
         activation_bits_(activation_bits),
         experts_(experts),
         records_(std::move(records)) {}
@@ -45,7 +45,7 @@ class FarKernels {
   void add_items(const std::vector<FarPiece>& pieces, bool gather);
 
   const BlockLayout layout_;
-  const ActivationSpec activation_;
+  const GateSpec gate_;
   const int activation_bits_;
   const std::int32_t experts_;
   const std::vector<const unsigned char*> records_;

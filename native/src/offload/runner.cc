@@ -105,7 +105,7 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       schedule_(options_, std::move(policy), std::move(link), &routing_),
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
       device_(&schedule_.link(), options_.stall_seconds,
-              FarKernels(options_.layout, options_.activation, options_.activation_bits, options_.experts,
+              FarKernels(options_.layout, options_.gate, options_.activation_bits, options_.experts,
                          options_.far_records)),
       computed_(&schedule_.link()) {
   if (options_.populate) schedule_.slab().populate();
@@ -158,7 +158,7 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
   check_finish(tokens);
   if (schedule_.sharing()) throw std::logic_error("the CPU's part of a layer is for finish_on_device");
   if (options_.near_memory != nullptr) throw std::logic_error("the pages lie in memory of a device");
-  host_.sum().start(options_.layout, options_.activation, schedule_.rows(), x, tokens, out,
+  host_.sum().start(options_.layout, options_.gate, schedule_.rows(), x, tokens, out,
                     options_.accumulator_bytes, options_.activation_bits);
   host_.start(&interrupted);
   return finish_with(&host_);

@@ -37,7 +37,7 @@ namespace moechat {
 // `blocks` and `record_bytes` are those of `layout`.
 struct RunnerOptions : ScheduleOptions {
   BlockLayout layout{};
-  ActivationSpec activation{};
+  GateSpec gate{};
   int activation_bits = kDefaultActivationBits;  // as ForwardCall::activation_bits
   std::int32_t top_k = 1;  // experts that a token uses; decides how much of a prediction is counted
   std::int64_t accumulator_bytes = ExpertSum::kBytes;

@@ -139,7 +139,7 @@ def test_what_a_call_computes_is_the_sum_of_its_experts(card) -> None:
     x, expected = np.full((1, 64), 0.01, np.float32), np.empty((1, 64), np.float32)
     choice, weights = np.array([[0, 1]]), np.full((1, 2), 0.5, np.float32)
     _native.resident_forward(
-        _native.BlockLayout(64, 64, 4), "silu", 0.0, 0.0, record, x, choice, weights, expected
+        _native.BlockLayout(64, 64, 4), _native.Gate(), record, x, choice, weights, expected
     )
     np.testing.assert_allclose(cells["out"].float().numpy(), expected, rtol=2e-2, atol=1e-6)
 

@@ -8,14 +8,14 @@ pytest.importorskip("triton")
 
 from kernel_support import DEVICE, GpuCall, int32
 
-from moechat.geometry import Activation, ExpertGeometry, WeightType
+from moechat.geometry import ExpertGeometry, WeightType
 from moechat.offload.kernels.block_list import BlockList, Items
 from moechat.offload.kernels.launch import BlockKernels, Shape
 from moechat.offload.limits import FEW_SUMS, takes_few
 
 
 def geometry(hidden: int, neurons: int) -> ExpertGeometry:
-    return ExpertGeometry(hidden, neurons, 8, 4, WeightType.BF16, Activation.SILU, 1.702, 7.0, has_bias=False)
+    return ExpertGeometry(hidden, neurons, 8, 4, WeightType.BF16, has_bias=False)
 
 
 @pytest.mark.parametrize("tokens", range(1, 10))

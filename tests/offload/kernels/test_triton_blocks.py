@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from kernel_support import ENCODINGS, GpuCall
-from native_support import ACTIVATIONS
+from native_support import GATES
 
 from moechat.offload.kernels.block_list import BlockList, Items, items_of_tokens
 
@@ -37,9 +37,9 @@ def test_every_encoding_takes_sixteen_bit_inputs(bits, fp16, tokens, dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_matches_the_cpu(activation, tokens):
-    call = GpuCall.random(3, 64, 64, 4, bias=True, tokens=tokens, activation=activation)
+@pytest.mark.parametrize("gate", GATES)
+def test_every_gate_matches_the_cpu(gate, tokens):
+    call = GpuCall.random(3, 64, 64, 4, bias=True, tokens=tokens, gate=gate)
     assert call.error(torch.float32) < TOLERANCE[torch.float32]
 
 

@@ -208,7 +208,7 @@ void neuron_tile(const ForwardTask& task, const unsigned char* record, int tile,
       acc[0][t] = add(acc[0][t], load(record + layout.gate_bias + at));
       acc[1][t] = add(acc[1][t], load(record + layout.up_bias + at));
     }
-    const Vec value = activate_lanes(task.activation, acc[0][t], acc[1][t]);
+    const Vec value = gate_lanes(task.gate, acc[0][t], acc[1][t]);
     store(task.activations + (slot + t) * kBlockNeurons + tile * kTileRows, mul(value, factors));
     task.activation_sums[(slot + t) * kTilesPerBlock + tile] = lane_sum(value);
   }
@@ -410,10 +410,8 @@ void block(const ForwardTask& task, std::int64_t local, bool stored, const unsig
                [&](auto tag) { block_of<typename decltype(tag)::Type>(task, local, stored); });
 }
 
-void activate(const ActivationSpec& spec, const float* gate, const float* up, float* out,
-              std::int64_t count) {
-  for (std::int64_t i = 0; i < count; i += 16)
-    store(out + i, activate_lanes(spec, load(gate + i), load(up + i)));
+void activate(const GateSpec& spec, const float* gate, const float* up, float* out, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += 16) store(out + i, gate_lanes(spec, load(gate + i), load(up + i)));
 }
 
 // 16 output rows of a linear layer for kTokens tokens.

@@ -381,7 +381,7 @@ void moe_forward(const ForwardCall& call) {
   ThreadPool::Session session;
   ForwardTask task{};
   task.layout = call.layout;
-  task.activation = call.activation;
+  task.gate = call.gate;
   task.activation_bits = layout.quantised() ? call.activation_bits : kFloatActivations;
   task.reading = weight_reading();
   task.many = kernel.integer->many;

@@ -14,7 +14,7 @@ constexpr int kDefaultActivationBits = 16;
 // Tokens of a call, the block list, and the tokens with router weights of every row (an expert slot) as CSR.
 struct ForwardCall {
   const BlockLayout* layout;
-  ActivationSpec activation;
+  GateSpec gate;
   const float* x;  // [tokens, hidden]
   std::int64_t tokens;
   const std::uint64_t* block_ptr;   // [entries] addresses of records

@@ -78,8 +78,7 @@ MOECHAT_INLINE void store_neurons(const ForwardTask& task, const unsigned char* 
     gate = add(gate, load(record + layout.gate_bias + at));
     up = add(up, load(record + layout.up_bias + at));
   }
-  store(task.activations + slot * kBlockNeurons + tile * kTileRows,
-        activate_lanes(task.activation, gate, up));
+  store(task.activations + slot * kBlockNeurons + tile * kTileRows, gate_lanes(task.gate, gate, up));
 }
 
 // Activations of 16 neurons (one tile) for kTokens tokens of one row.

@@ -169,7 +169,7 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
           up = add(up, bias[1]);
         }
         store(task.activations + (slot + done + t) * kBlockNeurons + (begin + i) * kTileRows,
-              activate_lanes(task.activation, gate, up));
+              gate_lanes(task.gate, gate, up));
       }
     }
   }

@@ -10,12 +10,17 @@
 
 namespace moechat {
 
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kClampedSwiglu };
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu2 };
 
-struct ActivationSpec {
-  Activation kind;
-  float alpha;  // clamped_swiglu only
-  float limit;  // clamped_swiglu only
+// The computation between the projections of an expert, elementwise:
+//   act(min(gate, limit)) * (clamp(up, -limit, limit) + offset), or
+//   min(act(gate), limit) * (clamp(up, -limit, limit) + offset) if clamps_result.
+struct GateSpec {
+  Activation kind = Activation::kSilu;
+  float alpha = 1.0f;  // kSilu: x * sigmoid(alpha * x)
+  float limit = __builtin_inff();
+  float offset = 0.0f;
+  bool clamps_result = false;
 };
 
 // How scale and zero of a group of weights are found, see least_squares.inc.h and hqq_solver.inc.h.
@@ -75,7 +80,7 @@ struct Reading {
 // One chunk of a moe_forward call, see forward.cc.
 struct ForwardTask {
   const BlockLayout* layout;
-  ActivationSpec activation;
+  GateSpec gate;
   int activation_bits;  // 8, 16: x_quantised and quantised are used; 32: x, x_sums and activation_sums
   Reading reading;
   const ManyTokens* many;
@@ -248,9 +253,8 @@ struct KernelTable {
                         int bits, const GroupPlaces& to, float* columns);
   // Sums over the columns of rows [row, row + 16) of two matrices of one shape; see RowProducts.
   void (*row_products)(const MatrixSource& a, const MatrixSource& b, std::int64_t row, RowProducts* out);
-  // out[i] = act(gate[i]) * up[i], count a multiple of 16.
-  void (*activate)(const ActivationSpec& spec, const float* gate, const float* up, float* out,
-                   std::int64_t count);
+  // The gate over count values, a multiple of 16.
+  void (*activate)(const GateSpec& spec, const float* gate, const float* up, float* out, std::int64_t count);
   // Float linear: out rows of tiles [begin, end).
   void (*linear)(const LinearTask& task, std::int64_t begin, std::int64_t end);
   // Rows [begin, end) of a product with 16-bit rows.

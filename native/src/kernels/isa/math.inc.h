@@ -56,29 +56,37 @@ MOECHAT_INLINE Vec erf(Vec x) {
   return load(f);
 }
 
-// act(gate) * up, elementwise. The formulas are those of the sources (torch.nn.functional, and the modelling
-// code of gpt-oss), except that 0.5 * (1 + tanh(y)) is written as the equal sigmoid(2 * y), which is accurate
-// near y = -inf too.
-//
-// Not inlined: about 36 instantiations call it, each once per tile.
-__attribute__((noinline)) Vec activate_lanes(const ActivationSpec& spec, Vec gate, Vec up) {
+// act(x). The formulas are those of the sources (torch.nn.functional, and the modelling code of gpt-oss),
+// except that 0.5 * (1 + tanh(y)) is written as the equal sigmoid(2 * y), which is accurate near y = -inf
+// too.
+MOECHAT_INLINE Vec act_lanes(const GateSpec& spec, Vec x) {
   switch (spec.kind) {
     case Activation::kSilu:
-      return mul(div(gate, add(set1(1.0f), exp(negative(gate)))), up);
-    case Activation::kGelu: {
-      const Vec tail = add(set1(1.0f), erf(mul(gate, set1(0.70710678118654752f))));
-      return mul(mul(mul(gate, set1(0.5f)), tail), up);
-    }
+      if (spec.alpha == 1.0f) return div(x, add(set1(1.0f), exp(negative(x))));
+      return mul(x, sigmoid(mul(x, set1(spec.alpha))));
+    case Activation::kGelu:
+      return mul(mul(x, set1(0.5f)), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f)))));
     case Activation::kGeluTanh: {
-      const Vec cube = mul(mul(gate, gate), gate);
-      const Vec y = mul(fma(cube, set1(0.044715f), gate), set1(2.0f * 0.79788456080286536f));
-      return mul(mul(gate, sigmoid(y)), up);
+      const Vec cube = mul(mul(x, x), x);
+      return mul(x, sigmoid(mul(fma(cube, set1(0.044715f), x), set1(2.0f * 0.79788456080286536f))));
     }
-    case Activation::kClampedSwiglu: {
-      const Vec g = min(set1(spec.limit), gate);
-      const Vec u = min(set1(spec.limit), max(set1(-spec.limit), up));
-      return mul(mul(g, sigmoid(mul(g, set1(spec.alpha)))), add(u, set1(1.0f)));
+    case Activation::kRelu2: {
+      const Vec positive = max(zero(), x);  // of two values, one NaN, the second one
+      return mul(positive, positive);
     }
   }
   return zero();
+}
+
+// The gate of an expert, elementwise.
+//
+// Not inlined: about 36 instantiations call it, each once per tile.
+__attribute__((noinline)) Vec gate_lanes(const GateSpec& spec, Vec gate, Vec up) {
+  // min and max return the second of two values if one is NaN.
+  const Vec limit = set1(spec.limit);
+  if (!spec.clamps_result) gate = min(limit, gate);
+  Vec value = act_lanes(spec, gate);
+  if (spec.clamps_result) value = min(limit, value);
+  up = min(limit, max(negative(limit), up));
+  return mul(value, spec.offset == 0.0f ? up : add(up, set1(spec.offset)));
 }

@@ -1,4 +1,4 @@
-// The shared arguments `activation`, `alpha` and `limit`.
+// The Python class Gate.
 #pragma once
 
 #include <string>
@@ -16,21 +16,20 @@ constexpr NamedActivation kActivations[] = {
     {"silu", Activation::kSilu},
     {"gelu", Activation::kGelu},
     {"gelu_tanh", Activation::kGeluTanh},
-    {"clamped_swiglu", Activation::kClampedSwiglu},
+    {"relu2", Activation::kRelu2},
 };
 
 // Throws ValueError.
-inline ActivationSpec activation_spec(const std::string& name, float alpha, float limit) {
+inline GateSpec gate_spec(const std::string& activation, float alpha, float limit, float offset,
+                          bool clamps_result) {
   std::string names;
   for (const NamedActivation& known : kActivations) {
     names += (names.empty() ? "" : ", ") + std::string(known.name);
-    if (name != known.name) continue;
-    if (known.kind == Activation::kClampedSwiglu && !(limit > 0.0f)) {
-      refuse("limit is " + std::to_string(limit) + "; clamped_swiglu needs a positive one");
-    }
-    return {known.kind, alpha, limit};
+    if (activation != known.name) continue;
+    if (!(limit > 0.0f)) refuse("limit is " + std::to_string(limit) + "; it must be positive");
+    return {known.kind, alpha, limit, offset, clamps_result};
   }
-  refuse("activation \"" + name + "\" is unknown; choose one of: " + names);
+  refuse("activation \"" + activation + "\" is unknown; choose one of: " + names);
 }
 
 }  // namespace moechat
