@@ -47,8 +47,8 @@ class Activation(StrEnum):
 class Gate:
     """The computation between the projections of an expert, elementwise.
 
-    ``act(min(gate, limit)) · (clamp(up, -limit, limit) + offset)``. gpt-oss has alpha 1.702, limit 7 and offset
-    1; DeepSeek-V4 has a limit of 10; most families have neither.
+    ``act(min(gate, limit)) · (clamp(up, -limit, limit) + offset)``. gpt-oss has alpha 1.702, limit 7 and
+    offset 1; DeepSeek-V4 has a limit of 10; most families have none of them.
 
     Attributes:
         activation: ``act``.
