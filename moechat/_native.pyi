@@ -1137,8 +1137,10 @@ class ExpertRunner:
             top_k_weights: [tokens, k], C order.
             miss: Treatment of missing blocks in :meth:`finish_on_device`. ``fetch``: the link transfers them.
                 ``compute``: the CPU computes them, except those that the targets keep. ``both``: link and CPU
-                share them by their recent rates when both work. Experts of more than 8 tokens, and those that
-                are not in ``far_records``, are always fetched.
+                share them by their recent rates when both work. ``cpu``: the CPU computes them. ``seldom``:
+                it does, too, but the link fills free pages, and replaces an expert by one that is clearly
+                expected sooner (``native/src/offload/far_share.h``). Experts of more than 8 tokens, and those
+                that are not in ``far_records``, are always fetched.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.

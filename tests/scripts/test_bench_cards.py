@@ -95,6 +95,18 @@ def test_lists_that_wait_behind_all_copies_of_the_link_hold_the_gpu(found: dict[
     assert seconds_of(ordered) > 1.03 * seconds_of(turns)
 
 
+def test_where_experts_are_seldom_uploaded_most_layers_have_no_second_launch(found: dict[str, Any]) -> None:
+    each = found["seldom"]
+    assert 100 * (max(each["times"]) / min(each["times"]) - 1) < SPREAD
+    engine, simulated = each["engine"], each["simulated"]
+    assert engine["fetched_demand"] == pytest.approx(simulated["fetched_demand"], rel=0.05)
+    assert engine["blocks_far"] > 10 * engine["fetched_demand"] > 0
+    # One over resident blocks and the sum for each layer; one more where an expert comes, in one batch.
+    launches, uploads = (each["counts"][name] / each["tokens"] for name in ("launches", "batches"))
+    assert uploads < 0.5 * each["layers"]
+    assert launches <= each["layers"] * (pattern.EXPERT_KERNELS + 1) + uploads
+
+
 def test_a_layer_is_bound_by_the_host_where_its_experts_are_quick(found: dict[str, Any]) -> None:
     usual, slow = case_of(found, "rtx4090-24g:qwen3-30b-a3b"), found["slow host"]
     assert usual["resident"] == 1.0

@@ -19,6 +19,7 @@ STRATEGIES = {
     ("rtx4090-24g", "mixtral-8x7b"): "whole",
 }
 RESIDENT = CaseName("rtx4090-24g", "qwen3-30b-a3b")
+SLOW_LINK = CaseName("laptop-rtx4060-8g", "qwen3-30b-a3b")
 LINKED = CaseName("rtx3060-12g", "qwen3-30b-a3b")
 
 
@@ -39,9 +40,9 @@ def figures_of(row: CardRow) -> dict[str, Any]:
     }
 
 
-def run(clock: Clock, case: CaseName, **changes: Any) -> dict[str, Any]:
-    """A short run, of the strategy that its plan would choose."""
-    strategy = STRATEGIES.get((case.machine, case.model), "whole-nothing-ahead")
+def run(clock: Clock, case: CaseName, strategy: str | None = None, **changes: Any) -> dict[str, Any]:
+    """A short run, of a strategy or of the one that its plan would choose."""
+    strategy = strategy or STRATEGIES.get((case.machine, case.model), "whole-nothing-ahead")
     return figures_of(run_case(clock, case, fill=150, warm=4, tokens=24, strategy=strategy, **changes))
 
 
@@ -82,6 +83,7 @@ def main() -> None:
         "again": run(clock, LINKED),
         "sleepy": run(clock, LINKED, figures={"wake_link": 1e-3}),
         "ordered": run(clock, LINKED, ordered=True),
+        "seldom": run(clock, SLOW_LINK, "seldom"),
         "slow host": run(clock, RESIDENT, layer_host=180e-6),
     }
     print(json.dumps(found))
