@@ -117,9 +117,10 @@ def costs_of(
     times: ModelTimes | None = None,
     near: Near,
     context: int = _USUAL_CONTEXT,
+    ahead: bool = False,
 ) -> Costs:
     """The times of a token on a machine: :func:`cost_figures` without the origins."""
-    return cost_figures(profile, shape, times=times, near=near, context=context).costs
+    return cost_figures(profile, shape, times=times, near=near, context=context, ahead=ahead).costs
 
 
 def cost_figures(
@@ -129,6 +130,7 @@ def cost_figures(
     times: ModelTimes | None = None,
     near: Near,
     context: int = _USUAL_CONTEXT,
+    ahead: bool = False,
 ) -> CostFigures:
     """The times of a token on a machine, with their origins.
 
@@ -141,6 +143,7 @@ def cost_figures(
         times: Times measured on the model, replacing estimates from its bytes.
         near: Tier that computes the dense part and caches experts.
         context: Tokens that attention reads.
+        ahead: On a GPU: no layer waits for the host (:func:`moechat.configurator.gpu_pattern.runs_ahead`).
 
     Raises:
         UsageError: The machine lacks that tier or the link to it.
@@ -148,7 +151,7 @@ def cost_figures(
     link = _link(profile, near)
     each = shape.expert_bytes
     figures = {"load": _over(each, link_rate(link, each)), "latency": _first_byte(link)}
-    calls = gpu_calls(_copy_overhead(link), profile.gpu)
+    calls = gpu_calls(_copy_overhead(link), profile.gpu, ahead_layers=shape.layers if ahead else 0)
     together = link_rate_together(link, each)
     if together is not None:
         figures["load_together"] = _over(each, together)

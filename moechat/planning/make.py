@@ -150,7 +150,7 @@ def _speed(
     ram_share: float,
     used: Mapping[str, Figure],
 ) -> Speed:
-    costs = cases.cost_figures(profile, case.memory).figures
+    costs = cases.cost_figures(profile, case.memory, ahead=cases.runs_ahead(case.memory)).figures
     if far is None:  # nothing is moved, or computed elsewhere
         costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
     return Speed(
