@@ -123,14 +123,14 @@ def test_a_whole_token_of_two_graphs_equals_passes(
     with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
     with load(tmp_path / family, gpu) as engine:
-        found, _ = feed(engine, [PROMPT, *each(TOKENS[:5])])
+        # Two are compared with passes, and two with tokens whose layers the host launches.
+        found, cache = feed(engine, [PROMPT, *each(TOKENS[:5])])
         (graphs,) = gpu.graphs_made
         before = graphs.all_replayed
-        rest, _ = feed(engine, [PROMPT, *each(TOKENS[:5]), *each(TOKENS[5:])])
-        assert graphs.all_replayed - before == 2 * len(TOKENS)
+        rest, _ = feed(engine, each(TOKENS[5:]), cache)
+        assert graphs.all_replayed - before == 2 * len(TOKENS[5:])
         assert engine.notices() == []
-    assert error_of(found, expected[:6]) < TOLERANCE
-    assert error_of(rest, expected) < TOLERANCE
+    assert error_of(torch.cat([found, rest]), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
