@@ -1461,9 +1461,10 @@ class Timeline:
         far_call: Time of handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of the near tier's times while the link is busy, at least 1.
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
-            then the others behind their copies, and demands are copied at once.
+            then the others behind their copies, and demands are copied at once. ``graphs``: as a card that
+            holds every block and waits for the host at no layer.
         counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
-        calls: ``card``: times of the launching thread and of small copies, by the names of
+        calls: Of a card: times of the launching thread and of small copies, by the names of
             :class:`moechat.configurator.gpu_pattern.GpuCalls`; those that are left out are 0.
 
     Raises:
