@@ -1145,8 +1145,10 @@ class ExpertRunner:
             top_k_weights: [tokens, k], C order.
             miss: Treatment of missing blocks in :meth:`finish_on_device`. ``fetch``: the link transfers them.
                 ``compute``: the CPU computes them, except those that the targets keep. ``both``: link and CPU
-                share them by their recent rates when both work. Experts of more than 8 tokens, and those that
-                are not in ``far_records``, are always fetched.
+                share them by their recent rates when both work. ``cpu``: the CPU computes them. ``seldom``:
+                it does, too, but the link fills free pages, and replaces an expert by one that is clearly
+                expected sooner (``native/src/offload/far_share.h``). Experts of more than 8 tokens, and those
+                that are not in ``far_records``, are always fetched.
 
         Raises:
             ValueError: Shapes or types do not match, or the layer does not exist; nothing has changed.
@@ -1467,9 +1469,10 @@ class Timeline:
         far_call: Time of handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of the near tier's times while the link is busy, at least 1.
         launch: ``host``: blocks are computed as they arrive. ``card``: resident blocks are launched first,
-            then the others behind their copies, and demands are copied at once.
+            then the others behind their copies, and demands are copied at once. ``graphs``: as a card that
+            holds every block and waits for the host at no layer.
         counts_hard: Count hard activations; see :meth:`ExpertRunner.hard_activations`.
-        calls: ``card``: times of the launching thread and of small copies, by the names of
+        calls: Of a card: times of the launching thread and of small copies, by the names of
             :class:`moechat.configurator.gpu_pattern.GpuCalls`; those that are left out are 0.
 
     Raises:

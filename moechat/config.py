@@ -98,13 +98,19 @@ def cuda_graphs_wanted(environment: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environment is None else environment).get(GRAPHS_VARIABLE, "") != "0"
 
 
-def run_ahead_wanted(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a GPU looks up the experts of decoded tokens by itself; ``MOECHAT_RUN_AHEAD=1`` lets it.
+def run_ahead_wanted(environment: Mapping[str, str] | None = None) -> bool | None:
+    """Whether a GPU looks up the experts of decoded tokens by itself, so that it need not wait for the host.
 
     Args:
         environment: Environment variables; ``None`` takes those of the process.
+
+    Returns:
+        ``None``, the default: where every block of every expert has a page, so that a token is two graphs.
+        ``True`` with ``MOECHAT_RUN_AHEAD=1``: also where a block may be missing. ``False`` with
+        ``MOECHAT_RUN_AHEAD=0``: never.
     """
-    return (os.environ if environment is None else environment).get(RUN_AHEAD_VARIABLE, "") == "1"
+    value = (os.environ if environment is None else environment).get(RUN_AHEAD_VARIABLE, "")
+    return {"0": False, "1": True}.get(value)
 
 
 def parse_size(text: str) -> int:

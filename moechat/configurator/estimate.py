@@ -117,9 +117,10 @@ def costs_of(
     times: ModelTimes | None = None,
     near: Near,
     context: int = _USUAL_CONTEXT,
+    ahead: bool = False,
 ) -> Costs:
     """The times of a token on a machine: :func:`cost_figures` without the origins."""
-    return cost_figures(profile, shape, times=times, near=near, context=context).costs
+    return cost_figures(profile, shape, times=times, near=near, context=context, ahead=ahead).costs
 
 
 def cost_figures(
@@ -130,6 +131,7 @@ def cost_figures(
     near: Near,
     context: int = _USUAL_CONTEXT,
     in_ram: float = 1.0,
+    ahead: bool = False,
 ) -> CostFigures:
     """The times of a token on a machine, with their origins.
 
@@ -143,6 +145,7 @@ def cost_figures(
         near: Tier that computes the dense part and caches experts.
         context: Tokens that attention reads.
         in_ram: Share of the experts that RAM holds behind a GPU.
+        ahead: On a GPU: no layer waits for the host (:func:`moechat.configurator.gpu_pattern.runs_ahead`).
 
     Raises:
         UsageError: The machine lacks that tier or the link to it.
@@ -151,7 +154,7 @@ def cost_figures(
     each = shape.expert_bytes
     held = round(in_ram * shape.all_expert_bytes) if near == "gpu" else 0
     figures = {"load": _over(each, link_rate(link, each, held)), "latency": _first_byte(link)}
-    calls = gpu_calls(_copy_overhead(link), profile.gpu)
+    calls = gpu_calls(_copy_overhead(link), profile.gpu, ahead_layers=shape.layers if ahead else 0)
     together = link_rate_together(link, each, held)
     if together is not None:
         figures["load_together"] = _over(each, together)

@@ -4,7 +4,12 @@ The engine's pattern stands here once: :func:`gpu_calls`. Plans and simulations 
 model of a GPU in ``scripts/bench/cards`` takes only the times of single calls, and counts those that the
 engine makes, so the two disagree where the pattern is not the engine's any more.
 
-A layer of a token::
+Where every block is on the GPU (:func:`runs_ahead`), a token is two graphs::
+
+    host   graph of all layers, graph of the head ─ waits ─ accounts for the layers ─ waits for the token
+    GPU    layer ─ lookup ─ experts ─ sum ─ layer ─ ... ────── head ──────────────── the token
+
+Else a layer of a token::
 
     host   graph of the layer's dense part ─ copy of the choice to the host ─ waits ─ Python, cache, link
            ─ lists to the GPU, a kernel over resident blocks ─ lists, a kernel over late ones ─ the sum
@@ -53,6 +58,9 @@ WAKE_POLLING = 10e-6
 LAYER_PYTHON = 75e-6
 LAYER_NATIVE = 5e-6
 LAYER_HOST = LAYER_PYTHON + LAYER_NATIVE
+# Host: accounting for a layer that the GPU has computed by itself: measured as 3 us with 8 experts a layer
+# and 6.4 us with 128 on a server's core (tests/support/host_time.py).
+LAYER_ACCOUNT = 6.5e-6
 # Host: sampling, text, the token's number and position to the GPU, for each token.
 TOKEN_HOST = 200e-6
 # Kernels of a decoder layer, counted in transformers' Mixtral and Qwen3-MoE: norms, projections, rotary,
@@ -61,8 +69,10 @@ DENSE_KERNELS = 40
 HEAD_KERNELS = 6
 # Kernels of a decoded token that read the weights of the experts of a launch.
 EXPERT_KERNELS = 1
+# And of a layer that the GPU runs by itself: the lookup of its blocks.
+LOOKUP_KERNELS = 1
 # Fields that plans alone need.
-_NOT_OF_TIMELINES = ("kernels", "graph_kernel", "triton")
+_NOT_OF_TIMELINES = ("kernels", "graph_kernel", "triton", "account", "start", "finish")
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,10 @@ class GpuCalls:
         link_call: Host: a batch of copies.
         link_copy: Host: each copy of it.
         link_wake: From the end of a batch until the link's thread begins the next prefetch.
+        account: Of a token whose layers do not wait for the host. Host: from the end of the layers until it
+            has accounted for all of them, while the GPU computes the head. 0: the layers wait for the host.
+        start: Of such a token: until the GPU begins.
+        finish: Of such a token: from the end of the head until the host knows it.
     """
 
     dense: float = 0.0
@@ -108,6 +122,14 @@ class GpuCalls:
     link_call: float = 0.0
     link_copy: float = 0.0
     link_wake: float = 0.0
+    account: float = 0.0
+    start: float = 0.0
+    finish: float = 0.0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether they are of tokens that are two graphs."""
+        return self.account > 0
 
     def layer(self, reading: float) -> float:
         """Seconds of a layer without its experts, whose kernels read weights for so long."""
@@ -115,7 +137,10 @@ class GpuCalls:
 
     def head(self, reading: float) -> float:
         """Seconds of the head and of everything else of a token."""
-        return reading + HEAD_KERNELS * self.graph_kernel + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
+        computed = reading + HEAD_KERNELS * self.graph_kernel
+        if self.ahead:
+            return self.start + max(computed, self.account) + self.finish + TOKEN_HOST
+        return computed + self.dense + self.choice - LAYER_HOST + TOKEN_HOST
 
     def experts(self, reading: float) -> float:
         """Seconds of a layer's experts, all there, whose kernels read weights for so long.
@@ -130,12 +155,26 @@ class GpuCalls:
         return {name: value for name, value in asdict(self).items() if name not in _NOT_OF_TIMELINES}
 
 
-def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
+def runs_ahead(pages: int, blocks: int, *, graphs: bool, wanted: bool | None) -> bool:
+    """Whether a token waits for the host at no layer: it is two graphs, of all layers and of the head.
+
+    Args:
+        pages: On the GPU.
+        blocks: Of all experts of the model: each needs a page.
+        graphs: Decoded tokens are replayed from graphs.
+        wanted: By the user: ``False`` switches it off (:func:`moechat.config.run_ahead_wanted`).
+    """
+    return graphs and wanted is not False and pages >= blocks
+
+
+def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None, *, ahead_layers: int = 0) -> GpuCalls:
     """The engine's calls.
 
     Args:
         copy_overhead: Seconds that a copy takes besides its bytes.
         gpu: The GPU; what was measured on it replaces the published times.
+        ahead_layers: Layers of a token that waits for the host at none of them (:func:`runs_ahead`); 0: it
+            waits.
     """
 
     def measured(name: str, published: float) -> float:
@@ -146,6 +185,16 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
     triton = measured("call", (EXPERT_KERNELS + 1) * TRITON_CALL) / (EXPERT_KERNELS + 1)
     # The copy has been given to the GPU meanwhile.
     waiting = copy_overhead + WAKE_SPINNING
+    node = measured("graph_node", GRAPH_KERNEL)
+    if ahead_layers > 0:
+        return GpuCalls(
+            sum_gpu=node,
+            kernels=(LOOKUP_KERNELS + EXPERT_KERNELS) * node,
+            graph_kernel=node,
+            account=WAKE_SPINNING + ahead_layers * LAYER_ACCOUNT,
+            start=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
+            finish=measured("round_trip", waiting),
+        )
     return GpuCalls(
         dense=measured("graph_launch", GRAPH_CALL) + LAUNCH_LATENCY,
         choice=measured("round_trip", waiting) + LAYER_HOST,
@@ -160,7 +209,7 @@ def gpu_calls(copy_overhead: float, gpu: GpuFigures | None = None) -> GpuCalls:
         sum=triton,
         sum_gpu=STREAM_KERNEL,
         kernels=EXPERT_KERNELS * STREAM_KERNEL,
-        graph_kernel=measured("graph_node", GRAPH_KERNEL),
+        graph_kernel=node,
         triton=triton,
         link_call=COPY_CALL + 2 * EVENT_CALL,
         link_copy=BATCH_COPY,

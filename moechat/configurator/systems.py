@@ -16,7 +16,7 @@ from moechat.validation import require_choice, require_number, require_whole
 Policy = Literal["forecast", "blend", "lcp", "lru", "lfu", "discount", "two_level_lru", "static", "belady"]
 Prefetch = Literal["none", "prompts", "next-router", "whole-layer", "perfect"]
 Allocation = Literal["uniform", "auto", "moepic", "dp", "model", "layers"]
-Miss = Literal["fetch", "compute", "both", "cpu"]
+Miss = Literal["fetch", "compute", "both", "cpu", "seldom"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class CacheSettings:
         prefetch_bytes: Most bytes to prefetch per layer; ``None``: limited only by the pages.
         miss: Handling of missing blocks: ``fetch`` transfers them, ``compute`` computes them in the far tier
             and transfers meanwhile what is worth keeping, ``both`` divides them by measured rates, ``cpu``
-            computes them in the far tier and transfers none. All are fetched if the far tier (an SSD) cannot
-            compute.
+            computes them in the far tier and transfers none, ``seldom`` computes them there too and transfers
+            an expert only into free pages, or where the policy ``forecast`` expects it clearly sooner than
+            the one that it replaces. All are fetched if the far tier (an SSD) cannot compute.
         whole_experts: Compute an expert only after all of it has arrived, as most published systems do.
         omega: ``lcp``: number of tokens in which an unused expert's priority falls by the factor ``rho``.
         rho: See ``omega``.

@@ -134,6 +134,8 @@ def _load(
         upkeep = _upkeep(tier, store, outline, options.replan_tokens)
         try:
             placement.warm(skeleton.model, outline.top_k, dtype)
+            if gpu is not None and tier.pages >= tier.blocks:
+                tier.fill(lambda done, total: report(Progress("load", done, total, "experts to the GPU")))
         except BaseException:
             tier.close()
             raise

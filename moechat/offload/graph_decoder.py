@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import RequestForm
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
 from moechat.models.cache_memory import CacheMemory, Place
@@ -161,7 +162,8 @@ class GraphDecoder:
         dtype: Type of the dense part.
         clocks: Times some of the tokens.
         notify: Takes a sentence for the user.
-        run_ahead: Let the GPU look up the experts; see :mod:`moechat.offload.run_ahead`.
+        run_ahead: Where the GPU looks up the experts, see :mod:`moechat.offload.run_ahead`: ``None``: where
+            every block has a page; ``True``: also where one may be missing; ``False``: nowhere.
     """
 
     # Invariant: recordings read tensors at _addresses (with their slots), _token and _numbers, and make
@@ -176,7 +178,7 @@ class GraphDecoder:
         dtype: torch.dtype,
         clocks: GpuClocks,
         notify: Callable[[str], None],
-        run_ahead: bool = False,
+        run_ahead: bool | None = None,
     ) -> None:
         self.memory = CacheMemory()
         self._model = model
@@ -192,8 +194,7 @@ class GraphDecoder:
         self._tier: ExpertTier | None = None
         self._form = RequestForm(0, False)
         self._token = self._numbers = torch.empty(0)
-        # The host launches every expert layer.
-        self._behind = not run_ahead
+        self._wanted_ahead = run_ahead
         self.off = "position_ids" not in inspect.signature(model.forward).parameters
 
     def __call__(self, *, input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -351,7 +352,7 @@ class GraphDecoder:
         graphs = self._graphs = self._make() if self._graphs is None else self._graphs
         crossing = Crossing()
         # What lives from one graph to another needs memory for itself only where graphs are replayed again.
-        watch: AbstractContextManager[object] = nullcontext() if self._behind else crossing
+        watch: AbstractContextManager[object] = crossing if self._wanted_ahead else nullcontext()
         if self._attention is None:
             self._attention = ReplayAttention(self._model)
         attention, position = self._attention, self._numbers[0]
@@ -397,9 +398,18 @@ class GraphDecoder:
         comparison: _Comparison | None = None,
     ) -> torch.Tensor:
         ahead = self._ahead_of(recording, experts)
-        # All marks of a token that is timed stand where the host launches its layers.
-        if ahead is not None and comparison is None and not self._clocks.timing:
-            return self._replay_ahead(recording, ahead)
+        if ahead is not None and comparison is None:
+            return self._replay_ahead(recording, ahead, experts)
+        return self._replay_behind(recording, experts, ahead, comparison)
+
+    def _replay_behind(
+        self,
+        recording: _Recording,
+        experts: Sequence[GpuExpertLayer],
+        ahead: RunAhead | None = None,
+        comparison: _Comparison | None = None,
+    ) -> torch.Tensor:
+        """Logits of a token whose expert layers the host launches; ``ahead`` is compared with them."""
         first, *rest = recording.graphs
         first.replay()
         requests, sums = recording.requests, recording.sums
@@ -417,8 +427,12 @@ class GraphDecoder:
         """Expert layers that the GPU computes without the host, recorded anew for other pages; ``None``: it
         cannot.
         """
-        if self._behind or (recording.ahead is not None and recording.ahead.serves()):
-            return None if self._behind else recording.ahead
+        tier, wanted = experts[0].tier, self._wanted_ahead
+        if not (wanted or runs_ahead(tier.pages, tier.blocks, graphs=True, wanted=wanted)):
+            recording.ahead = recording.complete = None
+            return None
+        if recording.ahead is not None and recording.ahead.serves():
+            return recording.ahead
         recording.ahead = recording.complete = None
         graphs = self._graphs
         if graphs is None or not recording.crossing.alike or not can_run_ahead(experts, recording.requests):
@@ -427,16 +441,18 @@ class GraphDecoder:
         try:
             with graphs.aside():
                 recording.ahead = RunAhead(experts, recording.requests, recording.sums, graphs)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # Triton and its compiler raise many kinds
-            self._stay_behind(_in_short(error))
+            self._cannot_record_ahead(error)
         return recording.ahead
 
-    def _replay_ahead(self, recording: _Recording, ahead: RunAhead) -> torch.Tensor:
+    def _replay_ahead(
+        self, recording: _Recording, ahead: RunAhead, experts: Sequence[GpuExpertLayer]
+    ) -> torch.Tensor:
         """Logits of a token whose experts the GPU computes as far as it has them."""
         checked = None
         if ahead.complete():
+            # There are no layers to time, and where all is there, nothing to plan.
+            self._clocks.drop()
             complete = recording.complete or self._record_complete(recording)
             if complete is not None and ahead.replay_complete(
                 *complete.graphs, counted=not complete.unchecked
@@ -444,8 +460,12 @@ class GraphDecoder:
                 if not complete.unchecked:
                     return complete.result()
                 checked = complete.result()
-        ahead.replay(recording.graphs)
-        logits = recording.result()
+        # All marks of a token that is timed stand where the host launches its layers.
+        if self._wanted_ahead and recording.ahead is ahead and not self._clocks.timing:
+            ahead.replay(recording.graphs)
+            logits = recording.result()
+        else:
+            logits = self._replay_behind(recording, experts)
         if checked is not None and recording.complete is not None:
             if _or_far(float(_distance(checked, logits))) <= self._allowed(len(recording.ordinals)):
                 recording.complete.unchecked -= 1
@@ -462,17 +482,24 @@ class GraphDecoder:
             with graphs.aside():
                 graphs.make_room()
                 recording.again(complete)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            self._stay_behind(_in_short(error))
+            self._cannot_record_ahead(error)
             return None
         recording.complete = complete
         return complete
 
+    def _cannot_record_ahead(self, error: Exception) -> None:
+        """Stay behind, or free pages for the recording where blocks may be missing anyway.
+
+        Where they may not be, pages are worth more: without one of them, nothing could run ahead.
+        """
+        if isinstance(error, torch.OutOfMemoryError) and self._wanted_ahead:
+            raise error
+        self._stay_behind(_in_short(error))
+
     def _stay_behind(self, why: str) -> None:
         """Let the host launch every expert layer from now on."""
-        self._behind = True
+        self._wanted_ahead = False
         if self._recording is not None:
             self._recording.ahead = self._recording.complete = None
         self._notify(f"the GPU waits for the host at every expert layer, which is slower than need be: {why}")

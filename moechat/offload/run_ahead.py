@@ -4,8 +4,10 @@ The expert layers of a token are recorded too: a lookup of the blocks in the tab
 (:mod:`moechat.offload.page_lookup`), the kernels over them, and a report in the host's memory.
 
 - Where every block of the model is on the GPU, a token is two graphs: all layers, and the head, during which
-  the host reads the reports. No layer costs the host anything.
-- Else the GPU runs up to :data:`DEPTH` layers ahead of the host, past layers that lately lacked nothing. The
+  the host reads the reports. No layer costs the host anything. This is the default where every block has a
+  page (:func:`moechat.configurator.gpu_pattern.runs_ahead`); loading then fills the pages.
+- Else, and only with ``MOECHAT_RUN_AHEAD=1``, the GPU runs up to :data:`DEPTH` layers ahead of the host, past
+  layers that lately lacked nothing. The
   host reads a layer's report while the GPU computes the next one. If a block was missing, the layers behind
   it have computed nothing that counts: they find the mark of the missing block and launch no product over
   blocks, and what they wrote (attention keys and values of this position, their own tensors) is written
@@ -86,9 +88,7 @@ class RunAhead:
         self._runner = self._tier.runner
         self._picks = requests[0].chosen
         self._lookup = _lookup_for(layers, self._picks)
-        geometry = self._pages.geometry
-        blocks = len(layers) * geometry.num_experts * geometry.blocks_per_expert
-        self._all_fit = self._tier.pages >= blocks
+        self._all_fit = self._tier.pages >= self._tier.blocks
         self._layers = layers
         self._requests = requests
         self._sums = sums

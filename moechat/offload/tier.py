@@ -11,7 +11,7 @@ cache and schedule stand in ``native/src/cache/split_cache.h`` and ``native/src/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ from moechat.routing import Replay
 from moechat.routing.statistics import RoutingStatistics
 from moechat.simulate.strategy import loads_as
 from moechat.store.store import Store
+
+# Bytes that a tier that is filled gives to the link at a time: between two of them the link is idle for less
+# than a thousandth of the time.
+_FILL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,31 @@ class ExpertTier:
         if not 0 <= ordinal < self.layers:
             raise IndexError(f"there are {self.layers} expert layers, and no number {ordinal}")
         return self.placement.layer(self, ordinal)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all experts of all layers."""
+        return self.layers * self.geometry.num_experts * self.geometry.blocks_per_expert
+
+    def fill(self, progress: Callable[[int, int], None]) -> None:
+        """Load every expert, before the first pass; REQUIRES: every block has a page.
+
+        A block that cannot be read is left out: the first demand for it reports the error.
+
+        Args:
+            progress: Called with the bytes that are there, and those of all experts.
+        """
+        experts = self.geometry.num_experts
+        each = np.indices((self.layers, experts), dtype=np.int32).reshape(2, -1).T
+        everything, done = np.ascontiguousarray(each), 0
+        while done < len(everything):
+            done += self.runner.preload(everything[done:], _FILL_BYTES)
+            try:
+                self.runner.drain()
+            except _native.LinkError:
+                return
+            progress(done * self.geometry.expert_bytes, len(everything) * self.geometry.expert_bytes)
+        self.runner.reset_stats()
 
     def shrink(self, share: float) -> int:
         """Give pages back to the memory that they lie in; the blocks in all pages have to be fetched again.

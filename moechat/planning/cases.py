@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moechat import _native
+from moechat.config import run_ahead_wanted
 from moechat.configurator.allocation import Allocation
 from moechat.configurator.costs import Costs
 from moechat.configurator.curves import RoutingCurves
 from moechat.configurator.estimate import CostFigures, cost_figures
 from moechat.configurator.exposure import EngineModel
+from moechat.configurator.gpu_pattern import runs_ahead
 from moechat.configurator.systems import CacheSettings
 from moechat.configurator.targets import evaluate
 from moechat.geometry import ExpertGeometry
@@ -22,7 +24,7 @@ from moechat.hardware.profile import HardwareProfile, ModelTimes
 from moechat.hardware.times_file import TimesKey, load_times
 from moechat.offload.budget import RAM_LABELS, VRAM_LABELS, MemoryPlan, Needs, plan_memory
 from moechat.offload.knowledge import Knowledge, assumed_costs
-from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape
+from moechat.offload.needs import SPEED_CONTEXT, memory_needs, model_shape, uses_graphs
 from moechat.offload.planner import TierTargets, plan_tier, simulated_seconds
 from moechat.options import LoadOptions
 from moechat.planning.machine import Machine
@@ -53,7 +55,7 @@ class Case:
         allocation: Targets; ``None`` if all experts are near.
         exposed: Seconds of each layer that nothing hides, float64 ``[layers]``; ``None`` if all experts are
             near.
-        costs: Costs that the allocation was made with.
+        costs: Costs of a decoded token, with which the allocation was made.
         decode: Time of a decoded token.
         remarks: Why another allocation than that of the settings was made, if one was.
         made: Targets and strategy as the engine takes them; ``None`` if all experts are near.
@@ -119,7 +121,9 @@ class Cases:
                 self.outline.geometry(found.bits) if found.store is None else found.store.geometry
             )
         self.shape = model_shape(self.outline, self.geometry)
-        self.needs: Needs = memory_needs(self.outline, self.geometry, machine.memory(options))
+        memory = machine.memory(options)
+        self.needs: Needs = memory_needs(self.outline, self.geometry, memory)
+        self._graphs = uses_graphs(self.outline, memory)
         self.routing: Routing = routing_of(found, self.outline.model_type, self.shape, self.settings)
         self.times = self._measured_times(found, options)
 
@@ -158,7 +162,7 @@ class Cases:
             labels=RAM_LABELS if gpu is None else VRAM_LABELS,
             capacity=None if gpu is None else int(gpu.vram.value),
         )
-        costs = self._costs(memory, ram_share)
+        costs = self._costs(memory, ram_share, ahead=self.runs_ahead(memory))
         statistics = self.routing.statistics
         if memory.mapped:
             return Case(memory, None, None, costs, decode_speed(costs, self.shape, statistics))
@@ -201,19 +205,32 @@ class Cases:
         """Share of all experts that the tier that computes holds."""
         return min(1.0, memory.expert_bytes / self.shape.all_expert_bytes)
 
+    def runs_ahead(self, memory: MemoryPlan) -> bool:
+        """Whether decoded tokens wait for the host at no layer."""
+        if self.machine.near != "gpu":
+            return False
+        pages = self.needs.blocks if memory.mapped else memory.pages
+        return runs_ahead(pages, self.needs.blocks, graphs=self._graphs, wanted=run_ahead_wanted())
+
     def cost_figures(
-        self, profile: HardwareProfile, memory: MemoryPlan, ram_share: float = 1.0
+        self, profile: HardwareProfile, memory: MemoryPlan, *, ahead: bool, ram_share: float = 1.0
     ) -> CostFigures:
         """Costs of the experts that RAM holds, with their origins.
 
         Args:
             profile: The machine.
             memory: Its context bounds the tokens that attention reads.
+            ahead: As :meth:`runs_ahead`.
             ram_share: Share of the experts that RAM holds behind a GPU.
         """
-        context, near = min(SPEED_CONTEXT, memory.context), self.machine.near
         return cost_figures(
-            profile, self.shape, times=self.times, near=near, context=context, in_ram=ram_share
+            profile,
+            self.shape,
+            times=self.times,
+            near=self.machine.near,
+            context=min(SPEED_CONTEXT, memory.context),
+            in_ram=ram_share,
+            ahead=ahead,
         )
 
     def prompts(self, case: Case, profile: HardwareProfile) -> dict[int, float] | None:
@@ -225,6 +242,8 @@ class Cases:
         if rates is None:
             return None
         chunk = self.outline.pass_tokens(case.memory.context)
+        # The host launches every layer of a prompt.
+        costs = self._costs(case.memory, 1.0, ahead=False)
         statistics = self.routing.statistics
         return {
             tokens: prompt_seconds(
@@ -235,17 +254,17 @@ class Cases:
                 rates,
                 statistics,
                 case.allocation,
-                case.costs,
+                costs,
             )
             for tokens in PROMPTS
             if tokens < case.memory.context
         }
 
-    def _costs(self, memory: MemoryPlan, ram_share: float) -> Costs:
+    def _costs(self, memory: MemoryPlan, ram_share: float, *, ahead: bool) -> Costs:
         profile = self.machine.figures
         if profile is None:
             return assumed_costs(self.shape)
-        costs = self.cost_figures(profile, memory, ram_share).costs
+        costs = self.cost_figures(profile, memory, ahead=ahead, ram_share=ram_share).costs
         if self.machine.near == "ram" or ram_share >= 1 or "file" not in profile.links:
             return costs
         return behind_disk(

@@ -153,7 +153,8 @@ def _speed(
     ram_share: float,
     used: Mapping[str, Figure],
 ) -> Speed:
-    costs = cases.cost_figures(profile, case.memory, ram_share).figures
+    ahead = cases.runs_ahead(case.memory)
+    costs = cases.cost_figures(profile, case.memory, ahead=ahead, ram_share=ram_share).figures
     if far is None:  # nothing is moved, or computed elsewhere
         costs = {name: figure for name, figure in costs.items() if name in _NEAR_COSTS}
     return Speed(

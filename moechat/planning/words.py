@@ -16,6 +16,7 @@ from moechat.planning.speed import Decode
 _MISSES = {
     "fetch": "moved from RAM",
     "compute": "computed in RAM by the CPU",
+    "seldom": "computed in RAM by the CPU, and seldom moved",
     "cpu": "computed in RAM by the CPU, and never moved",
     "both": "moved from RAM or computed there by the CPU",
 }

@@ -137,7 +137,7 @@ def simulate(
 
     Raises:
         UsageError: No pass remains to be timed, or an input that the settings need is missing.
-        ValueError: Sizes do not match.
+        ValueError: Sizes do not match, or the times are of a GPU that holds every block, and it does not.
     """
     if starts is None:
         starts = np.arange(trace.tokens + 1, dtype=np.int64)
@@ -151,7 +151,15 @@ def simulate(
     if settings.ranks and rankings is None:
         raise UsageError(f"prefetching by {settings.prefetch} needs predictions")
     timeline = _timeline(trace, settings, tier, timing, group_items, watched is not None)
-    if tier.ranks is not None:
+    every_block = tier.layers * tier.experts * tier.blocks
+    if timing.launch == "graphs" and tier.pages < every_block:
+        raise ValueError(f"{tier.pages} pages do not hold every block, so that layers wait for the host")
+    if timing.launch != "host" and tier.pages >= every_block:
+        # As loading fills a GPU.
+        everyone = np.arange(tier.experts, dtype=np.int32)
+        for layer in range(tier.layers):
+            timeline.preload(layer, everyone, tier.blocks)
+    elif tier.ranks is not None:
         _preload(timeline, tier)
     elif warm is not None:
         shares = expert_shares(warm)

@@ -10,7 +10,7 @@ from moechat.configurator.costs import Costs
 from moechat.configurator.gpu_pattern import GpuCalls
 from moechat.hardware.profile import LinkFigures
 
-Launch = Literal["host", "card"]
+Launch = Literal["host", "card", "graphs"]
 # As in native/src/link/file_link.cc: the smallest value with nearly the full bandwidth of a disk.
 IN_FLIGHT_BYTES = 6 << 20
 # Most prefetched bytes in flight on the link to a GPU; as in native/src/link/cuda_link.cc.
@@ -40,9 +40,10 @@ class Timing:
         far_call: Handing a layer's input to the far tier and its sums back.
         near_slowdown: Factor of the near tier's times while the link is busy.
         far_threads: Threads of the far tier.
-        launch: How the near tier computes: ``host``, blocks as they arrive, or ``card``, resident blocks
-            first, then the others behind their copies.
-        calls: With ``card``: times of the host and of small copies, which the times above leave out.
+        launch: How the near tier computes: ``host``, blocks as they arrive; ``card``, resident blocks
+            first, then the others behind their copies; ``graphs``, on a card that holds every block and waits
+            for the host at no layer.
+        calls: Of a card: times of the host and of small copies, which the times above leave out.
 
     Raises:
         ValueError: A list is empty or a value is negative or not a number.
@@ -102,18 +103,21 @@ def timing_of(
             ``costs.load``.
         bandwidth: Bytes per second, replacing both.
         far_threads: As :class:`Timing`.
-        launch: As :class:`Timing`.
+        launch: As :class:`Timing`; on a card, ``costs.calls`` say whether layers wait for the host.
     """
     pairs, calls = top_k * blocks, costs.calls
     call = min(costs.call, costs.moe / 2)
     block = (costs.moe - call) / pairs
     attention, head = costs.attention, costs.head
-    if launch == "card" and calls.launch > 0:
+    on_card = launch != "host"
+    if on_card and calls.ahead:
+        launch, call = "graphs", calls.kernels
+    elif on_card and calls.launch > 0:
         # The timeline adds the host's calls, where the GPU does not hide them.
         call = calls.kernels
         attention = max(0.0, attention - calls.dense - calls.choice)
         head = max(0.0, head - calls.dense - calls.choice)
-    merged = GPU_MERGED_BLOCKS if launch == "card" else max(1, OPERATION_BYTES // block_bytes)
+    merged = GPU_MERGED_BLOCKS if on_card else max(1, OPERATION_BYTES // block_bytes)
     shared = costs.both_loads / costs.load
     if bandwidth is not None:
         moving = tuple(count * block_bytes / bandwidth for count in range(1, merged + 1))
@@ -122,7 +126,7 @@ def timing_of(
         moving = tuple(size / link.rate(size) for size in sizes)
     else:
         # Each copy to a GPU takes a time of its own besides its bytes, also that of a whole expert.
-        copy = min(calls.list_copy, costs.load / 2) if launch == "card" else 0.0
+        copy = min(calls.list_copy, costs.load / 2) if on_card else 0.0
         moved = (costs.load - copy) / blocks
         moving = tuple(copy + count * moved for count in range(1, merged + 1))
     return Timing(
@@ -135,10 +139,10 @@ def timing_of(
         latency=costs.latency,
         link=moving,
         link_shared=tuple(shared * seconds for seconds in moving),
-        in_flight_bytes=GPU_IN_FLIGHT_BYTES if launch == "card" else IN_FLIGHT_BYTES,
+        in_flight_bytes=GPU_IN_FLIGHT_BYTES if on_card else IN_FLIGHT_BYTES,
         far_call=costs.far_call,
         near_slowdown=costs.near_slowdown,
         far_threads=far_threads,
         launch=launch,
-        calls=calls if launch == "card" else GpuCalls(),
+        calls=calls if on_card else GpuCalls(),
     )

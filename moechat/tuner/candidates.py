@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moechat.configurator.systems import CacheSettings
+from moechat.simulate.strategy import SELDOM, SELDOM_TITLE, uploading_seldom
 
 DEFAULT = "computed"
 PLAIN = "plain"
@@ -62,6 +63,7 @@ def candidates(
     if far_computes:
         add("cpu", "the CPU computes what is missing", quiet, miss="compute")
         add("cpu-alone", "the CPU computes all that is missing, nothing is uploaded", quiet, miss="cpu")
+        add(SELDOM, SELDOM_TITLE, uploading_seldom(settings))
         add("link", "everything is fetched", miss="fetch")
         add("both", "link and CPU share what is missing", miss="both")
     if settings.predicts:

@@ -395,6 +395,15 @@ int timed_finish(void* stream) {
   return 0;
 }
 
+// Waits for an event, spinning.
+int timed_wait(void* event) {
+  const Spent spent;
+  const std::shared_ptr<Event> one = event_at(event);
+  if (!one || !wait_for([&] { return one->completed >= one->recorded; })) return 1;
+  spend(figure("wake_spin"));
+  return 0;
+}
+
 // ---- the clock
 
 double moechat_clock_now() { return called(); }

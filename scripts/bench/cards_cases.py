@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cards_engine import Subject, Timed, TimedEngine
 from cards_gpu import Clock
 
+from moechat.config import run_ahead_wanted
 from moechat.configurator.gpu_pattern import LAYER_HOST
 from moechat.hardware.profile import HardwareProfile
 from moechat.hardware.profile_file import reference_profile
@@ -92,10 +93,13 @@ class CardRow:
 
 
 @cache
-def _planned(name: CaseName, strategy: str | None) -> tuple[Cases, Case, HardwareProfile]:
+def _planned(
+    name: CaseName, strategy: str | None, run_ahead: bool | None
+) -> tuple[Cases, Case, HardwareProfile]:
     """The plan of a case, and the machine with enough RAM."""
     profile = reference_profile(name.machine)
     profile = replace(profile, ram=replace(profile.ram, value=max(profile.ram.value, _RAM)))
+    assert run_ahead_wanted() == run_ahead
     options = LoadOptions.parse({"vram": name.vram} if name.vram else {})
     cases = Cases(find_model(name.model, None), find_machine(profile, gpu=True), options)
     budget, given, _ = cases.machine.vram_budget(options.vram)
@@ -132,11 +136,13 @@ def run_case(
         figures: Other figures of the GPU, by their names in ``native/tests/timed_cuda.cc``.
         layer_host: Host seconds of the engine for a layer.
     """
-    cases, case, profile = _planned(name, strategy)
+    ahead = run_ahead_wanted()
+    cases, case, profile = _planned(name, strategy, ahead)
     shape, statistics = cases.shape, cases.routing.statistics
     made = case.made
     settings = cases.settings if made is None else made.settings_for(cases.settings)
-    everything = shape.layers * shape.experts * shape.blocks_per_expert
+    # As loading.
+    everything = cases.needs.blocks + cases.needs.spare_pages
     pages = everything if made is None else case.memory.pages
     knowledge = Knowledge(
         statistics, case.costs, cases.routing.source, name.machine, near="gpu", threads=profile.cores
@@ -167,7 +173,9 @@ def run_case(
             seed=_SEED,
         )
     changes = {"turns": float(not ordered), **(figures or {})}
-    engine = TimedEngine(clock, subject, routing, rankings, figures=changes, layer_host=layer_host)
+    engine = TimedEngine(
+        clock, subject, routing, rankings, figures=changes, layer_host=layer_host, run_ahead=ahead
+    )
     try:
         engine.fill(fill)
         timed = engine.decode(warm, tokens)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLists, no_memory
+from cards_gpu import Clock, TimedGpu, TimedKernels, TimedLists, TimedLookup, no_memory
 from torch import nn
 
 from moechat import _native
@@ -32,9 +32,11 @@ from moechat.offload.graph_decoder import GraphDecoder
 from moechat.offload.knowledge import Knowledge
 from moechat.offload.planner import TierTargets
 from moechat.offload.tier import ExpertTier, TierConfig
-from moechat.routing import Replay, Trace
+from moechat.routing import Trace
 
 Ints = npt.NDArray[np.int32]
+# Tokens before the first: no replay is compared with a pass for having a much longer context than the last.
+_POSITION = 512
 
 
 @dataclass(frozen=True)
@@ -98,41 +100,43 @@ class RankedRouter:
 
 
 class Chosen:
-    """What the GPU sends to the host for each layer: the places of predictions, by rankings.
+    """What the GPU reports of each layer: experts, their weights, and the places of predictions, by rankings.
 
     Args:
         tier: The tier.
+        trace: Routing.
         rankings: int32 ``[lookahead, tokens, layers, width]``; ``None``: there are no predictions.
-        first: Token of the trace that comes first.
+
+    Attributes:
+        token: At work.
     """
 
-    def __init__(self, tier: ExpertTier, rankings: Ints | None, first: int) -> None:
-        self._tier, self._rankings = tier, rankings
-        self._token, self._layer = first, 0
+    def __init__(self, tier: ExpertTier, trace: Trace, rankings: Ints | None) -> None:
+        self._tier, self._trace, self._rankings = tier, trace, rankings
+        self.token = 0
 
-    def __call__(self, size: int) -> Ints:
+    def __call__(self, ordinal: int, size: int) -> Ints:
         tier = self._tier
         values = np.zeros(size, np.int32)
+        values[: tier.top_k] = self._trace.experts[self.token, ordinal]
         begin, experts = 2 * tier.top_k, tier.geometry.num_experts
         if self._rankings is not None:
-            for ahead, layer in tier.ranked_layers(self._layer, 1, tier.settings.predicted_layers):
-                token = self._token + (self._layer + ahead) // tier.layers
+            for ahead, layer in tier.ranked_layers(ordinal, 1, tier.settings.predicted_layers):
+                token = self.token + (ordinal + ahead) // tier.layers
                 scores = np.full(experts, -1.0, np.float32)
                 ranking = self._rankings[ahead - 1, min(token, self._rankings.shape[1] - 1), layer]
                 scores[ranking] = np.arange(len(ranking), 0, -1)
                 values[begin : begin + experts] = scores.view(np.int32)
                 begin += experts
-        self._layer += 1
-        if self._layer == tier.layers:
-            self._layer, self._token = 0, self._token + 1
         return values
 
 
 class Model(nn.Module):
-    """A model whose layers are only their experts, so that the decoder can record it."""
+    """A model whose dense parts only take time, so that the decoder can record it."""
 
-    def __init__(self, layers: int, top_k: int, hidden_size: int) -> None:
+    def __init__(self, gpu: TimedGpu, layers: int, top_k: int, hidden_size: int) -> None:
         super().__init__()
+        self._gpu = gpu
         self.parts = nn.ModuleList(nn.Module() for _ in range(layers))
         self.config = SimpleNamespace(_attn_implementation="sdpa")
         self._hidden_size = hidden_size
@@ -144,7 +148,9 @@ class Model(nn.Module):
     ) -> Any:
         hidden = torch.ones(1, self._hidden_size)
         for part in self.parts:
+            self._gpu.layer()
             vars(part)[EXPERTS_RUNNER].forward(hidden, self._index, self._weight)
+        self._gpu.head()
         return SimpleNamespace(logits=torch.ones(1, 1, 2), past_key_values=past_key_values)
 
 
@@ -180,6 +186,7 @@ class TimedEngine:
         rankings: Predictions, int32 ``[lookahead, tokens, layers, width]``.
         figures: Figures of the GPU other than the machine's.
         layer_host: Host seconds of Python and native code for a layer, beside calls of the GPU.
+        run_ahead: As for ``GraphDecoder``.
     """
 
     def __init__(
@@ -191,29 +198,41 @@ class TimedEngine:
         *,
         figures: Mapping[str, float],
         layer_host: float,
+        run_ahead: bool | None,
     ) -> None:
         _native.set_num_threads(subject.profile.cores)
-        self._clock, self._rankings = clock, rankings
+        self._clock, self._trace = clock, trace
         geometry, layers, shape = subject.geometry, subject.shape.layers, subject.shape
         clock.become(subject.profile, shape)
         clock.set(**figures)
         self.gpu = TimedGpu(clock, subject.profile, shape, subject.context, layer_host)
         placement = GpuPlacement(self.gpu, geometry)
         pages = placement.pages
-        pages.kernels = TimedKernels(geometry, clock, self.gpu.stream(), self.gpu.bandwidth)
+        pages.kernels = TimedKernels(geometry, self.gpu)
         pages.lists = TimedLists(geometry, clock, self.gpu.stream())
         pages.routers = [RankedRouter(geometry.num_experts)] * layers if rankings is not None else ()
         far = NoMemory(geometry, layers)
         placement.far = far  # type: ignore[assignment]
         pages.far_records = far.records()
         store: Any = SimpleNamespace(geometry=geometry, layers=range(layers))
-        config = TierConfig(store, shape.top_k, replay=Replay(trace))
+        config = TierConfig(store, shape.top_k)
         self.tier = ExpertTier(
             config, placement, pages=subject.pages, settings=subject.settings, knowledge=subject.knowledge
         )
         if subject.made is not None:
             self.tier.switch(subject.settings, subject.made)
-        model = Model(layers, shape.top_k, geometry.hidden_size)
+        if self.tier.pages >= self.tier.blocks:  # as loading
+            self.tier.fill(lambda *_: None)
+            pages.lookup = TimedLookup(
+                self.gpu,
+                self.tier.runner,
+                geometry,
+                address=pages.memory.data_ptr(),
+                layers=layers,
+                picks=shape.top_k,
+            )
+        self._chosen = self.gpu.answers = Chosen(self.tier, trace, rankings)
+        model = Model(self.gpu, layers, shape.top_k, geometry.hidden_size)
         for ordinal, part in enumerate(model.parts):
             vars(part)[EXPERTS_RUNNER] = self.tier.layer(ordinal)
         self.notices: list[str] = []
@@ -224,29 +243,29 @@ class TimedEngine:
             dtype=torch.float32,
             clocks=pages.clocks,
             notify=self.notices.append,
+            run_ahead=run_ahead,
         )
         self._cache = AttentionCache([ReservedLayer(1024) for _ in range(layers)])
         self._decoder.memory.lend(self._cache)
         for layer in self._cache.layers:
-            layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+            before = torch.zeros(1, 1, _POSITION, 2)
+            layer.update(before, before)
 
     def fill(self, tokens: int) -> None:
         """Let the first tokens of the trace fill the cache; everything missing is fetched."""
-        runner, replay = self.tier.runner, self.tier.replay
-        assert replay is not None
+        runner, chosen = self.tier.runner, self._chosen
         weight = np.ones((1, self.tier.top_k), np.float32)
         lists = np.zeros(1 << 20, np.int32)
         for _ in range(tokens):
             for ordinal in range(self.tier.layers):
-                runner.begin(ordinal, replay.route(ordinal, 1), weight, "fetch")
+                picks = self._trace.experts[chosen.token, ordinal][None].astype(np.int64)
+                runner.begin(ordinal, picks, weight, "fetch")
                 runner.finish_on_device(self.gpu.stream(), 1, 1 << 18, lists, 0, lambda *_: 0)
                 runner.drain()
+            chosen.token += 1
 
     def decode(self, warm: int, tokens: int) -> Timed:
         """Decode further tokens of the trace; the first ``warm`` of them are not counted."""
-        replay = self.tier.replay
-        assert replay is not None
-        self.gpu.answers = Chosen(self.tier, self._rankings, replay.position)
         seconds, host = [], []
         for number in range(warm + tokens):
             if number == warm:
@@ -262,10 +281,15 @@ class TimedEngine:
         return Timed(np.array(seconds[warm:]), self._clock.counts(), stats, np.array(host[warm:]))
 
     def _token(self) -> None:
+        self.gpu.answered = 0
         with torch.inference_mode():
             self._decoder(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache, use_cache=True
             )
+        if self.gpu.answered == 0:
+            # The GPU computes the head meanwhile.
+            self._clock.spend(self.tier.layers * pattern.LAYER_ACCOUNT)
+        self._chosen.token += 1
         # The token is sampled on the GPU, and comes to the host.
         self._clock.copy(self.gpu.stream(), 8, to_host=True)
         self._clock.finish(self.gpu.stream())

@@ -29,6 +29,7 @@ from moechat.hardware.profile import HardwareProfile
 from moechat.offload.accelerator import Accelerator
 from moechat.offload.kernels.block_list import BlockList, Items, ListMemory
 from moechat.offload.kernels.launch import BlockKernels
+from moechat.offload.page_lookup import PageLookup
 
 SOURCE = Path(__file__).parents[2] / "native" / "tests" / "timed_cuda.cc"
 VARIABLE = "MOECHAT_CUDA_DRIVER"
@@ -71,7 +72,8 @@ class Clock:
         for name in ("timed_launch", "timed_graph"):
             getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
         library.timed_copy.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_int]
-        library.timed_finish.argtypes = [ctypes.c_void_p]
+        for name in ("timed_finish", "timed_wait"):
+            getattr(library, name).argtypes = [ctypes.c_void_p]
         self._library = library
 
     def set(self, **figures: float) -> None:
@@ -107,6 +109,22 @@ class Clock:
         """Wait for a stream, spinning."""
         if self._library.timed_finish(stream):
             raise RuntimeError("the stream waits for something that never happens")
+
+    def event(self) -> int:
+        """A new event."""
+        handle = ctypes.c_void_p()
+        self._library.cuEventCreate(ctypes.byref(handle), 0)
+        assert handle.value is not None
+        return handle.value
+
+    def record(self, event: int, stream: int) -> None:
+        """Let an event come behind the work of a stream so far."""
+        self._library.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def wait(self, event: int) -> None:
+        """Wait for an event, spinning."""
+        if self._library.timed_wait(event):
+            raise RuntimeError("the event never happens")
 
     def stream(self) -> int:
         """A new stream."""
@@ -180,13 +198,13 @@ class TimedLists(ListMemory):
 class TimedKernels(BlockKernels):
     """Kernels of experts that take the time of the bytes that they read."""
 
-    def __init__(self, geometry: ExpertGeometry, clock: Clock, stream: int, bandwidth: float) -> None:
+    def __init__(self, geometry: ExpertGeometry, gpu: TimedGpu) -> None:
         super().__init__(geometry, torch.device("cpu"))
-        self._clock, self._stream = clock, stream
-        self._rate = EXPERT_SHARE * bandwidth
+        self._gpu = gpu
+        self._rate = EXPERT_SHARE * gpu.bandwidth
 
     def partials(self, items: Items, dtype: torch.dtype) -> torch.Tensor:
-        return TimedTensor(self._clock, self._stream)  # type: ignore[return-value]
+        return TimedTensor(self._gpu)  # type: ignore[return-value]
 
     def add(
         self,
@@ -202,50 +220,91 @@ class TimedKernels(BlockKernels):
             return
         seconds = blocks.entries * self.geometry.record_bytes / self._rate
         for _ in range(pattern.EXPERT_KERNELS):
-            share = seconds / pattern.EXPERT_KERNELS
-            self._clock.launch(self._stream, pattern.TRITON_CALL, share + pattern.STREAM_KERNEL)
+            self._gpu.launch(seconds / pattern.EXPERT_KERNELS)
 
     def combine(
         self, partial: torch.Tensor, items: Items, out: torch.Tensor, others: torch.Tensor | None = None
     ) -> None:
-        self._clock.launch(self._stream, pattern.TRITON_CALL, pattern.STREAM_KERNEL)
+        out.zero_()
+        self._gpu.launch(0.0)
 
 
 class TimedTensor:
     """Sums on the GPU, which can only be cleared."""
 
-    def __init__(self, clock: Clock, stream: int) -> None:
-        self._clock, self._stream = clock, stream
+    def __init__(self, gpu: TimedGpu) -> None:
+        self._gpu = gpu
 
     def zero_(self) -> TimedTensor:
-        self._clock.launch(self._stream, pattern.TRITON_CALL, pattern.STREAM_KERNEL)
+        self._gpu.launch(0.0)
         return self
 
 
-class TimedGraph:
-    """See ``moechat.offload.graphs.Graph``."""
+class TimedLookup(PageLookup):
+    """Lookups that find everything: the engine looks up only where every block has its page."""
 
-    def __init__(self, gpu: TimedGpu, number: int) -> None:
-        self._gpu, self._number = gpu, number
+    def __init__(self, gpu: TimedGpu, runner: Any, geometry: ExpertGeometry, **sizes: int) -> None:
+        super().__init__(runner, gpu, geometry, **sizes)
+        self._gpu = gpu
+
+    def launch(self, ordinal: int, packed: torch.Tensor, report: torch.Tensor) -> None:
+        def answer() -> None:
+            report[: packed.numel()] = torch.from_numpy(self._gpu.answers(ordinal, packed.numel()))
+            report[-1] = 0
+
+        for _ in range(pattern.LOOKUP_KERNELS):
+            self._gpu.launch(0.0, answer)
+
+    def launch_changes(self, slot: int) -> None:
+        self._gpu.launch(0.0)
+
+
+class TimedPoint:
+    """See ``moechat.offload.accelerator.Point``."""
+
+    def __init__(self, gpu: TimedGpu) -> None:
+        self._gpu, self._event = gpu, gpu.clock.event()
+
+    def record(self) -> None:
+        self._gpu.clock.record(self._event, self._gpu.stream())
+
+    def synchronize(self) -> None:
+        self._gpu.clock.wait(self._event)
+
+
+class TimedGraph:
+    """See ``moechat.offload.graphs.Graph``: takes the time of the kernels that were launched into it."""
+
+    def __init__(self, gpu: TimedGpu) -> None:
+        self._gpu = gpu
+        self._seconds = 0.0
+        self._answers: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Decisions are those of the pass; nothing takes time."""
+        self._gpu.recording = self
 
     def end(self) -> None:
-        """See above."""
+        self._gpu.recording = None
 
-    def abandon(self) -> None:
-        """See above."""
+    abandon = end
+
+    def add(self, seconds: float, kernels: int, answer: Callable[[], None] | None = None) -> None:
+        """Record kernels."""
+        self._seconds += seconds + kernels * pattern.GRAPH_KERNEL
+        if answer is not None:
+            self._answers.append(answer)
 
     def replay(self) -> None:
-        self._gpu.clock.graph(self._gpu.stream(), pattern.GRAPH_CALL, self._gpu.graph_seconds(self._number))
+        for answer in self._answers:
+            answer()
+        self._gpu.clock.graph(self._gpu.stream(), pattern.GRAPH_CALL, self._seconds)
 
 
 class TimedGraphs:
     """See ``moechat.offload.graphs.Graphs``."""
 
     def __init__(self, gpu: TimedGpu) -> None:
-        self._gpu, self._made = gpu, 0
+        self._gpu = gpu
 
     def aside(self) -> Any:
         return nullcontext()
@@ -254,8 +313,7 @@ class TimedGraphs:
         pass
 
     def new(self) -> TimedGraph:
-        self._made += 1
-        return TimedGraph(self._gpu, self._made - 1)
+        return TimedGraph(self._gpu)
 
 
 class TimedGpu(Accelerator):
@@ -269,7 +327,9 @@ class TimedGpu(Accelerator):
         layer_host: Host seconds of Python and native code for a layer.
 
     Attributes:
-        answers: Called with the size of what a layer requests: what the GPU would have chosen, int32.
+        answers: Called with a layer and the size of its request: what the GPU would have chosen, int32.
+        answered: Layers of this token whose choice came to the host.
+        recording: The graph that is recorded; ``None``: kernels are launched.
     """
 
     def __init__(
@@ -282,13 +342,13 @@ class TimedGpu(Accelerator):
         self.ordinal = 0
         self.context_bytes = 0
         self.bandwidth = gpu.bandwidth.value
-        self.answers: Callable[[int], npt.NDArray[np.int32]] = lambda size: np.zeros(size, np.int32)
+        self.answers: Callable[[int, int], npt.NDArray[np.int32]] = lambda _, size: np.zeros(size, np.int32)
+        self.answered = 0
+        self.recording: TimedGraph | None = None
         self._handle = clock.stream()
         rate = DENSE_SHARE * self.bandwidth
-        dense = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
-        self._layers = shape.layers
-        self._layer_seconds = dense + pattern.DENSE_KERNELS * pattern.GRAPH_KERNEL
-        self._head_seconds = shape.head_bytes / rate + pattern.HEAD_KERNELS * pattern.GRAPH_KERNEL
+        self._layer = (shape.layer_dense_bytes + shape.kv_bytes * context / shape.layers) / rate
+        self._head = shape.head_bytes / rate
 
     def mark(self) -> float:
         """The host's time: the marks of timed tokens decide nothing here."""
@@ -300,9 +360,30 @@ class TimedGpu(Accelerator):
     def seconds_between(self, first: float, second: float) -> float:
         return second - first
 
-    def graph_seconds(self, number: int) -> float:
-        """Seconds of the GPU for a graph: the dense part of a layer, or the head."""
-        return self._head_seconds if number % (self._layers + 1) == self._layers else self._layer_seconds
+    def launch(self, seconds: float, answer: Callable[[], None] | None = None) -> None:
+        """Launch a kernel that works for so long, or record it.
+
+        Args:
+            seconds: Beside what every kernel takes.
+            answer: What it does; done at every replay.
+        """
+        if self.recording is not None:
+            self.recording.add(seconds, 1, answer)
+        else:
+            self.clock.launch(self._handle, pattern.TRITON_CALL, seconds + pattern.STREAM_KERNEL)
+
+    def layer(self) -> None:
+        """The dense part of a layer, which takes no time where it is not recorded."""
+        if self.recording is not None:
+            self.recording.add(self._layer, pattern.DENSE_KERNELS)
+
+    def head(self) -> None:
+        """The head, likewise."""
+        if self.recording is not None:
+            self.recording.add(self._head, pattern.HEAD_KERNELS)
+
+    def point(self) -> Any:
+        return TimedPoint(self)
 
     @property
     def name(self) -> str:
@@ -355,7 +436,8 @@ class TimedGpu(Accelerator):
         self.clock.spend(pattern.EVENT_CALL)
         self.clock.finish(self._handle)
         self.clock.spend(self._layer_host)
-        return self.answers(packed.numel())
+        self.answered += 1
+        return self.answers(self.answered - 1, packed.numel())
 
     def graphs(self) -> TimedGraphs:
         return TimedGraphs(self)

@@ -9,6 +9,15 @@ from test_estimate import GB, GPU, PC, SHAPE, measured
 
 from moechat.configurator import gpu_rates
 from moechat.configurator.estimate import cost_figures
+from moechat.configurator.gpu_pattern import (
+    DENSE_KERNELS,
+    GRAPH_KERNEL,
+    HEAD_KERNELS,
+    LAYER_ACCOUNT,
+    LAYER_HOST,
+    gpu_calls,
+    runs_ahead,
+)
 from moechat.hardware.profile import GpuFigures
 
 assert PC.gpu is not None
@@ -107,3 +116,27 @@ def test_a_measurement_that_ended_without_a_refusal_says_nothing_about_what_can_
     for link in (replace(RING, pins_more=True), replace(RING, pinned=None), replace(RING, staged={})):
         pc = replace(PC, links={**PC.links, "gpu": link})
         assert cost_figures(pc, SHAPE, near="gpu").costs == cost_figures(PC, SHAPE, near="gpu").costs
+
+
+def test_a_token_waits_for_the_host_at_no_layer_where_every_block_has_a_page() -> None:
+    assert runs_ahead(10, 10, graphs=True, wanted=None)
+    assert runs_ahead(11, 10, graphs=True, wanted=True)
+    assert not runs_ahead(9, 10, graphs=True, wanted=True)
+    assert not runs_ahead(10, 10, graphs=False, wanted=None)
+    assert not runs_ahead(10, 10, graphs=True, wanted=False)
+
+
+def test_the_host_accounts_for_layers_while_the_head_is_computed() -> None:
+    behind, ahead = gpu_calls(1e-6), gpu_calls(1e-6, ahead_layers=10)
+    assert not behind.ahead
+    assert ahead.ahead
+    # The kernels of a layer, as nodes of a graph, and no call between them.
+    assert ahead.layer(1e-4) == pytest.approx(1e-4 + DENSE_KERNELS * GRAPH_KERNEL)
+    assert ahead.experts(1e-4) == pytest.approx(1e-4 + 3 * GRAPH_KERNEL)
+    assert behind.layer(1e-4) > ahead.layer(1e-4) + LAYER_HOST
+    quick, slow = ahead.head(0.0), ahead.head(1.0)
+    assert slow - quick == pytest.approx(1.0 + HEAD_KERNELS * GRAPH_KERNEL - ahead.account)
+    assert ahead.account > 10 * LAYER_ACCOUNT
+    longer = gpu_calls(1e-6, ahead_layers=20)
+    assert longer.head(0.0) - quick == pytest.approx(10 * LAYER_ACCOUNT)
+    assert longer.head(1.0) == pytest.approx(slow)

@@ -17,6 +17,7 @@ from tiny import tiny_config
 import moechat
 from moechat import _native
 from moechat.cli.commands.plan import render
+from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.systems import SYSTEMS, settings_of
 from moechat.errors import (
     DoesNotFitError,
@@ -39,6 +40,7 @@ from moechat.options import LoadOptions
 from moechat.planning import Plan
 from moechat.planning.cases import Cases
 from moechat.planning.machine import Machine, find_machine
+from moechat.planning.result import Speed
 from moechat.planning.source import find_model
 from moechat.store.store import Store
 
@@ -644,6 +646,27 @@ def test_a_wave_takes_a_small_share_of_the_memory_and_moves_missing_experts_once
     assert moechat.plan("mixtral", vram="12G", profile="rtx3060-12g", ctx=1024).wave_tokens == 0
     # Experts that are all near are moved no more.
     assert moechat.plan("olmoe", profile=desktop(gpu=False), ctx=4096).wave_tokens == 0
+
+
+def test_tokens_of_a_gpu_that_holds_every_expert_do_not_wait_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def speed(**options: Any) -> Speed:
+        found = moechat.plan("qwen3-30b-a3b", profile="rtx4090-24g", **options).speed
+        assert found is not None
+        return found
+
+    monkeypatch.delenv(RUN_AHEAD_VARIABLE, raising=False)
+    usual, without_graphs = speed(), speed(deterministic=True)
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
+    behind = speed()
+    assert usual.tokens_per_s > 1.5 * behind.tokens_per_s
+    assert without_graphs.tokens_per_s == pytest.approx(behind.tokens_per_s, rel=0.01)
+    assert usual.ttft_s is not None
+    assert usual.ttft_s == behind.ttft_s, "the host launches every layer of a prompt"
+    costs = {figure.name: figure.value for figure in usual.costs}
+    token = 48 * (costs["attention"] + costs["moe"]) + costs["head"]
+    assert usual.decode.seconds == pytest.approx(token)
 
 
 def test_scores_that_are_materialised_make_chunks_short_but_not_waves() -> None:

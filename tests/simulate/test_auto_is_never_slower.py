@@ -59,20 +59,7 @@ def cell_named(name: str) -> Cell:
 every_cell = pytest.mark.parametrize("cell", CELLS)
 
 
-# Cells of layers of many small experts, where a static set with the CPU for the rest (`fiddler`) is up to
-# 3.1 % faster since the host's calls count: no way that `auto` tries keeps hot experts without uploads.
-SLOWER = ("many-laptop-rtx4060-8g-0.125", "many-laptop-rtx4060-8g-0.5", "many-rtx4090-24g-0.125")
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, marks=pytest.mark.xfail(reason="fiddler is faster", strict=True))
-        if cell in SLOWER
-        else cell
-        for cell in CELLS
-    ],
-)
+@every_cell
 def test_auto_is_as_fast_as_the_best_preset(cell: str) -> None:
     found = cell_named(cell)
     assert found.against(found.best_preset) <= LIMIT, found.best_preset

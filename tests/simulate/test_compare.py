@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.costs import Costs
 from moechat.configurator.estimate import ModelShape
+from moechat.configurator.gpu_pattern import LAYER_HOST
 from moechat.configurator.systems import SYSTEMS
 from moechat.configurator.transit_reserve import in_transit
 from moechat.errors import UsageError
@@ -220,6 +222,22 @@ def test_systems_that_cannot_be_simulated_yet_are_refused(name: str) -> None:
 def test_impossible_requests_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SimulateOptions(**{"systems": ("auto",), **changes})
+
+
+def test_a_gpu_that_holds_every_expert_waits_for_the_host_at_no_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def played() -> dict[str, Any]:
+        (case,) = compare(systems=("moepic",), fractions=(1.0,))
+        return case
+
+    monkeypatch.delenv(RUN_AHEAD_VARIABLE, raising=False)
+    ahead = played()
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
+    behind = played()
+    assert ahead["full_hit_rate"] == behind["full_hit_rate"] == 1.0
+    assert ahead["bytes_per_token"] == 0
+    assert behind["tpot_ms"] - ahead["tpot_ms"] > 1000 * LAYERS * LAYER_HOST
 
 
 def test_a_machine_without_a_gpu_cannot_compute_on_one() -> None:

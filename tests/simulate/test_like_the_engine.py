@@ -221,7 +221,8 @@ def random_case(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("launch", ["host", "card"])
-@pytest.mark.parametrize("miss", ["fetch", "cpu"])  # uploads of the others depend on measured rates
+# Uploads of the others depend on measured rates.
+@pytest.mark.parametrize("miss", ["fetch", "cpu", "seldom"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_blocks_and_hits_equal_the_engines_when_timing_has_no_influence(
@@ -232,6 +233,7 @@ def test_blocks_and_hits_equal_the_engines_when_timing_has_no_influence(
     counted = COUNTED
     if miss != "fetch":
         case.ahead = "none"
+        case.policy = data.draw(st.sampled_from(["forecast", case.policy]))
         counted = tuple(key for key in COUNTED if key not in SHARED)
     expected = case.run(settled=True, cuda=cuda)
     found = case.simulate()

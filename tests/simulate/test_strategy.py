@@ -13,7 +13,7 @@ from moechat.configurator.warm_start import default_statistics
 from moechat.routing.counter import statistics_of_trace
 from moechat.simulate.drawn_routing import draw_routing
 from moechat.simulate.run import Tier
-from moechat.simulate.strategy import choose_by_statistics, lengths, strategies
+from moechat.simulate.strategy import choose_by_statistics, fastest, lengths, strategies
 
 LAYERS, EXPERTS, TOP_K, BLOCKS = 6, 16, 2, 8
 AUTO = SYSTEMS["auto"]
@@ -51,7 +51,8 @@ def test_the_link_brings_everything_where_the_cpu_is_hopeless() -> None:
 @pytest.mark.parametrize("far", [0.1e-3, 1e-3, 10e-3])
 def test_the_choice_is_the_fastest_candidate_within_a_percent(load: float, far: float) -> None:
     found = chosen(replace(COSTS, load=load, compute_far=far))
-    assert found.seconds_of_choice == min(found.seconds.values())
+    assert found.strategy == fastest(strategies(AUTO, far_computes=True), found.seconds)
+    assert found.seconds_of_choice <= 1.01 * min(found.seconds.values())
     assert found.strategy.settings.choose is False
 
 

@@ -302,6 +302,18 @@ def test_demands_of_a_gpu_are_copied_at_once_and_behind_the_kernels_that_read_th
     assert found["seconds"] == [3.0 + 2 + 0.5 + 0.125]
 
 
+def test_a_gpu_that_holds_every_block_waits_for_the_host_at_no_layer() -> None:
+    calls = {"dense": 8.0, "choice": 8.0, "lists": 8.0, "launch": 8.0, "sum": 8.0, "sum_gpu": 0.0625}
+    line = timeline(layers=2, launch="graphs", call=0.0625, calls=calls)
+    for layer in range(2):
+        assert line.preload(layer, np.arange(2, dtype=np.int32), 2) == 4
+    found = play(line, [[[0], [1]]])
+    # One launch a layer, for all of its blocks, and its sum. Nothing of the host's.
+    assert found["seconds"] == [2 * (0.5 + 0.0625 + 2 * 0.25 + 0.0625) + 0.125]
+    assert found["stall"] == [2 * 0.0625]
+    assert line.stats()["hits_full"] == 2
+
+
 def test_a_fixed_set_is_resident_from_the_beginning() -> None:
     ranks = np.array([[1.0, 2.0]])
     chosen = timeline(

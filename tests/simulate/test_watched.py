@@ -20,7 +20,7 @@ from moechat.routing import RoutingCounter
 from moechat.routing.trace import Trace
 from moechat.simulate.compare import Comparison, SimulateOptions
 from moechat.simulate.run import SimulatedRun, Watched, simulate
-from moechat.simulate.strategy import loadings, loads_as, strategies, watched
+from moechat.simulate.strategy import SELDOM, Chosen, loadings, loads_as, strategies, watched
 from moechat.trials import Watch
 from moechat.trials import watch as watch_module
 
@@ -354,6 +354,22 @@ def test_ways_that_cannot_take_turns_are_left_out() -> None:
     assert watching is not None
     assert watching.ways["nothing-ahead"] == ways()["nothing-ahead"]
     assert watched(AUTO, None, at_work, far_computes=True, may_take_turns=lambda *_: False) is None
+
+
+def test_seldom_uploads_are_watched_and_are_no_rival() -> None:
+    found = {each.name: each.settings for each in strategies(AUTO, far_computes=True)}
+    at_work = found[SELDOM]
+    seconds = {name: 1.0 + 0.1 * (name != SELDOM) for name in found}
+    chosen = Chosen(next(s for s in strategies(AUTO, far_computes=True) if s.name == SELDOM), seconds)
+    watching = watched(AUTO, chosen, at_work, far_computes=True)
+    assert watching is not None
+    assert watching.watch.way == SELDOM
+    assert watching.ways[SELDOM] == at_work
+    assert set(watching.ways) == set(ways()) | {SELDOM}
+    assert all(way.keeping_whole_experts() == way for way in watching.ways.values())
+    others = watched(AUTO, chosen, ways()["computed"], far_computes=True)
+    assert others is not None
+    assert SELDOM not in others.ways
 
 
 def test_a_trace_of_one_token_can_be_watched() -> None:

@@ -6,10 +6,15 @@ It needs a process of its own, since a process opens the driver once.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cards_cases import CardRow, CaseName, run_case, ten_cases
 from cards_gpu import Clock
+
+from moechat.config import RUN_AHEAD_VARIABLE
 
 # The strategies that plans choose, given so that the test need not choose them again: by machine and model.
 STRATEGIES = {
@@ -19,6 +24,7 @@ STRATEGIES = {
     ("rtx4090-24g", "mixtral-8x7b"): "whole",
 }
 RESIDENT = CaseName("rtx4090-24g", "qwen3-30b-a3b")
+SLOW_LINK = CaseName("laptop-rtx4060-8g", "qwen3-30b-a3b")
 LINKED = CaseName("rtx3060-12g", "qwen3-30b-a3b")
 
 
@@ -39,10 +45,25 @@ def figures_of(row: CardRow) -> dict[str, Any]:
     }
 
 
-def run(clock: Clock, case: CaseName, **changes: Any) -> dict[str, Any]:
-    """A short run, of the strategy that its plan would choose."""
-    strategy = STRATEGIES.get((case.machine, case.model), "whole-nothing-ahead")
-    return figures_of(run_case(clock, case, fill=150, warm=4, tokens=24, strategy=strategy, **changes))
+@contextmanager
+def run_ahead(allowed: bool) -> Iterator[None]:
+    """As a user has it without options, or has switched it off."""
+    before = os.environ.pop(RUN_AHEAD_VARIABLE, None)
+    if not allowed:
+        os.environ[RUN_AHEAD_VARIABLE] = "0"
+    yield
+    os.environ.pop(RUN_AHEAD_VARIABLE, None)
+    if before is not None:
+        os.environ[RUN_AHEAD_VARIABLE] = before
+
+
+def run(
+    clock: Clock, case: CaseName, strategy: str | None = None, *, ahead: bool = True, **changes: Any
+) -> dict[str, Any]:
+    """A short run, of a strategy or of the one that its plan would choose."""
+    strategy = strategy or STRATEGIES.get((case.machine, case.model), "whole-nothing-ahead")
+    with run_ahead(ahead):
+        return figures_of(run_case(clock, case, fill=150, warm=4, tokens=24, strategy=strategy, **changes))
 
 
 def by_hand(clock: Clock) -> dict[str, float]:
@@ -82,7 +103,9 @@ def main() -> None:
         "again": run(clock, LINKED),
         "sleepy": run(clock, LINKED, figures={"wake_link": 1e-3}),
         "ordered": run(clock, LINKED, ordered=True),
-        "slow host": run(clock, RESIDENT, layer_host=180e-6),
+        "seldom": run(clock, SLOW_LINK, "seldom"),
+        "behind": run(clock, RESIDENT, ahead=False),
+        "slow host": run(clock, RESIDENT, ahead=False, layer_host=180e-6),
     }
     print(json.dumps(found))
 

@@ -213,7 +213,7 @@ def test_candidates_work_with_the_current_runner_and_differ(far: bool) -> None:
             )
         kinds = {(each.settings.ranks, each.settings.miss) for each in found if each.settings is not None}
         assert {True, False} <= {ahead for ahead, _ in kinds}, "with speculation and without"
-        assert not far or {miss for _, miss in kinds} == {"both", "compute", "cpu", "fetch"}
+        assert not far or {miss for _, miss in kinds} == {"both", "compute", "cpu", "fetch", "seldom"}
 
 
 def test_the_mapped_store_is_a_candidate_only_if_allowed() -> None:

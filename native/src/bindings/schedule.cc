@@ -13,7 +13,8 @@ Miss miss_of(const std::string& name) {
   if (name == "compute") return Miss::kCompute;
   if (name == "both") return Miss::kBoth;
   if (name == "cpu") return Miss::kCpu;
-  refuse("miss is '" + name + "'; it must be 'fetch', 'compute', 'both' or 'cpu'");
+  if (name == "seldom") return Miss::kSeldom;
+  refuse("miss is '" + name + "'; it must be 'fetch', 'compute', 'both', 'cpu' or 'seldom'");
 }
 
 Ahead ahead_of(const std::string& name) {

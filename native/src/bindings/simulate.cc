@@ -26,7 +26,8 @@ namespace {
 LaunchPattern launch_of(const std::string& name) {
   if (name == "host") return LaunchPattern::kHost;
   if (name == "card") return LaunchPattern::kCard;
-  refuse("launch is \"" + name + "\"; it must be host or card");
+  if (name == "graphs") return LaunchPattern::kGraphs;
+  refuse("launch is \"" + name + "\"; it must be host, card or graphs");
 }
 
 // A timeline that refuses concurrent calls.
@@ -127,7 +128,7 @@ std::unique_ptr<TimelineObject> make_timeline(
   options.link.seconds = std::move(link);
   options.link.seconds_shared = std::move(link_shared);
   options.link.in_flight_bytes = in_flight_bytes;
-  options.link.card = options.launch == LaunchPattern::kCard;
+  options.link.card = options.launch != LaunchPattern::kHost;
   return std::make_unique<TimelineObject>(std::move(options), policy);
 }
 

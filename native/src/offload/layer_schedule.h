@@ -244,6 +244,7 @@ class LayerSchedule {
   bool of_target(const double* keys, std::int32_t expert) const;
   void admit_targets(const double* keys);
   void admit_what_pays(const double* keys);
+  void admit_seldom(const double* keys);
   std::int64_t unassigned() const;
   std::int64_t on_the_way() const;
   std::int64_t part_of_link(std::int64_t unassigned, std::int64_t coming) const;

@@ -25,6 +25,8 @@ void LayerSchedule::divide() {
     assign_to_link(part_of_link(unassigned(), coming) - coming);
   } else if (miss_ == Miss::kCompute) {
     admit(keys);
+  } else if (miss_ == Miss::kSeldom) {
+    admit_seldom(keys);
   }
 }
 
@@ -73,6 +75,25 @@ void LayerSchedule::admit_what_pays(const double* keys) {
     if (lacks > free && !(keys[expert] > cache_.cheapest(layer_))) continue;
     row.link_end += static_cast<std::int32_t>(lacks);
     part -= lacks;
+    free -= lacks;
+  }
+}
+
+// Experts that free pages hold, and at most one that is worth much more than the expert whose pages it takes:
+// the best first.
+void LayerSchedule::admit_seldom(const double* keys) {
+  std::int64_t free = slab_.free_pages() - options_.reserve;
+  for (auto place = far_.order().rbegin(); place != far_.order().rend(); ++place) {
+    Row& row = row_at(*place);
+    const std::int32_t lacks = row.far_begin - row.link_end;
+    if (lacks == 0) continue;
+    if (lacks > free) {
+      const bool much =
+          policy_->comparable() && keys[expert_of(*place)] > cache_.cheapest(layer_) + FarShare::kMuch;
+      if (much) row.link_end = row.far_begin;
+      return;
+    }
+    row.link_end = row.far_begin;
     free -= lacks;
   }
 }

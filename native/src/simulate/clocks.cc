@@ -171,4 +171,13 @@ void CardClock::drop() {
   copied_until_ = 0;
 }
 
+// ---- a card that runs ahead of the host
+
+std::int64_t GraphClock::work_of_call() const { return kWorkPairs; }
+
+double GraphClock::end_layer() {
+  if (!hurried_) *now_ += costs_.calls.sum_card;
+  return *now_;
+}
+
 }  // namespace moechat

@@ -127,4 +127,15 @@ class CardClock final : public HostClock {
   std::vector<PageId> flying_;  // of these, those that have not landed
 };
 
+// A card that holds every block and runs ahead of the host, as offload/run_ahead.py lets it: a token is two
+// graphs. The clock is the card's; the host's part of a token is in the times of the head.
+class GraphClock final : public HostClock {
+ public:
+  using HostClock::HostClock;
+
+  double end_layer() override;
+  std::int64_t work_of_call() const override;
+  std::int64_t work_of_row() const override { return work_of_call(); }
+};
+
 }  // namespace moechat

@@ -70,6 +70,8 @@ Timeline::Timeline(TimelineOptions options, std::unique_ptr<EvictionPolicy> poli
       schedule_(options_, std::move(policy), std::unique_ptr<Link>(link_), routing_.get()) {
   if (options_.launch == LaunchPattern::kCard) {
     clock_ = std::make_unique<CardClock>(options_.costs, 0, &schedule_, link_, &now_);
+  } else if (options_.launch == LaunchPattern::kGraphs) {
+    clock_ = std::make_unique<GraphClock>(options_.costs, 0, &schedule_, link_, &now_);
   } else {
     clock_ = std::make_unique<HostClock>(options_.costs, options_.group_items, &schedule_, link_, &now_);
   }

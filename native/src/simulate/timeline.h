@@ -30,12 +30,13 @@ struct Loading {
   std::int64_t ahead_blocks = 0;  // most blocks to fetch ahead for a layer
 };
 
-enum class LaunchPattern : std::uint8_t { kHost, kCard };
+// kGraphs: a card that runs ahead of the host; every block has to be there before the first pass.
+enum class LaunchPattern : std::uint8_t { kHost, kCard, kGraphs };
 
 // near_memory and stall_seconds are the timeline's own.
 struct TimelineOptions : ScheduleOptions {
   Loading loading;
-  LaunchPattern launch = LaunchPattern::kHost;  // kCard: link.card must be set too
+  LaunchPattern launch = LaunchPattern::kHost;  // of a card: link.card must be set too
   bool counts_hard = false;                     // hard activations are counted (routing_counter.h)
   std::int64_t group_items = 0;  // (token, expert) pairs whose sums fit in memory at a time; 0: all
 

@@ -97,7 +97,9 @@ def test_the_answer_is_the_same_for_every_budget_system_and_link(
         assert answer == results[0][1]
 
 
-@pytest.mark.parametrize("system", ["auto:miss=both", "fiddler", "static"])
+@pytest.mark.parametrize(
+    "system", ["auto:miss=both", "auto:miss=seldom,prefetch=prompts", "fiddler", "static"]
+)
 def test_blocks_computed_by_the_cpu_are_part_of_the_answer(
     model: Path, gpu, expected: torch.Tensor, system: str
 ) -> None:

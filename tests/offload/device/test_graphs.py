@@ -19,6 +19,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 import moechat
+from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.models import packed_rows
 from moechat.offload.gpu_layer import GpuExpertLayer
 from moechat.offload.graph_decoder import GraphDecoder
@@ -31,6 +32,12 @@ PROMPT = [5, 17, 9, 33, 21]
 TOKENS = [3, 10, 17, 24, 31, 38, 45]
 # float32: our attention adds up in another order.
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _the_host_launches_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of the parts between expert layers; ``test_run_ahead.py`` has those of whole tokens."""
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "0")
 
 
 @pytest.fixture
@@ -105,6 +112,25 @@ def test_replayed_logits_equal_those_of_passes(
     assert len(gpu.graphs_made) == 1
     assert len(gpu.graphs_made[0].made) == graphs
     assert replayed(gpu) == len(TOKENS) * graphs
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_a_whole_token_of_two_graphs_equals_passes(
+    family: str, gpu, without, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_AHEAD_VARIABLE)
+    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    with without(tmp_path / family, gpu) as engine:
+        expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
+    with load(tmp_path / family, gpu) as engine:
+        # Two are compared with passes, and two with tokens whose layers the host launches.
+        found, cache = feed(engine, [PROMPT, *each(TOKENS[:5])])
+        (graphs,) = gpu.graphs_made
+        before = graphs.all_replayed
+        rest, _ = feed(engine, each(TOKENS[5:]), cache)
+        assert graphs.all_replayed - before == 2 * len(TOKENS[5:])
+        assert engine.notices() == []
+    assert error_of(torch.cat([found, rest]), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])

@@ -15,8 +15,9 @@ from interpreted_gpu import InterpretedGpu
 from interpreted_graph import InterpretedGraph, Operation
 
 import moechat
+from moechat.config import RUN_AHEAD_VARIABLE
 from moechat.configurator.systems import CacheSettings
-from moechat.offload import graph_decoder, run_ahead
+from moechat.offload import gpu_clocks, graph_decoder, run_ahead
 from moechat.offload.page_lookup import PageLookup
 from moechat.offload.run_ahead import RunAhead
 from moechat.offload.settings import OffloadOptions
@@ -30,8 +31,13 @@ PLAIN = CacheSettings(policy="lru", prefetch="none")
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ahead of every layer, so that blocks are found missing."""
-    monkeypatch.setenv("MOECHAT_RUN_AHEAD", "1")
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, "1")
     monkeypatch.setattr(run_ahead, "LEAST_SHARE", 0.0)
+
+
+@pytest.fixture
+def _without_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN_AHEAD_VARIABLE)
 
 
 @contextmanager
@@ -96,46 +102,44 @@ def expected(model: Path, driver) -> Callable[[int | None], Run]:
             with behind(), load(model, gpu, pages) as engine:
                 runs[pages] = Run(engine, TOKENS)
                 runs[pages].kept = runs[pages].decisions()
+                runs[pages].routed = routed(engine)
             gpu.close()
         return runs[pages]
 
     return expected_of
 
 
-@pytest.mark.parametrize("pages", [None, 6])
-def test_logits_and_decisions_are_those_of_the_host(model: Path, gpu, expected, pages: int | None) -> None:
-    with load(model, gpu, pages) as engine:
+def test_logits_and_decisions_are_those_of_the_host(model: Path, gpu, expected) -> None:
+    with load(model, gpu, 6) as engine:
         run = Run(engine, TOKENS)
-        assert_same(run, expected(pages))
-        assert run.decisions() == expected(pages).kept
+        assert_same(run, expected(6))
+        assert run.decisions() == expected(6).kept
         assert engine.notices() == []
         assert engine.loaded.near.runner.check() == ""
-        missed = ahead_of(engine).missed
-        assert missed > 0
-        if pages is not None:
-            assert missed > 4, "few pages: blocks are missing again and again"
-            (graphs,) = gpu.graphs_made
-            parts = engine.loaded.near.layers + 1
-            assert graphs.replayed == parts * len(TOKENS) + ahead_of(engine).repeated
+        assert ahead_of(engine).missed > 4, "few pages: blocks are missing again and again"
+        (graphs,) = gpu.graphs_made
+        parts = engine.loaded.near.layers + 1
+        assert graphs.replayed == parts * len(TOKENS) + ahead_of(engine).repeated
 
 
-def fill(engine) -> None:
-    """Bring every expert of every layer to the GPU."""
-    near = engine.loaded.near
-    for layer in range(near.layers):
-        near.runner.prefetch(layer, None, near.geometry.num_experts, None)
-    near.drain()
+def routed(engine) -> list[list[int]]:
+    return engine.loaded.near.routing_statistics().activations.tolist()
 
 
+@pytest.mark.usefixtures("_without_options")
 def test_a_token_with_all_experts_resident_costs_no_layer_the_host_anything(
-    model: Path, gpu, expected
+    model: Path, gpu, expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu_clocks, "EVERY", 1)
+    monkeypatch.setattr(gpu_clocks, "FIRST", 1)
     with load(model, gpu) as engine:
-        fill(engine)
+        near = engine.loaded.near
+        assert (near.runner.residency() == near.geometry.blocks_per_expert).all(), "before the first token"
+        assert near.stats()["preloaded"] == 0, "answers count what they move"
         run = Run(engine, TOKENS[:5])  # two are compared with passes, two with graphs of single layers
         (graphs,) = gpu.graphs_made
         copies, waits = gpu.copies_to_host, gpu.waits
-        replays, layers = graphs.all_replayed, engine.loaded.near.stats()["layers_run"]
+        replays, layers = graphs.all_replayed, near.stats()["layers_run"]
         for token in TOKENS[5:]:
             run.feed([token])
         tokens = len(TOKENS[5:])
@@ -143,16 +147,68 @@ def test_a_token_with_all_experts_resident_costs_no_layer_the_host_anything(
         assert gpu.waits - waits == tokens
         assert graphs.all_replayed - replays == 2 * tokens, "the layers, and the head"
         # All the same they count.
-        assert engine.loaded.near.stats()["layers_run"] - layers == tokens * engine.loaded.near.layers
-        assert engine.notices() == []
+        assert near.stats()["layers_run"] - layers == tokens * near.layers
+        assert run.decisions() == expected(None).kept
+        assert routed(engine) == expected(None).routed
         assert_same(run, expected(None))
+        # Memory runs out: blocks may be missing from now on, and the host decides.
+        assert near.shrink(0.5) > 0
+        waits, copies = gpu.waits, gpu.copies_to_host
+        for token in TOKENS[:2]:
+            run.feed([token])
+        assert gpu.waits == waits
+        assert gpu.copies_to_host - copies == near.layers * 2
+        assert engine.loaded.decoder._recording.ahead is None
+        assert engine.notices() == []
+        assert near.runner.check() == ""
+
+
+@pytest.mark.usefixtures("_without_options")
+@pytest.mark.parametrize(("pages", "value"), [(6, ""), (None, "0")])
+def test_nothing_runs_ahead_where_a_block_may_be_missing_or_it_is_switched_off(
+    model: Path, gpu, expected, monkeypatch: pytest.MonkeyPatch, pages: int | None, value: str
+) -> None:
+    monkeypatch.setenv(RUN_AHEAD_VARIABLE, value)
+    with load(model, gpu, pages) as engine:
+        run = Run(engine, TOKENS[:4])
+        recording = engine.loaded.decoder._recording
+        assert recording.ahead is None
+        assert recording.crossing.kept == [], "nothing is replayed again"
+        assert gpu.waits == 0
+        assert engine.notices() == []
+    for one, other in zip(run.logits, expected(pages).logits, strict=False):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_without_options")
+@pytest.mark.parametrize("reason", ["memory", "kernel", "another result"])
+def test_the_host_launches_every_layer_where_a_token_cannot_be_two_graphs(
+    model: Path, gpu, expected, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def refuses(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory") if reason == "memory" else RuntimeError("no kernel")
+
+    if reason == "another result":
+        whole = graph_decoder._CompleteRecording
+        monkeypatch.setattr(whole, "result", lambda recording: recording.logits + 1)
+    else:
+        monkeypatch.setattr(RunAhead, "launch", refuses)
+    with load(model, gpu) as engine:
+        pages = engine.loaded.near.pages
+        run = Run(engine, TOKENS[:5])
+        (notice,) = engine.notices()
+        assert "waits for the host" in notice
+        assert {"memory": "no memory", "kernel": "no kernel"}.get(reason, "logits") in notice
+        assert engine.loaded.near.pages == pages, "no page is given back for it"
+        assert engine.loaded.decoder._recording.ahead is None
+    for one, other in zip(run.logits, expected(None).logits, strict=False):
+        assert torch.equal(one, other)
 
 
 def test_blocks_that_a_lookup_does_not_find_are_computed_by_the_host(
     model: Path, gpu, expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(model, gpu) as engine:
-        fill(engine)
         run = Run(engine, TOKENS[:5])
         ahead = ahead_of(engine)
         table, layers = ahead._lookup._table, engine.loaded.near.layers

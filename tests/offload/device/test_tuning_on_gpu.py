@@ -74,10 +74,10 @@ def test_logits_are_the_same_with_every_candidate(model: Path, gpu) -> None:
         found = []
         near = engine.loaded.near
         assert near is not None
-        for miss in ("compute", "fetch", "both"):
+        for miss in ("compute", "fetch", "both", "seldom"):
             near.load_by(near.settings.fetching_nothing_ahead())
             settings = near.settings
             near.switch(type(settings)(**{**vars(settings), "miss": miss}), near.plan)
             found.append(engine.logits(PROMPT))
-        assert torch.allclose(found[0], found[1], rtol=0, atol=2e-5 * float(found[1].abs().max()))
-        assert torch.allclose(found[2], found[1], rtol=0, atol=2e-5 * float(found[1].abs().max()))
+        for other in found:
+            assert torch.allclose(other, found[1], rtol=0, atol=2e-5 * float(found[1].abs().max()))

@@ -1,0 +1,133 @@
+"""``miss="seldom"``: the CPU computes what is missing; experts stay until the routing has clearly changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moechat._native import EvictionPolicy, Timeline
+from moechat.configurator.systems import SYSTEMS, parse_settings
+from moechat.simulate.strategy import SELDOM, SELDOM_GAIN, Strategy, fastest, strategies
+
+LAYERS, EXPERTS, BLOCKS, KEPT, RESERVE = 3, 24, 2, 6, 4
+
+
+def timeline(miss: str = "seldom", policy: str = "forecast") -> Timeline:
+    """A quarter of the experts on a GPU, beside a CPU that computes as fast as the link moves."""
+    return Timeline(
+        layers=LAYERS,
+        experts=EXPERTS,
+        blocks=BLOCKS,
+        block_bytes=1000,
+        pages=LAYERS * KEPT * BLOCKS + RESERVE,
+        targets=np.array([[KEPT, BLOCKS]] * LAYERS, np.int32),
+        reserve=RESERVE,
+        policy=EvictionPolicy(policy, LAYERS, EXPERTS),
+        whole_experts=False,
+        miss=miss,
+        ahead="none",
+        lookahead=1,
+        ahead_experts=0,
+        ahead_bytes=None,
+        stream_tokens=0,
+        group_items=0,
+        attention=1e-4,
+        head=1e-4,
+        call=0.0,
+        compute=[1e-6],
+        far_block=1e-5,
+        far_block_shared=1e-5,
+        latency=0.0,
+        link=[1e-5],
+        link_shared=[],
+        in_flight_bytes=1 << 20,
+        launch="card",
+    )
+
+
+def routing(tokens: int, *, first: int = 0, often: float = 0.7, seed: int = 0) -> np.ndarray:
+    """int32 [tokens, layers, 2]: each with a probability one of KEPT experts from ``first`` on, else another.
+
+    Some choices are those of the token before, so that experts seem to be needed again for a short time.
+    """
+    rng = np.random.default_rng(seed)
+    hot = (first + np.arange(KEPT)) % EXPERTS
+    pools = [hot, np.setdiff1d(np.arange(EXPERTS), hot)]
+    chosen = np.empty((tokens, LAYERS, 2), np.int32)
+    for token, layer in np.ndindex(tokens, LAYERS):
+        if token and rng.random() < 0.3:
+            chosen[token, layer] = chosen[token - 1, layer]
+            continue
+        mixed = [rng.permutation(pool) for pool in pools]
+        chosen[token, layer] = [mixed[int(rng.random() > often)][place] for place in range(2)]
+    return chosen
+
+
+def moved(made: Timeline, chosen: np.ndarray) -> np.ndarray:
+    """Blocks that each token moves."""
+    found = made.run(chosen, np.arange(len(chosen) + 1, dtype=np.int64), None)["demand_bytes"] / 1000
+    assert made.check() == ""
+    return found
+
+
+def hot_share(made: Timeline, first: int = 0) -> float:
+    """Share of the blocks of the hot experts that are resident."""
+    hot = (first + np.arange(KEPT)) % EXPERTS
+    return float(made.residency()[:, hot].sum()) / (LAYERS * KEPT * BLOCKS)
+
+
+def test_experts_stay_and_hardly_any_is_uploaded() -> None:
+    blocks = {}
+    for miss in ("seldom", "compute"):
+        made = timeline(miss)
+        moved(made, routing(400))
+        blocks[miss] = moved(made, routing(400, seed=1)).sum()
+        if miss == "seldom":
+            assert hot_share(made) > 0.9
+    assert blocks["compute"] > 50
+    assert blocks["seldom"] < blocks["compute"] / 4
+
+
+def test_free_pages_are_filled_at_once() -> None:
+    made = timeline()
+    moved(made, routing(24))
+    assert made.residency().sum() >= LAYERS * KEPT * BLOCKS
+
+
+def test_a_lasting_change_of_the_routing_is_followed() -> None:
+    made = timeline()
+    moved(made, routing(400))
+    changed = moved(made, routing(300, first=KEPT, seed=2))
+    assert hot_share(made, KEPT) > 0.8
+    # No layer replaces more than one expert for a token.
+    assert changed.max() <= LAYERS * BLOCKS
+    assert changed.sum() >= 0.8 * LAYERS * KEPT * BLOCKS
+
+
+@pytest.mark.parametrize("policy", ["lru", "lcp"])
+def test_keys_without_a_common_scale_replace_nothing(policy: str) -> None:
+    made = timeline(policy=policy)
+    moved(made, routing(100))
+    before = made.residency().tolist()
+    assert moved(made, routing(100, first=KEPT, seed=2)).sum() == 0
+    assert made.residency().tolist() == before
+
+
+def test_it_is_a_candidate_where_the_cpu_can_compute() -> None:
+    found = {each.name: each.settings for each in strategies(SYSTEMS["auto"], far_computes=True)}
+    assert found[SELDOM] == parse_settings("auto:miss=seldom,prefetch=prompts,allocation=uniform,split=1")
+    assert SELDOM not in {each.name for each in strategies(SYSTEMS["auto"], far_computes=False)}
+
+
+def test_an_adaptive_strategy_is_preferred_where_the_gain_is_small() -> None:
+    found = strategies(SYSTEMS["auto"], far_computes=True)
+
+    def chosen(seldom: float, other: float) -> str:
+        seconds = {each.name: 2.0 for each in found} | {SELDOM: seldom, "link": other}
+        return fastest(found, seconds).name
+
+    assert chosen(1.0, 1.0 + 2 * SELDOM_GAIN) == SELDOM
+    assert chosen(1.0, 1.0 + SELDOM_GAIN / 2) == "link"
+    assert chosen(1.0, 0.9) == "link"
+    alone = Strategy(SELDOM, "", SYSTEMS["auto"])
+    assert fastest([alone], {SELDOM: 1.0}) == alone
