@@ -221,9 +221,9 @@ def _plan_layer(
             }
         experts.append(
             ExpertRef(
-                gate=_matrix(entry, gate_up, packed, index, 0, *gate_rows, size),
-                up=_matrix(entry, gate_up, packed, index, 1, *up_rows, size),
-                down=_matrix(entry, down, packed, index, 0, 0, 1, entry.hidden_size),
+                gate=_matrix(entry, gate_up, packed, checkpoint, index, 0, *gate_rows, size),
+                up=_matrix(entry, gate_up, packed, checkpoint, index, 1, *up_rows, size),
+                down=_matrix(entry, down, packed, checkpoint, index, 0, 0, 1, entry.hidden_size),
                 **vectors,
             )
         )
@@ -234,6 +234,7 @@ def _matrix(
     entry: ExpertsModule,
     target: Target,
     packed: dict[str, str],
+    checkpoint: Checkpoint,
     expert: int,
     part: int,
     start: int,
@@ -248,6 +249,8 @@ def _matrix(
             return MatrixRef(key, expert, start, step, rows, transposed=False, packing="mxfp4")
         return MatrixRef(key, expert, start, step, rows, transposed=entry.transposed)
     assert target.converter is not None
+    if operations in (["Transpose"], ["Interleave"]) and len(target.keys) == 1:
+        return _rearranged(entry, target, checkpoint, expert, part, start, step, rows)
     patterns = target.converter.source_patterns
     lists = [target.sources.get(pattern, []) for pattern in patterns]
     for pattern, keys in zip(patterns, lists, strict=True):
@@ -263,6 +266,37 @@ def _matrix(
     raise UnsupportedModelError(
         f"{target.name} is stored in a layout that moechat does not read ({' then '.join(operations)})"
     )
+
+
+def _rearranged(
+    entry: ExpertsModule,
+    target: Target,
+    checkpoint: Checkpoint,
+    expert: int,
+    part: int,
+    start: int,
+    step: int,
+    rows: int,
+) -> MatrixRef:
+    """One expert's matrix in a fused tensor that transformers transposes, or whose rows it reorders."""
+    assert target.converter is not None
+    (key,), operation = target.keys, vars(target.converter.operations[0])
+    rearranges = type(target.converter.operations[0]).__name__
+    if rearranges == "Transpose" and {operation["dim0"], operation["dim1"]} == {1, 2}:
+        # Checkpoints that transformers has written are in the model's order, which such a rule notices.
+        same_shape = tuple(checkpoint.info(key)[1]) == entry.parameter_shape(target.name)
+        kept = operation.get("check_dims", False) and same_shape
+        return MatrixRef(
+            key, expert, start, step, rows, transposed=entry.transposed if kept else not entry.transposed
+        )
+    if (
+        rearranges == "Interleave"
+        and operation["dim"] == 1
+        and not (operation["inverse"] or entry.transposed or entry.interleaved)
+    ):
+        # Rows of gate and up alternate in the file, and come after each other in the model.
+        return MatrixRef(key, expert, part, 2, rows, transposed=False)
+    raise UnsupportedModelError(f"{target.name} is stored in a layout that moechat does not read")
 
 
 def _only_key(target: Target) -> str:

@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry, Gate, WeightType
@@ -26,6 +31,9 @@ from moechat.models.light_meta import light_meta
 
 # Attribute of an experts module that holds the object that computes it.
 EXPERTS_RUNNER = "_moechat_layer"
+
+# In transformers: the decoder in a model that also takes pictures or sound.
+_TEXT_PART = "language_model"
 
 # Quantisation methods that moechat.store decodes; all others are rejected.
 _READABLE_QUANTISATION = ("mxfp4",)
@@ -65,6 +73,13 @@ class ExpertsModule:
         names = ("gate_up_proj", "down_proj")
         biases = ("gate_up_proj_bias", "down_proj_bias") if self.has_bias else ()
         return tuple(f"{self.name}.{suffix}" for suffix in names + biases)
+
+    def parameter_shape(self, name: str) -> tuple[int, int, int]:
+        """Shape of the removed parameter ``gate_up_proj`` or ``down_proj``, by its full name."""
+        first, second = self.hidden_size, self.intermediate_size
+        fused = name.endswith("gate_up_proj")
+        rows, columns = (2 * second, first) if fused else (first, second)
+        return (self.num_experts, columns, rows) if self.transposed else (self.num_experts, rows, columns)
 
     def geometry(self, bits: int, weight_type: WeightType = WeightType.BF16) -> ExpertGeometry:
         """Shape and encoding of the experts with ``bits`` bits per weight.
@@ -170,13 +185,14 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
     """
     try:
         with light_meta(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model = _class_for(config).from_config(
                 config, dtype=dtype, trust_remote_code=False, experts_implementation=experts_implementation
             )
     except Exception as error:  # depends on the family
         raise UnsupportedModelError(
             f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}"
         ) from error
+    _keep_text_part(model)
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
@@ -185,6 +201,25 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
         for name in entry.parameter_names:
             del entry.module._parameters[name.rsplit(".", 1)[1]]
     return Skeleton(model, experts, state)
+
+
+def _class_for(config: Any) -> Any:
+    """The automatic class that builds a model of text: of text alone if the type has one."""
+    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (
+        AutoModelForImageTextToText
+        if of_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
+
+
+def _keep_text_part(model: PreTrainedModel) -> None:
+    """Remove what turns pictures and sound into hidden states: without such inputs it is never called."""
+    base = model.base_model
+    if base is not model and hasattr(base, _TEXT_PART):
+        for name, _ in list(base.named_children()):
+            if name != _TEXT_PART:
+                delattr(base, name)
 
 
 def is_experts_module(module: nn.Module) -> bool:
