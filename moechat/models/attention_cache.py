@@ -15,8 +15,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moechat.errors import UnsupportedModelError
 from moechat.geometry import PACKED_KV_BITS, PLAIN_KV_BITS
 from moechat.models.cache_layers import ReservedLayer, WindowLayer
+from moechat.models.layer_configs import layer_configs
 from moechat.models.light_meta import light_meta
 from moechat.models.packed_rows import row_bytes
+from moechat.models.skeleton import decoder_of
 
 # Prompt tokens per pass. A constant, because the division into passes changes the rounding of a prompt's
 # logits, which must not depend on a budget.
@@ -262,7 +264,7 @@ def _trial(model: nn.Module) -> Any:
     """The cache after a pass of :data:`_TRIAL` tokens on the meta device."""
     with light_meta(), without_scaling(model), torch.inference_mode():
         ids = torch.zeros((1, _TRIAL), dtype=torch.int64, device="meta")
-        return model(input_ids=ids, use_cache=True).past_key_values
+        return decoder_of(model)(input_ids=ids, use_cache=True).past_key_values
 
 
 def _tensors(holder: Any) -> list[torch.Tensor]:
@@ -278,11 +280,12 @@ def _tensors(holder: Any) -> list[torch.Tensor]:
 
 def _from_config(text: Any, dtype: torch.dtype) -> CacheShape:
     """Upper bound: keys and values of every head in every layer, and a state per head."""
-    heads = int(text.num_attention_heads)
-    head = getattr(text, "head_dim", None) or math.ceil(int(text.hidden_size) / heads)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    each = 2 * int(kv_heads) * int(head) * dtype.itemsize
-    layers = int(text.num_hidden_layers)
-    # Linear attention has one state matrix per head.
-    state = layers * heads * max(int(head), 128) ** 2 * torch.float32.itemsize
-    return CacheShape(False, False, 0, state, ((each * layers, None),), ((each, None),))
+    growing, state = [], 0
+    for layer in layer_configs(text):
+        heads = int(layer.num_attention_heads)
+        head = getattr(layer, "head_dim", None) or math.ceil(int(layer.hidden_size) / heads)
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        growing.append(2 * int(kv_heads) * int(head) * dtype.itemsize)
+        # Linear attention has one state matrix per head.
+        state += heads * max(int(head), 128) ** 2 * torch.float32.itemsize
+    return CacheShape(False, False, 0, state, ((sum(growing), None),), ((max(growing), None),))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from moechat.models.attention_cache import PREFILL_CHUNK, CacheShape
+from moechat.models.layer_configs import different_configs
 
 # Memory kept by the allocator, set up by the BLAS library at its first use, alignment, and small tensors that
 # are not in the formula.
@@ -56,12 +57,13 @@ class _Sizes:
     @classmethod
     def of(cls, config: Any) -> _Sizes:
         text = config.get_text_config()
+        layers = different_configs(text)
 
         def number(*names: str, default: int) -> int:
-            found = [getattr(text, name, None) for name in names]
+            found = [getattr(layer, name, None) for layer in layers for name in names]
             return max((item for item in found if isinstance(item, int) and item > 0), default=default)
 
-        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+        hidden, heads = int(text.hidden_size), number("num_attention_heads", default=1)
         head = number("head_dim", default=math.ceil(hidden / heads))
         nope = number("qk_nope_head_dim", default=0)
         latent = number("kv_lora_rank", default=0) > 0 and nope > 0

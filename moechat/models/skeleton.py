@@ -213,13 +213,18 @@ def _class_for(config: Any) -> Any:
     )
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The decoder of a model that also takes pictures or sound, else the whole model."""
+    decoder = getattr(getattr(model, "base_model", None), _TEXT_PART, model)
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
 def _keep_text_part(model: PreTrainedModel) -> None:
     """Remove what turns pictures and sound into hidden states: without such inputs it is never called."""
-    base = model.base_model
-    if base is not model and hasattr(base, _TEXT_PART):
-        for name, _ in list(base.named_children()):
+    if decoder_of(model) is not model:
+        for name, _ in list(model.base_model.named_children()):
             if name != _TEXT_PART:
-                delattr(base, name)
+                delattr(model.base_model, name)
 
 
 def is_experts_module(module: nn.Module) -> bool:
