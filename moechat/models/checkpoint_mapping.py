@@ -253,6 +253,10 @@ def _matrix(
         return _rearranged(entry, target, checkpoint, expert, part, start, step, rows)
     patterns = target.converter.source_patterns
     lists = [target.sources.get(pattern, []) for pattern in patterns]
+    both = len(patterns) == 2 and not entry.interleaved
+    if operations == ["Concatenate"] and both and all(len(keys) == 1 for keys in lists):
+        # Gate and up of all experts in a tensor each.
+        return MatrixRef(lists[part][0], expert, 0, 1, rows, transposed=entry.transposed)
     for pattern, keys in zip(patterns, lists, strict=True):
         if len(keys) != entry.num_experts:
             raise CheckpointError(
@@ -261,7 +265,7 @@ def _matrix(
             )
     if operations == ["MergeModulelist"] and len(patterns) == 1:
         return MatrixRef(lists[0][expert], None, start, step, rows, transposed=entry.transposed)
-    if operations == ["MergeModulelist", "Concatenate"] and len(patterns) == 2 and not entry.interleaved:
+    if operations == ["MergeModulelist", "Concatenate"] and both:
         return MatrixRef(lists[part][expert], None, 0, 1, rows, transposed=entry.transposed)
     raise UnsupportedModelError(
         f"{target.name} is stored in a layout that moechat does not read ({' then '.join(operations)})"

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import ExpertGeometry, Gate, WeightType
+from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
 
@@ -193,6 +194,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
             f"no causal language model of type {config.model_type!r} can be built: {_summary(error)}"
         ) from error
     _keep_text_part(model)
+    adapt_experts(model, experts_implementation)
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
@@ -225,11 +227,6 @@ def _keep_text_part(model: PreTrainedModel) -> None:
         for name, _ in list(model.base_model.named_children()):
             if name != _TEXT_PART:
                 delattr(model.base_model, name)
-
-
-def is_experts_module(module: nn.Module) -> bool:
-    """Whether a module's class has transformers' decorator for experts, which sets these two attributes."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _find_experts(model: PreTrainedModel) -> list[ExpertsModule]:

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moechat.models.checkpoint_mapping import plan_checkpoint
+from moechat.models.experts_interface import is_experts_module
 from moechat.models.one_pass import OnePass
-from moechat.models.skeleton import is_experts_module
 from moechat.store.checkpoint import Checkpoint
 
 # The shape with odd sizes of each family; some have layers without experts.

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache
 from moechat.models.cache_layers import ReservedLayer
 from moechat.models.decode.layers import Forward, LayerParts
 from moechat.models.decode.probe import probing
-from moechat.models.skeleton import EXPERTS_RUNNER, is_experts_module
+from moechat.models.experts_interface import is_experts_module
+from moechat.models.skeleton import EXPERTS_RUNNER
 
 _PROBES = 3
 _PROBE_KEYS = 5

@@ -21,8 +21,9 @@ from moechat import _native
 from moechat.models.cache_layers import AppendPlace, ReservedLayer, WindowLayer
 from moechat.models.decode.probe import ELEMENTS
 from moechat.models.decode.rotary import rotation_width
+from moechat.models.experts_interface import is_experts_module
 from moechat.models.linear import PackedLinear, StoredLinear
-from moechat.models.skeleton import EXPERTS_RUNNER, is_experts_module
+from moechat.models.skeleton import EXPERTS_RUNNER
 
 _LAYER_NAMES = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
 _ATTENTION_NAMES = frozenset(
