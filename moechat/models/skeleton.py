@@ -198,6 +198,8 @@ def build_skeleton(config: Any, dtype: torch.dtype, experts_implementation: str 
     model.eval()
     state = model.state_dict()
     experts = tuple(sorted(_find_experts(model), key=lambda entry: entry.layer))
+    if not experts:
+        raise _no_experts(model, config.model_type)
     _check_uniform(experts, config)
     for entry in experts:
         for name in entry.parameter_names:
@@ -275,13 +277,21 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
-    model_type = config.model_type
-    if not experts:
-        raise UnsupportedModelError(
-            f"model type {model_type!r} has no routed experts that moechat understands",
+def _no_experts(model: PreTrainedModel, model_type: str) -> UnsupportedModelError:
+    classes = {type(module).__name__ for name, module in model.named_modules() if "layers." in name}
+    others = sorted(name for name in classes if name.endswith(("Experts", "MoE", "Moe")))
+    if not others:
+        return UnsupportedModelError(
+            f"model type {model_type!r} has no routed experts",
             hint="moechat runs Mixture-of-Experts models; dense models need another tool",
         )
+    return UnsupportedModelError(
+        f"model type {model_type!r} computes its experts in {', '.join(others)}, in a form of their own"
+    )
+
+
+def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
+    model_type = config.model_type
     layers = [entry.layer for entry in experts]
     if len(set(layers)) != len(layers):
         raise UnsupportedModelError(

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # Common to all: a vocabulary with an odd size, a context long enough for the tests, and no token that ends an
 # answer.
@@ -394,6 +400,12 @@ def tiny_config(family: str, shape: int = 0, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**_BASE, **sizes, **changes})
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model that writes text: of text alone if there is one."""
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if text else AutoModelForImageTextToText
+
+
 def write_tiny_checkpoint(
     directory: Path, config: Any, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **save: Any
 ) -> None:
@@ -405,7 +417,7 @@ def write_tiny_checkpoint(
     """
     torch.manual_seed(seed)
     config = type(config).from_dict(config.to_dict())
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):

@@ -94,16 +94,16 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
     """
     turn = _native.rotate
 
-    def rotate(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
-    ) -> Any:
+    def rotate(*arguments: Any, **named: Any) -> Any:
+        # Some families also rotate queries alone, or name the arguments.
+        if named or len(arguments) != 4 or not all(isinstance(each, torch.Tensor) for each in arguments):
+            return own(*arguments, **named)
+        q, k, cos, sin = arguments
         dtype, shape, angles = q.dtype, q.shape, cos.shape[-1]
         tokens, dim = shape[-2], shape[-1]
         width = _width(kinds, dim, angles)
         if (
-            rest
-            or named
-            or tokens > FEW_TOKENS
+            tokens > FEW_TOKENS
             or width == 0
             or not (k.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and dtype in ELEMENTS)
             or not (q.is_cpu and cos.is_contiguous() and sin.is_contiguous())
@@ -114,7 +114,7 @@ def native_rotary(own: Rotate, kinds: Collection[str]) -> Rotate:
             or sin.shape != cos.shape
             or not q.stride(-1) == k.stride(-1) == 1
         ):
-            return own(q, k, cos, sin, *rest, **named)
+            return own(q, k, cos, sin)
         kind = ELEMENTS[dtype]
         at = (cos.data_ptr(), sin.data_ptr(), angles, width)
         turned = []

@@ -1,0 +1,69 @@
+"""Every model type of transformers that has experts, from a tiny configuration: runs like transformers, or is
+refused with a fact about the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import BUILT, REASONS, REFUSED, table, tiny_family, types_with_experts
+from tiny import SHAPES, auto_class, write_tiny_checkpoint
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import moechat
+from moechat.errors import UnsupportedModelError
+from moechat.models.skeleton import build_skeleton
+
+PAGE = Path(moechat.__file__).parent / "manual" / "models.md"
+TYPES = types_with_experts()
+TOKENS = list(range(3, 17))
+# Other tests write them in several shapes.
+WRITTEN = [name for name in TYPES if name not in {*REFUSED, *BUILT, *SHAPES}]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_type_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    config = tiny_family(name)
+    write_tiny_checkpoint(tmp_path, config)
+    model = auto_class(config).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    with moechat.load(tmp_path, bits=16, dense_bits=16, dtype="float32") as engine:
+        found = engine.logits(TOKENS)
+    assert float((found - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_part_for_text_of_another_type_is_built(name: str) -> None:
+    try:
+        config = tiny_family(name)
+    except Exception:  # its parts have to agree in sizes
+        config = CONFIG_MAPPING[name]()
+    skeleton = build_skeleton(config, torch.float32)
+    assert skeleton.experts
+    parts = {key.partition("layers.")[0] for key in skeleton.state if "layers." in key}
+    assert parts == {skeleton.layers_name.removesuffix("layers")}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_type_is_refused_for_a_reason(name: str) -> None:
+    configs = []
+    for make in (lambda: tiny_family(name), CONFIG_MAPPING[name]):
+        try:
+            configs.append(make())
+        except Exception:
+            continue
+    messages = []
+    for config in configs:
+        with pytest.raises(UnsupportedModelError) as caught:
+            build_skeleton(config, torch.float32)
+        messages.append(str(caught.value))
+    assert any(REFUSED[name] in message for message in messages), messages
+
+
+def test_the_manual_names_every_type() -> None:
+    assert sorted(REASONS) == sorted(REFUSED)
+    assert set(REFUSED) <= set(TYPES)
+    assert table() in PAGE.read_text(), "write what `python tests/support/families.py` prints into models.md"
