@@ -117,8 +117,8 @@ def registers_of(built):
 def compile_attention(names, capabilities, dtype, results):
     """Kernels of attention; a name such as ``mixtral/8`` has packed keys, ``mixtral*3`` three tokens.
 
-    ``mixtral@80`` is compiled for that capability alone, and its spilled registers are not counted, which would
-    take the assembler a second time.
+    ``mixtral@80`` is compiled for that capability alone, and its spilled registers are not counted, for which
+    the assembler would run a second time.
     """
     for name in names:
         model, _, only = name.partition("@")
