@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import moechat  # noqa: F401 - before torch, whose threads would else spin between products: see there
+
 pytest_plugins = ["quick_run"]
 
 # Shells start background jobs with Ctrl-C ignored, and programs that tests start would inherit that.

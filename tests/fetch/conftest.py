@@ -1,5 +1,5 @@
 """Fixtures of a hub on this machine."""
 
-from hub_fixtures import checkpoint, hub, inside, program, reference, served
+from hub_fixtures import checkpoint, hf_home, hub, inside, program, reference, served
 
-__all__ = ["checkpoint", "hub", "inside", "program", "reference", "served"]
+__all__ = ["checkpoint", "hf_home", "hub", "inside", "program", "reference", "served"]

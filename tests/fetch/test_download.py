@@ -81,7 +81,7 @@ def test_a_download_interrupted_killed_and_cut_is_resumed(
     layers = list((models(inside) / f".{STORE}.partial" / "store").glob("experts-*"))
     assert layers  # what the first shards were good for is converted
     hub.faults = Faults(pace_s=0.01, reached=500_000, at_reached=lambda: running[0].kill())
-    running.append(inside.start("download", REPOSITORY))
+    running.append(inside.start("download", REPOSITORY, forked=True))
     running[0].communicate(timeout=PATIENCE_S)
     assert running[0].returncode == -signal.SIGKILL
     assert "unfinished downloads" in inside.call("list").err
@@ -431,7 +431,7 @@ def test_run_downloads_nothing_after_a_no(inside: Cli, hub: Hub, monkeypatch: py
 
 
 def test_run_on_a_terminal_asks_once_downloads_and_starts_the_chat(program: Cli) -> None:
-    terminal = program.terminal("run", REPOSITORY)
+    terminal = program.terminal("run", REPOSITORY, forked=True)
     terminal.expect("Download and convert it now")
     terminal.sendline("")
     terminal.expect(">>> ")

@@ -207,7 +207,7 @@ def blocked(program: Cli, hub: Hub, faults: Callable[[str], Faults]) -> subproce
     name = sorted(shards(hub))[shards_until(hub, 0)]
     hub.faults = faults(name)
     program.extra["HF_HUB_DOWNLOAD_TIMEOUT"] = BORNE_S
-    process = program.start("download", REPOSITORY)
+    process = program.start("download", REPOSITORY, forked=True)
     wait_until(lambda: events(hub, "requested")[-1:] == [name] or process.poll() is not None)
     if hub.faults.stall:
         wait_until(lambda: are_beginnings(program, hub) and finished_layers(program) > 0)

@@ -49,6 +49,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A library of the module's own: the first process converts the model, within its budget."""
+    directory = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECHAT_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def least(model: Path, home: Path) -> int:
+    """The least budget of a fresh process."""
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(model), "0", str(PROMPT)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
 @contextmanager
 def kernel_limit(limit: int) -> Iterator[tuple[str, list[str]]]:
     """How to start a process to which the kernel gives no more than ``limit`` bytes; and what it counts.
@@ -77,7 +95,7 @@ def kernel_limit(limit: int) -> Iterator[tuple[str, list[str]]]:
     yield "RLIMIT_DATA", []
 
 
-def least_budget(model: Path, home: Path) -> int:
+def least_budget(model: Path) -> int:
     with pytest.raises(DoesNotFitError) as caught:
         moechat.load(model, bits=8, ram="64M", ctx=PROMPT + 64)
     assert caught.value.exit_code == 4
@@ -89,12 +107,9 @@ def least_budget(model: Path, home: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 48 * MEBI])
 def test_peak_stays_below_the_budget_with_a_prompt_of_4000_tokens(
-    model: Path, moechat_home: Path, spare: int
+    model: Path, least: int, spare: int
 ) -> None:
-    least = subprocess.run(
-        [sys.executable, str(CHILD), str(model), "0", str(PROMPT)], capture_output=True, text=True, check=True
-    )
-    budget = int(least.stdout) + spare
+    budget = least + spare
     with kernel_limit(budget) as (kind, prefix):
 
         def limit() -> None:
@@ -118,10 +133,8 @@ def test_peak_stays_below_the_budget_with_a_prompt_of_4000_tokens(
     assert figures["pages_peak"] <= figures["pages"]
 
 
-def test_a_budget_that_is_named_as_least_works_and_one_below_is_refused(
-    model: Path, moechat_home: Path
-) -> None:
-    least = least_budget(model, moechat_home)
+def test_a_budget_that_is_named_as_least_works_and_one_below_is_refused(model: Path, home: Path) -> None:
+    least = least_budget(model)
     with pytest.raises(DoesNotFitError):
         moechat.load(model, bits=8, ram=least - 32 * MEBI, ctx=PROMPT + 64)
     with moechat.load(model, bits=8, ram=least + 16 * MEBI, ctx=PROMPT + 64) as engine:

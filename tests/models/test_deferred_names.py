@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from first_token import FirstToken
 
 # Everything that a module with names tells about them, in a form that can be compared.
 _TELL = """
@@ -31,23 +32,29 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_a_first_token_needs_no_list_of_all_models() -> None:
-    out = run(
-        "import sys, moechat\n"
-        "with moechat.load('demo') as engine:\n"
-        "    step = next(iter(engine.generate('Once', max_new_tokens=1)))\n"
-        "print(['_later' in vars(sys.modules[name]) for name in ('transformers', 'transformers.models')])\n"
-    )
-    assert out.strip() == "[True, True]"
+def test_a_first_token_needs_no_list_of_all_models(first_token: FirstToken) -> None:
+    assert first_token.deferred == {"transformers", "transformers.models"}
 
 
-@pytest.mark.parametrize("name", ["transformers", "transformers.models"])
-def test_the_names_are_those_that_transformers_makes_itself(name: str) -> None:
-    tell = f"import json, sys, {name}\n{_TELL}\nprint(json.dumps(told(sys.modules[{name!r}])))"
+_MODULES = ["transformers", "transformers.models"]
+
+
+@pytest.fixture(scope="module")
+def names() -> list[dict[str, list[object]]]:
+    """What the modules tell about themselves, imported before moechat and by it."""
+    told = ", ".join(f"{name!r}: told(sys.modules[{name!r}])" for name in _MODULES)
+    tell = f"import json, sys, {', '.join(_MODULES)}\n{_TELL}\nprint(json.dumps({{{told}}}))"
     # The same modules are loaded in both, so that both have the same attributes.
     load = "import moechat.models.skeleton, transformers.modeling_layers\n"
-    first, then = (json.loads(run(code + tell)) for code in (f"import {name}\n{load}", load))
-    assert first == then
+    return [json.loads(run(code + tell)) for code in (f"import {', '.join(_MODULES)}\n{load}", load)]
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_the_names_are_those_that_transformers_makes_itself(
+    names: list[dict[str, list[object]]], name: str
+) -> None:
+    first, then = names
+    assert first[name] == then[name]
 
 
 def test_names_asked_for_early_have_the_same_meaning() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from first_token import FirstToken
+from forked_code import run_each
 
 
 def run(code: str) -> str:
@@ -16,15 +18,9 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_a_first_token_needs_neither_the_compiler_nor_sharded_tensors() -> None:
-    out = run(
-        "import sys, moechat\n"
-        "with moechat.load('demo') as engine:\n"
-        "    step = next(iter(engine.generate('Once', max_new_tokens=1)))\n"
-        "print(type(sys.modules['torch._dynamo']).__name__)\n"
-        "print('torch.distributed.tensor' in sys.modules)\n"
-    )
-    assert out.split() == ["CompilerStandIn", "False"]
+def test_a_first_token_needs_neither_the_compiler_nor_sharded_tensors(first_token: FirstToken) -> None:
+    assert first_token.compiler == "CompilerStandIn"
+    assert "torch.distributed.tensor" not in first_token.modules
 
 
 def test_checks_of_transformers_are_restored() -> None:
@@ -37,20 +33,19 @@ def test_checks_of_transformers_are_restored() -> None:
     assert out.split() == ["True"]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "torch._dynamo.config",
-        "torch._dynamo.reset()",
-        "from torch._dynamo.utils import counters",
-        "import torch._dynamo.utils",
-        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
-    ],
-)
-def test_the_compiler_is_loaded_when_it_is_asked_for_and_learns_the_marks(use: str) -> None:
-    out = run(
-        "import sys, torch, moechat.models\n"
-        "stand_in = sys.modules['torch._dynamo']\n"
+_USES = [
+    "torch._dynamo.config",
+    "torch._dynamo.reset()",
+    "from torch._dynamo.utils import counters",
+    "import torch._dynamo.utils",
+    "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+]
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each use prints, with the checks around it."""
+    pieces = [
         "marked = lambda x: x\n"
         "skipped = torch.compiler.disable(lambda x: x + 1)\n"
         "assert torch._dynamo.allow_in_graph(marked) is marked\n"
@@ -64,5 +59,14 @@ def test_the_compiler_is_loaded_when_it_is_asked_for_and_learns_the_marks(use: s
         "import torch._dynamo.utils\n"
         "assert torch._dynamo.utils.counters is real.utils.counters is real.convert_frame.counters\n"
         "print('done')\n"
-    )
-    assert out.split() == ["done"]
+        for use in _USES
+    ]
+    beginning = "import sys, torch, moechat.models\nstand_in = sys.modules['torch._dynamo']\n"
+    return dict(zip(_USES, run_each(beginning, pieces), strict=True))
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_the_compiler_is_loaded_when_it_is_asked_for_and_learns_the_marks(
+    printed: dict[str, str], use: str
+) -> None:
+    assert printed[use].split() == ["done"]

@@ -7,17 +7,19 @@ import subprocess
 import sys
 
 import pytest
+from first_token import FirstToken
+from forked_code import run_each
 
 _OUTLINES = """
 import torch
 from moechat.hub.known_shapes import shape_names
 from moechat.models.model_outline import known_config, outline_model
 def outlines():
-    for name in shape_names():
-        for dtype in (torch.float32, torch.bfloat16):
-            found = outline_model(known_config(name), dtype, dense_bits="auto")
-            print(name, [part for part in vars(found).items() if part[0] not in ("experts", "config")])
-            print(found.experts.parameter_names, found.geometry(4), found.config.to_dict())
+    for number, name in enumerate(shape_names()):
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        found = outline_model(known_config(name), dtype, dense_bits="auto")
+        print(name, [part for part in vars(found).items() if part[0] not in ("experts", "config")])
+        print(found.experts.parameter_names, found.geometry(4), found.config.to_dict())
 """
 
 
@@ -43,31 +45,55 @@ def test_all_known_shapes_are_outlined_without_sympy_and_with_the_same_result() 
     assert without.count("\n") >= 16
 
 
-def test_a_first_token_needs_no_sympy() -> None:
-    out = run(
-        "import sys, moechat\n"
-        "with moechat.load('demo') as engine:\n"
-        "    step = next(iter(engine.generate('Once', max_new_tokens=1)))\n"
-        "print([name in sys.modules for name in ('sympy', 'torch.fx.experimental.symbolic_shapes')])\n"
-    )
-    assert out.strip() == "[False, False]"
+def test_a_first_token_needs_no_sympy(first_token: FirstToken) -> None:
+    assert not {"sympy", "torch.fx.experimental.symbolic_shapes"} & first_token.modules
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import sympy; assert sympy.Symbol('x').is_symbol",
-        "from sympy import Symbol; assert Symbol('x').is_symbol",
-        "import sympy.core.symbol as s; assert s.Symbol('x').is_symbol",
-        "from torch.fx.experimental.symbolic_shapes import ShapeEnv; ShapeEnv()",
-        "import torch.fx.experimental.symbolic_shapes as s; s.ShapeEnv()",
-    ],
-)
-def test_the_real_modules_are_loaded_when_they_are_asked_for(use: str) -> None:
-    out = run(
-        "import sys, torch\n"
-        "from moechat.models.light_meta import light_meta\n"
-        "with light_meta():\n"
+_USES = [
+    "import sympy; assert sympy.Symbol('x').is_symbol",
+    "from sympy import Symbol; assert Symbol('x').is_symbol",
+    "import sympy.core.symbol as s; assert s.Symbol('x').is_symbol",
+    "from torch.fx.experimental.symbolic_shapes import ShapeEnv; ShapeEnv()",
+    "import torch.fx.experimental.symbolic_shapes as s; s.ShapeEnv()",
+]
+_AFTERWARDS = """
+before = list(sys.meta_path)
+with light_meta():
+    torch.empty(3, device='meta').normal_()
+assert 'sympy' not in sys.modules and sys.meta_path == before
+import sympy, torch.fx.experimental.symbolic_shapes as shapes
+print(sympy.Symbol('x'), shapes.guard_or_true(False))
+"""
+_PLAIN_ARGUMENTS = """
+from moechat.models.light_meta import Shapes
+from torch.fx.experimental import symbolic_shapes as real
+ours = Shapes(real.__name__)
+ours.load = None  # none of these needs the real module
+asks = ['expect_true', 'guard_or_false', 'guard_or_true', 'guard_size_oblivious']
+asks += ['statically_known_true']
+bools = (False, True)
+calls = [(name, (value,)) for name in asks for value in bools]
+calls += [(name, (a, b)) for name in ('sym_and', 'sym_or') for a in bools for b in bools]
+calls += [('sym_and', (True, True, False)), ('sym_or', (False,)), ('sym_and', (True,))]
+pairs = (1, 2), (2, 2), ((1, 2), [1, 2]), ((1,), (1, 2)), ((), ())
+calls += [('sym_eq', pair) for pair in pairs]
+calls += [('sym_eq', (torch.Size((1, 2)), (1, 3)))]
+numbers = [value for value in (0, 5, True) if hasattr(real, 'guarding_hint_or_throw')]
+calls += [('guarding_hint_or_throw', (value,)) for value in numbers]
+calls += [('has_guarding_hint', (value,)) for value in numbers]
+calls += [('is_nested_int', (3,))]
+for name, given in calls:
+    found, wanted = getattr(ours, name)(*given), getattr(real, name)(*given)
+    assert found == wanted and type(found) is type(wanted), (name, given, found, wanted)
+print('done')
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What the pieces of code print, each in a process that has imported torch, and no sympy."""
+    pieces = {
+        use: "with light_meta():\n"
         "    import sympy as early\n"
         "    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq\n"
         "    assert guard_or_false(True) and not isinstance(1, early.Basic)\n"
@@ -82,47 +108,21 @@ def test_the_real_modules_are_loaded_when_they_are_asked_for(use: str) -> None:
         "assert isinstance(sym_eq(size, 3), torch.SymBool) and guard_or_false(size == 3) is False\n"
         "assert sympy.core.symbol.Symbol is sympy.Symbol\n"
         "print(shapes is torch.fx.experimental.symbolic_shapes)\n"
-    )
-    assert out.split() == ["True"]
+        for use in _USES
+    }
+    pieces |= {each: each for each in (_AFTERWARDS, _PLAIN_ARGUMENTS)}
+    beginning = "import sys, torch\nfrom moechat.models.light_meta import light_meta\n"
+    return dict(zip(pieces, run_each(beginning, list(pieces.values())), strict=True))
 
 
-def test_afterwards_the_real_modules_can_be_imported() -> None:
-    out = run(
-        "import sys, torch\n"
-        "from moechat.models.light_meta import light_meta\n"
-        "before = list(sys.meta_path)\n"
-        "with light_meta():\n"
-        "    torch.empty(3, device='meta').normal_()\n"
-        "assert 'sympy' not in sys.modules and sys.meta_path == before\n"
-        "import sympy, torch.fx.experimental.symbolic_shapes as shapes\n"
-        "print(sympy.Symbol('x'), shapes.guard_or_true(False))\n"
-    )
-    assert out.split() == ["x", "False"]
+@pytest.mark.parametrize("use", _USES)
+def test_the_real_modules_are_loaded_when_they_are_asked_for(printed: dict[str, str], use: str) -> None:
+    assert printed[use].split() == ["True"]
 
 
-def test_plain_arguments_have_the_results_of_the_real_functions() -> None:
-    out = run(
-        "import torch\n"
-        "from moechat.models.light_meta import Shapes\n"
-        "from torch.fx.experimental import symbolic_shapes as real\n"
-        "ours = Shapes(real.__name__)\n"
-        "ours.load = None  # none of these needs the real module\n"
-        "asks = ['expect_true', 'guard_or_false', 'guard_or_true', 'guard_size_oblivious']\n"
-        "asks += ['statically_known_true']\n"
-        "bools = (False, True)\n"
-        "calls = [(name, (value,)) for name in asks for value in bools]\n"
-        "calls += [(name, (a, b)) for name in ('sym_and', 'sym_or') for a in bools for b in bools]\n"
-        "calls += [('sym_and', (True, True, False)), ('sym_or', (False,)), ('sym_and', (True,))]\n"
-        "pairs = (1, 2), (2, 2), ((1, 2), [1, 2]), ((1,), (1, 2)), ((), ())\n"
-        "calls += [('sym_eq', pair) for pair in pairs]\n"
-        "calls += [('sym_eq', (torch.Size((1, 2)), (1, 3)))]\n"
-        "numbers = [value for value in (0, 5, True) if hasattr(real, 'guarding_hint_or_throw')]\n"
-        "calls += [('guarding_hint_or_throw', (value,)) for value in numbers]\n"
-        "calls += [('has_guarding_hint', (value,)) for value in numbers]\n"
-        "calls += [('is_nested_int', (3,))]\n"
-        "for name, given in calls:\n"
-        "    found, wanted = getattr(ours, name)(*given), getattr(real, name)(*given)\n"
-        "    assert found == wanted and type(found) is type(wanted), (name, given, found, wanted)\n"
-        "print('done')\n"
-    )
-    assert out.split() == ["done"]
+def test_afterwards_the_real_modules_can_be_imported(printed: dict[str, str]) -> None:
+    assert printed[_AFTERWARDS].split() == ["x", "False"]
+
+
+def test_plain_arguments_have_the_results_of_the_real_functions(printed: dict[str, str]) -> None:
+    assert printed[_PLAIN_ARGUMENTS].split() == ["done"]

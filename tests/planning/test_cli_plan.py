@@ -12,6 +12,8 @@ from tiny import tiny_config
 
 GPU = ("--gpu", "rtx3060-12g")
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -107,8 +109,8 @@ def test_a_reader_that_closes_the_pipe_early_gets_no_error(cli: Cli) -> None:
     assert len(result.out) == 40
 
 
-def test_a_closed_pipe_ends_the_command_quietly(cli: Cli) -> None:
-    process = cli.start("plan", "mixtral", *GPU, forked=True)
+def test_a_closed_pipe_ends_the_command_quietly(cli: Cli, config: str) -> None:
+    process = cli.start("plan", config, "--vram", "900M", *GPU, forked=True)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None

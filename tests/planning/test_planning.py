@@ -48,6 +48,8 @@ from moechat.store.store import Store
 ROOM = 150 << 20
 DEMO = Path(moechat.__file__).parent / "hub" / "demo"
 
+pytestmark = pytest.mark.usefixtures("short_simulations")
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,7 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def olmoe() -> Plan:
+def olmoe(short_simulations: None) -> Plan:
     return moechat.plan("olmoe", vram="3500M", profile=desktop())
 
 

@@ -115,9 +115,14 @@ def registers_of(built):
 
 
 def compile_attention(names, capabilities, dtype, results):
-    """Kernels of attention; a name such as ``mixtral/8`` has packed keys, ``mixtral*3`` three tokens."""
+    """Kernels of attention; a name such as ``mixtral/8`` has packed keys, ``mixtral*3`` three tokens.
+
+    ``mixtral@80`` is compiled for that capability alone, and its spilled registers are not counted, for which
+    the assembler would run a second time.
+    """
     for name in names:
-        model, _, tokens = name.partition("*")
+        model, _, only = name.partition("@")
+        model, _, tokens = model.partition("*")
         model, _, bits = model.partition("/")
         kv_heads, group, key_dim, value_dim, options = ATTENTION[model]
         shape = attention.AttentionShape(
@@ -126,13 +131,14 @@ def compile_attention(names, capabilities, dtype, results):
         count, sinks = int(tokens or 1), bool(options.get("window"))
         # Bytes of a head's packed rows are a multiple of 4 only.
         even = () if bits else ("key_head", "value_head", *EVEN)
-        for capability in map(int, capabilities):
+        for capability in map(int, [only] if only else capabilities):
             cores = capability >= 80
             stages = attention.Launch.of(shape, count, tensor_cores=cores).stages
             for plan in attention.launches(shape, count, tensor_cores=cores, sinks=sinks):
                 kernel = getattr(triton_attention, plan.kernel)
                 built = build(kernel, plan.constants, plan.types, plan.warps, capability, stages, even)
-                results[f"{plan.kernel} sm_{capability} {name}"] = {**sizes_of(built), **registers_of(built)}
+                found = sizes_of(built) if only else {**sizes_of(built), **registers_of(built)}
+                results[f"{plan.kernel} sm_{capability} {name}"] = found
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ def write_hub_checkpoint(directory: Path) -> None:
         "qwen3_moe", 0, vocab_size=tiny.BYTE_VOCABULARY, num_hidden_layers=LAYERS, max_position_embeddings=512
     )
     tiny.write_tiny_checkpoint(directory, config, max_shard_size="500KB")
-    tiny.write_byte_tokenizer(directory)
+    tiny.write_byte_tokenizer(directory, longest=600)
     (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A tiny model\n")
     (directory / "pytorch_model.bin").write_bytes(b"a pickle")
     (directory / "modeling_evil.py").write_text("raise SystemExit")

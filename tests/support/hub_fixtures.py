@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,9 +54,16 @@ def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return Reference(destination)
 
 
+@pytest.fixture(scope="session")
+def hf_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of huggingface_hub, which reads its place at import: one for all programs of a fork server."""
+    return tmp_path_factory.mktemp("hf") / "home"
+
+
 @pytest.fixture
-def program(tmp_path: Path, hub: Hub) -> Cli:
+def program(tmp_path: Path, hub: Hub, hf_home: Path) -> Cli:
     """The program with an empty library, connected to the hub."""
+    shutil.rmtree(hf_home, ignore_errors=True)
     work = tmp_path / "work"
     work.mkdir()
     return Cli(
@@ -64,7 +72,7 @@ def program(tmp_path: Path, hub: Hub) -> Cli:
         extra={
             "HF_ENDPOINT": hub.endpoint,
             "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HOME": str(hf_home),
             "HF_TOKEN": "",
             "HF_HUB_DOWNLOAD_TIMEOUT": "1",
             "NO_PROXY": "127.0.0.1",
@@ -77,6 +85,7 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """The same for :meth:`Cli.call`: huggingface_hub has read the variables of this process long ago."""
     from huggingface_hub import close_session, constants
 
+    from moechat.calibration import duration
     from moechat.fetch import retry
 
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
@@ -87,6 +96,9 @@ def inside(program: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", program.extra["HF_HOME"] + "/hub")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", program.extra["HF_HOME"] + "/token")
     monkeypatch.setattr(retry, "_FIRST_WAIT_S", 0.01)
+    # A plan times samples of the conversion: small ones do here.
+    for name, size in (("_NEURONS", 64), ("_COLUMNS", 256), ("_TOKENS", 64)):
+        monkeypatch.setattr(duration, name, size)
     monkeypatch.setattr(retry, "_MAX_OUTAGE_S", 2.0)
     close_session()
     return program

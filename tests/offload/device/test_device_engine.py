@@ -321,11 +321,11 @@ def test_a_missing_gpu_is_reported(model: Path) -> None:
 
 
 def test_a_chat_keeps_its_cache_between_turns(gpu, tmp_path: Path, moechat_home: Path) -> None:
-    write_tiny_chat_model(tmp_path / "chat")
+    write_tiny_chat_model(tmp_path / "chat", moe_intermediate_size=64)
     with load(tmp_path / "chat", gpu) as engine:
-        messages = [{"role": "user", "content": "hello there"}]
+        messages = [{"role": "user", "content": "hi"}]
         answer = "".join(step.text for step in engine.generate(messages, max_new_tokens=5, seed=1))
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and now"}]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "so"}]
         list(engine.generate(messages, max_new_tokens=3, seed=1))
         assert engine.stats.output_tokens > 0
         assert engine.idle() is None

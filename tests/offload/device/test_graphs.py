@@ -59,6 +59,12 @@ def load(model: Path, gpu, pages: int | None = None, **arguments):
     return moechat.load(model, device="cuda", offload=offload, **{**usual, **arguments})
 
 
+def config_of(family: str, **changes):
+    """Experts of one block: what the interpreter computes, it computes slowly."""
+    short = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    return tiny_config(family, 0, **short, **changes)
+
+
 def feed(engine, passes, cache=None):
     """Last logits of passes of given tokens, and the cache after them; a negative number is cut off it."""
     found = []
@@ -100,7 +106,7 @@ def test_replayed_logits_equal_those_of_passes(
 ) -> None:
     # gpt_oss has windows of 8 tokens, so that one moves on, and sinks; qwen2_moe makes a mask that no layer
     # uses.
-    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    write_tiny_checkpoint(tmp_path / family, config_of(family))
     with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
     assert not gpu.graphs_made
@@ -119,7 +125,7 @@ def test_a_whole_token_of_two_graphs_equals_passes(
     family: str, gpu, without, tmp_path: Path, moechat_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(RUN_AHEAD_VARIABLE)
-    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    write_tiny_checkpoint(tmp_path / family, config_of(family))
     with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, [PROMPT, *each(TOKENS)])
     with load(tmp_path / family, gpu) as engine:
@@ -139,7 +145,7 @@ def test_replays_read_keys_and_values_of_8_bits(
 ) -> None:
     # The stand-in is a "cpu" to torch: its prompts and passes pack and unpack by the GPU's kernels too.
     monkeypatch.setitem(packed_rows._CODECS, "cpu", DeviceRows())
-    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    write_tiny_checkpoint(tmp_path / family, config_of(family))
     passes = [PROMPT, *each(TOKENS[:3]), [8, 8, 7], *each(TOKENS[3:4])]
     with without(tmp_path / family, gpu, kv_bits=8) as engine:
         expected, _ = feed(engine, passes)
@@ -256,7 +262,7 @@ def test_a_family_without_reserved_memory_is_decoded_without_graphs(
 def test_replays_passes_and_truncations_can_alternate(
     family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0, sliding_window=12))
+    write_tiny_checkpoint(tmp_path / family, config_of(family, sliding_window=12))
     cut = [-2] if family == "qwen3_moe" else []
     passes = [PROMPT, *each(TOKENS[:2]), [8, 8, 7], *each(TOKENS[2:4]), *cut, *each(TOKENS[4:6]), [2, 4]]
     passes += each(TOKENS[6:])
@@ -290,17 +296,18 @@ def test_a_full_sliding_window_is_moved_before_a_replay(
 def test_a_chat_and_later_answers_use_the_same_graphs(
     gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_chat_model(tmp_path / "chat")
+    # A token a byte.
+    write_tiny_chat_model(tmp_path / "chat", moe_intermediate_size=64)
 
     def talk(engine):
-        messages = [{"role": "user", "content": "hello there"}]
+        messages = [{"role": "user", "content": "hi"}]
         first = list(engine.generate(messages, max_new_tokens=4, temperature=0.0))
         messages += [
             {"role": "assistant", "content": "".join(step.text for step in first)},
-            {"role": "user", "content": "and now"},
+            {"role": "user", "content": "so"},
         ]
         second = answer(engine, messages, 4)
-        return [step.token_id for step in first], second, answer(engine, "something else", 4)
+        return [step.token_id for step in first], second, answer(engine, "no", 4)
 
     with without(tmp_path / "chat", gpu) as engine:
         expected = talk(engine)
@@ -361,7 +368,7 @@ def test_a_failed_recording_is_reported_once_and_changes_no_token(model: Path, g
 def test_a_wrong_replay_is_reported_and_not_used(
     family: str, gpu, without, tmp_path: Path, moechat_home: Path
 ) -> None:
-    write_tiny_checkpoint(tmp_path / family, tiny_config(family, 0))
+    write_tiny_checkpoint(tmp_path / family, config_of(family))
     passes = [PROMPT, TOKENS[:5], *each(TOKENS[:3])]
     with without(tmp_path / family, gpu) as engine:
         expected, _ = feed(engine, passes)
