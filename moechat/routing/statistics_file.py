@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -49,6 +50,7 @@ _DIMENSIONS = {
 _MAX_COUNTS = 1 << 26
 _NPY_HEADER_BYTES = 1 << 12
 _MAX_TEXT_BYTES = 1 << 12
+_MAX_FILE_BYTES = 1 << 30
 _LOCK_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
@@ -208,12 +210,16 @@ def _read_or_set_aside(
 
 def _read(path: Path, key: str, policy: str) -> RoutingStatistics:
     with open(path, "rb") as file:
-        try:
-            return _parse(file, key, policy)
-        except (OSError, _UnreadableError):
-            raise
-        except Exception as problem:  # the zip, deflate and npy parsers raise many types for damaged data
-            raise _UnreadableError(f"the file is damaged: {problem}") from problem
+        # As a whole, so that what the parsers raise is about its content: a damaged offset is an OSError too.
+        content = file.read(_MAX_FILE_BYTES + 1)
+    try:
+        if len(content) > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        return _parse(io.BytesIO(content), key, policy)
+    except _UnreadableError:
+        raise
+    except Exception as problem:  # the zip, deflate and npy parsers raise many types for damaged data
+        raise _UnreadableError(f"the file is damaged: {problem}") from problem
 
 
 def _parse(file: IO[bytes], key: str, policy: str) -> RoutingStatistics:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
 
@@ -242,6 +242,7 @@ def test_a_damaged_file_is_left_out_and_set_aside(
     st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8),
     st.integers(0, 4000),
 )
+@example([(10530, 1)], 0)  # an offset that is before the file
 def test_arbitrary_bytes_raise_no_error(tmp_path: Path, changes: list[tuple[int, int]], cut: int) -> None:
     good = tmp_path / "good"
     if not good.exists():

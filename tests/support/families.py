@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,18 @@ def _kept_layers(values: dict[str, Any], layers: int) -> list[int]:
 
 def table() -> str:
     """What the manual says of every model type, as Markdown."""
-    running = [name for name in types_with_experts() if name not in REFUSED]
+    running = [name for name in types_with_experts() if name not in {*REFUSED, *BUILT}]
     pictures = [name for name in running if takes_pictures(name)]
+
+    def names(chosen: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in chosen) + "."
+
     lines = [
-        ", ".join(f"`{name}`" for name in running if name not in pictures) + ".",
+        names(name for name in running if name not in pictures),
         "",
-        "Of these the part for text runs, and pictures and sound are not taken: "
-        + ", ".join(f"`{name}`" for name in pictures)
-        + ".",
+        f"The text part of these runs; pictures and sound are not taken: {names(pictures)}",
+        "",
+        f"These are built, but their logits were not compared: {names(BUILT)}",
         "",
         "| refused | because |",
         "|---|---|",
