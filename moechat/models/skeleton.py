@@ -297,10 +297,10 @@ def _check_uniform(experts: tuple[ExpertsModule, ...], config: Any) -> None:
         raise UnsupportedModelError(
             f"model type {model_type!r} has several expert modules in one decoder layer"
         )
-    shapes = {
-        (e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias, e.gate, e.interleaved)
-        for e in experts
-    }
+    gates = {(entry.gate, entry.interleaved) for entry in experts}
+    if len(gates) != 1:
+        raise UnsupportedModelError(f"the layers of {model_type!r} compute {len(gates)} different gates")
+    shapes = {(e.num_experts, e.hidden_size, e.intermediate_size, e.transposed, e.has_bias) for e in experts}
     if len(shapes) != 1:
         raise UnsupportedModelError(
             f"model type {model_type!r} has expert layers of {len(shapes)} different shapes"

@@ -73,6 +73,16 @@ def test_a_type_is_refused_for_a_reason(name: str) -> None:
     assert any(REFUSED[name] in message for message in messages), messages
 
 
+def test_layers_with_different_gates_are_refused() -> None:
+    """As in Step-3.7, which clamps two of its layers."""
+    config = tiny_family("step3p7")
+    text = config.get_text_config()
+    text.mlp_layer_types = ["dense", "dense", "sparse", "sparse"]
+    text.swiglu_limits = [0.0, 0.0, 0.0, 7.0]
+    with pytest.raises(UnsupportedModelError, match="compute 2 different gates"):
+        build_skeleton(config, torch.float32)
+
+
 def test_the_manual_names_every_type() -> None:
     assert sorted(REASONS) == sorted(REFUSED)
     assert set(REFUSED) <= set(TYPES)
