@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import moechat  # noqa: F401 - before torch, whose threads would else spin between products: see there
+import moechat  # noqa: F401 - sets how torch's threads wait, before a test imports torch
 
 pytest_plugins = ["quick_run"]
 

@@ -52,9 +52,9 @@ EVENT_LATENCY = 3e-6
 # late: an estimate.
 WAKE_SPINNING = 3e-6
 WAKE_POLLING = 10e-6
-# Host, for a layer whose graphs are replayed, beside the calls above. Python: measured as 118 us on a
-# server's core (scripts/bench/cards --host), of which a third is the timed stand-in for the GPU. C++: cache,
-# link and lists (native_runner_test --bench, twice).
+# The host's own work for a layer that is replayed from graphs, without the calls above. Python: 118 us were
+# measured on a server's core (scripts/bench/cards --host); a third of that is the timed stand-in for the GPU.
+# C++: cache, link and lists (native_runner_test --bench, twice).
 LAYER_PYTHON = 75e-6
 LAYER_NATIVE = 5e-6
 LAYER_HOST = LAYER_PYTHON + LAYER_NATIVE

@@ -111,7 +111,7 @@ def with_gpu_link(profile: HardwareProfile) -> HardwareProfile:
         return profile
     link = assumed_link(profile.gpu)
     assert link.together is not None
-    # The CPU's measured rate is that beside the disk; a faster link leaves it less of the memory's bandwidth.
+    # The CPU was measured while the disk was read. The link to a GPU is faster and leaves it less bandwidth.
     return replace(
         profile,
         links={**profile.links, "gpu": link},

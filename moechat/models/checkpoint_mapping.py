@@ -250,7 +250,8 @@ def _matrix(
         return MatrixRef(key, expert, start, step, rows, transposed=entry.transposed)
     assert target.converter is not None
     if operations in (["Transpose"], ["Interleave"]) and len(target.keys) == 1:
-        return _rearranged(entry, target, checkpoint, expert, part, start, step, rows)
+        start, step, transposed = _rearranged(entry, target, checkpoint, part, start, step)
+        return MatrixRef(target.keys[0], expert, start, step, rows, transposed=transposed)
     patterns = target.converter.source_patterns
     lists = [target.sources.get(pattern, []) for pattern in patterns]
     both = len(patterns) == 2 and not entry.interleaved
@@ -273,33 +274,23 @@ def _matrix(
 
 
 def _rearranged(
-    entry: ExpertsModule,
-    target: Target,
-    checkpoint: Checkpoint,
-    expert: int,
-    part: int,
-    start: int,
-    step: int,
-    rows: int,
-) -> MatrixRef:
-    """One expert's matrix in a fused tensor that transformers transposes, or whose rows it reorders."""
+    entry: ExpertsModule, target: Target, checkpoint: Checkpoint, part: int, start: int, step: int
+) -> tuple[int, int, bool]:
+    """First row, distance of rows, and whether matrices are transposed, in a fused tensor whose matrices
+    transformers transposes, or whose rows it reorders.
+    """
     assert target.converter is not None
-    (key,), operation = target.keys, vars(target.converter.operations[0])
-    rearranges = type(target.converter.operations[0]).__name__
-    if rearranges == "Transpose" and {operation["dim0"], operation["dim1"]} == {1, 2}:
-        # Checkpoints that transformers has written are in the model's order, which such a rule notices.
-        same_shape = tuple(checkpoint.info(key)[1]) == entry.parameter_shape(target.name)
-        kept = operation.get("check_dims", False) and same_shape
-        return MatrixRef(
-            key, expert, start, step, rows, transposed=entry.transposed if kept else not entry.transposed
-        )
-    if (
-        rearranges == "Interleave"
-        and operation["dim"] == 1
-        and not (operation["inverse"] or entry.transposed or entry.interleaved)
-    ):
+    (operation,) = target.converter.operations
+    name, options = type(operation).__name__, vars(operation)
+    if name == "Transpose" and {options["dim0"], options["dim1"]} == {1, 2}:
+        # Checkpoints that transformers has written have the model's shape already; such a rule checks it.
+        same_shape = tuple(checkpoint.info(target.keys[0])[1]) == entry.parameter_shape(target.name)
+        turned = not (options.get("check_dims", False) and same_shape)
+        return start, step, entry.transposed != turned
+    plain = not (entry.transposed or entry.interleaved)
+    if name == "Interleave" and options["dim"] == 1 and not options["inverse"] and plain:
         # Rows of gate and up alternate in the file, and come after each other in the model.
-        return MatrixRef(key, expert, part, 2, rows, transposed=False)
+        return part, 2, False
     raise UnsupportedModelError(f"{target.name} is stored in a layout that moechat does not read")
 
 

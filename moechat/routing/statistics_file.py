@@ -210,7 +210,7 @@ def _read_or_set_aside(
 
 def _read(path: Path, key: str, policy: str) -> RoutingStatistics:
     with open(path, "rb") as file:
-        # As a whole, so that what the parsers raise is about its content: a damaged offset is an OSError too.
+        # Read before it is parsed: with a damaged offset the parsers raise OSError, as a failing disk does.
         content = file.read(_MAX_FILE_BYTES + 1)
     try:
         if len(content) > _MAX_FILE_BYTES:

@@ -93,7 +93,7 @@ RING = replace(GPU, staged={1 << 24: measured(6 * GB)}, pinned=measured(SHAPE.al
 
 
 def test_experts_that_cannot_be_pinned_go_through_the_ring() -> None:
-    """A quarter of the bytes at the link's rate, the rest at the ring's, alone and beside the CPU."""
+    """A quarter of the bytes is pinned; the rest moves at the ring's rate."""
     pc = replace(PC, links={**PC.links, "gpu": RING})
     alone = cost_figures(PC, SHAPE, near="gpu").costs
     found = cost_figures(pc, SHAPE, near="gpu")

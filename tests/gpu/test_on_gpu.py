@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from homes import shared_home
 from tiny import tiny_config, write_tiny_checkpoint
 
 import moechat
@@ -30,10 +31,8 @@ def _real_driver() -> None:
 
 @pytest.fixture(scope="module")
 def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOECHAT_HOME", str(directory))
-        yield directory
+    with shared_home(tmp_path_factory) as home:
+        yield home
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from homes import shared_home
 from places import SUPPORT
 from tiny import write_tiny_checkpoint
 from transformers import AutoConfig
@@ -52,9 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A library of the module's own: the first process converts the model, within its budget."""
-    directory = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOECHAT_HOME", str(directory))
+    with shared_home(tmp_path_factory) as directory:
         yield directory
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from homes import shared_home
 
 
 @pytest.fixture(scope="module")
 def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home for library and state that the tests of a module share."""
-    directory = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOECHAT_HOME", str(directory))
-        yield directory
+    with shared_home(tmp_path_factory) as home:
+        yield home

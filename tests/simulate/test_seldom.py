@@ -13,7 +13,7 @@ LAYERS, EXPERTS, BLOCKS, KEPT, RESERVE = 3, 24, 2, 6, 4
 
 
 def timeline(miss: str = "seldom", policy: str = "forecast") -> Timeline:
-    """A quarter of the experts on a GPU, beside a CPU that computes as fast as the link moves."""
+    """A GPU that holds a quarter of the experts; CPU and link take the same time for a block."""
     return Timeline(
         layers=LAYERS,
         experts=EXPERTS,

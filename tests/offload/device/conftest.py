@@ -57,12 +57,3 @@ def gpu(driver: object) -> Iterator[object]:
     yield made
     made.close()
     driver.reset()
-
-
-@pytest.fixture(scope="module")
-def moechat_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home for library and state that the tests of a module share."""
-    directory = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOECHAT_HOME", str(directory))
-        yield directory
