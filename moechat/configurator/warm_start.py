@@ -1,106 +1,29 @@
 """Default routing statistics by model family, used until enough tokens are recorded.
 
-The defaults are curves with a few parameters, fitted to available data; every number has its source. They
-only order layers and sizes sensibly, and a few hundred recorded tokens outweigh them.
+The defaults are curves with a few parameters, fitted to available data; :mod:`.routing_families` has those of
+each family. They only order layers and sizes sensibly, and a few hundred recorded tokens outweigh them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from moechat.configurator.routing_families import Family, family_of
 from moechat.configurator.systems import Policy
 from moechat.routing.statistics import RoutingStatistics
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Origin = Literal["fitted", "published", "estimate"]
 
 # Weight of the defaults in tokens when counts are added. With 8 of 128 experts these are 3200 activations, 25
 # per rank: from there on counts are better than curves of another model.
 PSEUDO_TOKENS = 400
 # Resolution of the defaults: shares are rounded to whole counts of this many tokens.
 _BASE_TOKENS = 100_000
-
-
-@dataclass(frozen=True)
-class Family:
-    """Routing of a family, in the middle of the model.
-
-    Attributes:
-        skew: a in ``H(C) = (1 − exp(−a·C/N)) / (1 − exp(−a))`` under ``lcp``; 0 is random routing.
-        accuracy: Share of the activated experts in the top K of the next layer's router.
-        origin: Origin of ``skew``, then of ``accuracy``.
-        source: Source of the data.
-    """
-
-    skew: float
-    accuracy: float
-    origin: tuple[Origin, Origin]
-    source: str
-
-
-_NO_PREDICTIONS = "accuracy: between the published ones of Mixtral and Qwen1.5-MoE"
-_GENERIC = Family(2.0, 0.8, ("estimate", "estimate"), "middle of the families below")
-
-# Largest error of H(C) of the fits, mean of the layers, over all C: gpt-oss 0.025, DeepSeek-V2-Lite 0.019,
-# Qwen1.5-MoE 0.008.
-FAMILIES: Mapping[str, Family] = {
-    "gpt_oss": Family(
-        3.55,
-        0.8,
-        ("fitted", "estimate"),
-        "12,000 decoded tokens of gpt-oss-20b (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting); "
-        + _NO_PREDICTIONS,
-    ),
-    "deepseek_v2": Family(
-        2.3,
-        0.78,
-        ("fitted", "estimate"),
-        "12,000 tokens of DeepSeek-V2-Lite (deepseek-ai/ESFT, expert_scores); " + _NO_PREDICTIONS,
-    ),
-    "qwen2_moe": Family(
-        1.1,
-        0.8,
-        ("published", "published"),
-        "Qwen1.5-MoE on MMLU: hit rates of LCP by cache size, MoEpic, table 1; accuracy: MoEpic, figure 2c "
-        "(2.07 to 3.39 of 4 by layer)",
-    ),
-    "mixtral": Family(
-        0.9,
-        0.88,
-        ("estimate", "published"),
-        "popularity of experts in layers 0, 7, 15 over six domains (allenai/OLMoE, routing_output: a quarter "
-        "of the experts serves 26 to 31 %), and more for repeated experts (Jiang et al., 2024, section 5); "
-        "accuracy: AdapMoE's published table by layer (0.57, 0.72, 0.79, then 0.80 to 0.94)",
-    ),
-    "olmoe": Family(
-        2.6,
-        0.8,
-        ("estimate", "estimate"),
-        "popularity of experts in layers 0, 7, 15 (allenai/OLMoE, routing_output: a quarter of the experts "
-        "serves 34 to 76 % within a domain, 36 to 45 % over all), and a third more for repeated experts, as "
-        "with gpt-oss and DeepSeek; " + _NO_PREDICTIONS,
-    ),
-    "qwen3_moe": Family(2.6, 0.8, ("estimate", "estimate"), "as OLMoE: many small experts, no shared one"),
-    "deepseek_v3": Family(
-        1.8, 0.78, ("estimate", "estimate"), "as DeepSeek-V2-Lite, less for balancing by a bias"
-    ),
-    "phimoe": Family(1.4, 0.85, ("estimate", "estimate"), "between Mixtral and the generic family"),
-}
-_ALIKE = {
-    "deepseek": "deepseek_v2",
-    "kimi_k2": "deepseek_v3",
-    "glm4_moe": "deepseek_v3",
-    "qwen3_next": "qwen3_moe",
-    "qwen3_5_moe": "qwen3_moe",
-    "grinmoe": "phimoe",
-}
 
 # Skew under a policy over that under LCP: mean of the fits to 12,000 tokens of gpt-oss-20b and of
 # DeepSeek-V2-Lite (lru 1.23 and 1.06, lfu 0.81 and 0.91, discount 1.33 and 1.13, static 0.81 and 0.92, blend
@@ -128,11 +51,6 @@ _PREDICTED_DROP, _PREDICTED_SPAN, _LAST_DROP = 0.36, 1.6, 0.04
 _FIRST_ACCURACY = 0.3
 
 
-def family_of(model_type: str) -> Family:
-    """Parameters of a transformers ``model_type``; those of the generic family if it is unknown."""
-    return FAMILIES.get(_ALIKE.get(model_type, model_type), _GENERIC)
-
-
 def default_statistics(
     model_type: str,
     layers: int,
@@ -140,6 +58,8 @@ def default_statistics(
     top_k: int,
     depth: int | None = None,
     policy: Policy = "blend",
+    *,
+    family: Family | None = None,
 ) -> RoutingStatistics:
     """Expected statistics of a model without recorded routing.
 
@@ -156,6 +76,7 @@ def default_statistics(
         top_k: Experts per token.
         depth: Positions of a prediction; ``None``: twice ``top_k``, at most all experts.
         policy: Eviction policy of the cache.
+        family: Parameters to take in place of those of ``model_type``.
 
     Returns:
         Statistics with ``tokens = 0``, because none were counted, and counts that represent shares; all
@@ -167,7 +88,7 @@ def default_statistics(
     depth = min(experts, 2 * top_k) if depth is None else depth
     if min(layers, top_k) < 1 or not top_k <= experts or not 0 <= depth <= experts:
         raise ValueError(f"{layers} layers, {experts} experts, top {top_k}, depth {depth} do not fit")
-    family = family_of(model_type)
+    family = family or family_of(model_type)
     skews = family.skew * _POLICY_FACTOR[policy] * _layer_factors(layers, _EVEN_DROP, _EVEN_SPAN)
     sizes = np.arange(experts + 1) / experts
     hit = np.stack([_saturating(sizes, skew) for skew in skews])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +44,7 @@ from moechat.simulate.strategy import Strategy
 
 if TYPE_CHECKING:
     from moechat.models.model_outline import ModelOutline
+    from moechat.routing.statistics import RoutingStatistics
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,17 @@ class Cases:
             exposed = scaled_to(exposed, max(0.0, simulated - rest))
         return decode_speed(costs, self.shape, statistics, found, exposed), exposed
 
-    def on(self, machine: Machine) -> Cases:
-        """The same model on a machine that differs only in its rates."""
+    def on(self, machine: Machine | None = None, *, statistics: RoutingStatistics | None = None) -> Cases:
+        """The same model on a machine that differs only in its rates, or with other routing."""
         other = copy.copy(self)
-        other.machine = machine
+        other.machine = machine or self.machine
+        if statistics is not None:
+            other.routing = replace(self.routing, statistics=statistics, bounds=None)
         return other
+
+    def decode_at(self, case: Case, ram_share: float) -> Decode:
+        """Time of a decoded token with targets and strategy of a case that was made for other routing."""
+        return self.decode_with(case, self._costs(case.memory, ram_share, ahead=self.runs_ahead(case.memory)))
 
     def decode_with(self, case: Case, costs: Costs) -> Decode:
         """Time of a decoded token with targets and strategy of a case that was made with other costs."""

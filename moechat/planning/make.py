@@ -16,6 +16,7 @@ from moechat.planning.cpu_range import cpu_range
 from moechat.planning.machine import find_machine
 from moechat.planning.memory import Far, Tier, far_in_ram, other_budgets
 from moechat.planning.result import LayerTargets, OtherBudget, Plan, RatedFigure, Speed
+from moechat.planning.routing_range import routing_range
 from moechat.planning.source import PlannedModel, find_model
 from moechat.planning.speed import figures_used, kept_share
 from moechat.planning.words import bottleneck, by_origin, notes
@@ -111,6 +112,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         layers=_layers(cases, case),
         statistics_tokens=cases.routing.tokens,
         statistics_source=cases.routing.source,
+        statistics_basis=cases.routing.basis,
         speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share, used),
         other_budgets=() if machine.figures is None else _others(cases, case, ram_share),
         notes=notes(machine, far, options.ram, remarks, used, pinned=pinned),
@@ -168,6 +170,7 @@ def _speed(
         origins=by_origin(used),
         costs=_rated(costs),
         cpu_range=cpu_range(cases, case, far, ram_share),
+        routing_range=routing_range(cases, case, ram_share),
     )
 
 

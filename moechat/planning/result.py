@@ -9,6 +9,8 @@ from typing import Any, Literal
 from moechat.geometry import DenseBits
 from moechat.planning.cpu_range import CpuRange
 from moechat.planning.memory import Far, Tier
+from moechat.planning.routing import Basis
+from moechat.planning.routing_range import RoutingRange
 from moechat.planning.speed import Decode
 
 
@@ -89,6 +91,8 @@ class Speed:
             :class:`moechat.configurator.costs.Costs`; only those of near experts where all are near.
         cpu_range: Speed and choice at the ends of the range of the CPU's experts; ``None`` where their rate
             has no range, or where the CPU computes none.
+        routing_range: Speed where the model routes less or more evenly than expected; ``None`` where its
+            routing was recorded, or where all experts are near.
     """
 
     basis: Literal["estimate"]
@@ -101,6 +105,7 @@ class Speed:
     costs: tuple[RatedFigure, ...]
     origins: Mapping[str, list[str]]
     cpu_range: CpuRange | None = None
+    routing_range: RoutingRange | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,6 +149,8 @@ class Plan:
             machine was not measured.
         statistics_tokens: Recorded tokens of this model that the choice rests on; 0: the family's defaults.
         statistics_source: Origin of the statistics, for people.
+        statistics_basis: ``recorded``: while this model was used here; ``trace``: a published recording of
+            this model; ``assumed``: the routing of other models.
         speed: Expected speed; ``None`` without figures of the machine.
         other_budgets: Speed with less and with more memory.
         notes: Remarks for the user.
@@ -179,6 +186,7 @@ class Plan:
     layers: tuple[LayerTargets, ...]
     statistics_tokens: int
     statistics_source: str
+    statistics_basis: Basis
     speed: Speed | None
     other_budgets: tuple[OtherBudget, ...]
     notes: tuple[str, ...]
@@ -222,7 +230,11 @@ class Plan:
                 "wave_tokens": self.wave_tokens,
             },
             "layers": [asdict(entry) for entry in self.layers],
-            "statistics": {"tokens": self.statistics_tokens, "source": self.statistics_source},
+            "statistics": {
+                "tokens": self.statistics_tokens,
+                "source": self.statistics_source,
+                "basis": self.statistics_basis,
+            },
             "speed": None if self.speed is None else _speed(self.speed),
             "other_budgets": [
                 {"name": entry.name, "bytes": entry.nbytes, "tokens_per_s": entry.tokens_per_s}
@@ -267,6 +279,7 @@ def _speed(speed: Speed) -> dict[str, Any]:
         "figure_origins": {kind: list(names) for kind, names in speed.origins.items()},
         "costs_s": [_figure(figure) for figure in speed.costs],
         "cpu_range": None if speed.cpu_range is None else asdict(speed.cpu_range),
+        "routing_range": None if speed.routing_range is None else asdict(speed.routing_range),
     }
 
 

@@ -9,13 +9,9 @@ from configurator_support import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moechat.configurator.routing_families import FAMILIES, family_of
 from moechat.configurator.systems import Policy
-from moechat.configurator.warm_start import (
-    FAMILIES,
-    blended_statistics,
-    default_statistics,
-    family_of,
-)
+from moechat.configurator.warm_start import blended_statistics, default_statistics
 
 SHAPES = {"mixtral": (32, 8, 2), "qwen3_moe": (48, 128, 8), "qwen2_moe": (24, 60, 4), "gpt_oss": (24, 32, 4)}
 

@@ -47,7 +47,8 @@ def test_a_plan_shows_memory_targets_and_speed(cli: Cli) -> None:
         "expected speed: estimate, not measured",
         "tokens a second",
         "RAM to GPU 25.6 GB/s, estimate",
-        "routing          defaults for models like mixtral, none recorded",
+        "routing          assumed for models like mixtral, none recorded here: defaults rest on "
+        "recordings of gpt-oss-20b and DeepSeek-V2-Lite",
         "this plan",
         "no speed of it has been measured yet",
     ):

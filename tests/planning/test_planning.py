@@ -420,7 +420,7 @@ def test_recorded_routing_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # A home of its own: other tests of this process record the demo model's routing as well.
     monkeypatch.setenv("MOECHAT_HOME", str(tmp_path))
     before = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
-    assert (before.statistics_tokens, before.weights) == (0, "store")
+    assert (before.statistics_tokens, before.statistics_basis, before.weights) == (0, "assumed", "store")
     store = Store.open(DEMO)
     key = model_key(store.manifest.source.fingerprint, layers=8, experts=16, top_k=2)
     made_up = default_statistics("mixtral", 8, 16, 2, policy=settings_of("auto").policy)
@@ -429,6 +429,7 @@ def test_recorded_routing_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     after = moechat.plan("demo", ram=resident_bytes() + ROOM, ctx=256)
     assert after.statistics_tokens == 321
     assert "321 recorded tokens" in after.statistics_source
+    assert after.statistics_basis == "recorded"
 
 
 def test_unreadable_recorded_routing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,9 @@ def _speed(made: Plan, speed: Speed) -> Table:
     decode, near = speed.decode, _TIERS[made.near]
     table = _table(("", "left"), ("", "left"))
     table.add_row(
-        "tokens a second", f"{_rate(decode.rate)} after {speed.context:,} tokens of context", style="bold"
+        "tokens a second",
+        f"{_rate(decode.rate)}{_routing_range(speed)} after {speed.context:,} tokens of context",
+        style="bold",
     )
     parts = {
         "dense": decode.dense,
@@ -256,6 +258,13 @@ def _speed(made: Plan, speed: Speed) -> Table:
             "figures" if number == 0 else "", f"{name} {shown}, {_ORIGINS[figure.origin]}", style="dim"
         )
     return table
+
+
+def _routing_range(speed: Speed) -> str:
+    if speed.routing_range is None:
+        return ""
+    low, high = speed.routing_range.low, speed.routing_range.high
+    return f" ({_rate(low.tokens_per_s)} to {_rate(high.tokens_per_s)}, by how the model routes)"
 
 
 def _cpu_range(made: Plan, found: CpuRange) -> str:
