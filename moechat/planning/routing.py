@@ -62,30 +62,6 @@ def routing_of(found: PlannedModel, model_type: str, shape: ModelShape, settings
         # Recorded tokens weigh in both as they do in the statistics, which narrows the range.
         bounds = (blend(low, seen, [])[0] or low, blend(high, seen, [])[0] or high)
     basis: Basis
-    bounds: tuple[RoutingStatistics, RoutingStatistics] | None = None
-    remarks: tuple[str, ...] = ()
-
-
-def routing_of(found: PlannedModel, model_type: str, shape: ModelShape, settings: CacheSettings) -> Routing:
-    """The routing statistics of a model, by the priorities of the settings' policy."""
-    remarks: list[str] = []
-    sizes = (shape.layers, shape.experts, shape.top_k)
-    default = default_statistics(model_type, *sizes, policy=settings.policy)
-    trace = recorded_model(model_type, *sizes)
-    seen = None
-    if found.store is not None:
-        fingerprint = found.store.manifest.source.fingerprint
-        seen = saved_statistics(shape, fingerprint, settings.policy, remarks)
-    tokens = 0 if seen is None else seen.tokens
-    bounds = None
-    if trace is None and tokens < _ENOUGH_TOKENS:
-        low, high = (
-            default_statistics(model_type, *sizes, policy=settings.policy, family=family)
-            for family in family_bounds(model_type)
-        )
-        # Recorded tokens weigh in both as they do in the statistics, which narrows the range.
-        bounds = tuple(blend(end, seen, [])[0] or end for end in (low, high))
-    basis: Basis
     if tokens:
         source, basis = f"{tokens:,} recorded tokens of this model", "recorded"
     elif trace is not None:
