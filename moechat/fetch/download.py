@@ -153,6 +153,9 @@ class Download:
         )
 
         def on_convert(event: ConvertProgress) -> None:
+            if event.stage == "notice":
+                notice(event.detail)
+                return
             stage = {"waiting": "wait", "checking": "verify"}.get(event.stage, "download")
             if stage != "download":
                 report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))

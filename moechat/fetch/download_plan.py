@@ -46,6 +46,7 @@ class DownloadPlan:
         name: The model's name for ``moechat run``.
         remote: Repository and commit.
         bits: Bits per expert weight.
+        source_format: The format of the checkpoint's quantised weights, for people; ``None``: they are plain.
         config: ``config.json``, for memory plans; deleted after the download.
         destination: The store's directory.
         files: Number of files to fetch.
@@ -68,6 +69,7 @@ class DownloadPlan:
     name: str
     remote: RemoteRepository
     bits: int
+    source_format: str | None
     config: Path
     destination: Path
     files: int
@@ -180,6 +182,7 @@ def make_plan(
         name=ref.name,
         remote=remote,
         bits=bits,
+        source_format=checkpoint.source_format,
         config=checkpoint.path / CONFIG,
         destination=destination,
         files=len(selection.side) + len(sizes),

@@ -21,6 +21,7 @@ from moechat.fetch.parallel import map_in_threads
 from moechat.fetch.repository import RemoteFile, RemoteRepository
 from moechat.fetch.transfer import Transfer
 from moechat.store.checkpoint_files import INDEX_FILE, MAX_JSON_BYTES, SINGLE_FILE, read_index
+from moechat.store.quantised.settings import MODELOPT_FILE
 from moechat.store.side_files import MAX_SIDE_FILE_BYTES, is_document, is_kept
 from moechat.store.streamed_checkpoint import Shard, StreamedCheckpoint
 
@@ -128,7 +129,8 @@ def select_files(
     if SINGLE_FILE not in files and INDEX_FILE in files:
         side[INDEX_FILE] = files[INDEX_FILE]
     require_described(remote, tuple(side.values()))
-    transfer.fetch(files[CONFIG], directory / CONFIG)
+    for name in (CONFIG, *({MODELOPT_FILE} & side.keys())):
+        transfer.fetch(files[name], directory / name)
     index: dict[str, str] = {}
     if SINGLE_FILE in files:
         names = [SINGLE_FILE]

@@ -92,7 +92,7 @@ def _converted(checkpoint: Checkpoint, ref: ModelRef, destination: Path, bits: i
     plan = plan_checkpoint(checkpoint)
 
     def on_convert(event: ConvertProgress) -> None:
-        stage = "wait" if event.stage == "waiting" else "convert"
+        stage = {"waiting": "wait", "notice": "notice"}.get(event.stage, "convert")
         report(Progress(stage, event.done_bytes, event.total_bytes, event.detail))
 
     def notice(text: str) -> None:

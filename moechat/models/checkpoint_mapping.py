@@ -188,9 +188,7 @@ def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Targe
         for key in target.keys:
             dtype, shape = checkpoint.info(key)
             if dtype not in READABLE_TYPES:
-                raise UnsupportedModelError(
-                    f"dense tensor {key!r} has type {dtype}, which moechat does not read"
-                )
+                raise _unreadable(checkpoint, key, dtype, "dense tensor", READABLE_TYPES)
             wanted = tuple(skeleton.state[target.name].shape)
             if target.converter is None and tuple(shape) != wanted:
                 raise CheckpointError(f"{key} has shape {list(shape)}; the configuration says {list(wanted)}")
@@ -312,14 +310,29 @@ def _weight_type(checkpoint: Checkpoint, layers: tuple[ExpertLayerSource, ...]) 
                 else:
                     kinds[checkpoint.info(ref.key)[0]] = ref.key
     if len(kinds) != 1:
-        raise UnsupportedModelError(f"expert tensors have {len(kinds)} different types: {sorted(kinds)}")
+        found = ", ".join(f"{dtype} ({key})" for dtype, key in sorted(kinds.items()))
+        raise UnsupportedModelError(f"expert tensors have {len(kinds)} different types: {found}")
     ((dtype, key),) = kinds.items()
     if dtype not in _WEIGHT_TYPES:
-        raise UnsupportedModelError(
-            f"expert tensor {key!r} has type {dtype}; moechat reads {', '.join(_WEIGHT_TYPES)}",
-            hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
-        )
+        raise _unreadable(checkpoint, key, dtype, "expert tensor", _WEIGHT_TYPES)
     return _WEIGHT_TYPES[dtype]
+
+
+def _unreadable(
+    checkpoint: Checkpoint, key: str, dtype: str, kind: str, readable: Iterable[str]
+) -> UnsupportedModelError:
+    """The error for a tensor whose element type is not read."""
+    where = checkpoint.tensors.file_of(key).path
+    if dtype.startswith("F8_"):
+        return UnsupportedModelError(
+            f"{where}: {kind} {key!r} is {dtype}, and {checkpoint.path / 'config.json'} has no "
+            "quantization_config that says how it is scaled",
+            hint="take config.json and tensors from the same repository",
+        )
+    return UnsupportedModelError(
+        f"{where}: {kind} {key!r} has type {dtype}; moechat reads {', '.join(readable)}",
+        hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
+    )
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

@@ -29,15 +29,13 @@ from moechat.geometry import ExpertGeometry, Gate, WeightType
 from moechat.models.experts_interface import adapt_experts, is_experts_module
 from moechat.models.gates import recognise_gate
 from moechat.models.light_meta import light_meta
+from moechat.store.quantised.schemes import require_readable
 
 # Attribute of an experts module that holds the object that computes it.
 EXPERTS_RUNNER = "_moechat_layer"
 
 # In transformers: the decoder in a model that also takes pictures or sound.
 _TEXT_PART = "language_model"
-
-# Quantisation methods that moechat.store decodes; all others are rejected.
-_READABLE_QUANTISATION = ("mxfp4",)
 
 
 @dataclass(frozen=True)
@@ -159,16 +157,13 @@ def load_config(directory: Path) -> Any:
         if "trust_remote_code" in str(error):
             reason = "it needs custom code, which moechat never runs"
         raise UnsupportedModelError(f"the model in {directory} cannot be used: {reason}") from error
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        as_dict = quantisation.to_dict() if hasattr(quantisation, "to_dict") else quantisation
-        method = str(as_dict.get("quant_method", "unknown") if isinstance(as_dict, dict) else "unknown")
-        if method not in _READABLE_QUANTISATION:
-            raise UnsupportedModelError(
-                f"the weights in {directory} are packed with {method!r}",
-                hint="use the model's bf16 or fp16 checkpoint; moechat quantises it itself",
-            )
-        del config.quantization_config
+    for part in (config, config.get_text_config()):
+        quantisation = getattr(part, "quantization_config", None)
+        if quantisation is not None:
+            as_dict = quantisation.to_dict() if hasattr(quantisation, "to_dict") else quantisation
+            method = as_dict.get("quant_method") if isinstance(as_dict, dict) else None
+            require_readable(str(method or "unknown"), str(directory))
+            del part.quantization_config
     return config
 
 

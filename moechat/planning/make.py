@@ -92,6 +92,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         dense_weights=outline.form.title,
         kv_bits=outline.cache.bits,
         weights=found.weights,
+        source_format=found.source_format or "",
         expert_layers=shape.layers,
         experts=shape.experts,
         top_k=shape.top_k,

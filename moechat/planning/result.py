@@ -128,6 +128,7 @@ class Plan:
         dense_weights: Bits of the dense weights by the kind of their layer.
         kv_bits: Bits of a key or value in the attention cache: 16 as in ``dtype``, or 8.
         weights: ``store``, ``checkpoint`` or ``none``: the form in which the weights are here.
+        source_format: The format of the checkpoint's weights, for people, if they are quantised; else empty.
         expert_layers: Layers with routed experts.
         experts: Experts of such a layer.
         top_k: Experts of a token.
@@ -166,6 +167,7 @@ class Plan:
     dense_weights: str
     kv_bits: int
     weights: str
+    source_format: str
     expert_layers: int
     experts: int
     top_k: int
@@ -205,6 +207,7 @@ class Plan:
                 "dense_weights": self.dense_weights,
                 "kv_bits": self.kv_bits,
                 "weights": self.weights,
+                "source_format": self.source_format or None,
                 "expert_layers": self.expert_layers,
                 "experts": self.experts,
                 "top_k": self.top_k,

@@ -37,6 +37,7 @@ class PlannedModel:
         store: The finished store, if one was named.
         headers: Names, types and shapes of its dense weights, where store or checkpoint are here.
         note: A remark for the user, or empty.
+        source_format: The format of the checkpoint's quantised weights, for people; ``None``: they are plain.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PlannedModel:
     store: Store | None = None
     headers: HeaderTable | None = None
     note: str = ""
+    source_format: str | None = None
 
 
 def find_model(model: str | Path, bits: int | None) -> PlannedModel:
@@ -93,12 +95,21 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
     from moechat.models.dense import HeaderTable
     from moechat.models.model_outline import read_config
     from moechat.store.checkpoint import Checkpoint
+    from moechat.store.quantised.schemes import source_format_of
     from moechat.store.store import Store
 
     if ref.store is not None:
         store = Store.open(ref.store)
         config, headers = read_config(store.path), HeaderTable.of(store.dense)
-        found = PlannedModel(ref.name, config, store.geometry.bits, "store", store, headers)
+        found = PlannedModel(
+            ref.name,
+            config,
+            store.geometry.bits,
+            "store",
+            store,
+            headers,
+            source_format=source_format_of(store.path),
+        )
         if bits is None or bits == store.geometry.bits:
             return found
         note = f"{ref.name} is stored with {store.geometry.bits} bits; this is the plan for {bits}"
@@ -116,10 +127,12 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
         if not any(ref.checkpoint.glob("*.safetensors")):
             return PlannedModel(ref.name, config, bits, "none")
         try:
-            headers = HeaderTable.of(Checkpoint.open(ref.checkpoint))
+            checkpoint = Checkpoint.open(ref.checkpoint)
+            headers = HeaderTable.of(checkpoint)
         except CheckpointError:  # loading reports it; a plan needs only the configuration
             return PlannedModel(ref.name, config, bits, "checkpoint")
-        return PlannedModel(ref.name, config, bits, "checkpoint", headers=headers)
+        packed = checkpoint.source_format
+        return PlannedModel(ref.name, config, bits, "checkpoint", headers=headers, source_format=packed)
 
 
 @contextmanager

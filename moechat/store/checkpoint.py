@@ -15,6 +15,7 @@ from moechat.errors import CheckpointError, ModelNotFoundError, UnsupportedModel
 from moechat.store.checkpoint_files import CONFIG_FILE, INDEX_FILE, open_tensors, read_config
 from moechat.store.expert_refs import ExpertRef, MatrixRef, VectorRef
 from moechat.store.mxfp4 import decode_mxfp4
+from moechat.store.quantised.schemes import plain_view, source_format
 from moechat.store.side_files import side_files
 from moechat.store.tensors import TensorSet
 
@@ -28,6 +29,8 @@ class Checkpoint:
         path: The directory.
         title: Name for messages.
         config: The content of ``config.json``.
+        tensors: Its tensors; quantised ones appear as plain ones, see :mod:`moechat.store.quantised`.
+        source_format: The format of its quantised weights, for people; ``None`` if it states none.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], tensors: TensorSet) -> None:
@@ -35,7 +38,8 @@ class Checkpoint:
         self.path = path
         self.title = str(path)
         self.config = config
-        self.tensors = tensors
+        self.tensors = plain_view(tensors, config, path)
+        self.source_format = source_format(config, path)
         self._fingerprint = self._current_fingerprint()
 
     @classmethod
@@ -65,7 +69,7 @@ class Checkpoint:
         return self.tensors.info(key)
 
     def array(self, key: str) -> NDArray[Any]:
-        """Read-only mapped view of one tensor; bf16 as ``uint16``, fp8 as ``uint8``.
+        """Read-only mapped view of one tensor, decoded if it is quantised; bf16 as ``uint16``.
 
         Raises:
             CheckpointError: The tensor does not exist.
@@ -92,23 +96,18 @@ class Checkpoint:
 
         Returns:
             ``float32``, ``float16``, or ``uint16`` for bf16; a view with any strides where possible. MXFP4
-            is decoded to ``float32``; data unaligned in the file is copied.
+            is decoded to ``float32``; data unaligned in the file is copied, quantised data decoded.
 
         Raises:
             CheckpointError: As :meth:`matrix_shape`.
             UnsupportedModelError: As :meth:`matrix_shape`.
         """
         self.matrix_shape(ref)
-        tensors = [self.array(key) for key in ref.tensors]
-        if ref.expert is not None:
-            tensors = [tensor[ref.expert] for tensor in tensors]
-        if ref.packing == "mxfp4":
-            blocks, scales = tensors
-            if ref.transposed:
-                return decode_mxfp4(blocks, scales).T[ref.taken]
-            return decode_mxfp4(blocks[ref.taken], scales[ref.taken])
-        (tensor,) = tensors
-        matrix = (tensor.T if ref.transposed else tensor)[ref.taken]
+        stored = slice(None) if ref.transposed else ref.taken
+        tensors = [self.tensors.matrix(key, ref.expert, stored) for key in ref.tensors]
+        matrix = decode_mxfp4(*tensors) if ref.packing == "mxfp4" else tensors[0]
+        if ref.transposed:
+            matrix = matrix.T[ref.taken]
         return matrix if matrix.flags.aligned else matrix.copy()
 
     def vector_size(self, ref: VectorRef) -> int:

@@ -15,7 +15,7 @@ from moechat.store.checkpoint import Checkpoint
 from moechat.store.expert_refs import ExpertRef
 from moechat.store.outline import DenseFile, ExpertsFile, PlannedFile, SideFile, StoreOutline
 from moechat.store.progress import ConvertProgress, ProgressCallback
-from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer
+from moechat.store.quantizer import Biases, Matrices, Packer, choose_solver, make_packer, relative_loss
 from moechat.store.shard_supply import Supply
 from moechat.store.workspace import Workspace
 
@@ -33,6 +33,10 @@ class Report:
         """Report a stage with the bytes done so far."""
         if self._callback is not None:
             self._callback(ConvertProgress(stage, done, self._total, detail))
+
+    def notice(self, text: str) -> None:
+        """Report a remark for the user."""
+        self.at("notice", 0, text)
 
     def waiting(self) -> None:
         """Report that another process converts the same model."""
@@ -77,6 +81,7 @@ class Conversion:
         self._experts = [file for file in outline.files if isinstance(file, ExpertsFile)]
         self._provided = ""
         self._done = 0
+        self._loss_noted = False
 
     def run(self) -> None:
         """Write them; the workspace records each that is finished."""
@@ -170,10 +175,29 @@ class Conversion:
                     f"expert {number} of layer {planned.source.layer} ({expert.gate.key}) cannot be "
                     f"quantised: {problem}"
                 ) from problem
+            self._note_loss(expert, matrices, buffer)
             write(buffer)
             self._checkpoint.release(expert)
             detail = f"layer {planned.source.layer}, expert {number + 1} of {count}"
             self._advance(buffer.nbytes, "experts", detail)
+
+    def _note_loss(self, expert: ExpertRef, matrices: Matrices, record: NDArray[np.uint8]) -> None:
+        """Report once how much a second quantisation changes the weights."""
+        source = self._checkpoint.tensors.packed_as(expert.gate.key)
+        if self._loss_noted or source is None:
+            return
+        self._loss_noted = True
+        bits = self._outline.geometry.bits
+        text = f"experts are {source} in the checkpoint; "
+        if bits == 16:
+            text += "they are stored with 16 bits, as the values that they stand for"
+        else:
+            loss = relative_loss(self._outline.geometry, matrices, record)
+            text += (
+                f"they are quantised again, to {bits} bits, which changes a weight by {100 * loss:.2g} % "
+                "(root mean square of the first expert)"
+            )
+        self._report.notice(text)
 
     def _read(self, expert: ExpertRef) -> tuple[Matrices, Biases | None]:
         source = self._checkpoint

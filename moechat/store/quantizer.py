@@ -4,6 +4,7 @@ quantisation (HQQ), natively or with the hqq package.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,24 @@ def make_packer(geometry: ExpertGeometry, solver: str) -> Packer:
         _native.pack_expert(geometry.layout, *matrices, biases, out, solver=native)
 
     return pack
+
+
+def relative_loss(geometry: ExpertGeometry, matrices: Matrices, record: NDArray[np.uint8]) -> float:
+    """Root mean square of what packing changed, relative to that of the weights.
+
+    Args:
+        geometry: Shape and encoding.
+        matrices: Gate, up and down, as for :func:`make_packer`.
+        record: ``uint8 [blocks, record_bytes]`` that they were packed into.
+    """
+    error = size = 0.0
+    for matrix, packed in zip(matrices, _native.unpack_expert(geometry.layout, record)[:3], strict=True):
+        weights = matrix.astype(np.float32)
+        if matrix.dtype == np.uint16:
+            weights = (matrix.astype(np.uint32) << 16).view(np.float32)
+        error += float(np.square(packed - weights, dtype=np.float64).sum())
+        size += float(np.square(weights, dtype=np.float64).sum())
+    return math.sqrt(error / size) if size else 0.0
 
 
 def _cuda_available() -> bool:

@@ -93,7 +93,7 @@ class ShardSupply:
         self._keep = keep
         self._names = {id(shard): name for name, shard in checkpoint.shards.items()}
         self._dense: dict[str, list[str]] = {}
-        for key in dense_keys:
+        for key in self._stored(dense_keys):
             self._dense.setdefault(self._shard_of(key), []).append(key)
         self._reads = {layer: self._shards_of(keys) for layer, keys in (reads or {}).items()}
         self._needs: dict[str, _Needs] = {}
@@ -270,8 +270,12 @@ class ShardSupply:
     def _is_saved(self, name: str) -> bool:
         return self._saved_path(name).exists()
 
-    def _shards_of(self, keys: Iterable[str]) -> frozenset[str]:
-        return frozenset(self._shard_of(key) for key in keys)
+    def _stored(self, keys: Iterable[str]) -> Iterable[str]:
+        """Names in the shards of the tensors that tensors are made from, each once."""
+        return dict.fromkeys(name for key in keys for name in self._checkpoint.tensors.stored_names(key))
 
-    def _shard_of(self, key: str) -> str:
-        return self._names[id(self._checkpoint.tensors.file_of(key))]
+    def _shards_of(self, keys: Iterable[str]) -> frozenset[str]:
+        return frozenset(self._shard_of(key) for key in self._stored(keys))
+
+    def _shard_of(self, stored: str) -> str:
+        return self._names[id(self._checkpoint.tensors.stored_file(stored))]

@@ -13,6 +13,7 @@ MAX_SIDE_FILE_BYTES = 256 << 20
 # Allow-lists: code and pickles are never on them.
 _INPUTS = (
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -97,6 +97,36 @@ class TensorSet:
         """
         return self._file(name).array(name)
 
+    def matrix(self, name: str, expert: int | None, rows: slice) -> NDArray[Any]:
+        """Rows of one matrix, a read-only view where possible.
+
+        Args:
+            name: A tensor.
+            expert: Index in its dimension 0; ``None`` if it is one matrix.
+            rows: The rows wanted.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        tensor = self.array(name)
+        return (tensor if expert is None else tensor[expert])[rows]
+
+    def packed_as(self, name: str) -> str | None:
+        """The format of a quantised tensor, for people; ``None`` for a plain one."""
+        return None
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Names in the files of the tensors that one tensor is made from; of a plain one its own."""
+        return (name,)
+
+    def stored_file(self, name: str) -> TensorFile:
+        """The file that holds a tensor, by its name in the file.
+
+        Raises:
+            MoechatError: Of class ``error``; the tensor does not exist.
+        """
+        return self._file(name)
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of one tensor in pieces of at most 8 MiB.
 

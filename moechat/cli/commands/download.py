@@ -203,11 +203,12 @@ def _print_present(title: str, command: DownloadCommand) -> None:
 
 def _describe(plan: DownloadPlan) -> str:
     """Sizes, places and times, one per line."""
+    source = f" (the files have {one_line(plan.source_format)})" if plan.source_format else ""
     licence = f", licence {one_line(plan.remote.licence)}" if plan.remote.licence else ""
     lines = [
         f"{plan.remote.title}{licence}",
         f"download  {_to_come(plan)}",
-        f"store     {format_bytes(plan.store_bytes)} with {plan.bits} bits, in {plan.destination}",
+        f"store     {format_bytes(plan.store_bytes)} with {plan.bits} bits{source}, in {plan.destination}",
         f"disk      {_disk(plan)}",
         f"memory    {_memory_text(plan)}",
         f"time      {_time(plan)}",
@@ -298,6 +299,7 @@ def _plan_json(plan: DownloadPlan, status: str) -> dict[str, Any]:
         "commit": plan.remote.commit,
         "licence": plan.remote.licence,
         "bits": plan.bits,
+        "source_format": plan.source_format,
         "files": plan.files,
         "weight_files": plan.weight_files,
         "download_bytes": plan.download_bytes,

@@ -22,11 +22,11 @@ the store and one or two shards, not for two copies; if there is space for one m
 while others are converted. After an interruption, the same command continues. HF_HOME, HF_TOKEN, \
 HF_ENDPOINT and HF_HUB_OFFLINE are used.
 
---json: status (planned, finished, already here), name, repository, revision, commit, licence, bits, files, \
-weight_files, download_bytes, missing_bytes, store_bytes, disk_bytes (at its peak), free_bytes, \
-ram_least_bytes, ram_all_bytes, ram_available_bytes, download_s (at 100 Mbit/s), convert_s, overlap (of \
-download and conversion), destination, finished (the model is in the library). Figures are from before the \
-download; null means unknown.
+--json: status (planned, finished, already here), name, repository, revision, commit, licence, bits, \
+source_format, files, weight_files, download_bytes, missing_bytes, store_bytes, disk_bytes (at its peak), \
+free_bytes, ram_least_bytes, ram_all_bytes, ram_available_bytes, download_s (at 100 Mbit/s), convert_s, \
+overlap (of download and conversion), destination, finished (the model is in the library). Figures are \
+from before the download; null means unknown.
 """
 _DOWNLOAD_EXAMPLES = """\
 moechat download mixtral --dry-run
@@ -53,7 +53,7 @@ Show the properties of a model and where it is stored.
 
 --json: name, repository, commit, model_type, parameters, active_parameters, layers, expert_layers, experts, \
 top_k, hidden_size, expert_size, vocabulary, context, bits, bytes, expert_bytes, dense_bytes, path, licence, \
-created_by, used, damaged.
+source_format, calibrated, created_by, used, damaged.
 """
 _SHOW_EXAMPLES = """\
 moechat show demo

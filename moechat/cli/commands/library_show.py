@@ -61,6 +61,7 @@ def _entries(model: str, bits: int | None) -> list[LibraryEntry]:
 
 
 def _facts(entry: LibraryEntry) -> dict[str, Any]:
+    from moechat.store.quantised.schemes import source_format_of
     from moechat.store.quantizer import CALIBRATED
     from moechat.store.store import Store
 
@@ -96,6 +97,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
         "expert_bytes": expert_bytes,
         "dense_bytes": sum(store.dense.entry(key).nbytes for key in store.dense),
         "licence": _licence(entry.path),
+        "source_format": source_format_of(entry.path),
         "calibrated": store.manifest.quantisation.solver == CALIBRATED,
         "created_by": dict(store.manifest.created_by),
     }
@@ -104,6 +106,7 @@ def _facts(entry: LibraryEntry) -> dict[str, Any]:
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     active = facts["active_parameters"]
     source = facts["repository"]
+    packed = facts["source_format"]
     return [
         ("family", str(facts["model_type"])),
         (
@@ -117,6 +120,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("context", f"{facts['context']:,} tokens" if isinstance(facts["context"], int) else "unknown"),
         ("bits", str(facts["bits"]) + (", calibrated" if facts["calibrated"] else "")),
+        *([("made from", packed)] if packed else []),
         (
             "size",
             f"{format_bytes(facts['bytes'])}: experts {format_bytes(facts['expert_bytes'])}, "

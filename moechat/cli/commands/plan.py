@@ -111,12 +111,13 @@ def _table(*columns: tuple[str, JustifyMethod]) -> Table:
 
 def _headline(made: Plan) -> str:
     limited = " (memory allows no more)" if made.context_limited else ""
+    source = f" (the checkpoint has {made.source_format})" if made.source_format else ""
     packed = "" if made.kv_bits == LoadOptions.kv_bits else f"; attention cache: {made.kv_bits} bits"
     return (
         f"{made.model}: {_billions(made.parameters)} parameters, "
         f"{_billions(made.active_parameters)} for a token; "
         f"{made.expert_layers} layers of {made.experts} experts, {made.top_k} a token; "
-        f"{made.bits} bits, {format_bytes(made.all_expert_bytes)} of experts\n"
+        f"{made.bits} bits{source}, {format_bytes(made.all_expert_bytes)} of experts\n"
         f"dense weights: {made.dense_weights}{packed}\n"
         f"{made.machine_title}: {made.context:,} tokens of context{limited}, system {made.system}"
     )

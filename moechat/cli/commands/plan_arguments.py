@@ -18,18 +18,18 @@ With --vram or --gpu, plans for a GPU, otherwise for this machine as `moechat ru
 model need not be downloaded: the shapes of known models are built in; others need only a config.json.
 
 --json: model (name, type, parameters, active_parameters, bits, dtype, dense_bits, dense_weights, kv_bits, \
-weights, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machine (name, title), system, \
-strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, resident_share, \
-wave_tokens), layers (layer, experts, blocks, split, hit_rate, exposed_s), statistics (tokens, source, \
-basis), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, hit_rate, ready_rate, \
-far_bytes_per_token, ttft_s, bottleneck, figures, figure_origins, costs_s, cpu_range, routing_range), \
-other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to 1. speed is null \
-if the machine's speed is unknown. figure_origins has the names of its figures that are measured on the \
-machine, published, or assumed. cpu_range is null unless the rate of experts on the CPU is an estimate with \
-a range; it has bytes_per_s, and low and high: the same plan made with the ends of the range (bytes_per_s, \
-tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, strategy). routing_range is null where the \
-routing of the model was recorded or all experts are near; else low and high (tokens_per_s, hit_rate) are \
-the speed if it routes more and less evenly than expected.
+weights, source_format, expert_layers, experts, top_k, blocks_per_expert, expert_bytes), machine (name, \
+title), system, strategy, context (tokens, limited_by_memory), memory (near, tiers, far, pages, \
+resident_share, wave_tokens), layers (layer, experts, blocks, split, hit_rate, exposed_s), statistics \
+(tokens, source, basis), speed (basis, times, context, tokens_per_s, tpot_s, parts_s, hit_rate, \
+ready_rate, far_bytes_per_token, ttft_s, bottleneck, figures, figure_origins, costs_s, cpu_range, \
+routing_range), other_budgets (name, bytes, tokens_per_s), notes. Units: bytes, seconds, shares from 0 to \
+1. speed is null if the machine's speed is unknown. figure_origins has the names of its figures that are \
+measured on the machine, published, or assumed. cpu_range is null unless the rate of experts on the CPU is \
+an estimate with a range; it has bytes_per_s, and low and high: the same plan made with the ends of the \
+range (bytes_per_s, tokens_per_s, same_plan_tokens_per_s, changed_layers, bottleneck, strategy). \
+routing_range is null where the routing of the model was recorded or all experts are near; else low and \
+high (tokens_per_s, hit_rate) are the speed if it routes more and less evenly than expected.
 """
 _PLAN_EXAMPLES = """\
 moechat plan mixtral --vram 12G --gpu rtx3060-12g

@@ -1,0 +1,1 @@
+"""Quantised safetensors checkpoints, read as plain tensors: one module for each scheme."""

@@ -1,0 +1,45 @@
+"""``moechat download`` of a repository with quantised weights: the store of converting its directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli_support import Cli
+from hub_server import Hub
+from library_support import STORE, hashes, models
+from quantised_support import fp8, write_pair, write_source
+
+from moechat.models.checkpoint_mapping import plan_checkpoint
+from moechat.store.checkpoint import Checkpoint
+from moechat.store.convert import convert
+
+
+def test_shards_are_decoded_as_they_arrive(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+    source, packed = write_source(tmp_path / "source", shape=1), tmp_path / "packed"
+    settings = {"quant_method": "fp8", "weight_block_size": [48, 40]}
+    write_pair(
+        source,
+        packed,
+        tmp_path / "decoded",
+        fp8((48, 40)),
+        settings,
+        shard_of=lambda name: 1 + sum(map(ord, name)) % 4,  # scales are not beside their weights
+    )
+    opened = Checkpoint.open(packed)
+    convert(opened, plan_checkpoint(opened), tmp_path / "expected", bits=4, source_name="x")
+    hub.add("tiny/moe-fp8", packed)
+    dry = inside.call("download", "tiny/moe-fp8", "--dry-run")
+    assert "with 4 bits (the files have FP8 in blocks of 48 x 40), in" in dry.out.decode(), dry.err
+    done = inside.call("download", "tiny/moe-fp8")
+    assert done.status == 0, done.err
+    assert (
+        "experts are FP8 in blocks of 48 x 40 in the checkpoint; they are quantised again, to 4" in done.err
+    )
+    name = STORE.replace("moe-chat", "moe-fp8")
+    assert hashes(models(inside) / name) == hashes(tmp_path / "expected")
+    shown = json.loads(inside.call("show", "tiny/moe-fp8", "--json").out)
+    assert shown["source_format"] == "FP8 in blocks of 48 x 40"
+    assert "made from   FP8 in blocks" in inside.call("show", "tiny/moe-fp8").out.decode()
+    planned = inside.call("plan", "tiny/moe-fp8")
+    assert "4 bits (the checkpoint has FP8 in blocks of 48 x 40)" in planned.out.decode(), planned.err
