@@ -101,7 +101,13 @@ def cut_shape(
     # Special tokens would be outside a smaller vocabulary, and have no meaning with random weights.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     changes = {"num_hidden_layers": kept, "vocab_size": tokens, "dtype": "bfloat16", **special}
-    config = AutoConfig.for_model(**{**values, **changes})
+    # Lists with an entry for each layer, such as kinds of attention.
+    by_layer = {
+        key: value[:kept]
+        for key, value in values.items()
+        if isinstance(value, list) and len(value) == all_layers
+    }
+    config = AutoConfig.for_model(**{**values, **by_layer, **changes})
     return Shape(name, kept, all_layers, tokens, all_tokens, config)
 
 

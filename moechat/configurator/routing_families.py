@@ -120,6 +120,8 @@ _ALIKE = {
     "glm4_moe": "deepseek_v3",
     "qwen3_next": "qwen3_moe",
     "qwen3_5_moe": "qwen3_moe",
+    "qwen3_5_moe_text": "qwen3_moe",
+    "glm4_moe_lite": "deepseek_v3",
     "grinmoe": "phimoe",
 }
 

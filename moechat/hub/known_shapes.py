@@ -30,6 +30,14 @@ _REPOSITORIES = {
     "deepseek-ai/deepseek-v2-lite-chat": "deepseek-v2-lite",
     "openai/gpt-oss-20b": "gpt-oss-20b",
     "openai/gpt-oss-120b": "gpt-oss-120b",
+    "qwen/qwen3.6-35b-a3b": "qwen3.6-35b-a3b",
+    "qwen/qwen3-coder-next": "qwen3-coder-next",
+    "zai-org/glm-4.7-flash": "glm-4.7-flash",
+    "zai-org/glm-4.5-air": "glm-4.5-air",
+    "google/gemma-4-26b-a4b-it": "gemma-4-26b-a4b",
+    "poolside/laguna-xs-2.1": "laguna-xs-2.1",
+    "minimaxai/minimax-m2.5": "minimax-m2.5",
+    "deepseek-ai/deepseek-v4-flash": "deepseek-v4-flash",
 }
 
 

@@ -21,14 +21,24 @@ from moechat.hub.gguf_parts import GGUF_SUFFIX
 from moechat.hub.name_forms import normalise_name
 
 ALIASES: dict[str, str] = {
+    "qwen3.6": "Qwen/Qwen3.6-35B-A3B",
+    "gpt-oss": "openai/gpt-oss-20b",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "qwen3": "Qwen/Qwen3-30B-A3B",
+    "coder-next": "Qwen/Qwen3-Coder-Next",
+    "glm-flash": "zai-org/GLM-4.7-Flash",
+    "glm-air": "zai-org/GLM-4.5-Air",
+    "gemma4": "google/gemma-4-26B-A4B-it",
+    "laguna": "poolside/Laguna-XS-2.1",
+    "minimax": "MiniMaxAI/MiniMax-M2.5",
+    "nemotron": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
+    "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "qwen-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
-    "qwen3": "Qwen/Qwen3-30B-A3B",
     "olmoe": "allenai/OLMoE-1B-7B-0125-Instruct",
     "phi-moe": "microsoft/Phi-3.5-MoE-instruct",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "gpt-oss-120b": "openai/gpt-oss-120b",
 }
 DEMO = "demo"
 MANIFEST = "manifest.json"  # written last: a directory that has it is a complete block store
@@ -260,7 +270,7 @@ def list_known_names(present: Sequence[str] = ()) -> str:
 
 
 def suggest_name(model: str, present: Sequence[str] = ()) -> str | None:
-    """A hint with the known name closest to a misspelt one, if any is close."""
+    """A hint with the known names closest to a misspelt one, at most three, if any is close."""
     known = {name.lower(): name for name in (*present, DEMO, *ALIASES)}
-    close = difflib.get_close_matches(model.lower().strip("./~"), known, n=1, cutoff=0.6)
-    return f"did you mean {known[close[0]]}?" if close else None
+    close = difflib.get_close_matches(model.lower().strip("./~"), known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(known[name] for name in close)}?" if close else None

@@ -13,6 +13,13 @@ _ALIAS_OF_SHAPE = {
     "qwen3-30b-a3b": "qwen3",
     "olmoe-1b-7b": "olmoe",
     "phi-3.5-moe": "phi-moe",
+    "qwen3.6-35b-a3b": "qwen3.6",
+    "qwen3-coder-next": "coder-next",
+    "glm-4.7-flash": "glm-flash",
+    "glm-4.5-air": "glm-air",
+    "gemma-4-26b-a4b": "gemma4",
+    "laguna-xs-2.1": "laguna",
+    "minimax-m2.5": "minimax",
 }
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SCHEME = re.compile(r"https?://", re.IGNORECASE)

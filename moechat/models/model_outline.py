@@ -180,7 +180,7 @@ def no_more_warnings() -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings about configuration values, which are irrelevant here."""
+    """Silence transformers' warnings about configuration values and kernels, which are irrelevant here."""
     before = logging.get_verbosity()
     logging.set_verbosity(ERROR)
     try:
@@ -253,17 +253,17 @@ def outline_model(
     """
     # Building the model overwrites the type that its configuration names.
     named = str(getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
-    with without_warnings():
+    with without_warnings():  # among them those of the pass that counts the attention cache
         skeleton = build_skeleton(config, dtype)
-    return outline_skeleton(
-        skeleton,
-        dtype,
-        dense_bits=dense_bits,
-        activation_bits=activation_bits,
-        kv_bits=kv_bits,
-        on_gpu=on_gpu,
-        source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
-    )
+        return outline_skeleton(
+            skeleton,
+            dtype,
+            dense_bits=dense_bits,
+            activation_bits=activation_bits,
+            kv_bits=kv_bits,
+            on_gpu=on_gpu,
+            source=headers_of(skeleton, _STORED_TYPES.get(named, "BF16")) if source is None else source,
+        )
 
 
 def outline_skeleton(

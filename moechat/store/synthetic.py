@@ -192,8 +192,8 @@ class _Writer:
             for tensor in tensors:
                 left = int(np.prod(tensor.shape, dtype=np.int64))
                 if len(tensor.shape) < 2:
-                    # Norm weights are 1; biases and router corrections are 0.
-                    value = 1.0 if "norm" in tensor.name else 0.0
+                    # Norm weights and scales are 1; biases and router corrections are 0.
+                    value = 1.0 if any(word in tensor.name for word in ("norm", "scal")) else 0.0
                     file.write(_bf16(np.full(left, value, dtype=np.float32)))
                     continue
                 fan_in = int(np.prod(tensor.shape[1:], dtype=np.int64))

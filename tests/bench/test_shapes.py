@@ -29,6 +29,14 @@ FACTS = {
     "phi-3.5-moe": (16, 2, 4096, 6400, 32),
     "qwen1.5-moe-a2.7b": (60, 4, 2048, 1408, 24),
     "deepseek-v2-lite": (64, 6, 2048, 1408, 26),
+    "qwen3.6-35b-a3b": (256, 8, 2048, 512, 40),
+    "qwen3-coder-next": (512, 10, 2048, 512, 48),
+    "glm-4.7-flash": (64, 4, 2048, 1536, 46),
+    "glm-4.5-air": (128, 8, 4096, 1408, 45),
+    "gemma-4-26b-a4b": (128, 8, 2816, 704, 30),
+    "laguna-xs-2.1": (256, 8, 2048, 512, 39),
+    "minimax-m2.5": (256, 8, 3072, 1536, 62),
+    "deepseek-v4-flash": (256, 6, 4096, 2048, 43),
 }
 # Billions of parameters, embeddings and all.
 PARAMETERS = {
@@ -40,7 +48,20 @@ PARAMETERS = {
     "phi-3.5-moe": 41.9,
     "qwen1.5-moe-a2.7b": 14.3,
     "deepseek-v2-lite": 15.7,
+    "qwen3.6-35b-a3b": 34.7,
+    "qwen3-coder-next": 79.7,
+    "glm-4.7-flash": 29.9,
+    "glm-4.5-air": 106.9,
+    "gemma-4-26b-a4b": 25.2,
+    "laguna-xs-2.1": 33.4,
+    "minimax-m2.5": 228.7,
+    "deepseek-v4-flash": 284.3,
 }
+
+# The first layer has no experts.
+FIRST_DENSE = {"deepseek-v2-lite", "glm-4.7-flash", "glm-4.5-air", "laguna-xs-2.1"}
+# Every fourth layer has attention that keeps keys and values.
+LINEAR = {"qwen3.6-35b-a3b", "qwen3-coder-next"}
 
 
 def test_all_shapes_are_known() -> None:
@@ -60,7 +81,8 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
         inner,
     )
     assert len(model.layers) == layers
-    assert shape.config.get_text_config().num_experts_per_tok == top_k
+    text = shape.config.get_text_config()
+    assert (getattr(text, "num_experts_per_tok", None) or text.top_k_experts) == top_k
     weights = layers * experts * (3 * hidden * inner + (2 * inner + hidden) * geometry.has_bias)
     total = (weights + model.dense_bytes // 2) / 1e9
     assert total == pytest.approx(PARAMETERS[name], rel=0.01)
@@ -72,7 +94,7 @@ def test_names_of_cut_shapes_show_the_cut(name: str) -> None:
     assert "2 of" in shape.cuts[0]
     assert "500 instead of" in shape.cuts[1]
     model = describe_shape(shape)
-    assert len(model.layers) == 2 - (name == "deepseek-v2-lite")
+    assert len(model.layers) == 2 - (name in FIRST_DENSE)
     assert store_name(shape, 4) == f"{name}-2l-500v-4bit-r1"
 
 
@@ -106,6 +128,37 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "hidden_size": 64,
     },
+    "minimax-m2.5": {"intermediate_size": 64, "num_local_experts": 8, "hidden_size": 64},
+    "glm-4.5-air": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 8,
+    },
+    "glm-4.7-flash": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+    },
+    "qwen3-coder-next": {"moe_intermediate_size": 64, "num_experts": 16, "hidden_size": 64},
+    "qwen3.6-35b-a3b": {"moe_intermediate_size": 64, "num_experts": 16, "hidden_size": 64},
+    "laguna-xs-2.1": {
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    },
+    "deepseek-v4-flash": {"moe_intermediate_size": 64, "n_routed_experts": 8, "hidden_size": 64},
+    "gemma-4-26b-a4b": {
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    },
     "deepseek-v2-lite": {
         "moe_intermediate_size": 80,
         "n_routed_experts": 8,
@@ -117,7 +170,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sorted(FACTS))
 def test_stores_of_every_family_load_and_stay_finite(name: str, tmp_path: Path) -> None:
-    shape = load_shape(name, layers=3, vocabulary=300)
+    shape = load_shape(name, layers=4 if name in LINEAR else 3, vocabulary=300)
     for key, value in SMALL[name].items():
         setattr(shape.config, key, value)
     store = synthetic_store(shape, tmp_path)
