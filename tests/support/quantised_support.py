@@ -166,3 +166,132 @@ def fp8(
         return {name: codes, name + scale: scales}, decoded
 
     return pack
+
+
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned integers along the last dimension in 32-bit words, the first in the lowest bits."""
+    count = 32 // bits
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % count))
+    parts = padded.reshape(*padded.shape[:-1], -1, count)
+    whole = sum(parts[..., i] << (bits * i) for i in range(count))
+    return ((whole + 2**31) % 2**32 - 2**31).to(torch.int32)  # type: ignore[union-attr]
+
+
+def grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """``[rows, groups, columns]``; 0 makes a row one group, -1 the matrix."""
+    if group == -1:
+        return weight.reshape(1, 1, -1)
+    return weight.reshape(len(weight), -1, group or weight.shape[1])
+
+
+def integers(
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool = True,
+    packed: bool = True,
+    plain_zeros: bool = False,
+    order: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Pack:
+    """compressed-tensors' integers: ``pack-quantized``, or ``int-quantized`` without ``packed``.
+
+    Args:
+        bits: Bits of a weight.
+        group: Columns of a group; 0: a row; -1: the matrix.
+        symmetric: Without zeros.
+        packed: Codes in words of 32 bits, else int8.
+        plain_zeros: Zeros as int8, as older versions wrote them.
+        order: Columns belong to groups out of order.
+        dtype: Of the scales.
+    """
+    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+    def pack(name: str, weight: torch.Tensor) -> Packed:
+        rows, columns = weight.shape
+        # Position of each column among those sorted by their group.
+        turn = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if order else None
+        sorted_weight = weight if turn is None else weight[:, turn.argsort()]
+        parts = grouped(sorted_weight, group)
+        if symmetric:
+            scale = (parts.abs().amax(2) / high).to(dtype)
+            zero = torch.zeros_like(scale)
+        else:
+            top, bottom = parts.amax(2).clamp(min=0), parts.amin(2).clamp(max=0)
+            scale = ((top - bottom) / (high - low)).to(dtype)
+            zero = (low - bottom / scale.float()).round().clamp(low, high)
+        codes = (parts / scale.float()[..., None] + zero[..., None]).round().clamp(low, high)
+        codes = codes.to(torch.int32)  # without negative zeros
+        decoded = ((codes - zero.float()[..., None]) * scale.float()[..., None]).reshape(rows, columns)
+        codes = codes.reshape(rows, columns)
+        stored = {f"{name}_scale": scale.reshape(()) if group == -1 else scale}
+        if turn is not None:
+            codes, decoded = codes[:, turn], decoded[:, turn]
+            stored[f"{name}_g_idx"] = (turn // group).to(torch.int32)
+        if packed:
+            stored[f"{name}_packed"] = words(codes - low, bits)
+            stored[f"{name}_shape"] = torch.tensor([rows, columns])
+        else:
+            stored[name] = codes.to(torch.int8)
+        if not symmetric and packed and not plain_zeros:
+            stored[f"{name}_zero_point"] = words((zero - low).T, bits).T.contiguous()
+        elif not symmetric:
+            stored[f"{name}_zero_point"] = zero.to(torch.int8)
+        return stored, decoded.to(dtype)
+
+    return pack
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest e2m1 value."""
+    magnitude = (values.abs()[..., None] - E2M1).abs().argmin(-1)
+    return magnitude + 8 * (values < 0)
+
+
+def halves(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes in a byte, the first in the low half."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    return E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+
+
+def nvfp4(*, divides: bool) -> Pack:
+    """NVFP4 of compressed-tensors, whose global scale divides, or of ModelOpt, whose multiplies."""
+
+    def pack(name: str, weight: torch.Tensor) -> Packed:
+        parts = weight.reshape(len(weight), -1, 16)
+        whole = 448 * 6 / weight.abs().max() if divides else weight.abs().max() / (448 * 6)
+        wanted = parts.abs().amax(2) / 6
+        scale = (wanted * whole if divides else wanted / whole).to(torch.float8_e4m3fn)
+        factor = scale.float() / whole if divides else scale.float() * whole
+        codes = to_e2m1(parts / factor[..., None])
+        decoded = from_e2m1(codes) * factor[..., None]
+        packed = halves(codes.reshape(weight.shape))
+        if divides:
+            stored = {f"{name}_packed": packed, f"{name}_global_scale": whole.reshape(1)}
+        else:
+            stored = {name: packed, f"{name}_scale_2": whole.reshape(())}
+        return {**stored, f"{name}_scale": scale}, decoded.reshape(weight.shape)
+
+    return pack
+
+
+def mxfp4(*, codes_suffix: str = "_packed", scale_suffix: str = "_scale", deepseek: bool = False) -> Pack:
+    """MXFP4 of compressed-tensors, or of DeepSeek-V4's experts (int8, and a scale called ``scale``)."""
+
+    def pack(name: str, weight: torch.Tensor) -> Packed:
+        parts = weight.reshape(len(weight), -1, 32)
+        exponent = torch.floor(torch.log2(parts.abs().amax(2))) - 2
+        scale = torch.exp2(exponent)[..., None]
+        codes = to_e2m1(parts / scale)
+        packed = halves(codes.reshape(weight.shape))
+        stored = (exponent + 127).to(torch.uint8)
+        decoded = (from_e2m1(codes) * scale).reshape(weight.shape)
+        if deepseek:
+            sibling = name.removesuffix("weight") + "scale"
+            return {name: packed.view(torch.int8), sibling: stored.view(torch.float8_e8m0fnu)}, decoded
+        return {name + codes_suffix: packed, name + scale_suffix: stored}, decoded
+
+    return pack

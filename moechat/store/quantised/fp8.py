@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
-from moechat.store.quantised.number_formats import as_float32, nibbles
+from moechat.store.quantised.fp4 import mxfp4_weight
+from moechat.store.quantised.number_formats import as_float32
 from moechat.store.quantised.settings import Settings
 from moechat.store.quantised.weights import Found, PackedWeight, Parts
 from moechat.store.tensors import TensorSet
@@ -22,7 +23,6 @@ _SUFFIXES = ("_scale_inv", "_scale")
 # What it is called in a module, beside ``weight``: by DeepSeek-V4 and by Mistral Large 4.
 _SIBLINGS = ("scale", "qscale_weight")
 _USUAL_BLOCK = (128, 128)
-_FP4_COLUMNS = 32
 
 
 def title(settings: Settings) -> str:
@@ -30,7 +30,8 @@ def title(settings: Settings) -> str:
     block = settings.sizes("weight_block_size")
     if settings.method == "fbgemm_fp8":
         return "FP8 with a scale for each row"
-    return "FP8" if block is None else f"FP8 in blocks of {block[0]} x {block[1]}"
+    experts = ", experts in MXFP4" if settings.content.get("expert_dtype") == "fp4" else ""
+    return "FP8" + (f" in blocks of {block[0]} x {block[1]}" if block else "") + experts
 
 
 def find(tensors: TensorSet, settings: Settings) -> Found:
@@ -53,7 +54,7 @@ def find(tensors: TensorSet, settings: Settings) -> Found:
             continue
         try:
             if is_fp4 and scale is not None:
-                found.add(fp4_weight(tensors, name, scale, settings))
+                found.add(mxfp4_weight(tensors, name, {"codes": name, "scale": scale}, settings.dtype))
             else:
                 found.add(fp8_weight(tensors, name, scale, block, settings.dtype))
         except (CheckpointError, UnsupportedModelError) as problem:
@@ -126,32 +127,6 @@ def fp8_weight(
         return Codes("e4m3", 8, codes.values, numbers.reshape(counts), fits)
 
     return PackedWeight(name, dtype, shape, {"codes": name, "scale": scale}, unpack, label)
-
-
-def fp4_weight(tensors: TensorSet, name: str, scale: str, settings: Settings) -> PackedWeight:
-    """One weight of DeepSeek-V4's experts: e2m1 with an e8m0 scale for each 32 columns.
-
-    Raises:
-        CheckpointError: The scale has another shape or type.
-    """
-    shape = tensors.info(name)[1]
-    scale_type, grid = tensors.info(scale)
-    visible = (*shape[:-1], 2 * shape[-1])
-    expected = (*shape[:-1], visible[-1] // _FP4_COLUMNS)
-    if grid != expected or visible[-1] % _FP4_COLUMNS or scale_type not in SCALE_TYPES:
-        raise CheckpointError(
-            f"{tensors.file_of(name).path}: scale {scale!r} is {scale_type} {list(grid)}; for the packed FP4 "
-            f"weight {name!r} {list(shape)} it would be {list(expected)}",
-            hint="take a complete copy of the checkpoint",
-        )
-
-    def unpack(parts: Parts) -> Codes:
-        codes, scales = parts["codes"], parts["scale"]
-        numbers = as_float32(scales.values, scales.dtype)
-        return Codes("e2m1", 4, nibbles(codes.values.view("u1")), numbers, (1, _FP4_COLUMNS))
-
-    names = {"codes": name, "scale": scale}
-    return PackedWeight(name, settings.dtype, visible, names, unpack, "FP4 in groups of 32")
 
 
 def _group_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:

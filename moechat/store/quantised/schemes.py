@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.quantised import fp8
+from moechat.store.quantised import compressed, fp8, modelopt
 from moechat.store.quantised.settings import Settings, read_settings
 from moechat.store.quantised.weights import Found, PackedTensors
 from moechat.store.tensors import TensorSet
@@ -32,6 +32,8 @@ class Scheme:
 SCHEMES = {
     "fp8": Scheme(fp8.find, fp8.title),
     "fbgemm_fp8": Scheme(fp8.find, fp8.title),
+    "compressed-tensors": Scheme(compressed.find, compressed.title),
+    "modelopt": Scheme(modelopt.find, modelopt.title),
 }
 # Read as it is by Checkpoint.matrix, without a view.
 _MXFP4 = "mxfp4"

@@ -180,8 +180,8 @@ class PackedTensors(TensorSet):
         parts = {}
         for role, part in weight.parts.items():
             values = self._stored.array(part)
-            # A scale for all experts has no dimension for them.
-            if expert is not None and values.ndim and values.shape[0] == weight.shape[0]:
+            # A scale for all experts has no dimension for them, and neither has a shape.
+            if expert is not None and values.ndim and role != "shape" and len(values) == weight.shape[0]:
                 values = values[expert]
             parts[role] = Part(part, self._stored.info(part)[0], values)
         try:
