@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from quantised_support import (
+    awq,
     change_config,
     change_tensors,
     fp8,
+    gptq,
     integers,
     is_linear,
     nvfp4,
@@ -38,6 +40,7 @@ GATE = "model.layers.2.mlp.experts.2.gate_proj.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 FP8 = {"quant_method": "fp8", "weight_block_size": [48, 40]}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+MODULE = EXPERT.removesuffix(".weight")
 
 
 def compressed(more: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
@@ -47,12 +50,16 @@ def compressed(more: dict[str, Any] | None = None, **weights: Any) -> dict[str, 
 
 INT4 = compressed(num_bits=4, type="int", group_size=32, symmetric=False)
 NVFP4 = compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 SCHEMES = {
     "fp8": (fp8((48, 40)), FP8),
     "int4": (integers(4, 32, symmetric=False), INT4),
     "nvfp4": (nvfp4(divides=True), NVFP4),
     "modelopt": (nvfp4(divides=False), MODELOPT),
+    "awq": (awq(32), AWQ),
+    "gptq": (gptq(4, 32, order=True), GPTQ),
 }
 
 
@@ -258,6 +265,31 @@ HALF = replace(EXPERT + "_scale", lambda scale: scale.float()[:, ::2].to(scale.d
             lambda tensors: tensors.update({EXPERT + "_g_idx": torch.full((64,), 2, dtype=torch.int32)}),
             f"'{EXPERT}_g_idx' does not have one of 2 groups for each of 64 columns",
         ),
+        *(
+            (scheme, drop(f"{MODULE}.{part}"), f"tensor '{MODULE}.qweight' has no '{MODULE}.{part}'")
+            for scheme in ("awq", "gptq")
+            for part in ("qzeros", "scales")
+        ),
+        (
+            "gptq",
+            drop(f"{MODULE}.g_idx"),
+            f"tensor '{MODULE}.qweight' has no g_idx, and .* says desc_act: true",
+        ),
+        (
+            "gptq",
+            replace(f"{MODULE}.g_idx", lambda index: index + 1),
+            f"'{EXPERT}' .* cannot be decoded: '{MODULE}.g_idx' names groups beyond the 2",
+        ),
+        (
+            "gptq",
+            replace(f"{MODULE}.qweight", lambda words: words.float()),
+            rf"tensor '{MODULE}.qweight' is F32 \[8, 128\]; I32 is expected",
+        ),
+        (
+            "awq",
+            replace(f"{MODULE}.scales", lambda scales: scales[:1].contiguous()),
+            rf"the parts of '{EXPERT}' do not fit together as AWQ, 4 bits, groups of 32: .*scales \[1, 128\]",
+        ),
         (
             "int4",
             replace(EXPERT + "_scale", lambda scale: scale.half()),
@@ -322,6 +354,26 @@ def groups(**changes: Any) -> dict[str, Any]:
         ("modelopt", {**MODELOPT, "group_size": 32}, CheckpointError, "NVFP4 has blocks of 16"),
         ("modelopt", {**MODELOPT, "quant_algo": "W4A8_AWQ"}, UnsupportedModelError, "reads NVFP4, .*FP8"),
         ("modelopt", {"quant_method": "modelopt"}, CheckpointError, "names no quant_algo"),
+        (
+            "awq",
+            {**AWQ, "bits": 8},
+            UnsupportedModelError,
+            "AWQ of 8 bits in the order 'gemm'; moechat reads 4",
+        ),
+        ("awq", {**AWQ, "version": "gemv"}, UnsupportedModelError, "in the order 'gemv'"),
+        (
+            "awq",
+            {**AWQ, "group_size": 64},
+            CheckpointError,
+            "do not fit together as AWQ, 4 bits, groups of 64",
+        ),
+        ("awq", {**AWQ, "group_size": "x"}, CheckpointError, "group_size is x; a number is expected"),
+        ("awq", GPTQ, CheckpointError, "do not fit together as GPTQ|has no g_idx"),
+        ("gptq", {**GPTQ, "bits": 8}, CheckpointError, "do not fit together as GPTQ, 8 bits"),
+        ("gptq", {**GPTQ, "bits": 3}, UnsupportedModelError, "GPTQ of 3 bits .* moechat reads 2, 4, 8 bits"),
+        ("gptq", {**GPTQ, "checkpoint_format": "marlin"}, UnsupportedModelError, "in the format 'marlin'"),
+        ("gptq", {**GPTQ, "group_size": -1}, CheckpointError, "as GPTQ, 4 bits, a scale for each row"),
+        ("gptq", AWQ, CheckpointError, "do not fit together as AWQ"),
         ("modelopt", FP8, CheckpointError, "says quant_method 'fp8', but none"),
         ("fp8", MODELOPT, CheckpointError, r"scale '.*_scale_inv'|has no scale"),
     ],

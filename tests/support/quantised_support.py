@@ -24,9 +24,16 @@ TOKENS = [5, 17, 30, 42, 77, 12, 9, 33]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def write_source(directory: Path, family: str = "qwen3_moe", shape: int = 0, **changes: Any) -> Path:
-    """A tiny random bf16 model as transformers writes it."""
-    tiny.write_tiny_checkpoint(directory, tiny.tiny_config(family, shape, **changes))
+def write_source(
+    directory: Path,
+    family: str = "qwen3_moe",
+    shape: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
+) -> Path:
+    """A tiny random model as transformers writes it."""
+    tiny.write_tiny_checkpoint(directory, tiny.tiny_config(family, shape, **changes), dtype=dtype)
     return directory
 
 
@@ -293,5 +300,63 @@ def mxfp4(*, codes_suffix: str = "_packed", scale_suffix: str = "_scale", deepse
             sibling = name.removesuffix("weight") + "scale"
             return {name: packed.view(torch.int8), sibling: stored.view(torch.float8_e8m0fnu)}, decoded
         return {name + codes_suffix: packed, name + scale_suffix: stored}, decoded
+
+    return pack
+
+
+def affine(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Codes ``[rows, columns]``, zeros and scales ``[rows, groups]``, and what they stand for."""
+    parts = grouped(weight, group)
+    top, bottom = parts.amax(2).clamp(min=0), parts.amin(2).clamp(max=0)
+    most = (1 << bits) - 1
+    scale = ((top - bottom) / most).to(dtype)
+    zero = (-bottom / scale.float()).round().clamp(0, most).int()
+    codes = (parts / scale.float()[..., None] + zero[..., None]).round().clamp(0, most).int()
+    decoded = ((codes - zero[..., None]) * scale.float()[..., None]).reshape(weight.shape)
+    return codes.reshape(weight.shape), zero, scale, decoded.to(dtype)
+
+
+def awq(group: int, dtype: torch.dtype = torch.bfloat16) -> Pack:
+    """AWQ as AutoAWQ packs it for its kernel ``gemm``."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def turned(codes: torch.Tensor) -> torch.Tensor:
+        return words(codes.T.reshape(codes.shape[1], -1, 8)[..., order].reshape(codes.shape[1], -1), 4)
+
+    def pack(name: str, weight: torch.Tensor) -> Packed:
+        codes, zero, scale, decoded = affine(weight, 4, group, dtype)
+        stem = name.removesuffix("weight")
+        stored = {"qweight": turned(codes), "qzeros": turned(zero), "scales": scale.T}
+        return {stem + part: tensor for part, tensor in stored.items()}, decoded
+
+    return pack
+
+
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    version: int = 1,
+    order: bool = False,
+    index: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Pack:
+    """GPTQ: columns packed in words, zeros less one in version 1, columns in any ``order``."""
+
+    def pack(name: str, weight: torch.Tensor) -> Packed:
+        columns = weight.shape[1]
+        turn = torch.arange(columns)
+        if order:
+            turn = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        codes, zero, scale, decoded = affine(weight[:, turn.argsort()], bits, group, dtype)
+        stem = name.removesuffix("weight")
+        stored = {
+            "qweight": words(codes[:, turn], bits).T,
+            "qzeros": words((zero - int(version == 1)).T % (1 << bits), bits),
+            "scales": scale.T,
+        }
+        if index:
+            stored["g_idx"] = (turn // (group or columns)).to(torch.int32)
+        return {stem + part: tensor for part, tensor in stored.items()}, decoded[:, turn]
 
     return pack

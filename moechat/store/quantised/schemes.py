@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.quantised import compressed, fp8, modelopt
+from moechat.store.quantised import awq, compressed, fp8, gptq, modelopt
 from moechat.store.quantised.settings import Settings, read_settings
 from moechat.store.quantised.weights import Found, PackedTensors
 from moechat.store.tensors import TensorSet
@@ -34,6 +34,8 @@ SCHEMES = {
     "fbgemm_fp8": Scheme(fp8.find, fp8.title),
     "compressed-tensors": Scheme(compressed.find, compressed.title),
     "modelopt": Scheme(modelopt.find, modelopt.title),
+    "awq": Scheme(awq.find, awq.title),
+    "gptq": Scheme(gptq.find, gptq.title),
 }
 # Read as it is by Checkpoint.matrix, without a view.
 _MXFP4 = "mxfp4"
