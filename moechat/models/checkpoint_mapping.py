@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import WeightType
+from moechat.models.linear_experts import linear_experts
 from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
 from moechat.store.checkpoint import Checkpoint
@@ -132,7 +133,8 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     for key in checkpoint.keys():  # noqa: SIM118 - not a mapping
         stem = re.sub(r"_(blocks|scales)$", "", key)
         (packed.setdefault(stem, key) if stem != key else plain.append(key))
-    targets, _ = map_keys(skeleton, [*plain, *packed])
+    targets, unused = map_keys(skeleton, [*plain, *packed])
+    linear = linear_experts(skeleton, unused, lambda key: next(iter(map_keys(skeleton, [key])[0]), None))
     dense = [target for name, target in targets.items() if name not in expert_names]
     stray = min((target.name for target in dense if not packed.keys().isdisjoint(target.keys)), default=None)
     if stray is not None:
@@ -140,7 +142,10 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
             f"{stray} is packed in blocks and scales, which moechat reads for experts only"
         )
 
-    layers = tuple(_plan_layer(entry, targets, packed, checkpoint) for entry in skeleton.experts)
+    layers = tuple(
+        linear.get(entry.name) or _plan_layer(entry, targets, packed, checkpoint)
+        for entry in skeleton.experts
+    )
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
     reads = first_reads(skeleton)
     weight_type = _weight_type(checkpoint, layers)

@@ -71,6 +71,36 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kept
 
 
+def unstacked(
+    tensors: Mapping[str, torch.Tensor], *, transposed: bool = False, alternating: bool = False
+) -> dict[str, torch.Tensor]:
+    """Experts as linear layers of their own, as quantisers write families that stack them.
+
+    Args:
+        tensors: Of a checkpoint with stacked experts.
+        transposed: They are ``[experts, in, out]``.
+        alternating: Rows of gate and up alternate.
+    """
+    result = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.+)\.(gate_up|down)_proj(_bias)?", name)
+        if not match:
+            result[name] = tensor
+            continue
+        kind = "bias" if match[3] else "weight"
+        for number, stored in enumerate(tensor):
+            one = stored.T if transposed and kind == "weight" else stored
+            half = len(one) // 2
+            parts = {"gate": one[:half], "up": one[half:]}
+            if alternating:
+                parts = {"gate": one[::2], "up": one[1::2]}
+            if match[2] == "down":
+                parts = {"down": one}
+            for part, rows in parts.items():
+                result[f"{match[1]}.{number}.{part}_proj.{kind}"] = rows
+    return result
+
+
 def write_pair(
     source: Path,
     packed: Path,
