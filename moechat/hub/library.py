@@ -25,7 +25,9 @@ from moechat.hub.model_ref import (
     holds_manifest,
     hub_model,
     is_explicit_path,
+    repository_of,
 )
+from moechat.hub.sources import sources_of
 
 KEEP_MARK = ".kept"  # file in a downloaded checkpoint that must not be removed (``--keep-source``)
 _DEFAULT_BITS = 4
@@ -155,7 +157,7 @@ def find_stores(model: str, bits: int | None, paths: Paths) -> list[LibraryEntry
     entries = list_stores(paths)
     matching = _by_path(model, entries)
     if not matching:
-        matching = _by_name(model, entries)
+        matching = _by_name(model, entries) or _by_other_source(model, entries)
     if len({entry.path.name.rpartition("-")[0] for entry in matching}) > 1:
         raise _ambiguous("models", model, matching)
     chosen = [entry for entry in matching if bits is None or entry.bits == bits or entry.damaged]
@@ -232,6 +234,14 @@ def _by_name(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
     with suppress(MoechatError):
         names.add(hub_model(model).name.lower())
     return [entry for entry in entries if not names.isdisjoint(map(str.lower, entry.names))]
+
+
+def _by_other_source(model: str, entries: list[LibraryEntry]) -> list[LibraryEntry]:
+    try:
+        sources = {repository.lower() for repository in sources_of(model)}
+    except MoechatError:  # not a name at all
+        return []
+    return [entry for entry in entries if sources & {repository_of(name).lower() for name in entry.names}]
 
 
 def _ambiguous(kind: str, model: str, entries: list[LibraryEntry]) -> UsageError:

@@ -29,6 +29,7 @@ from moechat.hub.model_ref import (
     stored_commit,
     suggest_name,
 )
+from moechat.hub.sources import find_in_other_source
 
 _DEMO_STORE = Path(__file__).parent / "demo"
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")  # in full or abbreviated
@@ -81,7 +82,7 @@ def resolve_path_or_repository(
         return _demo()
     repository = expand_alias(model)
     if repository is not None:
-        return _find_repository(repository, bits, paths or user_paths())
+        return _find_repository(repository, bits, paths or user_paths(), others=True)
     if is_explicit_path(model):
         return local_model(model)
     if os.path.exists(model):
@@ -112,9 +113,13 @@ def _find_by_shown_name(model: str, bits: int | None, paths: Paths) -> ModelRef 
         return ref
 
 
-def _find_repository(model: str, bits: int | None, paths: Paths) -> ModelRef:
+def _find_repository(model: str, bits: int | None, paths: Paths, *, others: bool = False) -> ModelRef:
     ref = parse_hub_name(model)
     store = ref.find_in_library(paths.models, bits) or _find_commit(ref, paths.models, bits)
+    if store is None and others:
+        other = find_in_other_source(model, paths.models, bits)
+        if other is not None:
+            return other
     if store is None:
         with_bits = "" if bits is None else f" with {bits} bits"
         option = "" if bits is None else f" --bits {bits}"

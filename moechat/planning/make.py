@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 from moechat.errors import DoesNotFitError
 from moechat.hardware.profile import Figure, HardwareProfile
@@ -14,7 +14,8 @@ from moechat.options import LoadKeywords, LoadOptions
 from moechat.planning.cases import Case, Cases
 from moechat.planning.cpu_range import cpu_range
 from moechat.planning.machine import find_machine
-from moechat.planning.memory import Far, Tier, far_in_ram, other_budgets
+from moechat.planning.memory import Far, other_budgets
+from moechat.planning.place import place
 from moechat.planning.result import LayerTargets, OtherBudget, Plan, RatedFigure, Speed
 from moechat.planning.routing_range import routing_range
 from moechat.planning.source import PlannedModel, find_model
@@ -62,25 +63,11 @@ def plan(
 
 def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
     machine, outline, shape = cases.machine, cases.outline, cases.shape
-    near: Literal["vram", "ram"] = "vram" if machine.near == "gpu" else "ram"
-    budget, given, short = machine.ram_budget(options.ram, cases.needs.base), options.ram is not None, ""
-    behind: tuple[Tier, Far] | None = None
-    if near == "vram":
-        behind = far_in_ram(shape.layers * shape.experts, shape.expert_bytes, budget, given)
-        budget, given, short = machine.vram_budget(options.vram)
-    ram_share = 0.0 if behind is None else behind[1].share
-    case = cases.case(budget, given=given, ctx=cases.ctx, ram_share=ram_share)
+    placed = place(cases, options)
+    case, far, ram_share = placed.case, placed.far, placed.ram_share
     memory = case.memory
-    tiers = [Tier(near, memory.budget, memory.given, memory.parts)]
-    far: Far | None = None
-    pinned = 0
-    if behind is not None and not memory.mapped:
-        tiers.append(behind[0])
-        far, pinned = behind[1], behind[0].parts[-1].nbytes
-    elif not memory.mapped:
-        far = Far("disk", 0.0, memory.total - memory.expert_bytes + shape.all_expert_bytes)
-    remarks = [short, found.note, *cases.routing.remarks, *case.remarks]
-    used = {} if machine.figures is None else _used(cases, machine.figures, far)
+    remarks = [placed.short, found.note, *cases.routing.remarks, *case.remarks]
+    used = {} if machine.figures is None else used_figures(cases, machine.figures, far)
     return Plan(
         model=found.name,
         model_type=outline.model_type,
@@ -102,10 +89,10 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         machine_title=machine.title,
         system=options.system,
         strategy="" if case.strategy is None else case.strategy.title,
-        near=near,
+        near=placed.tiers[0].name,
         context=memory.context,
         context_limited=memory.context_limited,
-        tiers=tuple(tiers),
+        tiers=placed.tiers,
         far=far,
         pages=memory.pages,
         resident_share=cases.resident(memory),
@@ -116,7 +103,7 @@ def _made(cases: Cases, found: PlannedModel, options: LoadOptions) -> Plan:
         statistics_basis=cases.routing.basis,
         speed=None if machine.figures is None else _speed(cases, case, machine.figures, far, ram_share, used),
         other_budgets=() if machine.figures is None else _others(cases, case, ram_share),
-        notes=notes(machine, far, options.ram, remarks, used, pinned=pinned),
+        notes=notes(machine, far, options.ram, remarks, used, pinned=placed.pinned),
     )
 
 
@@ -140,7 +127,8 @@ def _layers(cases: Cases, case: Case) -> tuple[LayerTargets, ...]:
     )
 
 
-def _used(cases: Cases, profile: HardwareProfile, far: Far | None) -> Mapping[str, Figure]:
+def used_figures(cases: Cases, profile: HardwareProfile, far: Far | None) -> Mapping[str, Figure]:
+    """The figures of the machine that a speed rests on, by name."""
     disk = far is not None and far.kind != "ram"
     in_ram = 1.0 if far is None else far.share
     return figures_used(

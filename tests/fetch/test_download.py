@@ -147,7 +147,7 @@ def test_json_prints_the_plan_and_then_the_result(inside: Cli, hub: Hub, referen
     assert plan["store_bytes"] < plan["disk_bytes"] < plan["free_bytes"]
     assert plan["destination"] == str(models(inside) / STORE)
     assert (plan["overlap"], plan["finished"]) == (True, False)
-    changing = ("free_bytes", "ram_available_bytes", "ram_least_bytes", "ram_all_bytes", "convert_s")
+    changing = ("free_bytes", "ram_available_bytes", "ram_least_bytes", "ram_all_bytes", "convert_s", "speed")
 
     done = inside.call("download", REPOSITORY, "--json", "--quiet")
     finished(inside, done, reference)

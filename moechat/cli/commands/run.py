@@ -90,8 +90,7 @@ def _dry_run(options: RunOptions) -> int:
     except NotInLibraryError:
         from moechat.cli.commands.download import DownloadCommand, download
 
-        command = DownloadCommand(options.model, dry_run=True, json=options.json)
-        return download(command if options.bits is None else replace(command, bits=options.bits))
+        return download(DownloadCommand(options.model, options.bits, dry_run=True, json=options.json))
     from moechat.cli.commands.plan import plan
     from moechat.cli.commands.plan_arguments import PlanCommand
 

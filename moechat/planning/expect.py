@@ -1,0 +1,90 @@
+"""The expected speed of a model on a machine, without the other parts of a plan: in one to three seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from moechat.hardware.profile import HardwareProfile
+from moechat.options import LoadKeywords, LoadOptions
+from moechat.planning.cases import Cases
+from moechat.planning.machine import find_machine
+from moechat.planning.make import used_figures
+from moechat.planning.place import place
+from moechat.planning.routing_range import routing_range
+from moechat.planning.source import find_model
+from moechat.planning.words import by_origin
+
+# ``measured``: every figure was measured on the machine. ``estimate``: some are published, or follow from a
+# rule. ``assumed``: the machine was not measured, and figures of an ordinary desktop stand in.
+SpeedBasis = Literal["measured", "estimate", "assumed"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The expected speed of a model.
+
+    Attributes:
+        tokens_per_s: Decoded tokens a second.
+        low: The same if the model routes more evenly than expected; ``None`` where its routing is known, or
+            all experts are near.
+        high: The same if it routes less evenly.
+        basis: See :data:`SpeedBasis`.
+        bits: Bits of an expert weight.
+        expert_bytes: Bytes of all experts.
+        resident_share: Share of all experts that the tier that computes keeps.
+        far: Place of the others: ``ram``, ``ram+disk``, ``disk``, or ``None`` if there are none.
+        near_bytes: Bytes used of the tier that computes.
+    """
+
+    tokens_per_s: float
+    low: float | None
+    high: float | None
+    basis: SpeedBasis
+    bits: int
+    expert_bytes: int
+    resident_share: float
+    far: Literal["ram", "disk", "ram+disk"] | None
+    near_bytes: int
+
+    @property
+    def reads_disk(self) -> bool:
+        """Whether tokens wait for a disk."""
+        return self.far is not None and self.far != "ram"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; sizes in bytes, shares from 0 to 1."""
+        return asdict(self)
+
+
+def expect(
+    model: str | Path,
+    *,
+    profile: str | Path | HardwareProfile | None = None,
+    **options: Unpack[LoadKeywords],
+) -> Expected:
+    """The expected speed of a model; arguments and errors as :func:`moechat.plan`."""
+    parsed = LoadOptions.parse(options)
+    wants_gpu = None if parsed.device is None and parsed.vram is None else parsed.gpu is not None
+    found = find_model(model, parsed.bits)
+    machine = find_machine(profile, gpu=wants_gpu)
+    cases = Cases(found, machine, parsed)
+    placed = place(cases, parsed)
+    ends = routing_range(cases, placed.case, placed.ram_share)
+    basis: SpeedBasis = "assumed"
+    if machine.figures is not None:
+        kinds = by_origin(used_figures(cases, machine.figures, placed.far))
+        basis = "estimate" if kinds["published"] or kinds["assumed"] else "measured"
+    memory = placed.case.memory
+    return Expected(
+        tokens_per_s=placed.case.decode.rate,
+        low=None if ends is None else ends.low.tokens_per_s,
+        high=None if ends is None else ends.high.tokens_per_s,
+        basis=basis,
+        bits=found.bits,
+        expert_bytes=cases.shape.all_expert_bytes,
+        resident_share=cases.resident(memory),
+        far=None if placed.far is None else placed.far.kind,
+        near_bytes=placed.tiers[0].used,
+    )
