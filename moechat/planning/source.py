@@ -129,8 +129,9 @@ def _here(ref: ModelRef, bits: int | None) -> PlannedModel:
         try:
             checkpoint = Checkpoint.open(ref.checkpoint)
             headers = HeaderTable.of(checkpoint)
-        except CheckpointError:  # loading reports it; a plan needs only the configuration
-            return PlannedModel(ref.name, config, bits, "checkpoint")
+        except CheckpointError as error:  # a plan needs only the configuration
+            note = f"the weights cannot be loaded: {error}"
+            return PlannedModel(ref.name, config, bits, "checkpoint", note=note)
         packed = checkpoint.source_format
         return PlannedModel(ref.name, config, bits, "checkpoint", headers=headers, source_format=packed)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cli_support import Cli
 from hub_server import Hub
 from library_support import STORE, hashes, models
-from quantised_support import fp8, write_pair, write_source
+from quantised_support import change_config, fp8, nvfp4, write_pair, write_source
 
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
@@ -43,3 +43,34 @@ def test_shards_are_decoded_as_they_arrive(inside: Cli, hub: Hub, tmp_path: Path
     assert "made from   FP8 in blocks" in inside.call("show", "tiny/moe-fp8").out.decode()
     planned = inside.call("plan", "tiny/moe-fp8")
     assert "4 bits (the checkpoint has FP8 in blocks of 48 x 40)" in planned.out.decode(), planned.err
+
+
+def test_settings_in_a_file_of_their_own_are_fetched_first(inside: Cli, hub: Hub, tmp_path: Path) -> None:
+    source, packed = write_source(tmp_path / "source"), tmp_path / "packed"
+    write_pair(source, packed, tmp_path / "decoded", nvfp4(divides=False), None)
+    (packed / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    hub.add("tiny/moe-nvfp4", packed)
+    done = inside.call("download", "tiny/moe-nvfp4", "--bits", "16")
+    assert done.status == 0, done.err
+    assert "experts are NVFP4 in the checkpoint; they are stored with 16 bits" in done.err
+    opened = Checkpoint.open(packed)
+    convert(opened, plan_checkpoint(opened), tmp_path / "expected", bits=16, source_name="x")
+    made = models(inside) / STORE.replace("moe-chat-4bit", "moe-nvfp4-16bit")
+    assert hashes(made) == hashes(tmp_path / "expected")
+
+
+def test_what_contradicts_itself_is_refused_before_a_weight_is_fetched(
+    inside: Cli, hub: Hub, tmp_path: Path
+) -> None:
+    source, packed = write_source(tmp_path / "source"), tmp_path / "packed"
+    settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    write_pair(source, packed, tmp_path / "decoded", fp8((64, 64)), settings)
+    change_config(packed, quantization_config={**settings, "weight_block_size": [128, 128]})
+    hub.add("tiny/moe-odd", packed)
+    done = inside.call("download", "tiny/moe-odd")
+    assert done.status == 3
+    assert "in blocks of 128 x 128 it would be" in done.err
+    planned = inside.call("plan", str(packed))
+    assert planned.status == 0, planned.err
+    assert "note: the weights cannot be loaded:" in planned.out.decode()
+    assert not models(inside).exists()

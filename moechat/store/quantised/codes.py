@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,17 @@ from moechat.store.quantised.number_formats import E2M1, E4M3
 Kind = Literal["affine", "table", "e2m1", "e4m3"]
 
 # Weights decoded at once; the temporaries of one piece fit the processor's caches.
-_PIECE = 1 << 18
+PIECE = 1 << 18
+_Result = TypeVar("_Result")
 _WORKERS = min(8, os.cpu_count() or 1)
+
+
+def in_threads(work: Callable[[int], _Result], items: Sequence[int]) -> list[_Result]:
+    """Results of ``work`` for all items, computed in several threads if there are several items."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        return list(pool.map(work, items))
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Codes:
         index = range(len(self.codes))[rows]
         columns = self.codes.shape[1]
         out = np.empty((len(index), columns), np.float32)
-        step = max(1, _PIECE // max(1, columns))
+        step = max(1, PIECE // max(1, columns))
         groups = self.column_group
         if groups is None and columns % self.group[1]:
             groups = np.arange(columns) // self.group[1]
@@ -82,13 +92,7 @@ class Codes:
             with np.errstate(invalid="ignore", over="ignore"):  # reported by who uses the values
                 self._apply(np.multiply, values, self.scale[by_row], groups)
 
-        firsts = range(0, len(index), step)
-        if len(firsts) < 2:
-            for first in firsts:
-                work(first)
-        else:
-            with ThreadPoolExecutor(_WORKERS) as pool:
-                list(pool.map(work, firsts))
+        in_threads(work, range(0, len(index), step))
         return out
 
     def _apply(

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
-from moechat.store.quantised.codes import Codes
+from moechat.store.quantised.codes import PIECE, Codes, in_threads
 from moechat.store.quantised.number_formats import rounded
 from moechat.store.safetensors_file import TensorEntry, tensor_nbytes
 from moechat.store.tensors import TensorSet
 
+_VISIBLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _CHUNK_WEIGHTS = 2 << 20
 # The least magnitude that is rounded to infinity.
 _LIMITS = {"F32": math.inf, "F16": 65520.0, "BF16": float.fromhex("0x1.ffp+127")}
@@ -220,14 +221,22 @@ class PackedTensors(TensorSet):
             raise CheckpointError(
                 f"{self._where_is(weight)} holds {list(codes.shape)}, not {list(weight.shape[-2:])}"
             )
-        values = codes.values(rows)
-        visible = rounded(values, weight.dtype)
-        # A largest value that is NaN, or that rounding would make infinite, fails this too.
-        if not float(np.abs(values).max(initial=0.0)) < _LIMITS[weight.dtype]:
-            raise CheckpointError(
-                f"{self._where_is(weight)} has values that are not finite in {weight.dtype}"
-            )
-        return visible
+        index = range(codes.shape[0])[rows]
+        columns = codes.shape[1]
+        out = np.empty((len(index), columns), _VISIBLE[weight.dtype])
+        step = max(1, PIECE // max(1, columns))
+
+        def decode(first: int) -> bool:
+            part = index[first : first + step]
+            values = codes.values(slice(part.start, part.stop, part.step))
+            out[first : first + step] = rounded(values, weight.dtype)
+            # A largest value that is NaN, or that rounding makes infinite, is no less than the limit.
+            return float(np.abs(values, out=values).max(initial=0.0)) < _LIMITS[weight.dtype]
+
+        if not all(in_threads(decode, range(0, len(index), step))):
+            where = self._where_is(weight)
+            raise CheckpointError(f"{where} has values that are not finite in {weight.dtype}")
+        return out
 
     def _where_is(self, weight: PackedWeight) -> str:
         part = next(iter(weight.parts.values()))
