@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from families import tiny_family
 from quantised_support import (
     TOKENS,
     Pack,
     Packed,
     awq,
+    change_config,
     fp8,
     gptq,
     integers,
@@ -31,6 +35,7 @@ from quantised_support import (
 from transformers import AutoModelForCausalLM
 
 import moechat
+from moechat.calibration.calibration import calibration_of
 from moechat.models.checkpoint_mapping import plan_checkpoint
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.convert import convert
@@ -305,3 +310,41 @@ def test_logits_are_those_of_transformers(moechat_home: Path, pair: tuple[Path, 
     with moechat.load(packed, bits=16, dense_bits=16, dtype="float32") as engine:
         ours = torch.as_tensor(np.asarray(engine.logits(TOKENS)))
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_calibration_runs_the_decoded_model(tmp_path: Path) -> None:
+    source, packed, decoded = tmp_path / "source", tmp_path / "packed", tmp_path / "decoded"
+    write_source(source, vocab_size=tiny.BYTE_VOCABULARY)
+    tiny.write_byte_tokenizer(source, longest=300)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    write_pair(source, packed, decoded, awq(32), settings)
+    stores = []
+    for directory in (packed, decoded):
+        checkpoint = Checkpoint.open(directory)
+        plan = plan_checkpoint(checkpoint)
+        calibration = calibration_of(checkpoint, plan, 4, pytest.fail)
+        assert calibration is not None
+        destination = directory / "store"
+        stores.append(
+            convert(checkpoint, plan, destination, bits=4, source_name="x", calibration=calibration)
+        )
+    made, expected = (store.manifest for store in stores)
+    assert made.quantisation.solver == "calibrated"
+    assert {name for name in made.files if made.files[name] != expected.files[name]} == {"config.json"}
+
+
+def test_settings_may_be_those_of_the_text_part(tmp_path: Path) -> None:
+    source, packed, decoded = tmp_path / "source", tmp_path / "packed", tmp_path / "decoded"
+    tiny.write_tiny_checkpoint(source, tiny_family("qwen3_vl_moe"))
+    pack, settings = fp8((128, 128)), block_fp8(128, 128)
+    choose = lambda name, tensor: is_linear(name, tensor) and "visual" not in name  # noqa: E731
+    write_pair(source, packed, decoded, pack, None, choose=choose)
+    config = json.loads((packed / "config.json").read_text())
+    change_config(packed, text_config={**config["text_config"], "quantization_config": settings})
+    stores = []
+    for directory in (packed, decoded):
+        checkpoint = Checkpoint.open(directory)
+        plan = plan_checkpoint(checkpoint)
+        stores.append(convert(checkpoint, plan, directory / "store", bits=4, source_name="x").manifest.files)
+    made, expected = stores
+    assert {name for name in made if made[name] != expected[name]} == {"config.json"}

@@ -105,7 +105,8 @@ def fp8_weight(
         )
     group = block or _group_of(shape, grid) or _USUAL_BLOCK
     if not _covers(shape, grid, group):
-        expected = _grids(shape, block) if block else [*_grids(shape, None), *_grids(shape, _USUAL_BLOCK)]
+        usual = _grids(shape, _USUAL_BLOCK)[:1]
+        expected = _grids(shape, block)[:1] if block else [*_grids(shape, None), *usual]
         raise CheckpointError(
             f"{where}: scale {scale!r} has shape {list(grid)}; for {name!r} {list(shape)} "
             + (f"in blocks of {block[0]} x {block[1]} " if block else "")
@@ -150,4 +151,5 @@ def _grids(shape: tuple[int, ...], block: tuple[int, int] | None) -> list[tuple[
     *experts, rows, columns = shape
     if block is None:
         return [(*experts, rows, 1), tuple(experts) or (1,)]
-    return [(*experts, -(-rows // block[0]), -(-columns // block[1]))]
+    high, wide = -(-rows // block[0]), -(-columns // block[1])
+    return [(*experts, high, wide), (*experts, high, 1, wide, 1)]  # the second: of ModelOpt
