@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from quantised_support import Pack, awq, fp8, gptq, integers, mxfp4, nvfp4
 
+from moechat.errors import CheckpointError
 from moechat.store.quantised.schemes import plain_view
 from moechat.store.quantised.weights import PackedTensors
 from moechat.store.safetensors_file import TensorEntry
 from moechat.store.tensors import TensorSet
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 NAME = "model.layers.0.mlp.experts.0.gate_proj.weight"
 _TYPES = {
     torch.float8_e4m3fn: ("F8_E4M3", torch.uint8),
@@ -177,3 +181,45 @@ def test_the_expert_of_a_stack_is_decoded_alone() -> None:
         rows = torch.from_numpy(view.matrix(NAME, expert, slice(1, 20, 2))).view(torch.bfloat16)
         assert torch.equal(rows, parts[expert][1][1:20:2])
     assert np.array_equal(view.array(NAME), np.stack([view.matrix(NAME, i, slice(None)) for i in range(3)]))
+
+
+@pytest.mark.parametrize(
+    ("pack", "stated", "encoding"),
+    [
+        (integers(4, 64), compressed(num_bits=4, group_size=64), "q4_0"),
+        (integers(8, 0, packed=False), compressed(num_bits=8, strategy="channel"), "q8_0"),
+        (integers(4, 64, symmetric=False), compressed(num_bits=4, group_size=64, symmetric=False), None),
+        (integers(4, 64, order=True), compressed(num_bits=4, group_size=64), None),
+        (integers(4, 64, dtype=torch.float32), compressed(num_bits=4, group_size=64), None),
+        (mxfp4(), compressed(num_bits=4, type="float", group_size=32), "mxfp4"),
+        (mxfp4(deepseek=True), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "mxfp4"),
+        (nvfp4(divides=True), compressed(num_bits=4, type="float", group_size=16), None),
+        (
+            gptq(4, 32, symmetric=True),
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+            "q4_0",
+        ),
+        (
+            gptq(8, 32, symmetric=True),
+            {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True},
+            "q8_0",
+        ),
+        (gptq(4, 32), GPTQ, None),
+        (gptq(4, 32, symmetric=True, order=True), {**GPTQ, "sym": True, "desc_act": True}, None),
+        (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32}, None),
+        (fp8((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+    ],
+)
+def test_what_an_encoding_can_hold_is_kept(pack: Pack, stated: dict[str, Any], encoding: str | None) -> None:
+    view, _ = read(pack, matrix(1, 40, 128), stated)
+    assert view.encoding(NAME) == encoding
+    if encoding is not None:
+        rows = view.encoded_rows(NAME, None)
+        kind = {"q4_0": Kind.Q4_0, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}[encoding]
+        assert np.array_equal(gguf.dequantize(rows, kind), view.codes(NAME).values())
+
+
+def test_zeros_that_contradict_the_configuration_are_refused() -> None:
+    view, _ = read(gptq(4, 32), matrix(0, 40, 64), {**GPTQ, "sym": True})
+    with pytest.raises(CheckpointError, match="cannot be kept as it is: a zero is not 8"):
+        view.encoded_rows(NAME, None)

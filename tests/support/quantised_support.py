@@ -334,13 +334,20 @@ def mxfp4(*, codes_suffix: str = "_packed", scale_suffix: str = "_scale", deepse
     return pack
 
 
-def affine(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def affine(
+    weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype, *, symmetric: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Codes ``[rows, columns]``, zeros and scales ``[rows, groups]``, and what they stand for."""
     parts = grouped(weight, group)
     top, bottom = parts.amax(2).clamp(min=0), parts.amin(2).clamp(max=0)
     most = (1 << bits) - 1
+    if symmetric:
+        top = parts.abs().amax(2)
+        bottom = -top
     scale = ((top - bottom) / most).to(dtype)
     zero = (-bottom / scale.float()).round().clamp(0, most).int()
+    if symmetric:
+        zero = torch.full_like(zero, 1 << (bits - 1))
     codes = (parts / scale.float()[..., None] + zero[..., None]).round().clamp(0, most).int()
     decoded = ((codes - zero[..., None]) * scale.float()[..., None]).reshape(weight.shape)
     return codes.reshape(weight.shape), zero, scale, decoded.to(dtype)
@@ -369,6 +376,7 @@ def gptq(
     version: int = 1,
     order: bool = False,
     index: bool = True,
+    symmetric: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Pack:
     """GPTQ: columns packed in words, zeros less one in version 1, columns in any ``order``."""
@@ -378,7 +386,9 @@ def gptq(
         turn = torch.arange(columns)
         if order:
             turn = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
-        codes, zero, scale, decoded = affine(weight[:, turn.argsort()], bits, group, dtype)
+        codes, zero, scale, decoded = affine(
+            weight[:, turn.argsort()], bits, group, dtype, symmetric=symmetric
+        )
         stem = name.removesuffix("weight")
         stored = {
             "qweight": words(codes[:, turn], bits).T,

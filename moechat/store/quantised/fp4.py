@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moechat.errors import CheckpointError
+from moechat.store.quantised import kept_rows
 from moechat.store.quantised.codes import Codes
 from moechat.store.quantised.number_formats import as_float32, nibbles
 from moechat.store.quantised.weights import PackedWeight, Parts
@@ -81,7 +82,7 @@ def mxfp4_weight(tensors: TensorSet, name: str, parts: dict[str, str], dtype: st
         numbers = as_float32(scale.values, scale.dtype)
         return Codes("e2m1", 4, nibbles(codes.values.view(np.uint8)), numbers, (1, MXFP4_COLUMNS))
 
-    return PackedWeight(name, dtype, shape, parts, unpack, MXFP4)
+    return PackedWeight(name, dtype, shape, parts, unpack, MXFP4, kept_rows.MXFP4)
 
 
 def _packed_shape(

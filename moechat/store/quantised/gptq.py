@@ -12,6 +12,7 @@ import numpy as np
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.store.quantised.codes import Codes
+from moechat.store.quantised.kept_rows import symmetric_encoding
 from moechat.store.quantised.modules import do_not_fit, find_modules, group_columns, grouping
 from moechat.store.quantised.number_formats import as_float32, fields
 from moechat.store.quantised.settings import Settings
@@ -89,6 +90,9 @@ def _weight(tensors: TensorSet, name: str, parts: dict[str, str], settings: Sett
                 order = None
         return Codes("affine", bits, codes, scales.T, (1, size), zero.T, order)
 
-    visible = tensors.info(parts["scales"])[0]
-    visible = settings.dtype if visible == "F32" else visible
-    return PackedWeight(name, visible, (rows, columns), parts, unpack, label)
+    scale_type = tensors.info(parts["scales"])[0]
+    visible = settings.dtype if scale_type == "F32" else scale_type
+    kept = None
+    if settings.content.get("sym") is True and not settings.content.get("desc_act"):
+        kept = symmetric_encoding(bits, size, columns, scale_type)
+    return PackedWeight(name, visible, (rows, columns), parts, unpack, label, kept)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, MoechatError
 from moechat.store.quantised.codes import PIECE, Codes, in_threads
+from moechat.store.quantised.kept_rows import encoded_rows
 from moechat.store.quantised.number_formats import rounded
 from moechat.store.safetensors_file import TensorEntry, tensor_nbytes
 from moechat.store.tensors import TensorSet
@@ -51,6 +52,7 @@ class PackedWeight:
         unpack: Makes the codes of one matrix from its parts. Raises ``ValueError`` with the reason if they
             contradict each other.
         title: The format, for people.
+        encoding: The encoding of :mod:`moechat.store.quantised.kept_rows` that keeps the values, if one does.
     """
 
     name: str
@@ -59,6 +61,7 @@ class PackedWeight:
     parts: Mapping[str, str]
     unpack: Callable[[Parts], Codes]
     title: str
+    encoding: str | None = None
 
 
 @dataclass
@@ -164,6 +167,29 @@ class PackedTensors(TensorSet):
         if weight is None:
             return self._stored.matrix(name, expert, rows)
         return self._decoded(weight, expert, rows)
+
+    def encoding(self, name: str) -> str | None:
+        """The encoding of a tensor that keeps its values; ``None`` for others."""
+        weight = self._weights.get(name)
+        return None if weight is None else weight.encoding
+
+    def encoded_rows(self, name: str, expert: int | None) -> NDArray[np.uint8]:
+        """The rows of a matrix in its encoding, ``uint8 [rows, bytes]``. REQUIRES: it has one.
+
+        Raises:
+            CheckpointError: Its parts contradict each other or the configuration, or the encoding cannot hold
+                a scale.
+        """
+        weight, codes = self.weight(name), self.codes(name, expert)
+        assert weight is not None
+        assert weight.encoding is not None
+        try:
+            return encoded_rows(codes, weight.encoding)
+        except ValueError as problem:
+            raise CheckpointError(
+                f"{self._where_is(weight)} cannot be kept as it is: {problem}",
+                hint="quantise the experts anew: --bits 4",
+            ) from problem
 
     def codes(self, name: str, expert: int | None = None) -> Codes:
         """The stored content of one quantised matrix, without loss.
