@@ -254,6 +254,32 @@ CASES = {
         choose=lambda name, tensor: is_linear(name, tensor) and "shared" not in name,
         changes={"kv_lora_rank": 32, "q_lora_rank": 32},
     ),
+    "auto-round": Case(
+        lambda name, weight: gptq(8 if "self_attn" in name else 4, 32, index=False, dtype=torch.float16)(
+            name, weight
+        ),
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+            "extra_config": {"model.layers.0.self_attn.q_proj": {"bits": 8}},
+        },
+        "GPTQ, 4 bits, groups of 32, of AutoRound",
+        dtype=torch.float16,
+    ),
+    "auto-round version 2": Case(
+        gptq(4, 32, version=2, index=False),
+        {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32},
+        "GPTQ, 4 bits, groups of 32, of AutoRound",
+        "mixtral",
+    ),
+    "auto-round as awq": Case(
+        awq(64),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 64},
+        "AWQ, 4 bits, groups of 64, of AutoRound",
+    ),
     "fp8 of modelopt": Case(
         fp8("tensor", scale="_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8", "deepseek_v3"
     ),

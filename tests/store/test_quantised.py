@@ -373,6 +373,12 @@ def groups(**changes: Any) -> dict[str, Any]:
         ("gptq", {**GPTQ, "bits": 3}, UnsupportedModelError, "GPTQ of 3 bits .* moechat reads 2, 4, 8 bits"),
         ("gptq", {**GPTQ, "checkpoint_format": "marlin"}, UnsupportedModelError, "in the format 'marlin'"),
         ("gptq", {**GPTQ, "group_size": -1}, CheckpointError, "as GPTQ, 4 bits, a scale for each row"),
+        (
+            "gptq",
+            {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:mlx"},
+            UnsupportedModelError,
+            "packing_format is 'auto_round:mlx'; of AutoRound moechat reads",
+        ),
         ("gptq", AWQ, CheckpointError, "do not fit together as AWQ"),
         ("modelopt", FP8, CheckpointError, "says quant_method 'fp8', but none"),
         ("fp8", MODELOPT, CheckpointError, r"scale '.*_scale_inv'|has no scale"),

@@ -66,6 +66,9 @@ def _weight(tensors: TensorSet, name: str, parts: dict[str, str], settings: Sett
             f"{tensors.file_of(parts['qweight']).path}: tensor {parts['qweight']!r} has no g_idx, and "
             f"{settings.where} says desc_act: true"
         )
+    elif settings.content.get("dynamic") and group:
+        columns = grid[0] * group
+        bits = height * 32 // columns if columns else bits
     else:
         columns = height * 32 // bits
     label, size = _title(bits, group), group or columns

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.store.quantised import awq, compressed, fp8, gptq, modelopt
+from moechat.store.quantised import autoround, awq, compressed, fp8, gptq, modelopt
 from moechat.store.quantised.settings import Settings, read_settings
 from moechat.store.quantised.weights import Found, PackedTensors
 from moechat.store.tensors import TensorSet
@@ -36,6 +36,7 @@ SCHEMES = {
     "modelopt": Scheme(modelopt.find, modelopt.title),
     "awq": Scheme(awq.find, awq.title),
     "gptq": Scheme(gptq.find, gptq.title),
+    "auto-round": Scheme(autoround.find, autoround.title),
 }
 # Read as it is by Checkpoint.matrix, without a view.
 _MXFP4 = "mxfp4"
