@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from moechat.errors import CheckpointError, ModelNotFoundError, OfflineError
 from moechat.fetch.hub_client import (
@@ -20,7 +20,9 @@ from moechat.fetch.hub_errors import offline_error, translate_hub_errors
 from moechat.fetch.retry import RetryPolicy
 from moechat.hub.model_ref import require_repository
 
-_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -105,12 +107,27 @@ def fetch_repository(
     """
     if is_offline():
         raise offline_error(repository, revision)
+    return ask_hub(lambda: _request(repository, revision), repository, revision, notice)
+
+
+def ask_hub(request: Callable[[], T], subject: str, revision: str | None, notice: Callable[[str], None]) -> T:
+    """The result of a request to the hub's API, with retries while the hub is busy.
+
+    Args:
+        request: Makes the request by huggingface_hub, and reads the answer.
+        subject: ``org/name``, or what is asked for, for messages.
+        revision: For messages.
+        notice: Receives a message before each wait.
+
+    Raises:
+        MoechatError: As :func:`fetch_repository`.
+    """
     has_token()  # raises if the token or a variable is invalid
     failures = RetryPolicy().start_file()
     while True:
-        with translate_hub_errors(repository, revision):
+        with translate_hub_errors(subject, revision):
             try:
-                return _request(repository, revision)
+                return _read(request)
             except http_library().HTTPError as problem:
                 # A missing connection is reported at once.
                 pause = failures.pause(problem) if getattr(problem, "response", None) is not None else None
@@ -120,14 +137,9 @@ def fetch_repository(
         time.sleep(pause)
 
 
-def _request(repository: str, revision: str | None) -> RemoteRepository:
-    from huggingface_hub import HfApi
-
+def _read(request: Callable[[], T]) -> T:
     try:
-        info = HfApi(endpoint=endpoint(), library_name="moechat").model_info(
-            repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
-        )
-        return _parse_repository(info, repository, revision)
+        return request()
     except http_library().HTTPError:
         raise
     except _MALFORMED_RESPONSE_ERRORS as problem:  # an HTML page of a captive portal or a proxy
@@ -135,6 +147,15 @@ def _request(repository: str, revision: str | None) -> RemoteRepository:
             f"{shown_endpoint()} does not answer like a model hub ({type(problem).__name__})",
             hint="check HF_ENDPOINT; some networks require a login in a browser first",
         ) from problem
+
+
+def _request(repository: str, revision: str | None) -> RemoteRepository:
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint=endpoint(), library_name="moechat").model_info(
+        repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S
+    )
+    return _parse_repository(info, repository, revision)
 
 
 def _parse_repository(info: Any, repository: str, revision: str | None) -> RemoteRepository:

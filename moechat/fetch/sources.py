@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from moechat.errors import DoesNotFitError
@@ -113,13 +113,24 @@ def speeds_by_bits(
     Raises:
         DoesNotFitError: No bits fit, and the user gave none.
     """
+    shape = find_shape(model)
+    return {} if shape is None else speeds_of(shape, bits, profile=profile)
+
+
+def speeds_of(
+    shape: str | Path, bits: int | None, *, profile: HardwareProfile | None = None
+) -> dict[int, Expected]:
+    """The same for a shape, or a ``config.json``.
+
+    Raises:
+        DoesNotFitError: No bits fit, and the user gave none.
+        UnsupportedModelError: moechat cannot run the model.
+    """
     # Imported here: it brings torch and transformers.
     from moechat.planning.expect import expect
 
-    shape, problem = find_shape(model), None
     found: dict[int, Expected] = {}
-    if shape is None:
-        return found
+    problem = None
     for candidate in (USUAL_BITS, FEWER_BITS) if bits is None else (bits,):
         try:
             found[candidate] = expect(shape, bits=candidate, profile=profile)
@@ -180,7 +191,7 @@ def choose_source(
     Raises:
         DoesNotFitError: No bits fit, or there is no source.
     """
-    chosen = bits if bits is not None else _choose_bits(speeds)
+    chosen = bits if bits is not None else choose_bits(speeds)
     if not sources:
         raise DoesNotFitError("none of the repositories has weights that can be read")
 
@@ -193,7 +204,12 @@ def choose_source(
     return Choice(chosen, tuple(sorted(sources, key=order)), why)
 
 
-def _choose_bits(speeds: Mapping[int, Expected]) -> int:
+def choose_bits(speeds: Mapping[int, Expected]) -> int:
+    """The bits of :func:`choose_source`.
+
+    Raises:
+        DoesNotFitError: No bits fit.
+    """
     usual, fewer = speeds.get(USUAL_BITS), speeds.get(FEWER_BITS)
     if usual is None:
         if not speeds:

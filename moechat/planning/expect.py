@@ -19,6 +19,8 @@ from moechat.planning.words import by_origin
 # ``measured``: every figure was measured on the machine. ``estimate``: some are published, or follow from a
 # rule. ``assumed``: the machine was not measured, and figures of an ordinary desktop stand in.
 SpeedBasis = Literal["measured", "estimate", "assumed"]
+# Bytes of a weight in a store that belongs to no expert.
+_STORED_DENSE = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Expected:
             all experts are near.
         high: The same if it routes less evenly.
         basis: See :data:`SpeedBasis`.
+        parameters: Number of weights of the model.
+        active_parameters: Number of weights that a token is computed with.
         bits: Bits of an expert weight.
+        store_bytes: Bytes of a store, without tokenizer and other small files.
         expert_bytes: Bytes of all experts.
         resident_share: Share of all experts that the tier that computes keeps.
         far: Place of the others: ``ram``, ``ram+disk``, ``disk``, or ``None`` if there are none.
@@ -42,7 +47,10 @@ class Expected:
     low: float | None
     high: float | None
     basis: SpeedBasis
+    parameters: int
+    active_parameters: int
     bits: int
+    store_bytes: int
     expert_bytes: int
     resident_share: float
     far: Literal["ram", "disk", "ram+disk"] | None
@@ -56,6 +64,12 @@ class Expected:
     def to_json(self) -> dict[str, Any]:
         """Plain values; sizes in bytes, shares from 0 to 1."""
         return asdict(self)
+
+
+def _dense_weights(cases: Cases) -> int:
+    geometry = cases.geometry
+    expert = 3 * geometry.hidden_size * geometry.intermediate_size
+    return max(0, cases.outline.parameters - cases.shape.layers * geometry.num_experts * expert)
 
 
 def expect(
@@ -82,7 +96,10 @@ def expect(
         low=None if ends is None else ends.low.tokens_per_s,
         high=None if ends is None else ends.high.tokens_per_s,
         basis=basis,
+        parameters=cases.outline.parameters,
+        active_parameters=cases.outline.active_parameters,
         bits=found.bits,
+        store_bytes=cases.shape.all_expert_bytes + _STORED_DENSE * _dense_weights(cases),
         expert_bytes=cases.shape.all_expert_bytes,
         resident_share=cases.resident(memory),
         far=None if placed.far is None else placed.far.kind,

@@ -1,6 +1,7 @@
 """A model hub on this machine: a real HTTP server with the hub's protocol, which can fail in many ways.
 
-Requests of huggingface_hub: ``/api/models/ID[/revision/REV]?blobs=true`` and ``/ID/resolve/COMMIT/FILE``;
+Requests of huggingface_hub: ``/api/models/ID[/revision/REV]?blobs=true``, ``/ID/resolve/COMMIT/FILE`` and
+``/api/models?search=WORDS``, which finds repositories whose names have all words;
 files in large file storage are redirected to another address, as the real hub does it.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _PIECE = 16 << 10
@@ -84,6 +85,7 @@ class Hub:
 
     Attributes:
         repositories: Files by repository and name.
+        tags: Tags by repository, such as ``base_model:quantized:org/name``.
         commit: Of every repository.
         say: Keys of a model's description with wrong values.
         say_raw: The whole description, in place of the correct one.
@@ -94,6 +96,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.card: dict[str, Any] = {"license": "apache-2.0"}
+        self.tags: dict[str, list[str]] = {}
         self.faults = Faults()
         self.requests: list[Request] = []
         self.commit = COMMIT
@@ -127,6 +130,7 @@ class Hub:
         self.faults = Faults()
         self.reset_storage()
         self.say, self.say_raw, self.commit = {}, None, COMMIT
+        self.tags.clear()
         self.requests.clear()
         self.events.clear()
 
@@ -181,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
             if faults.times == 0:
                 faults.status = 0
             return
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        if path == "/api/models":
+            self._search(parse_qs(urlsplit(self.path).query))
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self._model(match[1], match[2])
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(match[1], match[2], match[3])
@@ -189,6 +195,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._body(match[1], match[2])
         else:
             self._plain(404, {})
+
+    def _search(self, query: dict[str, list[str]]) -> None:
+        words = query.get("search", [""])[0].lower().split()
+        found = [name for name in self.owner.repositories if all(word in name.lower() for word in words)]
+        most = int(query.get("limit", ["1000"])[0])
+        body = [
+            {"id": name, "downloads": 1000 - place, "tags": self.owner.tags.get(name, []), "private": False}
+            for place, name in enumerate(found[:most])
+        ]
+        body_bytes = self.owner.say_raw or json.dumps(body).encode()
+        self._send(200, body_bytes, {"Content-Type": "application/json"})
 
     def _model(self, repository: str, revision: str | None) -> None:
         files = self.owner.repositories.get(repository)

@@ -1,4 +1,4 @@
-"""The arguments of the commands for the model library: download, list, show, rm."""
+"""The arguments of the commands for the model library: download, search, list, show, rm."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ moechat download mixtral --dry-run
 moechat download Qwen/Qwen3-30B-A3B@main --bits 3
 
 moechat download mixtral --dry-run --json
+"""
+_SEARCH_HELP = """\
+Search the hub for models, and show which run on this machine, how large they are and how fast.
+
+Looks at the repositories whose names have all words, those with most downloads first, and reads the \
+configuration of each; no weights. For every model that runs it shows the files that would be downloaded, \
+the size of the store, and the expected speed as `moechat plan` estimates it for this machine; for the \
+others why they do not. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are used.
+
+--json: a list of objects with repository, commit, licence, downloads, base (the model that its files were \
+made from), name (for `moechat download`), download_bytes, bits, speed (tokens_per_s, low, high, basis, \
+parameters, active_parameters, bits, store_bytes, expert_bytes, resident_share, far, near_bytes), refused \
+(the reason). null means unknown, or not run here.
+"""
+_SEARCH_EXAMPLES = """\
+moechat search qwen3.6
+
+moechat search glm flash --limit 20 --json | jq -r ".[] | select(.speed) | .name"
 """
 _LIST_HELP = """\
 List the models in the library.
@@ -86,6 +104,7 @@ def register_library(app: typer.Typer) -> None:
     """Add the commands to an app."""
     app.command("download", help=_DOWNLOAD_HELP, epilog=_DOWNLOAD_EXAMPLES)(_download)
     app.command("pull", help="The same as download.", hidden=True)(_download)
+    app.command("search", help=_SEARCH_HELP, epilog=_SEARCH_EXAMPLES)(_search)
     app.command("list", help=_LIST_HELP, epilog=_LIST_EXAMPLES)(_list)
     app.command("ls", help="The same as list.", hidden=True)(_list)
     app.command("show", help=_SHOW_HELP, epilog=_SHOW_EXAMPLES)(_show)
@@ -117,6 +136,24 @@ def _download(
 
     command = DownloadCommand(model, bits, dry_run, keep_source, quiet, json)
     return lambda: download(command)
+
+
+def _search(
+    words: Annotated[list[str], argument("WORDS...", "Parts of the name of a model.")],
+    limit: Annotated[int, option("N", "Most repositories to look at, up to 50.")] = 10,
+    bits: Annotated[
+        int | None,
+        option(
+            "BITS", "Bits of an expert weight; chosen as for download.", complete_bits, show_default=False
+        ),
+    ] = None,
+    quiet: Annotated[bool, flag("Only the result, and errors.", "--quiet", "-q")] = False,
+    json: Annotated[bool, flag("Print JSON.", "--json")] = False,
+) -> Action:
+    from moechat.cli.commands.search import SearchCommand, search
+
+    command = SearchCommand(tuple(words), limit, bits, quiet, json)
+    return lambda: search(command)
 
 
 def _list(json: _Json = False) -> Action:
