@@ -19,6 +19,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.geometry import WeightType
+from moechat.models.expert_tensors import named_experts, plan_named_layer
+from moechat.models.joined_weights import joining_rules, joins
 from moechat.models.linear_experts import linear_experts
 from moechat.models.read_order import first_reads
 from moechat.models.skeleton import ExpertsModule, Skeleton, build_skeleton, load_config
@@ -68,7 +70,7 @@ def map_keys(skeleton: Skeleton, keys: Iterable[str]) -> tuple[dict[str, Target]
         Targets by name, and the unused checkpoint names.
     """
     model, state = skeleton.model, skeleton.state
-    rules = get_model_conversion_mapping(model)
+    rules = [*get_model_conversion_mapping(model), *joining_rules()]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -130,7 +132,8 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
     expert_names = skeleton.expert_names
     plain: list[str] = []
     packed: dict[str, str] = {}
-    for key in checkpoint.keys():  # noqa: SIM118 - not a mapping
+    named = named_experts(checkpoint.keys())
+    for key in checkpoint.keys() - named:
         stem = re.sub(r"_(blocks|scales)$", "", key)
         (packed.setdefault(stem, key) if stem != key else plain.append(key))
     targets, unused = map_keys(skeleton, [*plain, *packed])
@@ -143,7 +146,9 @@ def plan_checkpoint(checkpoint: Checkpoint) -> CheckpointPlan:
         )
 
     layers = tuple(
-        linear.get(entry.name) or _plan_layer(entry, targets, packed, checkpoint)
+        plan_named_layer(entry, named, checkpoint)
+        if named
+        else linear.get(entry.name) or _plan_layer(entry, targets, packed, checkpoint)
         for entry in skeleton.experts
     )
     dense_keys = sorted((key for target in dense for key in target.keys), key=_natural)
@@ -196,7 +201,18 @@ def _check_dense(skeleton: Skeleton, checkpoint: Checkpoint, targets: list[Targe
                 raise _unreadable(checkpoint, key, dtype, "dense tensor", READABLE_TYPES)
             wanted = tuple(skeleton.state[target.name].shape)
             if target.converter is None and tuple(shape) != wanted:
-                raise CheckpointError(f"{key} has shape {list(shape)}; the configuration says {list(wanted)}")
+                raise CheckpointError(
+                    f"{checkpoint.title}: {key} has shape {list(shape)}; "
+                    f"the configuration says {list(wanted)}"
+                )
+        if joins(target.converter):
+            parts = {key: torch.empty(checkpoint.info(key)[1], device="meta") for key in target.keys}
+            ((name, made),) = combine(target, parts, skeleton.model).items()
+            if made.shape != skeleton.state[name].shape:
+                raise CheckpointError(
+                    f"{checkpoint.title}: the tensors for {name} have shapes "
+                    f"{[list(part.shape) for part in parts.values()]}, which do not fit the configuration"
+                )
 
 
 def _plan_layer(

@@ -8,19 +8,17 @@ result is used or rejected, never ignored.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moechat.errors import CheckpointError, UnsupportedModelError
-from moechat.models.gguf_architectures import (
-    ARCHITECTURES,
-    Architecture,
-    Metadata,
-    quoted,
-    without_float32_rounding,
-)
+from moechat.models.expert_tensors import expert_name
+from moechat.models.gguf_architectures import ARCHITECTURES, REFUSED
+from moechat.models.gguf_families.architecture import Architecture, Place, common_config
+from moechat.models.gguf_metadata import Metadata, without_float32_rounding
 from moechat.store.gguf_file import BF16, F16, PLAIN, GgufSource
-from moechat.store.gguf_header import GgufHeader
+from moechat.store.gguf_header import GgufHeader, GgufTensor
 
 # Without leading zeros, so that every layer and expert has one name.
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -30,16 +28,40 @@ _MAX_BLOCKS = 10_000
 # 30,000 experts in total.
 _MAX_EXPERTS = 65_536
 _MAX_TOTAL_EXPERTS = 1 << 18
-_MODEL_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+_EXPERTS = {
+    f"ffn_{part}_exps.{kind}": (part, kind)
+    for part in ("gate", "up", "down", "gate_up")
+    for kind in ("weight", "bias")
 }
-_EXPERTS = {"ffn_gate_exps.weight": "gate", "ffn_up_exps.weight": "up", "ffn_down_exps.weight": "down"}
 # Files of early 2024 have one tensor per expert.
 _EXPERT = re.compile(rf"ffn_(gate|up|down)\.{_NUMBER}\.weight")
 # Tables in old files that llama.cpp computes from the metadata.
 _IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd(\..+)?")
+# Values that change results where an architecture has them, and the values that change nothing. Architectures
+# that compute with one read it.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "residual_scale": (0, 1),
+    "router_logit_softcapping": (0,),
+    "swiglu_clamp_exp": (),
+    "swiglu_clamp_shexp": (),
+}
 
 
 @dataclass(frozen=True)
@@ -80,126 +102,52 @@ def describe_gguf(header: GgufHeader, where: str) -> GgufModel:
     if kind != "model":
         raise UnsupportedModelError(f"{where} holds no language model, but a GGUF file of type {kind!r}")
     metadata = Metadata(header, name, where)
-    known = ", ".join(sorted(arch.model_type for arch in ARCHITECTURES.values()))
+    known = ", ".join(sorted(ARCHITECTURES))
+    if name in REFUSED:
+        raise UnsupportedModelError(f"{where} is of the architecture {name!r}: {REFUSED[name]}")
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{where} is of the architecture {name[:80]!r}; from GGUF files moechat reads {known}",
             hint="take the model's own repository, with safetensors files",
         )
-    if name == "llama" and not metadata.get("expert_count"):
+    if not metadata.get("expert_count"):
         raise UnsupportedModelError(
             f"{where} has no experts: moechat is for mixture-of-experts models",
             hint=f"from GGUF files it reads {known}",
         )
     architecture = ARCHITECTURES[name]
-    config = _config(architecture, metadata, header, where)
-    sources = _sources(architecture, header, config, metadata.number("expert_count"), where)
+    config = _config(architecture, metadata)
+    sources = _sources(architecture, metadata, config)
     return GgufModel(config, _generation(metadata), sources, "tokenizer.ggml.tokens" in header.metadata)
 
 
-def _config(architecture: Architecture, metadata: Metadata, header: GgufHeader, where: str) -> dict[str, Any]:
-    blocks = metadata.number("block_count")
-    if not isinstance(blocks, int) or blocks > min(_MAX_BLOCKS, len(header.tensors)):
-        raise CheckpointError(f"{where} claims {blocks} layers, with {len(header.tensors)} tensors")
-    experts = metadata.number("expert_count")
-    if not isinstance(experts, int) or experts > min(_MAX_EXPERTS, _MAX_TOTAL_EXPERTS // blocks):
+def _config(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
+    where, tensors = metadata.where, metadata.header.tensors
+    blocks = metadata.size("block_count")
+    if blocks > min(_MAX_BLOCKS, len(tensors)):
+        raise CheckpointError(f"{where} claims {blocks} layers, with {len(tensors)} tensors")
+    if metadata.count("nextn_predict_layers", 0) >= blocks:
+        raise CheckpointError(
+            f"{where} claims {metadata.get('nextn_predict_layers')} layers for prediction of {blocks}"
+        )
+    experts = metadata.size("expert_count")
+    if experts > min(_MAX_EXPERTS, _MAX_TOTAL_EXPERTS // blocks):
         raise CheckpointError(
             f"{where} claims {experts} experts in each of {blocks} layers; moechat reads up to "
             f"{_MAX_EXPERTS} in a layer and {_MAX_TOTAL_EXPERTS} in all"
         )
-    heads, hidden = metadata.number("attention.head_count"), metadata.number("embedding_length")
-    head_dim = metadata.number(
-        "attention.key_length", metadata.get("rope.dimension_count") or hidden // heads
-    )
-    for key, value in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-        if metadata.number(key, value) != head_dim:
-            raise UnsupportedModelError(
-                f"{where}: {key} is {metadata.get(key)}, heads have {head_dim}: moechat does not read that"
-            )
-    embedding = header.tensors.get("token_embd.weight")
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{where} has no matrix token_embd.weight")
     config = {
-        "architectures": [architecture.class_name],
-        "model_type": architecture.model_type,
-        "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": metadata.number("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "num_experts_per_tok": metadata.number("expert_used_count"),
-        "rope_parameters": _rotary(metadata, where),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **common_config(metadata),
         "dtype": "bfloat16" if embedding.kind == BF16 else "float16",
-        "bos_token_id": metadata.token("bos_token_id"),
-        "eos_token_id": metadata.token("eos_token_id"),
-        "pad_token_id": metadata.token("padding_token_id"),
         **architecture.config(metadata),
     }
-    _require_known_routing(config, metadata, where)
+    for key, neutral in _NEUTRAL.items():
+        if key not in metadata.used and (value := metadata.get(key)) is not None and value not in neutral:
+            raise metadata.refused(key)
     return config
-
-
-def _require_known_routing(config: dict[str, Any], metadata: Metadata, where: str) -> None:
-    """Reject routing parameters that differ from transformers' model of the family."""
-    norm = config.get("norm_topk_prob", True)
-    expected = {
-        "expert_weights_norm": (None, norm),
-        "expert_weights_scale": (None, 0, 1),
-        "expert_gating_func": (None, 0, 1),  # 1: softmax
-        "expert_shared_count": (None, 0),
-        "expert_group_count": (None, 0, 1),
-    }
-    for key, values in expected.items():
-        if metadata.get(key) not in values:
-            raise UnsupportedModelError(
-                f"{where}: {key} is {quoted(metadata.get(key))}, which moechat does not compute"
-            )
-
-
-def _rotary(metadata: Metadata, where: str) -> dict[str, Any]:
-    rotary: dict[str, Any] = {"rope_theta": float(metadata.number("rope.freq_base", 10000.0))}
-    kind = metadata.get("rope.scaling.type")
-    if kind is None:  # llama.cpp's default; has no effect without a factor
-        kind = "linear"
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(
-            f"{where}: its rotary scaling is {quoted(kind)}, which moechat does not read"
-        )
-    _require_known_scaling(metadata, kind, where)
-    # Files of 2023 use the second key.
-    key = "rope.scaling.factor" if metadata.get("rope.scaling.factor") is not None else "rope.scale_linear"
-    if kind == "yarn":
-        rotary |= {"rope_type": "yarn", "factor": float(metadata.number(key))}
-        rotary["original_max_position_embeddings"] = metadata.number("rope.scaling.original_context_length")
-        for own, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if metadata.get(f"rope.scaling.{own}") is not None:
-                rotary[name] = float(metadata.number(f"rope.scaling.{own}"))
-        return rotary
-    unscaled = kind == "none" or metadata.get(key) in (None, 0)  # 0: not set
-    factor = 1.0 if unscaled else float(metadata.number(key))
-    return rotary | ({"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor})
-
-
-def _require_known_scaling(metadata: Metadata, kind: str, where: str) -> None:
-    """Reject rotary scaling parameters that would have an effect and that :func:`_rotary` does not use."""
-    used = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
-    neutral = {
-        "alpha": (0,),
-        "attn_factor": (1,),
-        "yarn_attn_factor": (1,),
-        "yarn_ext_factor": (-1, 1 if kind == "yarn" else 0),  # -1: default of the type
-        "yarn_log_multiplier": (0,),
-    }
-    for key in metadata.names("rope.scaling."):
-        name = key.removeprefix("rope.scaling.")
-        if name not in used and metadata.get(key) not in neutral.get(name, ()):
-            raise UnsupportedModelError(
-                f"{where}: {key[:200]} is {quoted(metadata.get(key))}, which moechat does not compute"
-            )
 
 
 def _generation(metadata: Metadata) -> dict[str, Any]:
@@ -217,74 +165,79 @@ def _generation(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def _sources(
-    architecture: Architecture, header: GgufHeader, config: dict[str, Any], experts: int, where: str
-) -> dict[str, GgufSource]:
-    blocks = config["num_hidden_layers"]
-    heads = {}
-    if architecture.interleaved:
-        heads = {
-            "attn_q.weight": config["num_attention_heads"],
-            "attn_k.weight": config["num_key_value_heads"],
-        }
-    expert_type = _expert_type(header)
-    layer = {**architecture.layer, "ffn_gate_inp.weight": architecture.router}
+def _sources(architecture: Architecture, metadata: Metadata, config: dict[str, Any]) -> dict[str, GgufSource]:
+    where, tensors = metadata.where, metadata.header.tensors
+    every, kept = metadata.size("block_count"), config["num_hidden_layers"]
+    experts = metadata.size("expert_count")
+    expert_type = _expert_type(metadata.header)
+    layer = architecture.layer(config)
     found: dict[str, GgufSource] = {}
     unknown = []
-    for tensor, described in header.tensors.items():
+    for tensor, described in tensors.items():
         match = _BLOCK.fullmatch(tensor)
         number, part = (int(match[1]), match[2]) if match else (None, tensor)
-        prefix = f"model.layers.{number}."
-        single = _EXPERT.fullmatch(part)
-        if number is not None and number >= blocks:
+        if number is not None and number >= every:
             raise CheckpointError(
-                f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {blocks}",
+                f"{where}: {tensor[:200]!r} belongs to layer {number} (from 0) of {every}",
                 hint="download or copy the file again",
             )
-        if number is None and part in _MODEL_TENSORS:
-            found[_MODEL_TENSORS[part]] = GgufSource(tensor, _dense_type(described.kind))
-        elif number is not None and part in layer:
-            if part in heads and (len(described.shape) != 2 or described.shape[0] % (2 * heads[part])):
-                raise CheckpointError(
-                    f"{where}: {tensor} has shape {list(described.shape)} for {heads[part]} heads"
-                )
-            found[prefix + layer[part]] = GgufSource(
-                tensor, _dense_type(described.kind), heads=heads.get(part, 0)
-            )
-        elif number is not None and part in _EXPERTS and len(described.shape) == 3:
-            if described.shape[0] != experts:
-                raise CheckpointError(
-                    f"{where}: {tensor} holds {described.shape[0]} experts, the model has {experts} a layer",
-                    hint="download or copy the file again",
-                )
-            name = prefix + architecture.experts[_EXPERTS[part]]
-            for expert in range(experts):
-                found[name.format(expert=expert)] = GgufSource(tensor, expert_type, expert)
-        elif number is not None and single:
-            if int(single[2]) >= experts:
-                raise CheckpointError(
-                    f"{where}: {tensor} belongs to expert {single[2]} (from 0) of {experts}",
-                    hint="download or copy the file again",
-                )
-            name = prefix + architecture.experts[single[1]]
-            found[name.format(expert=int(single[2]))] = GgufSource(tensor, expert_type)
-        elif not _IGNORED_TENSORS.fullmatch(tensor):
+        if number is not None and number >= kept:
+            continue  # of a layer that only predicts further tokens
+        if number is not None and (part in _EXPERTS or _EXPERT.fullmatch(part)):
+            found |= _expert_sources(tensor, described, number, part, experts, expert_type, where)
+            continue
+        place = architecture.model.get(part) if number is None else layer.get(part)
+        if place is not None:
+            prefix = "" if number is None else f"model.layers.{number}."
+            if isinstance(place, str):
+                place = Place(place)
+            computed = any(change.arithmetic for change in place.changes)
+            dtype = "F32" if computed else _dense_type(described.kind)
+            found[prefix + place.name] = GgufSource(tensor, dtype, changes=place.changes)
+        elif not _IGNORED_TENSORS.fullmatch(tensor) and part not in architecture.ignored:
             unknown.append(tensor)
     if unknown:
         raise UnsupportedModelError(
-            f"{where} has {len(unknown)} tensors that a {architecture.model_type} model does not have, "
+            f"{where} has {len(unknown)} tensors that a {config['model_type']} model does not have, "
             f"first {unknown[0][:200]!r}",
             hint="take the model's own repository, with safetensors files",
         )
     return found
 
 
+def _expert_sources(
+    tensor: str, described: GgufTensor, layer: int, part: str, experts: int, dtype: str, where: str
+) -> dict[str, GgufSource]:
+    """Sources of the experts in one tensor: those of a layer, or one of them."""
+    single = _EXPERT.fullmatch(part)
+    if single:
+        if int(single[2]) >= experts:
+            raise CheckpointError(
+                f"{where}: {tensor} belongs to expert {single[2]} (from 0) of {experts}",
+                hint="download or copy the file again",
+            )
+        return {expert_name(layer, int(single[2]), single[1], "weight"): GgufSource(tensor, dtype)}
+    name, kind = _EXPERTS[part]
+    dimensions = 3 if kind == "weight" else 2
+    if len(described.shape) != dimensions or described.shape[0] != experts:
+        raise CheckpointError(
+            f"{where}: {tensor} has shape {list(described.shape)}, the model has {experts} experts a layer",
+            hint="download or copy the file again",
+        )
+    visible = dtype if kind == "weight" else _dense_type(described.kind)
+    return {
+        expert_name(layer, expert, name, kind): GgufSource(tensor, visible, expert)
+        for expert in range(experts)
+    }
+
+
 def _expert_type(header: GgufHeader) -> str:
     """Visible type of experts: their float type if it is the same for all, else ``F32`` (decoded)."""
+    weights = {part for part, (_, kind) in _EXPERTS.items() if kind == "weight"}
     kinds = {
         tensor.kind
         for name, tensor in header.tensors.items()
-        if (match := _BLOCK.fullmatch(name)) and (match[2] in _EXPERTS or _EXPERT.fullmatch(match[2]))
+        if (match := _BLOCK.fullmatch(name)) and (match[2] in weights or _EXPERT.fullmatch(match[2]))
     }
     return {F16: "F16", BF16: "BF16"}.get(kinds.pop(), "F32") if len(kinds) == 1 else "F32"
 

@@ -25,7 +25,7 @@ from moechat.store.gguf_header import GgufHeader
 from moechat.store.tensors import TensorSet
 
 # Part of every fingerprint, so that stores are converted again when the interpretation of files changes.
-VERSION = 2
+VERSION = 3
 
 
 class GgufCheckpoint(Checkpoint):

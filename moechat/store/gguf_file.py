@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moechat.errors import CheckpointError, UnsupportedModelError
+from moechat.store.gguf_changes import Change
 from moechat.store.gguf_header import MAX_HEADER_BYTES, GgufHeader, GgufTensor, parse_gguf_header
 from moechat.store.mapped_file import MappedFile, opened_regular
 from moechat.store.safetensors_file import TensorEntry
@@ -40,14 +41,14 @@ class GgufSource:
         tensor: Name in the file.
         dtype: Safetensors type that it appears as: its own for floats, else ``F32`` or ``F16``.
         expert: Index in dimension 0; ``None`` takes all of it.
-        heads: Number of attention heads if the two halves of each head's rows are interleaved, as llama.cpp
-            stores them for its rotary embedding; 0 if rows are in checkpoint order.
+        changes: What turns it into the checkpoint's tensor, in order. If one of them computes, ``dtype`` is
+            ``F32``.
     """
 
     tensor: str
     dtype: str
     expert: int | None = None
-    heads: int = 0
+    changes: tuple[Change, ...] = ()
 
 
 class GgufFile(MappedFile):
@@ -120,10 +121,16 @@ class GgufView:
             CheckpointError: A value is too large for the tensor's type.
         """
         source, entry, tensor = self._of(name)
-        rows = self._file.rows(tensor, source.expert)
-        if source.heads:
-            rows = rows[_head_order(len(rows), source.heads)]
-        return self._values(rows, tensor.kind, source).reshape(entry.shape)
+        values = self._values(self._file.rows(tensor, source.expert), tensor.kind, source)
+        if not source.changes:
+            return values.reshape(entry.shape)
+        values = values.reshape(tensor.shape if source.expert is None else tensor.shape[1:])
+        try:
+            for change in source.changes:
+                values = change.apply(values)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{self.path}: {source.tensor}: {problem}") from problem
+        return np.ascontiguousarray(values)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor in its visible type, in pieces of about 8 MiB.
@@ -132,12 +139,15 @@ class GgufView:
             CheckpointError: As :meth:`array`.
         """
         source, entry, tensor = self._of(name)
-        rows = self._file.rows(tensor, source.expert)
-        order = _head_order(len(rows), source.heads) if source.heads else None
-        step = max(1, _CHUNK_BYTES // (4 * entry.shape[-1]))
-        for first in range(0, len(rows), step):
-            part = rows[first : first + step] if order is None else rows[order[first : first + step]]
-            yield self._values(part, tensor.kind, source).tobytes()
+        if source.changes:
+            data = self.array(name).tobytes()
+            for first in range(0, len(data), _CHUNK_BYTES):
+                yield data[first : first + _CHUNK_BYTES]
+        else:
+            rows = self._file.rows(tensor, source.expert)
+            step = max(1, _CHUNK_BYTES // (4 * entry.shape[-1]))
+            for first in range(0, len(rows), step):
+                yield self._values(rows[first : first + step], tensor.kind, source).tobytes()
         self.release(entry.start, entry.end)
 
     def release(self, start: int, end: int) -> None:
@@ -162,7 +172,11 @@ class GgufView:
 
 
 def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, TensorEntry]:
-    """Visible type, shape and byte range of tensors, by name in the checkpoint."""
+    """Visible type, shape and byte range of tensors, by name in the checkpoint.
+
+    Raises:
+        CheckpointError: A change does not fit the shape of its tensor.
+    """
     found = {}
     for name, source in sources.items():
         tensor = header.tensors[source.tensor]
@@ -171,6 +185,11 @@ def entries(header: GgufHeader, sources: Mapping[str, GgufSource]) -> dict[str, 
             size = (end - start) // shape[0]
             start += source.expert * size
             shape, end = shape[1:], start + size
+        try:
+            for change in source.changes:
+                shape = change.shape(shape)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{source.tensor}: {problem}") from problem
         found[name] = TensorEntry(source.dtype, shape, start, end)
     return found
 
@@ -183,13 +202,14 @@ def require_decodable(header: GgufHeader, where: str) -> None:
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    for kind in sorted({tensor.kind for tensor in header.tensors.values()} - PLAIN.keys()):
+    first = {tensor.kind: name for name, tensor in reversed(header.tensors.items())}
+    for kind in sorted(first.keys() - PLAIN.keys()):
         name = GGMLQuantizationType(kind)
         try:
             decode(np.zeros((1, GGML_QUANT_SIZES[name][1]), np.uint8), kind)
         except NotImplementedError:
             raise UnsupportedModelError(
-                f"{where} has tensors of type {name.name}, which cannot be decoded",
+                f"{where}: {first[kind][:200]} has type {name.name}, which cannot be decoded",
                 hint="take a file in Q4_K_M, Q6_K, Q8_0 or F16",
             ) from None
 
@@ -227,8 +247,3 @@ def decode(rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
         with ThreadPoolExecutor(_WORKERS) as pool:
             list(pool.map(work, firsts))
     return values
-
-
-def _head_order(rows: int, heads: int) -> NDArray[np.intp]:
-    """Row of the file for each row of the checkpoint; the file interleaves the two halves of each head."""
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

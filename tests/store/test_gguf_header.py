@@ -171,7 +171,7 @@ def test_types_that_cannot_be_decoded_are_refused_before_reading(tmp_path: Path)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="tensors of type Q8_K, which cannot be decoded"):
+    with pytest.raises(UnsupportedModelError, match="has type Q8_K, which cannot be decoded"):
         require_decodable(GgufFile.open(tmp_path / "m.gguf").header, "m.gguf")
 
 

@@ -1,0 +1,81 @@
+"""Packs tensors in ggml's types: those of the gguf package, and K-quants, which it only decodes.
+
+K-quants follow the layouts in ggml's ``ggml-common.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+
+def encode(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
+    """Pack a tensor, rows of whole blocks."""
+    if kind is Kind.Q4_K:
+        return _by_rows(values, _encode_q4_k)
+    if kind is Kind.Q6_K:
+        return _by_rows(values, _encode_q6_k)
+    return gguf.quantize(np.ascontiguousarray(values), kind)
+
+
+def _by_rows(
+    values: NDArray[np.float32], blocks: Callable[[NDArray[np.float32]], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    packed = blocks(values.reshape(-1, 256))
+    return packed.reshape(*values.shape[:-1], -1)
+
+
+def _encode_q4_k(x: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """``d, dmin: fp16 | scales: 12 bytes, 8 x (6-bit scale, 6-bit min) | 128 bytes of nibbles``."""
+    groups = x.reshape(-1, 8, 32)
+    low = np.minimum(groups.min(axis=2), 0)
+    span = groups.max(axis=2) - low
+    d = (span.max(axis=1) / 15 / 63).astype(np.float16)
+    dmin = ((-low).max(axis=1) / 63).astype(np.float16)
+    scale = np.clip(np.rint(span / 15 / np.maximum(d[:, None].astype(np.float32), 1e-12)), 0, 63).astype(
+        np.uint8
+    )
+    least = np.clip(np.rint(-low / np.maximum(dmin[:, None].astype(np.float32), 1e-12)), 0, 63).astype(
+        np.uint8
+    )
+    step = d[:, None].astype(np.float32) * scale
+    offset = dmin[:, None].astype(np.float32) * least
+    codes = np.clip(
+        np.rint((groups + offset[:, :, None]) / np.maximum(step, 1e-12)[:, :, None]), 0, 15
+    ).astype(np.uint8)
+    packed = np.zeros((len(x), 12), np.uint8)
+    packed[:, 0:4] = scale[:, :4] | (scale[:, 4:] >> 4) << 6
+    packed[:, 4:8] = least[:, :4] | (least[:, 4:] >> 4) << 6
+    packed[:, 8:12] = (scale[:, 4:] & 15) | (least[:, 4:] & 15) << 4
+    pairs = codes.reshape(-1, 4, 2, 32)
+    nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    return np.concatenate([d[:, None].view(np.uint8), dmin[:, None].view(np.uint8), packed, nibbles], axis=1)
+
+
+def _encode_q6_k(x: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """``ql: 128 bytes | qh: 64 bytes | scales: 16 int8 | d: fp16``."""
+    groups = x.reshape(-1, 16, 16)
+    most = np.abs(groups).max(axis=2)
+    d = (most.max(axis=1) / 31 / 127).astype(np.float16)
+    scale = np.clip(np.rint(most / 31 / np.maximum(d[:, None].astype(np.float32), 1e-12)), 0, 127).astype(
+        np.int8
+    )
+    step = d[:, None].astype(np.float32) * scale
+    codes = np.clip(np.rint(groups / np.maximum(step, 1e-12)[:, :, None]), -32, 31).astype(np.int8) + 32
+    quarters = codes.astype(np.uint8).reshape(-1, 2, 4, 32)  # two halves of 128, four runs of 32 each
+    ql = np.concatenate(
+        [
+            quarters[:, :, 0] & 15 | (quarters[:, :, 2] & 15) << 4,
+            quarters[:, :, 1] & 15 | (quarters[:, :, 3] & 15) << 4,
+        ],
+        axis=2,
+    ).reshape(-1, 128)
+    qh = np.zeros((len(x), 2, 32), np.uint8)
+    for number in range(4):
+        qh |= (quarters[:, :, number] >> 4) << (2 * number)
+    return np.concatenate([ql, qh.reshape(-1, 64), scale.view(np.uint8), d[:, None].view(np.uint8)], axis=1)

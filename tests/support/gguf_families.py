@@ -1,0 +1,595 @@
+"""Tiny random models of llama.cpp's architectures, as in transformers and as in GGUF files.
+
+The tables follow llama.cpp's converter, not moechat's reader. ``scripts/bench/gguf_parity`` compares
+llama.cpp's own logits of these files with both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf_encoders import encode
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Array = NDArray[np.float32]
+Tensors = dict[str, Array]
+WORDS = 264
+CONTEXT = 256
+_COMMON: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-6,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+}
+_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+_LATE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+_ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_MLP = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_ROUTER = {"mlp.gate": "ffn_gate_inp"}
+
+
+def _shared(name: str) -> dict[str, str]:
+    return {f"mlp.{name}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        architecture: llama.cpp's name.
+        model_type: transformers' name.
+        values: Of the tiny configuration, besides the common ones.
+        names: File's name of a module in a layer; parameters keep ``.weight`` and ``.bias``.
+        metadata: Keys besides the common ones, without the architecture's name.
+        change: The file's tensors of one of the model's, by the name in a layer; ``None`` where only the name
+            changes.
+        outer: File's names of tensors outside the layers.
+    """
+
+    architecture: str
+    model_type: str
+    values: Mapping[str, Any]
+    names: Mapping[str, str]
+    metadata: Callable[[Any], Mapping[str, Any]]
+    change: Callable[[str, Array, Any], Mapping[str, Array] | None] = lambda name, values, config: None
+    outer: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
+            "lm_head.weight": "output.weight",
+        }
+    )
+
+    def config(self, **changes: Any) -> Any:
+        """The tiny configuration."""
+        return AutoConfig.for_model(self.model_type, **{**_COMMON, **self.values, **changes})
+
+
+def random_model(config: Any, seed: int = 7) -> Any:
+    """A model in float32 whose values bfloat16 can represent, and large enough that a wrong one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("A_log"):
+                values = noise.abs().add(0.1).log()
+            elif tensor.dim() < 2:
+                values = tensor.nan_to_num(0.0).clamp(-2, 2) + noise * 0.1 if "norm" in name else noise * 0.2
+            else:
+                inputs = (
+                    tensor.shape[-2]
+                    if "experts.down" in name and config.model_type == "gpt_oss"
+                    else tensor.shape[-1]
+                )
+                values = noise * (1.5 / inputs**0.5)
+            tensor.copy_(values.bfloat16().float())
+    return model
+
+
+def gguf_tensors(family: Family, model: Any) -> Tensors:
+    """The model's weights under the file's names and in the file's layout."""
+    found: Tensors = {}
+    for name, tensor in model.state_dict().items():
+        values = tensor.float().numpy()
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if not match:
+            if name == "lm_head.weight" and model.config.tie_word_embeddings:
+                continue
+            (part, values), *_ = _changed(family, name, values, model.config, family.outer)
+            found[part] = values
+            continue
+        for part, changed in _changed(family, match[2], values, model.config, family.names):
+            found[f"blk.{match[1]}.{part}"] = np.ascontiguousarray(changed)
+    return found
+
+
+def _changed(
+    family: Family, name: str, values: Array, config: Any, names: Mapping[str, str]
+) -> Iterator[tuple[str, Array]]:
+    special = family.change(name, values, config)
+    if special is not None:
+        yield from special.items()
+    elif name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(values, 2, axis=1)
+        yield from (("ffn_gate_exps.weight", gate), ("ffn_up_exps.weight", up))
+    elif name.endswith("experts.down_proj"):
+        yield "ffn_down_exps.weight", values
+    elif name in names:
+        yield names[name], values
+    else:
+        module, _, kind = name.rpartition(".")
+        yield f"{names[module]}.{kind}", values
+
+
+def metadata_of(family: Family, config: Any) -> dict[str, Any]:
+    """All keys of the architecture, without its name."""
+    rope = config.rope_parameters
+    common = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "expert_used_count": config.num_experts_per_tok,
+    }
+    if "rope_theta" in rope:
+        common["rope.freq_base"] = float(rope["rope_theta"])
+    return {**common, **family.metadata(config)}
+
+
+Choose = Callable[[str, tuple[int, ...]], Kind]
+
+
+def all_as(kind: Kind) -> Choose:
+    """Matrices in one type; vectors and routers in float32, and so what has no whole blocks even of Q8_0."""
+
+    def chosen(name: str, shape: tuple[int, ...]) -> Kind:
+        if len(shape) == 1 or re.search(
+            r"ffn_gate_inp|conv1d|shortconv\.conv|_exps\.bias|ssm_a|\.scale$", name
+        ):
+            return Kind.F32
+        columns = shape[-1]
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        if columns % block == 0:
+            return kind
+        return Kind.Q8_0 if columns % 32 == 0 else Kind.F32
+
+    return chosen
+
+
+def write_family(
+    family: Family,
+    config: Any,
+    tensors: Tensors,
+    path: Path,
+    choose: Choose,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    dequantised: bool = False,
+    parts: int = 1,
+) -> None:
+    """Write a GGUF file.
+
+    Args:
+        family: The architecture.
+        config: The model's.
+        tensors: From :func:`gguf_tensors`.
+        path: The file.
+        choose: Type of a tensor.
+        changes: Metadata to set instead; ``None`` removes a key. Keys with ``general.`` are whole.
+        dequantised: Store the values that ``choose`` leaves, as float32.
+        parts: Number of files.
+    """
+    most = -(-len(tensors) // parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, family.architecture, split_max_tensors=most)
+    values = {f"{family.architecture}.{key}": value for key, value in metadata_of(family, config).items()}
+    for key, value in (changes or {}).items():
+        values[key if key.startswith("general.") else f"{family.architecture}.{key}"] = value
+    for key, value in values.items():
+        _add(writer, key, value)
+    _add_words(writer, config.vocab_size)
+    for name, array in tensors.items():
+        kind = choose(name, array.shape)
+        packed = encode(array, kind)
+        if dequantised:
+            packed, kind = np.array(gguf.dequantize(packed, kind), np.float32), Kind.F32
+        writer.add_tensor(name, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def _add_words(writer: gguf.GGUFWriter, words: int) -> None:
+    """Byte tokens and a few special ones."""
+    bytes_ = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in bytes_] + [chr(256 + n) for n in range(256 - len(bytes_))]
+    special = [f"<|{number}|>" for number in range(words - 257)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*letters, letters[0] + letters[1], *special])
+    writer.add_token_types([1] * 257 + [3] * len(special))
+    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+
+
+def _swap(values: Array, axis: int, outer: int, inner: int, start: int = 0) -> Array:
+    """Exchange the slow and the fast index of positions of an axis, from ``start`` on."""
+    values = np.moveaxis(values, axis, 0)
+    rest = values[start:].reshape(outer, inner, -1, *values.shape[1:])
+    moved = np.concatenate([values[:start], rest.swapaxes(0, 1).reshape(values[start:].shape)])
+    return np.moveaxis(moved, 0, axis)
+
+
+# --- gpt-oss
+
+
+def _gpt_oss_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "self_attn.sinks":
+        return {"attn_sinks.weight": values}
+    if name == "mlp.experts.gate_up_proj":
+        rows = values.swapaxes(1, 2)
+        return {"ffn_gate_exps.weight": rows[:, ::2], "ffn_up_exps.weight": rows[:, 1::2]}
+    if name == "mlp.experts.gate_up_proj_bias":
+        return {"ffn_gate_exps.bias": values[:, ::2], "ffn_up_exps.bias": values[:, 1::2]}
+    if name == "mlp.experts.down_proj":
+        return {"ffn_down_exps.weight": values.swapaxes(1, 2)}
+    if name == "mlp.experts.down_proj_bias":
+        return {"ffn_down_exps.bias": values}
+    return None
+
+
+_GPT_OSS = Family(
+    "gpt-oss",
+    "gpt_oss",
+    {
+        "intermediate_size": 256,
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    {**_LATE_NORMS, **_ATTENTION, "mlp.router": "ffn_gate_inp"},
+    lambda config: {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_count": config.num_local_experts,
+    },
+    _gpt_oss_change,
+)
+
+# --- Qwen3-Next and Qwen3.5
+
+
+def _delta_net(name: str, values: Array) -> Mapping[str, Array] | None:
+    if name.endswith("A_log"):
+        return {"ssm_a": -np.exp(values)}
+    if name.endswith("dt_bias"):
+        return {"ssm_dt.bias": values}
+    if name.endswith("conv1d.weight"):
+        return {"ssm_conv1d.weight": values.squeeze(1)}
+    return None
+
+
+def _plus_one(name: str, values: Array, names: Mapping[str, str]) -> Mapping[str, Array] | None:
+    if name.endswith("norm.weight") and name != "linear_attn.norm.weight":
+        return {f"{names[name.removesuffix('.weight')]}.weight": values + 1}
+    return None
+
+
+_QWEN_NAMES = {
+    **_LATE_NORMS,
+    **_ATTENTION,
+    **_QK_NORMS,
+    **_ROUTER,
+    **_shared("shared_expert"),
+    "model.norm": "output_norm",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+
+
+def _qwen3_next_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "mlp.shared_expert_gate.weight":
+        return {"ffn_gate_inp_shexp.weight": values[0]}
+    if name == "linear_attn.in_proj_qkvz.weight":
+        keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+        ratio = config.linear_num_value_heads // keys * config.linear_value_head_dim
+        by_head = values.reshape(keys, -1, values.shape[1])
+        q, k, v, z = np.split(by_head, np.cumsum([size, size, ratio]), axis=1)
+        flat = [part.reshape(-1, values.shape[1]) for part in (q, k, v, z)]
+        return {"attn_qkv.weight": np.concatenate(flat[:3]), "attn_gate.weight": flat[3]}
+    if name == "linear_attn.in_proj_ba.weight":
+        return {"ssm_ba.weight": values}
+    return _delta_net(name, values) or _plus_one(name, values, _QWEN_NAMES)
+
+
+def _qwen35_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "mlp.shared_expert_gate.weight":
+        return {"ffn_gate_inp_shexp.weight": values[0]}
+    keys = config.linear_num_key_heads
+    ratio = config.linear_num_value_heads // keys
+    before = 2 * keys * config.linear_key_head_dim
+    leaf = name.removeprefix("linear_attn.").removesuffix(".weight")
+    if leaf in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "in_proj_z"):
+        values = _swap(values, 0, keys, ratio)
+    elif leaf in ("in_proj_qkv", "conv1d"):
+        values = _swap(values, 0, keys, ratio, before)
+    elif leaf == "out_proj":
+        return {"ssm_out.weight": _swap(values, 1, keys, ratio)}
+    renamed = {
+        "in_proj_a": "ssm_alpha",
+        "in_proj_b": "ssm_beta",
+        "in_proj_z": "attn_gate",
+        "in_proj_qkv": "attn_qkv",
+    }
+    if leaf in renamed:
+        return {f"{renamed[leaf]}.weight": values}
+    return _delta_net(name, values) or _plus_one(name, values, _QWEN_NAMES)
+
+
+def _qwen_metadata(config: Any) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 4,
+    }
+
+
+_QWEN_VALUES = {
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+_QWEN3_NEXT = Family("qwen3next", "qwen3_next", _QWEN_VALUES, _QWEN_NAMES, _qwen_metadata, _qwen3_next_change)
+_QWEN35 = Family(
+    "qwen35moe",
+    "qwen3_5_moe_text",
+    {**_QWEN_VALUES, "intermediate_size": None},
+    _QWEN_NAMES,
+    lambda config: {
+        **_qwen_metadata(config),
+        "feed_forward_length": None,
+        "rope.dimension_sections": [3, 3, 2, 0],
+    },
+    _qwen35_change,
+)
+
+# --- GLM-4.5 and DeepSeek
+
+
+def _sigmoid(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_gating_func": 2,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
+
+
+def _correction(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    return {"exp_probs_b.bias": values} if name.endswith("e_score_correction_bias") else None
+
+
+_SIGMOID_VALUES = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_GLM4_MOE = Family(
+    "glm4moe",
+    "glm4_moe",
+    {
+        **_SIGMOID_VALUES,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+    {**_LATE_NORMS, **_ATTENTION, **_QK_NORMS, **_MLP, **_ROUTER, **_shared("shared_experts")},
+    lambda config: {
+        **_sigmoid(config),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim // 2,
+    },
+    _correction,
+)
+
+
+def _latent_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "self_attn.kv_b_proj.weight":
+        heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
+        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": values}
+    return _correction(name, values, config)
+
+
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+}
+_LATENT_NAMES = {
+    **_NORMS,
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.o_proj": "attn_output",
+    **_MLP,
+    **_ROUTER,
+    **_shared("shared_experts"),
+}
+
+
+def _latent_metadata(config: Any) -> dict[str, Any]:
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return found
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+
+def _deepseek_v2_metadata(config: Any) -> dict[str, Any]:
+    return {
+        **_latent_metadata(config),
+        **_sigmoid(config),
+        "expert_gating_func": None,
+        "expert_weights_norm": None,
+        "expert_group_count": None,
+        "expert_group_used_count": None,
+    }
+
+
+_DEEPSEEK_V2 = Family(
+    "deepseek2",
+    "deepseek_v2",
+    {
+        **_LATENT,
+        **_SIGMOID_VALUES,
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "rope_parameters": _YARN,
+    },
+    _LATENT_NAMES,
+    _deepseek_v2_metadata,
+    _latent_change,
+)
+_DEEPSEEK_V3 = Family(
+    "deepseek2",
+    "deepseek_v3",
+    {
+        **_LATENT,
+        **_SIGMOID_VALUES,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    _LATENT_NAMES,
+    lambda config: {**_latent_metadata(config), **_sigmoid(config)},
+    _latent_change,
+)
+_GLM_FLASH = Family(
+    "deepseek2",
+    "glm4_moe_lite",
+    {
+        **_LATENT,
+        **_SIGMOID_VALUES,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    _LATENT_NAMES,
+    lambda config: {**_latent_metadata(config), **_sigmoid(config)},
+    _latent_change,
+)
+
+FAMILIES = {
+    "gpt-oss": _GPT_OSS,
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35moe": _QWEN35,
+    "glm4moe": _GLM4_MOE,
+    "deepseek2 (V2)": _DEEPSEEK_V2,
+    "deepseek2 (V3)": _DEEPSEEK_V3,
+    "deepseek2 (GLM Flash)": _GLM_FLASH,
+}
