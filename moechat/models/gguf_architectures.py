@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moechat.models.gguf_families import deepseek, early, glm, gpt_oss, qwen
+from moechat.models.gguf_families import deepseek, early, glm, gpt_oss, qwen, sigmoid, softmax, windows
 from moechat.models.gguf_families.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -13,6 +13,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **qwen.ARCHITECTURES,
     **glm.ARCHITECTURES,
     **deepseek.ARCHITECTURES,
+    **sigmoid.ARCHITECTURES,
+    **softmax.ARCHITECTURES,
+    **windows.ARCHITECTURES,
 }
 # Architectures with experts that are refused, each with the reason.
 REFUSED: Mapping[str, str] = {

@@ -53,6 +53,13 @@ class JoinKeyHeads(_Join):
         return torch.cat([piece.reshape(heads, -1, mixed.shape[1]) for piece in pieces], dim=1).flatten(0, 1)
 
 
+class JoinRows(_Join):
+    """The rows of both tensors, one after the other."""
+
+    def _joined(self, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
+        return torch.cat(parts)
+
+
 def joining_rules() -> list[WeightConverter]:
     """Rules to apply besides those of transformers."""
     return [
@@ -65,6 +72,11 @@ def joining_rules() -> list[WeightConverter]:
             ["linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"],
             "linear_attn.in_proj_qkvz.weight",
             [JoinKeyHeads()],
+        ),
+        WeightConverter(
+            ["shared_mlp.gate_linear.weight", "shared_mlp.up_linear.weight"],
+            "shared_mlp.input_linear.weight",
+            [JoinRows()],
         ),
     ]
 

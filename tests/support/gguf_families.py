@@ -71,6 +71,7 @@ class Family:
         change: The file's tensors of one of the model's, by the name in a layer; ``None`` where only the name
             changes.
         outer: File's names of tensors outside the layers.
+        extra: Tensors that only the file has.
     """
 
     architecture: str
@@ -86,10 +87,15 @@ class Family:
             "lm_head.weight": "output.weight",
         }
     )
+    extra: Callable[[Any], Tensors] = lambda config: {}
 
     def config(self, **changes: Any) -> Any:
         """The tiny configuration."""
-        return AutoConfig.for_model(self.model_type, **{**_COMMON, **self.values, **changes})
+        values = {**_COMMON, **self.values, **changes}
+        left_out = {key for key, value in self.values.items() if value is None}
+        return AutoConfig.for_model(
+            self.model_type, **{key: value for key, value in values.items() if key not in left_out}
+        )
 
 
 def random_model(config: Any, seed: int = 7) -> Any:
@@ -128,7 +134,7 @@ def gguf_tensors(family: Family, model: Any) -> Tensors:
             continue
         for part, changed in _changed(family, match[2], values, model.config, family.names):
             found[f"blk.{match[1]}.{part}"] = np.ascontiguousarray(changed)
-    return found
+    return found | family.extra(model.config)
 
 
 def _changed(
@@ -156,11 +162,13 @@ def metadata_of(family: Family, config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "expert_used_count": config.num_experts_per_tok,
+        "attention.head_count_kv": (
+            None if family is _GEMMA4 else config.num_key_value_heads  # differs by layer
+        ),
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
     }
     if "rope_theta" in rope:
         common["rope.freq_base"] = float(rope["rope_theta"])
@@ -584,6 +592,381 @@ _GLM_FLASH = Family(
     _latent_change,
 )
 
+# --- Qwen2-MoE, MiniMax-M2, dots.llm1, Hunyuan, ERNIE 4.5, LFM2, Granite, Trinity
+
+
+def _heads_metadata(config: Any) -> dict[str, Any]:
+    return {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+
+
+def _shared_gate(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    return {"ffn_gate_inp_shexp.weight": values[0]} if name == "mlp.shared_expert_gate.weight" else None
+
+
+_QWEN2_MOE = Family(
+    "qwen2moe",
+    "qwen2_moe",
+    {"num_experts": 4, "shared_expert_intermediate_size": 256},
+    {**_NORMS, **_ATTENTION, **_ROUTER, **_shared("shared_expert")},
+    lambda config: {
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    },
+    _shared_gate,
+)
+_MINIMAX_M2 = Family(
+    "minimax-m2",
+    "minimax_m2",
+    {
+        "num_local_experts": 4,
+        "intermediate_size": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
+    {**_NORMS, **_ATTENTION, **_QK_NORMS, **_ROUTER},
+    lambda config: {
+        **_heads_metadata(config),
+        "rope.dimension_count": config.head_dim // 2,
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+    },
+    _correction,
+)
+_DOTS1 = Family(
+    "dots1",
+    "dots1",
+    {
+        **_SIGMOID_VALUES,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,  # llama.cpp supports no others
+        "layer_types": ["full_attention"] * 4,
+    },
+    {**_NORMS, **_ATTENTION, **_QK_NORMS, **_MLP, **_ROUTER, **_shared("shared_experts")},
+    lambda config: {**_sigmoid(config), **_heads_metadata(config)},
+    _correction,
+)
+_HUNYUAN = Family(
+    "hunyuan-moe",
+    "hunyuan_v1_moe",
+    {"num_experts": 4, "moe_topk": 2, "intermediate_size": 256},
+    {
+        **_NORMS,
+        **_ATTENTION,
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+        "mlp.gate.wg": "ffn_gate_inp",
+        **_shared("shared_mlp"),
+    },
+    lambda config: {
+        **_heads_metadata(config),
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 1,
+    },
+)
+_ERNIE = Family(
+    "ernie4_5-moe",
+    "ernie4_5_moe",
+    {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    {**_NORMS, **_ATTENTION, **_MLP, **_ROUTER, **_shared("shared_experts")},
+    lambda config: {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "expert_shared_count": config.moe_num_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "interleave_moe_layer_step": 1,
+    },
+    _correction,
+)
+
+
+def _lfm2_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name == "conv.conv.weight":
+        return {"shortconv.conv.weight": values.squeeze(1)}
+    return {"exp_probs_b.bias": values} if name.endswith("expert_bias") else None
+
+
+_LFM2 = Family(
+    "lfm2moe",
+    "lfm2_moe",
+    {
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-6,
+        "head_dim": None,
+        "tie_word_embeddings": True,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.gate": "ffn_gate_inp",
+    },
+    lambda config: {
+        "attention.head_count_kv": [
+            config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types
+        ],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+        "vocab_size": config.vocab_size,
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    },
+    _lfm2_change,
+    {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.embedding_norm.weight": "token_embd_norm.weight",
+    },
+)
+
+
+def _granite_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        halves = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        return {f"attn_{name[10]}.weight": halves}
+    if name == "shared_mlp.input_linear.weight":
+        gate, up = np.split(values, 2)
+        return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+    return None
+
+
+_GRANITE = Family(
+    "granitemoe",
+    "granitemoeshared",
+    {
+        "num_local_experts": 4,
+        "intermediate_size": 256,
+        "shared_intermediate_size": 512,
+        "head_dim": None,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    {
+        **_NORMS,
+        **_ATTENTION,
+        "block_sparse_moe.router": "ffn_gate_inp",
+        "shared_mlp.output_linear": "ffn_down_shexp",
+    },
+    lambda config: {
+        "expert_count": config.num_local_experts,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "embedding_scale": config.embedding_multiplier,
+        "logit_scale": config.logits_scaling,
+        "residual_scale": config.residual_multiplier,
+        "attention.scale": config.attention_multiplier,
+        "vocab_size": config.vocab_size,
+    },
+    _granite_change,
+)
+
+
+def _expert_bias(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    return {"exp_probs_b.bias": values} if name == "mlp.expert_bias" else None
+
+
+_AFMOE = Family(
+    "afmoe",
+    "afmoe",
+    {
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "route_scale": 1.5,
+        "sliding_window": 8,
+        "mup_enabled": True,
+        "layer_types": None,
+    },
+    {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        **_ATTENTION,
+        **_QK_NORMS,
+        **_MLP,
+        "self_attn.gate_proj": "attn_gate",
+        "mlp.router.gate": "ffn_gate_inp",
+        **_shared("shared_experts"),
+    },
+    lambda config: {
+        **_heads_metadata(config),
+        "expert_count": config.num_experts,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_weights_scale": config.route_scale,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "attention.sliding_window": config.sliding_window,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    },
+    _expert_bias,
+)
+
+# --- Laguna and Gemma 4
+
+
+def _laguna_metadata(config: Any) -> dict[str, Any]:
+    full, sliding = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    return {
+        **_heads_metadata(config),
+        "attention.head_count": config.num_attention_heads_per_layer,
+        "attention.sliding_window": config.sliding_window,
+        "rope.freq_base": float(full["rope_theta"]),
+        "rope.freq_base_swa": float(sliding["rope_theta"]),
+        "rope.dimension_count": int(config.head_dim * full["partial_rotary_factor"]),
+        "rope.dimension_count_swa": int(config.head_dim * sliding["partial_rotary_factor"]),
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config.moe_routed_scaling_factor),
+        "expert_gating_func": 2,
+        "vocab_size": config.vocab_size,
+    }
+
+
+_LAGUNA = Family(
+    "laguna",
+    "laguna",
+    {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 256,
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "sliding_window": 8,
+        "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 500000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    },
+    {
+        **_NORMS,
+        **_ATTENTION,
+        **_QK_NORMS,
+        **_MLP,
+        **_ROUTER,
+        "self_attn.g_proj": "attn_gate",
+        **_shared("shared_experts"),
+    },
+    _laguna_metadata,
+    _correction,
+)
+
+
+def _gemma4_change(name: str, values: Array, config: Any) -> Mapping[str, Array] | None:
+    single = {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    }
+    return {single[name]: values} if name in single else None
+
+
+def _gemma4_extra(config: Any) -> Tensors:
+    """Factors of the frequencies of full layers: those that do not rotate are divided by infinity."""
+    half = config.per_layer_config[3].head_dim // 2
+    factors = np.full(half, 1e30, np.float32)
+    factors[: half // 4] = 1
+    return {"rope_freqs.weight": factors}
+
+
+def _gemma4_metadata(config: Any) -> dict[str, Any]:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    own, full = config.per_layer_config[0], config.per_layer_config[3]
+    return {
+        "attention.head_count_kv": [
+            own.num_key_value_heads if each else full.num_key_value_heads for each in sliding
+        ],
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": own.head_dim,
+        "attention.value_length_swa": own.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "rope.freq_base": float(config.rope_parameters["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": own.head_dim,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+_GEMMA4 = Family(
+    "gemma4",
+    "gemma4_text",
+    {
+        "num_experts_per_tok": None,
+        "top_k_experts": 2,
+        "num_experts": 4,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        **_ATTENTION,
+        **_QK_NORMS,
+        **_MLP,
+        "router.proj": "ffn_gate_inp",
+    },
+    _gemma4_metadata,
+    _gemma4_change,
+    extra=_gemma4_extra,
+)
+
 FAMILIES = {
     "gpt-oss": _GPT_OSS,
     "qwen3next": _QWEN3_NEXT,
@@ -592,4 +975,14 @@ FAMILIES = {
     "deepseek2 (V2)": _DEEPSEEK_V2,
     "deepseek2 (V3)": _DEEPSEEK_V3,
     "deepseek2 (GLM Flash)": _GLM_FLASH,
+    "qwen2moe": _QWEN2_MOE,
+    "minimax-m2": _MINIMAX_M2,
+    "dots1": _DOTS1,
+    "hunyuan-moe": _HUNYUAN,
+    "ernie4_5-moe": _ERNIE,
+    "lfm2moe": _LFM2,
+    "granitemoe": _GRANITE,
+    "afmoe": _AFMOE,
+    "laguna": _LAGUNA,
+    "gemma4": _GEMMA4,
 }
