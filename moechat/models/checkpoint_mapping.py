@@ -70,7 +70,7 @@ def map_keys(skeleton: Skeleton, keys: Iterable[str]) -> tuple[dict[str, Target]
         Targets by name, and the unused checkpoint names.
     """
     model, state = skeleton.model, skeleton.state
-    rules = [*get_model_conversion_mapping(model), *joining_rules()]
+    rules = [*get_model_conversion_mapping(model), *joining_rules(state)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

@@ -5,6 +5,7 @@ Both parts stay separate tensors in stores, so that they can come from different
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,9 +61,14 @@ class JoinRows(_Join):
         return torch.cat(parts)
 
 
-def joining_rules() -> list[WeightConverter]:
-    """Rules to apply besides those of transformers."""
-    return [
+def joining_rules(parameters: Iterable[str]) -> list[WeightConverter]:
+    """Rules to apply besides those of transformers.
+
+    Args:
+        parameters: Names of the model's. Rules for others are left out: families with parameters named like a
+            source of a rule (Qwen3.5) would lose them.
+    """
+    rules = [
         WeightConverter(
             ["self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"],
             "self_attn.kv_b_proj.weight",
@@ -79,6 +85,8 @@ def joining_rules() -> list[WeightConverter]:
             [JoinRows()],
         ),
     ]
+    names = tuple(parameters)
+    return [rule for rule in rules if any(name.endswith(rule.target_patterns[0]) for name in names)]
 
 
 def joins(rule: WeightConverter | None) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import tiny_family
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, write_tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,6 +49,23 @@ def test_only_the_sparse_layers_have_experts(tmp_path: Path) -> None:
     assert found.experts.gate == Gate()
     assert "model.layers.1.mlp.gate_proj.weight" in found.dense_keys
     assert not any(".experts." in key for key in found.dense_keys)
+
+
+def test_the_text_part_of_a_checkpoint_with_pictures_is_found_by_its_published_names(tmp_path: Path) -> None:
+    """Qwen3.6's own files have ``model.language_model.``, which transformers' copies lack."""
+    write_tiny_checkpoint(tmp_path / "source", tiny_family("qwen3_5_moe"))
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    published = tmp_path / "published"
+    published.mkdir()
+    shutil.copy(tmp_path / "source" / "config.json", published)
+    renamed = {
+        re.sub(r"^model\.(?!visual)", "model.language_model.", name): tensors[name] for name in tensors
+    }
+    save_file(renamed, published / "model.safetensors", metadata={"format": "pt"})
+    expected = set(plan(tmp_path / "source").dense_keys)
+    found = {name.replace("language_model.", "") for name in plan(published).dense_keys}
+    assert found == expected
+    assert "model.layers.0.linear_attn.in_proj_qkv.weight" in found
 
 
 def test_shared_experts_stay_dense(tmp_path: Path) -> None:
