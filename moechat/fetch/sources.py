@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from moechat.errors import DoesNotFitError
 from moechat.fetch.gguf_repository import gguf_models
@@ -90,16 +91,20 @@ class Choice:
         if len(self.sources) == 1:
             reason = "the only source"
         elif not self.sources[0].keeps(self.bits):
-            reason = f"the files with most bits; a store of {self.bits} bits made from them loses twice"
+            reason = f"the files with most bits; converting them to {self.bits} bits adds a second loss"
         elif keeping > 1:
-            reason = f"the smallest download of {keeping} from which {self.bits} bits lose hardly anything"
+            reason = f"the smallest of {keeping} downloads that lose hardly anything at {self.bits} bits"
         else:
-            reason = f"the only one of {len(self.sources)} from which {self.bits} bits lose hardly anything"
+            reason = f"the only one of {len(self.sources)} that loses hardly anything at {self.bits} bits"
         return f"{reason}; {self.why_bits}" if self.why_bits else reason
 
 
 def speeds_by_bits(
-    model: str, bits: int | None, *, profile: HardwareProfile | None = None
+    model: str,
+    bits: int | None,
+    *,
+    profile: HardwareProfile | None = None,
+    load: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[int, Expected]:
     """Expected speed of a known model on a machine, by bits; bits that do not fit into its memory are absent.
 
@@ -109,16 +114,21 @@ def speeds_by_bits(
         model: Alias, repository or shape; for a model without a shape the result is empty.
         bits: Bits that the user gave; then a model that does not fit is no error.
         profile: The machine; ``None``: this one.
+        load: The other options of loading, such as ``ram``.
 
     Raises:
         DoesNotFitError: No bits fit, and the user gave none.
     """
     shape = find_shape(model)
-    return {} if shape is None else speeds_of(shape, bits, profile=profile)
+    return {} if shape is None else speeds_of(shape, bits, profile=profile, load=load)
 
 
 def speeds_of(
-    shape: str | Path, bits: int | None, *, profile: HardwareProfile | None = None
+    shape: str | Path,
+    bits: int | None,
+    *,
+    profile: HardwareProfile | None = None,
+    load: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[int, Expected]:
     """The same for a shape, or a ``config.json``.
 
@@ -133,7 +143,7 @@ def speeds_of(
     problem = None
     for candidate in (USUAL_BITS, FEWER_BITS) if bits is None else (bits,):
         try:
-            found[candidate] = expect(shape, bits=candidate, profile=profile)
+            found[candidate] = expect(shape, profile=profile, **{**load, "bits": candidate})
         except DoesNotFitError as error:
             problem = error
             continue

@@ -82,7 +82,7 @@ def resolve_path_or_repository(
         return _demo()
     repository = expand_alias(model)
     if repository is not None:
-        return _find_repository(repository, bits, paths or user_paths(), others=True)
+        return _find_repository(repository, bits, paths or user_paths(), alias=model)
     if is_explicit_path(model):
         return local_model(model)
     if os.path.exists(model):
@@ -113,10 +113,10 @@ def _find_by_shown_name(model: str, bits: int | None, paths: Paths) -> ModelRef 
         return ref
 
 
-def _find_repository(model: str, bits: int | None, paths: Paths, *, others: bool = False) -> ModelRef:
+def _find_repository(model: str, bits: int | None, paths: Paths, *, alias: str | None = None) -> ModelRef:
     ref = parse_hub_name(model)
     store = ref.find_in_library(paths.models, bits) or _find_commit(ref, paths.models, bits)
-    if store is None and others:
+    if store is None and alias is not None:
         other = find_in_other_source(model, paths.models, bits)
         if other is not None:
             return other
@@ -124,7 +124,7 @@ def _find_repository(model: str, bits: int | None, paths: Paths, *, others: bool
         with_bits = "" if bits is None else f" with {bits} bits"
         option = "" if bits is None else f" --bits {bits}"
         raise NotInLibraryError(
-            f"{model}{with_bits} is not in the library", hint=f"moechat download {model}{option}"
+            f"{model}{with_bits} is not in the library", hint=f"moechat download {alias or model}{option}"
         )
     return replace(ref, store=store)
 

@@ -75,8 +75,8 @@ def test_an_alias_shows_source_size_memory_and_speed_before_anything_is_download
     shown = lines_of(done.out.decode())
     assert f"({FP8} is left out: there is no public repository {FP8}" in done.err
     assert shown["source"].startswith(
-        "source    Qwen3.6-35B-A3B-Q8_0.gguf, the smallest download of 2 from which 4 bits lose hardly "
-        f"anything; others: {MAKER} ("
+        "source    Qwen3.6-35B-A3B-Q8_0.gguf, the smallest of 2 downloads that lose hardly anything at 4 "
+        f"bits; others: {MAKER} ("
     )
     assert f"{GGUF}:Qwen3.6-35B-A3B-Q4_0.gguf" in shown["source"]
     assert {"download", "store", "disk", "memory", "speed", "time"} <= shown.keys()
@@ -150,10 +150,9 @@ def test_a_model_too_large_for_the_memory_is_refused_before_it_is_downloaded(
     monkeypatch.setattr(machine, "available_bytes", lambda: 600 << 20)
     done = inside.call("run", "qwen3.6", "--yes", "Hello")
     assert done.status == 4
+    assert "error: qwen3.6 does not fit here: the memory that is available is " in done.err
     assert "; the least that works is " in done.err
-    assert (
-        "hint: free memory, or choose a smaller model: moechat search; moechat download qwen3.6" in done.err
-    )
+    assert "hint: free memory, or choose a smaller model: moechat help which-model, " in done.err
     assert not any("/cdn/" in request.path for request in offers.requests)
     given = inside.call("download", "qwen3.6", "--bits", "4", "--dry-run")
     assert given.status == 0, given.err
@@ -176,6 +175,18 @@ def test_without_a_network_and_for_unknown_names_the_errors_say_what_to_do(
     offline = inside.call("run", "qwen3.6", "--yes", "Hello")
     assert offline.status == 5
     assert f"{MAKER} is not in the library, and HF_HUB_OFFLINE forbids the network" in offline.err
+
+
+def test_a_budget_of_the_run_counts_for_the_speed_and_for_what_fits(inside: Cli, offers: Hub) -> None:
+    whole = json.loads(inside.call("run", "qwen3.6", "--dry-run", "--json").out)["speed"]
+    small = json.loads(inside.call("run", "qwen3.6", "--dry-run", "--json", "--ctx", "64").out)["speed"]
+    assert small["near_bytes"] < whole["near_bytes"]
+    refused = inside.call("run", "qwen3.6", "--yes", "--ram", "700M", "Hello")
+    assert refused.status == 4
+    assert "the least that works is" in refused.err
+    given = inside.call("run", "qwen3.6", "Hello")
+    assert given.status == 3
+    assert "hint: moechat download qwen3.6, or --yes with the same command" in given.err
 
 
 def test_a_store_of_another_repository_is_no_source(inside: Cli, offers: Hub) -> None:

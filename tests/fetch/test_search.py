@@ -29,9 +29,9 @@ DENSE = {
 @pytest.fixture
 def shelf(hub: Hub) -> Iterator[Hub]:
     """A hub with a model that runs, GGUF files of it, and all kinds of others."""
-    before = set(hub.repositories)
-    weights = {"model.safetensors": b"weights"}
-    hub.repositories |= {
+    before, weights = hub.repositories, {"model.safetensors": b"weights"}
+    hub.repositories = {
+        REPOSITORY: before[REPOSITORY],
         "people/moe-chat-GGUF": {"moe-chat-Q8_0.gguf": bytes(3000), "moe-chat-Q4_K_M.gguf": bytes(2000)},
         "people/moe-orphan-GGUF": {"moe-orphan-Q8_0.gguf": bytes(3000)},
         "dense/moe-not-at-all": {"config.json": json.dumps(DENSE).encode(), **weights},
@@ -40,8 +40,7 @@ def shelf(hub: Hub) -> Iterator[Hub]:
     }
     hub.tags["people/moe-chat-GGUF"] = ["gguf", f"base_model:quantized:{REPOSITORY}"]
     yield hub
-    for name in set(hub.repositories) - before:
-        del hub.repositories[name]
+    hub.repositories = before
 
 
 def found(program: Cli, *arguments: str) -> dict[str, dict[str, Any]]:

@@ -117,12 +117,12 @@ def test_the_smallest_download_that_loses_hardly_anything_comes_first() -> None:
         "Q4_K_XL",
         "IQ4_XS",
     ]
-    assert chosen.why == "the smallest download of 3 from which 4 bits lose hardly anything"
+    assert chosen.why == "the smallest of 3 downloads that lose hardly anything at 4 bits"
     # For a store of 3 bits Q6_K has enough bits; for one of 8 only the maker's have.
     assert choose_source(all_sources(), {3: speed(10)}, bits=3).sources[0].bits == 6.56
     for_eight = choose_source(all_sources(), {8: speed(10)}, bits=8)
     assert for_eight.sources[0].name == MAKER
-    assert for_eight.why == "the only one of 6 from which 8 bits lose hardly anything"
+    assert for_eight.why == "the only one of 6 that loses hardly anything at 8 bits"
 
 
 def test_the_makers_own_format_counts_as_the_original_at_any_size() -> None:
@@ -136,7 +136,7 @@ def test_without_the_makers_repository_the_next_best_is_taken() -> None:
     only = [source for source in all_sources() if source.bits in (4.5, 4.25)]
     chosen = choose_source(only, {4: speed(10)})
     assert chosen.sources[0].bits == 4.5
-    assert chosen.why == "the files with most bits; a store of 4 bits made from them loses twice"
+    assert chosen.why == "the files with most bits; converting them to 4 bits adds a second loss"
     with pytest.raises(DoesNotFitError, match="none of the repositories"):
         choose_source([], {4: speed(10)})
 

@@ -103,7 +103,7 @@ def test_the_error_for_a_model_not_downloaded_names_the_next_step(paths: Paths) 
     error = refusal("mixtral", paths)
     assert error.exit_code == 3
     assert "mistralai/Mixtral-8x7B-Instruct-v0.1 is not in the library" in str(error)
-    assert error.hint == "moechat download mistralai/Mixtral-8x7B-Instruct-v0.1"
+    assert error.hint == "moechat download mixtral"
 
 
 def test_a_store_is_found_by_its_commit(paths: Paths) -> None:

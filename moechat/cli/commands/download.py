@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moechat.cli.commands.download_offer import find_offer, open_download
 from moechat.cli.commands.download_text import describe, plan_json
@@ -34,7 +35,7 @@ _DEFAULT_BITS = 4
 
 @dataclass(frozen=True)
 class DownloadCommand:
-    """Arguments of ``moechat download``.
+    """Arguments of ``moechat download``, and the options of loading of a run that needs the model.
 
     Raises:
         UsageError: A value is out of range.
@@ -46,6 +47,7 @@ class DownloadCommand:
     keep_source: bool = False
     quiet: bool = False
     json: bool = False
+    load: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -62,13 +64,19 @@ def download(command: DownloadCommand) -> int:
     return 0
 
 
-def download_to_run(model: str, bits: int | None, *, yes: bool, quiet: bool) -> bool:
+def download_to_run(model: str, load: Mapping[str, Any], *, yes: bool, quiet: bool) -> bool:
     """Download a model before running it; returns whether the user agreed.
+
+    Args:
+        model: Its name.
+        load: The options of loading that were given.
+        yes: Do not ask.
+        quiet: Show errors only.
 
     Raises:
         MoechatError: See :mod:`moechat.errors`.
     """
-    command = DownloadCommand(model, bits, quiet=quiet)
+    command = DownloadCommand(model, load.get("bits"), quiet=quiet, load=load)
     return _work(command, question=None if yes else "Download and convert it now?", to_run=True)
 
 
@@ -87,7 +95,7 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
         notice = (lambda _text: None) if command.quiet else progress.notice
         if offer.sources:
             progress.say("choosing a source for this machine")
-        choice = offer.choose(command.bits)
+        choice = offer.choose(command.bits, command.load)
         progress.say("reading the model's headers")
         work, taken = open_download(
             offer,
@@ -100,9 +108,9 @@ def _work(command: DownloadCommand, question: str | None, *, to_run: bool = Fals
         if command.dry_run:
             progress.stop()
             if command.json:
-                write_json(plan_json(work.plan, "planned", taken))
+                write_json(plan_json(work.plan, "planned", taken, command.load))
             else:
-                write_output(sys.stdout, describe(work.plan, taken) + "\n")
+                write_output(sys.stdout, describe(work.plan, taken, command.load) + "\n")
             return True
         return _run(work, taken, command, question, progress, to_run=to_run)
 
@@ -122,18 +130,18 @@ def _run(
         work.record_finished()
         _print_present(plan.remote.title, plan.bits, command)
         if command.json:
-            write_json(plan_json(plan, "already here", choice))
+            write_json(plan_json(plan, "already here", choice, command.load))
         return True
     if not command.quiet or question is not None:
         progress.stop()
-        for line in describe(plan, choice).split("\n"):
+        for line in describe(plan, choice, command.load).split("\n"):
             print_notice(line)
     plan.require_disk()
     if question is not None and not confirm(question, default=True):
         print_notice("nothing was downloaded")
         return False
     facts = (
-        plan_json(plan, "finished", choice) if command.json else None
+        plan_json(plan, "finished", choice, command.load) if command.json else None
     )  # the download deletes its config.json
     progress.start()
     started = time.monotonic()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moechat.config import user_paths
 from moechat.errors import (
@@ -59,8 +59,12 @@ class Offer:
                 if is_made_of(ref.library_path(models, candidate), remote.commit):
                     yield remote.title, candidate
 
-    def choose(self, bits: int | None) -> Choice | None:
+    def choose(self, bits: int | None, load: Mapping[str, Any]) -> Choice | None:
         """The sources in order, and the bits, for this machine; ``None`` where there is no choice.
+
+        Args:
+            bits: Bits that the user gave.
+            load: Options of loading that the user gave.
 
         Raises:
             DoesNotFitError: The model does not fit into this machine's memory.
@@ -70,13 +74,14 @@ class Offer:
         from moechat.fetch.sources import USUAL_BITS, choose_source, speeds_by_bits
 
         try:
-            speeds = speeds_by_bits(self.model, bits)
+            speeds = speeds_by_bits(self.model, bits, load=load)
         except DoesNotFitError as error:
-            error.hint = (
-                f"free memory, or choose a smaller model: moechat search; moechat download {self.model} "
-                f"--bits {USUAL_BITS} fetches it all the same"
-            )
-            raise
+            raise DoesNotFitError(
+                f"{self.model} does not fit here: {error}",
+                hint=f"free memory, or choose a smaller model: moechat help which-model, moechat search; "
+                f"moechat download {self.model} --bits {USUAL_BITS} fetches it all the same",
+                least_bytes=error.least_bytes,
+            ) from error
         return choose_source(self.sources, speeds, bits=bits)
 
 

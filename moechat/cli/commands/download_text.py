@@ -26,17 +26,18 @@ _BASIS: Mapping[str, str] = {
 }
 
 
-def describe(plan: DownloadPlan, choice: Choice | None) -> str:
+def describe(plan: DownloadPlan, choice: Choice | None, load: Mapping[str, Any]) -> str:
     """Sizes, places, times and the expected speed, one per line.
 
     Args:
         plan: The download.
         choice: How its source was chosen, if it was.
+        load: Options of loading, for the speed.
     """
     stated = f" (the files have {one_line(plan.source_format)})" if plan.source_format else ""
     licence = f", licence {one_line(plan.remote.licence)}" if plan.remote.licence else ""
     source = [] if choice is None else [f"source    {_source(choice)}"]
-    speed = _speed_text(_expected(plan))
+    speed = _speed_text(_expected(plan, load))
     lines = [
         f"{plan.remote.title}{licence}",
         *source,
@@ -118,12 +119,12 @@ def _memory_text(plan: DownloadPlan) -> str:
     return f"runs with {format_bytes(memory.least)}, all in memory with about {everything}; {available}"
 
 
-def _expected(plan: DownloadPlan) -> Expected | DoesNotFitError | None:
+def _expected(plan: DownloadPlan, load: Mapping[str, Any]) -> Expected | DoesNotFitError | None:
     """The speed on this machine; ``None`` if it cannot be estimated."""
     from moechat.planning.expect import expect
 
     try:
-        return expect(str(plan.config), bits=plan.bits)
+        return expect(str(plan.config), **{**load, "bits": plan.bits})
     except DoesNotFitError as error:
         return error
     except MoechatError:  # the download works without an estimate
@@ -164,9 +165,11 @@ def _time(plan: DownloadPlan) -> str:
     return ", ".join(parts)
 
 
-def plan_json(plan: DownloadPlan, status: str, choice: Choice | None) -> dict[str, Any]:
+def plan_json(
+    plan: DownloadPlan, status: str, choice: Choice | None, load: Mapping[str, Any]
+) -> dict[str, Any]:
     """The plan as JSON, in bytes and seconds, as before the download."""
-    memory, expected = _memory(plan), _expected(plan)
+    memory, expected = _memory(plan), _expected(plan, load)
     return {
         "status": status,
         "name": plan.name,

@@ -66,7 +66,8 @@ def run(options: RunOptions) -> int:
     if absent:
         from moechat.cli.commands.download import download_to_run
 
-        if not download_to_run(options.model, options.bits, yes=options.yes, quiet=options.quiet):
+        given = options.load_options.given
+        if not download_to_run(options.model, given, yes=options.yes, quiet=options.quiet):
             return NotInLibraryError.exit_code
     if many is not None:
         from moechat.cli.commands.jsonl import answer_jsonl
@@ -90,7 +91,10 @@ def _dry_run(options: RunOptions) -> int:
     except NotInLibraryError:
         from moechat.cli.commands.download import DownloadCommand, download
 
-        return download(DownloadCommand(options.model, options.bits, dry_run=True, json=options.json))
+        given = options.load_options.given
+        return download(
+            DownloadCommand(options.model, options.bits, dry_run=True, json=options.json, load=given)
+        )
     from moechat.cli.commands.plan import plan
     from moechat.cli.commands.plan_arguments import PlanCommand
 
