@@ -16,6 +16,7 @@ from pathlib import Path
 from moechat.errors import CheckpointError, UnsupportedModelError
 from moechat.hub.gguf_parts import gguf_parts
 from moechat.models.gguf import GgufModel, describe_gguf
+from moechat.models.gguf_tokenizer import byte_level_tokenizer
 from moechat.models.model_outline import without_warnings
 from moechat.store.checkpoint import Checkpoint
 from moechat.store.checkpoint_files import read_config, tensor_set
@@ -165,6 +166,10 @@ def write_side_files(directory: Path, file: Path, model: GgufModel) -> None:
     for name, content in (("config.json", model.config), ("generation_config.json", model.generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if not model.has_vocabulary:
+        return
+    own = byte_level_tokenizer(file)
+    if own is not None:
+        own.save_pretrained(str(directory))
         return
     from transformers import PreTrainedTokenizerFast
 

@@ -19,8 +19,11 @@ parser 0.2 s) and follows a wrong count past the end of the file. That package i
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moechat.errors import CheckpointError
@@ -115,6 +118,38 @@ def parse_gguf_header(data: bytes | memoryview, file_bytes: int, where: str) -> 
         raise CheckpointError(
             f"{where} is damaged: {problem}", hint="download or copy the file again"
         ) from None
+
+
+def read_arrays(path: Path, keys: Collection[str]) -> dict[str, list[Any]]:
+    """The whole arrays of some keys, which :func:`parse_gguf_header` leaves out.
+
+    Args:
+        path: A file that begins with a valid header.
+        keys: Of the arrays; those that the file lacks are left out.
+
+    Raises:
+        CheckpointError: The header is damaged.
+    """
+    found: dict[str, list[Any]] = {}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(bytes(data[: min(len(data), MAX_HEADER_BYTES)]))
+        try:
+            cursor.skip(len(_MAGIC) + _KIND.size + _LENGTH.size)
+            for _ in range(cursor.number(_LENGTH)):
+                key, kind = cursor.text(_MAX_NAME), cursor.number(_KIND)
+                if key in keys and kind == _ARRAY:
+                    element, count = cursor.number(_KIND), cursor.number(_LENGTH)
+                    if element == _STRING:
+                        found[key] = [cursor.text() for _ in range(count)]
+                    elif element in _SCALARS:
+                        found[key] = [cursor.number(_SCALARS[element]) for _ in range(count)]
+                    else:
+                        raise _MalformedError(f"{key} has elements of the type {element}")
+                else:
+                    _value(cursor, kind)
+        except (_EndedError, _MalformedError, UnicodeDecodeError) as problem:
+            raise CheckpointError(f"{path} is damaged: {problem or 'its header ends early'}") from None
+    return found
 
 
 class _EndedError(Exception):
