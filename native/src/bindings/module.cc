@@ -17,10 +17,12 @@
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/matrices.h"
+#include "bindings/packing.h"
 #include "kernels/experts/forward.h"
 #include "kernels/experts/pack.h"
 #include "kernels/isa/dispatch.h"
 #include "kernels/layout/block_layout.h"
+#include "kernels/layout/kept_encodings.h"
 #include "kernels/layout/scale_words.h"
 #include "kernels/threads/cpu_info.h"
 #include "kernels/threads/stream_read.h"
@@ -30,26 +32,6 @@
 
 namespace moechat {
 namespace {
-
-using BiasArrays = std::optional<std::tuple<py::array, py::array, py::array>>;
-
-std::optional<ExpertBiases> checked_biases(const BlockLayout& layout, const BiasArrays& biases) {
-  if (biases.has_value() != layout.has_bias) {
-    refuse(layout.has_bias ? "the layout has biases, but none were given" : "the layout has no biases");
-  }
-  if (!biases) return std::nullopt;
-  return ExpertBiases{checked<float>("gate bias", std::get<0>(*biases), {layout.intermediate_size}),
-                      checked<float>("up bias", std::get<1>(*biases), {layout.intermediate_size}),
-                      checked<float>("down bias", std::get<2>(*biases), {layout.hidden_size})};
-}
-
-int checked_threads(std::optional<int> threads) {
-  if (threads && (*threads < 1 || *threads > kMaxThreads)) {
-    refuse("threads is " + std::to_string(*threads) + "; it must be between 1 and " +
-           std::to_string(kMaxThreads));
-  }
-  return threads.value_or(0);
-}
 
 // Importances [cols] and factors [blocks, width, width].
 using FeedbackArrays = std::tuple<py::array, py::array>;
@@ -301,6 +283,11 @@ PYBIND11_MODULE(_native, m) {
       .def_readonly("hidden_size", &BlockLayout::hidden_size)
       .def_readonly("intermediate_size", &BlockLayout::intermediate_size)
       .def_readonly("bits", &BlockLayout::bits)
+      .def_readonly("kept", &BlockLayout::kept)
+      .def_property_readonly("encoding",
+                             [](const BlockLayout& layout) { return encoding_name(layout.encoding); })
+      .def_property_readonly("down_encoding",
+                             [](const BlockLayout& layout) { return encoding_name(layout.down_encoding); })
       .def_readonly("fp16", &BlockLayout::fp16)
       .def_readonly("has_bias", &BlockLayout::has_bias)
       .def_readonly("hidden_padded", &BlockLayout::hidden_padded)
@@ -313,6 +300,9 @@ PYBIND11_MODULE(_native, m) {
       .def_readonly("gate_sz", &BlockLayout::gate_sz)
       .def_readonly("up_sz", &BlockLayout::up_sz)
       .def_readonly("down_sz", &BlockLayout::down_sz)
+      .def_readonly("gate_super", &BlockLayout::gate_super)
+      .def_readonly("up_super", &BlockLayout::up_super)
+      .def_readonly("down_super", &BlockLayout::down_super)
       .def_readonly("gate_bias", &BlockLayout::gate_bias)
       .def_readonly("up_bias", &BlockLayout::up_bias)
       .def_readonly("down_bias", &BlockLayout::down_bias)
@@ -320,7 +310,11 @@ PYBIND11_MODULE(_native, m) {
       .def("__repr__", [](const BlockLayout& layout) {
         return "BlockLayout(hidden_size=" + std::to_string(layout.hidden_size) +
                ", intermediate_size=" + std::to_string(layout.intermediate_size) +
-               ", bits=" + std::to_string(layout.bits) + ", fp16=" + (layout.fp16 ? "True" : "False") +
+               ", " +
+               (layout.kept ? std::string("encodings=") + encoding_name(layout.encoding) + "/" +
+                                  encoding_name(layout.down_encoding)
+                            : "bits=" + std::to_string(layout.bits) +
+                                  ", fp16=" + (layout.fp16 ? "True" : "False")) +
                ", has_bias=" + (layout.has_bias ? "True" : "False") + ")";
       });
 
@@ -356,6 +350,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_ahead", &read_ahead_py, py::arg("data"));
   m.def("prewake", &ThreadPool::prewake);
   m.def("stream_read_rate", &stream_read_rate_py, py::arg("data"), py::arg("threads"), py::arg("seconds"));
+  bind_kept(m);
   bind_linear(m);
   bind_link(m);
   bind_cuda(m);

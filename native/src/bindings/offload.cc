@@ -192,10 +192,13 @@ class RunnerObject {
                std::int64_t pages, const py::array& targets, std::int64_t reserve, PolicyHolder& policy,
                LinkHolder& link, double stall_seconds, bool whole_experts, bool populate, std::int32_t top_k,
                int activation_bits, std::uintptr_t near_memory, const std::vector<py::array>& far_records,
-               const std::vector<py::array>& far_experts) {
+               const std::vector<py::array>& far_experts, std::vector<BlockLayout> layer_layouts,
+               std::vector<GateSpec> layer_gates) {
     RunnerOptions options;
     options.layout = layout;
     options.gate = gate;
+    options.layouts = std::move(layer_layouts);
+    options.gates = std::move(layer_gates);
     options.activation_bits = activation_bits;
     options.layers = layers;
     options.experts = experts;
@@ -453,13 +456,15 @@ void bind_offload(py::module_& m) {
       .def(py::init<const BlockLayout&, const GateSpec&, std::int32_t, std::int32_t, std::int64_t,
                     const py::array&, std::int64_t, PolicyHolder&, LinkHolder&, double, bool, bool,
                     std::int32_t, int, std::uintptr_t, const std::vector<py::array>&,
-                    const std::vector<py::array>&>(),
+                    const std::vector<py::array>&, std::vector<BlockLayout>, std::vector<GateSpec>>(),
            py::arg("layout"), py::arg("gate"), py::kw_only(), py::arg("layers"), py::arg("experts"),
            py::arg("pages"), py::arg("targets"), py::arg("reserve"), py::arg("policy"), py::arg("link"),
            py::arg("stall_seconds") = 30.0, py::arg("whole_experts") = false, py::arg("populate") = false,
            py::arg("top_k") = 1, py::arg("activation_bits") = kDefaultActivationBits,
            py::arg("near_memory") = 0, py::arg("far_records") = std::vector<py::array>(),
-           py::arg("far_experts") = std::vector<py::array>())
+           py::arg("far_experts") = std::vector<py::array>(),
+           py::arg("layer_layouts") = std::vector<BlockLayout>(),
+           py::arg("layer_gates") = std::vector<GateSpec>())
       .def("begin", &begin_py, py::arg("layer"), py::arg("top_k_index"), py::arg("top_k_weights"),
            py::arg("miss") = "fetch")
       .def("prefetch", &prefetch_py, py::arg("layer"), py::arg("scores"), py::arg("experts"),

@@ -27,7 +27,7 @@ void FarKernels::add_records(const std::vector<FarPiece>& pieces) {
     const unsigned char* const expert =
         records_[at(std::int64_t{layer_} * experts_ + rows_->experts[at(piece.row)])];
     for (std::int32_t block = piece.begin; block < piece.end; ++block) {
-      block_ptr_.push_back(reinterpret_cast<std::uintptr_t>(expert + block * layout_.record_bytes));
+      block_ptr_.push_back(reinterpret_cast<std::uintptr_t>(expert + block * forms_.layout.record_bytes));
       block_index_.push_back(block);
       block_row_.push_back(static_cast<std::int32_t>(i));
     }
@@ -36,7 +36,7 @@ void FarKernels::add_records(const std::vector<FarPiece>& pieces) {
 
 // gather: copies the rows of x that are read into inputs_, one for each item.
 void FarKernels::add_items(const std::vector<FarPiece>& pieces, bool gather) {
-  const std::int64_t hidden = layout_.hidden_size;
+  const std::int64_t hidden = forms_.layout.hidden_size;
   start_.assign(1, 0);
   token_.clear();
   out_row_.clear();
@@ -57,7 +57,7 @@ void FarKernels::add_items(const std::vector<FarPiece>& pieces, bool gather) {
 }
 
 void FarKernels::compute(const std::vector<FarPiece>& pieces) {
-  const std::int64_t hidden = layout_.hidden_size;
+  const std::int64_t hidden = forms_.layout.hidden_size;
   if (first_) std::fill_n(part_.out, tokens_ * hidden, 0.0f);
   first_ = false;
   std::int64_t items = 0;
@@ -69,8 +69,8 @@ void FarKernels::compute(const std::vector<FarPiece>& pieces) {
   add_records(pieces);
   add_items(pieces, gather);
   ForwardCall call{};
-  call.layout = &layout_;
-  call.gate = gate_;
+  call.layout = &forms_.layout_of(layer_);
+  call.gate = forms_.gate_of(layer_);
   call.x = gather ? inputs_.data() : part_.x;
   call.tokens = gather ? items : tokens_;
   call.block_ptr = block_ptr_.data();

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "kernels/experts/forward.h"
-#include "kernels/layout/block_layout.h"
 #include "offload/expert_sum.h"
 #include "offload/layer_executor.h"
+#include "offload/layer_forms.h"
 
 namespace moechat {
 
@@ -24,10 +24,9 @@ struct FarPart {
 class FarKernels {
  public:
   // records[layer * experts + expert]: [blocks] records in memory of the host, which outlive this.
-  FarKernels(const BlockLayout& layout, const GateSpec& gate, int activation_bits, std::int32_t experts,
+  FarKernels(LayerForms forms, int activation_bits, std::int32_t experts,
              std::vector<const unsigned char*> records)
-      : layout_(layout),
-        gate_(gate),
+      : forms_(std::move(forms)),
         activation_bits_(activation_bits),
         experts_(experts),
         records_(std::move(records)) {}
@@ -35,7 +34,7 @@ class FarKernels {
   // A layer begins; `rows` stay as they are until it is done.
   void begin(std::int32_t layer, const Grouped* rows, std::int64_t tokens, const FarPart& part);
   const FarPart& part() const { return part_; }
-  std::int64_t record_bytes() const { return layout_.record_bytes; }
+  std::int64_t record_bytes() const { return forms_.layout.record_bytes; }
   // The first call of a layer sets `out` to 0, and every call adds its blocks to it. REQUIRES: records of
   // these experts.
   void compute(const std::vector<FarPiece>& pieces);
@@ -44,8 +43,7 @@ class FarKernels {
   void add_records(const std::vector<FarPiece>& pieces);
   void add_items(const std::vector<FarPiece>& pieces, bool gather);
 
-  const BlockLayout layout_;
-  const GateSpec gate_;
+  const LayerForms forms_;
   const int activation_bits_;
   const std::int32_t experts_;
   const std::vector<const unsigned char*> records_;

@@ -49,6 +49,20 @@ RunnerOptions checked(RunnerOptions options, const Link* link) {
   check_activation_bits(options.activation_bits);
   options.blocks = static_cast<std::int32_t>(options.layout.blocks);
   options.record_bytes = options.layout.record_bytes;
+  const auto check_layers = [&](const char* name, std::size_t count) {
+    if (count == 0 || count == at(options.layers)) return;
+    refuse(std::string(name) + " has " + std::to_string(count) + " layers of " +
+           std::to_string(options.layers));
+  };
+  check_layers("layer_layouts", options.layouts.size());
+  check_layers("layer_gates", options.gates.size());
+  for (const BlockLayout& layout : options.layouts) {
+    if (layout.hidden_size != options.layout.hidden_size ||
+        layout.intermediate_size != options.layout.intermediate_size ||
+        layout.record_bytes != options.layout.record_bytes) {
+      refuse("the layouts of all layers must have the same sizes and record_bytes");
+    }
+  }
   if (options.near_memory != nullptr && options.pages > std::numeric_limits<std::int32_t>::max()) {
     refuse("pages is " + std::to_string(options.pages) + "; on a device it must be below 2^31");
   }
@@ -105,8 +119,7 @@ ExpertRunner::ExpertRunner(RunnerOptions options, std::unique_ptr<EvictionPolicy
       schedule_(options_, std::move(policy), std::move(link), &routing_),
       host_(&schedule_.link(), options_.stall_seconds, &schedule_.slab()),
       device_(&schedule_.link(), options_.stall_seconds,
-              FarKernels(options_.layout, options_.gate, options_.activation_bits, options_.experts,
-                         options_.far_records)),
+              FarKernels(options_, options_.activation_bits, options_.experts, options_.far_records)),
       computed_(&schedule_.link()) {
   if (options_.populate) schedule_.slab().populate();
 }
@@ -158,7 +171,8 @@ std::int64_t ExpertRunner::finish(const float* x, std::int64_t tokens, float* ou
   check_finish(tokens);
   if (schedule_.sharing()) throw std::logic_error("the CPU's part of a layer is for finish_on_device");
   if (options_.near_memory != nullptr) throw std::logic_error("the pages lie in memory of a device");
-  host_.sum().start(options_.layout, options_.gate, schedule_.rows(), x, tokens, out,
+  const std::int32_t layer = schedule_.layer();
+  host_.sum().start(options_.layout_of(layer), options_.gate_of(layer), schedule_.rows(), x, tokens, out,
                     options_.accumulator_bytes, options_.activation_bits);
   host_.start(&interrupted);
   return finish_with(&host_);

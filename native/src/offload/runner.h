@@ -25,19 +25,17 @@
 #include "cache/policy.h"
 #include "cache/routing_counter.h"
 #include "kernels/experts/forward.h"
-#include "kernels/layout/block_layout.h"
 #include "link/link.h"
 #include "offload/computed_executor.h"
 #include "offload/executors.h"
+#include "offload/layer_forms.h"
 #include "offload/layer_schedule.h"
 #include "offload/speculation.h"
 
 namespace moechat {
 
 // `blocks` and `record_bytes` are those of `layout`.
-struct RunnerOptions : ScheduleOptions {
-  BlockLayout layout{};
-  GateSpec gate{};
+struct RunnerOptions : ScheduleOptions, LayerForms {
   int activation_bits = kDefaultActivationBits;  // as ForwardCall::activation_bits
   std::int32_t top_k = 1;  // experts that a token uses; decides how much of a prediction is counted
   std::int64_t accumulator_bytes = ExpertSum::kBytes;

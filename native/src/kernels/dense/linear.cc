@@ -78,6 +78,7 @@ void linear_forward(const LinearCall& call) {
   check_activation_bits(call.activation_bits);
   const KernelTable& kernel = kernels();
   const LinearLayout& layout = *call.layout;
+  const Encoding encoding = plain_encoding(layout.bits);
   const bool integer = call.activation_bits != kFloatActivations;
   const std::int64_t padded = layout.groups * kGroupColumns;
   const std::int64_t row_bytes =
@@ -112,7 +113,7 @@ void linear_forward(const LinearCall& call) {
             const QuantisedRows& rows = task.x_quantised;
             const std::int64_t at = begin * layout.groups;
             kernel.integer->quantise_rows(
-                layout.bits, call.activation_bits, from + begin * layout.cols, layout.cols, end - begin,
+                encoding, call.activation_bits, from + begin * layout.cols, layout.cols, end - begin,
                 {rows.planes + begin * row_bytes, rows.scales + at, rows.sums + at});
           });
     } else {
@@ -128,11 +129,11 @@ void linear_forward(const LinearCall& call) {
     }
     if (integer && kernel.integer->many != nullptr && count >= kernel.integer->many->threshold) {
       const ManyTokens& many = *kernel.integer->many;
-      const std::int64_t bytes = many.row_bytes(layout.bits, call.activation_bits, layout.groups);
+      const std::int64_t bytes = many.row_bytes(encoding, call.activation_bits, layout.groups);
       auto* gathered = session.scratch<unsigned char>(kManyInputs, (count + many.rows_after) * bytes);
       session.parallel_for(static_cast<int>(threads), count, grain,
                            [&](std::int64_t begin, std::int64_t end) {
-                             many.gather(layout.bits, call.activation_bits, task.x_quantised, layout.groups,
+                             many.gather(encoding, call.activation_bits, task.x_quantised, layout.groups,
                                          nullptr, begin, end - begin, gathered + begin * bytes);
                            });
       task.many = &many;

@@ -389,23 +389,26 @@ MOECHAT_INLINE void for_encoding(Encoding encoding, const Body& body) {
       return body(EncodingTag<PackedBits<8>>{});
     case Encoding::kBf16:
       return body(EncodingTag<Bf16>{});
-    case Encoding::kFp16:
+    default:
       return body(EncodingTag<Fp16>{});
   }
 }
 
 void neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  if (task.layout->kept) return kept_neurons(task, begin, end);
   for_encoding(task.layout->encoding,
                [&](auto tag) { neurons_of<typename decltype(tag)::Type>(task, begin, end); });
 }
 
 void outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  if (task.layout->kept) return kept_outputs(task, begin, end);
   for_encoding(task.layout->encoding,
                [&](auto tag) { outputs_of<typename decltype(tag)::Type>(task, begin, end); });
 }
 
 // The next record is prefetched by neuron_tiles().
 void block(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char*) {
+  if (task.layout->kept) return kept_block(task, local, stored);
   for_encoding(task.layout->encoding,
                [&](auto tag) { block_of<typename decltype(tag)::Type>(task, local, stored); });
 }

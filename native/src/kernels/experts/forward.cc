@@ -146,6 +146,10 @@ std::int64_t find_runs(ThreadPool::Session& session, ForwardTask* task) {
   return longest;
 }
 
+const IntegerKernels& integers_of(const KernelTable& kernel, const BlockLayout& layout) {
+  return layout.kept ? *kernel.kept : *kernel.integer;
+}
+
 // Allocates scratch for the activations of `slots` slots.
 void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* task) {
   task->activations = session.scratch<float>(kActivations, slots * kBlockNeurons);
@@ -158,7 +162,7 @@ void need_slots(ThreadPool::Session& session, std::int64_t slots, ForwardTask* t
   task->quantised.sums = session.scratch<InputSums>(kActivationPlaneSums, slots);
   if (task->many_x == nullptr) return;
   // A row of n groups takes at most the space of n rows of one group.
-  const std::int64_t bytes = task->many->row_bytes(task->layout->bits, task->activation_bits, 1);
+  const std::int64_t bytes = task->many->row_bytes(task->layout->down_encoding, task->activation_bits, 1);
   const std::int64_t after = task->many->rows_after * find_runs(session, task);
   task->many_slots = session.scratch<unsigned char>(kManySlots, (slots + after) * bytes);
 }
@@ -212,7 +216,7 @@ void run_whole_blocks(ThreadPool::Session& session, const KernelTable& kernel, F
                       std::int64_t threads, bool disjoint) {
   const BlockLayout& layout = *task->layout;
   const bool integer = task->activation_bits != kFloatActivations;
-  const auto block = integer ? kernel.integer->block : kernel.block;
+  const auto block = integer ? integers_of(kernel, layout).block : kernel.block;
   const std::int64_t entries = task->entry_end - task->entry_begin;
   const std::int64_t tiles = (layout.hidden_size + kTileRows - 1) / kTileRows;
   const std::int64_t room = kPartialBytes / (layout.hidden_padded * static_cast<std::int64_t>(sizeof(float)));
@@ -279,12 +283,12 @@ void run_chunk(ThreadPool::Session& session, const KernelTable& kernel, ForwardT
   session.parallel(static_cast<int>(limit), [&](int thread, int) {
     unit_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool last) {
       if (!integer) return kernel.neurons(*task, begin, end);
-      kernel.integer->neurons(*task, begin, end, last ? tile_ranges.begin_of(thread) : -1);
+      integers_of(kernel, layout).neurons(*task, begin, end, last ? tile_ranges.begin_of(thread) : -1);
     });
   });
   session.parallel(static_cast<int>(limit), [&](int thread, int) {
     tile_ranges.work(thread, [&](std::int64_t begin, std::int64_t end, bool) {
-      integer ? kernel.integer->outputs(*task, begin, end) : kernel.outputs(*task, begin, end);
+      integer ? integers_of(kernel, layout).outputs(*task, begin, end) : kernel.outputs(*task, begin, end);
     });
   });
 }
@@ -301,7 +305,7 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
     auto* inputs = session.scratch<float>(kInputs, count * layout.hidden_padded);
     auto* sums = session.scratch<float>(kInputSums, count * layout.groups * 2);
     session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel.prepare_tokens(layout.bits, from + begin * layout.hidden_size, layout.hidden_size, end - begin,
+      kernel.prepare_tokens(layout.kept ? 16 : layout.bits, from + begin * layout.hidden_size, layout.hidden_size, end - begin,
                             inputs + begin * layout.hidden_padded, sums + begin * layout.groups * 2);
     });
     task->x = inputs;
@@ -314,7 +318,7 @@ void prepare(ThreadPool::Session& session, const KernelTable& kernel, const Forw
                            session.scratch<InputSums>(kPlaneSums, count * layout.groups)};
   session.parallel_for(static_cast<int>(threads), count, grain, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = begin * layout.groups;
-    kernel.integer->quantise_rows(layout.bits, task->activation_bits, from + begin * layout.hidden_size,
+    integers_of(kernel, layout).quantise_rows(layout.encoding, task->activation_bits, from + begin * layout.hidden_size,
                                   layout.hidden_size, end - begin,
                                   {rows.planes + begin * bytes, rows.scales + at, rows.sums + at});
   });
@@ -347,7 +351,7 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
 
   const BlockLayout& layout = *call.layout;
   const std::int64_t items = start[call.rows];
-  const std::int64_t bytes = many.row_bytes(layout.bits, task->activation_bits, layout.groups);
+  const std::int64_t bytes = many.row_bytes(layout.encoding, task->activation_bits, layout.groups);
   task->many_x = session.scratch<unsigned char>(kManyInputs, (items + many.rows_after) * bytes);
   const std::int64_t grain = std::max<std::int64_t>(1, kBytesPerThread / bytes);
   session.parallel_for(static_cast<int>(threads), items, grain, [&](std::int64_t begin, std::int64_t end) {
@@ -355,7 +359,7 @@ void gather_many(ThreadPool::Session& session, const ForwardCall& call, std::int
     while (begin < end) {
       const std::int64_t stop = std::min<std::int64_t>(end, start[at + 1]);
       if (is_many(at)) {
-        many.gather(layout.bits, task->activation_bits, task->x_quantised, layout.groups,
+        many.gather(layout.encoding, task->activation_bits, task->x_quantised, layout.groups,
                     task->row_token + begin, task->token_base, stop - begin, task->many_x + begin * bytes);
       }
       begin = stop;
@@ -384,7 +388,7 @@ void moe_forward(const ForwardCall& call) {
   task.gate = call.gate;
   task.activation_bits = layout.quantised() ? call.activation_bits : kFloatActivations;
   task.reading = weight_reading();
-  task.many = kernel.integer->many;
+  task.many = integers_of(kernel, layout).many;
   task.block_ptr = call.block_ptr;
   task.block_index = call.block_index;
   task.block_row = call.block_row;

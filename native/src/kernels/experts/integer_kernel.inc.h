@@ -14,12 +14,17 @@ MOECHAT_INLINE TokenInputs inputs_of(const QuantisedRows& rows, int planes, std:
           rows.sums + row * groups};
 }
 
+// Whether two tokens are computed together; of kept weights one or four are, which spares compile time.
+template <class W>
+constexpr bool kPairsOfTokens = W::kKept ? kMostTokens == 2 : kMostTokens >= 2;
+
 // A range of tiles: their codes and scales, and those that the thread reads next.
 struct TileStream {
   const unsigned char* q;
   const unsigned char* sz;
   const unsigned char* next_q;
   const unsigned char* next_sz;
+  const unsigned char* super = nullptr;  // of kept weights that have this field
 };
 
 // Prefetches codes and their scales.
@@ -32,11 +37,11 @@ MOECHAT_INLINE void prefetch_codes(const unsigned char* q, std::int64_t bytes, c
 }
 
 // acc[stream][token]: 16 rows over all groups.
-template <int kBits, int kPlanes, int kStreams, int kTokens>
+template <class W, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
                                          const TokenInputs (&inputs)[kTokens], std::int64_t ahead,
-                                         Vec (&acc)[kStreams][kTokens]) {
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+                                         const Keeping& keeping, Vec (&acc)[kStreams][kTokens]) {
+  constexpr std::int64_t kBytes = W::kGroupBytes;
   const unsigned char* q[kStreams];
   const unsigned char* sz[kStreams];
   const std::int8_t* x[kTokens];
@@ -55,13 +60,27 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
       prefetch_codes((within ? stream.q : stream.next_q) + which * kBytes, kBytes,
                      (within ? stream.sz : stream.next_sz) + which * kScaleBytes, kScaleBytes);
     }
-    VecI isum[kStreams][kTokens];
-    group_dots<kBits, kPlanes>(q, sz, x, isum);
-    for (int s = 0; s < kStreams; ++s) {
-      const auto term = GroupTerm<kBits, kPlanes>::read(sz[s]);
+    if constexpr (W::kKept) {
+      KeptScales at[kStreams];
+      float x_scale[kTokens];
+      const InputSums* sums[kTokens];
+      for (int s = 0; s < kStreams; ++s) at[s] = {sz[s], keeping.super_of(streams[s].super, g)};
       for (int t = 0; t < kTokens; ++t) {
-        acc[s][t] = term.add_to(acc[s][t], isum[s][t], inputs[t].scales[g], inputs[t].sums[g]);
+        x_scale[t] = inputs[t].scales[g];
+        sums[t] = inputs[t].sums + g;
       }
+      add_kept_group<W, kPlanes>(q, at, keeping.encoding, keeping.table, x, x_scale, sums, acc);
+    } else {
+      VecI isum[kStreams][kTokens];
+      group_dots<W::kBits, kPlanes>(q, sz, x, isum);
+      for (int s = 0; s < kStreams; ++s) {
+        const auto term = GroupTerm<W::kBits, kPlanes>::read(sz[s]);
+        for (int t = 0; t < kTokens; ++t) {
+          acc[s][t] = term.add_to(acc[s][t], isum[s][t], inputs[t].scales[g], inputs[t].sums[g]);
+        }
+      }
+    }
+    for (int s = 0; s < kStreams; ++s) {
       q[s] += kBytes;
       sz[s] += kScaleBytes;
     }
@@ -82,7 +101,7 @@ MOECHAT_INLINE void store_neurons(const ForwardTask& task, const unsigned char* 
 }
 
 // Activations of 16 neurons (one tile) for kTokens tokens of one row.
-template <int kBits, int kPlanes, int kTokens>
+template <class W, int kPlanes, int kTokens>
 void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int tile, std::int64_t item,
                     std::int64_t slot, const TileStream (&streams)[2]) {
   const BlockLayout& layout = *task.layout;
@@ -92,13 +111,14 @@ void neuron_tile_of(const ForwardTask& task, const unsigned char* record, int ti
         inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item + t] - task.token_base);
   }
   Vec acc[2][kTokens];
-  tile_sums<kBits, kPlanes>(streams, layout.groups, inputs, task.reading.ahead, acc);
+  tile_sums<W, kPlanes>(streams, layout.groups, inputs, task.reading.ahead,
+                        Keeping::of(layout.encoding, true), acc);
   for (int t = 0; t < kTokens; ++t) store_neurons(task, record, tile, slot + t, acc[0][t], acc[1][t]);
 }
 
 // Activations of a block for one token. Reads first all codes of gate, then all of up, then goes on to those
 // of down: one stream, where neuron_tile_of reads two.
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void block_neurons_of(const ForwardTask& task, const unsigned char* record, std::int64_t item,
                       std::int64_t slot) {
   const BlockLayout& layout = *task.layout;
@@ -108,17 +128,20 @@ void block_neurons_of(const ForwardTask& task, const unsigned char* record, std:
       inputs_of(task.x_quantised, kPlanes, layout.groups, task.row_token[item] - task.token_base)};
   const std::int64_t q[3] = {layout.gate_q, layout.up_q, layout.down_q};
   const std::int64_t sz[3] = {layout.gate_sz, layout.up_sz, layout.down_sz};
+  const std::int64_t super[2] = {layout.gate_super, layout.up_super};
+  const Keeping keeping = Keeping::of(layout.encoding, true);
   Vec sums[2][kTilesPerBlock];
   for (int matrix = 0; matrix < 2; ++matrix) {
     for (int tile = 0; tile < kTilesPerBlock; ++tile) {
       TileStream stream[1] = {{record + q[matrix] + tile * span, record + sz[matrix] + tile * span_sz,
-                               record + q[matrix + 1], record + sz[matrix + 1]}};
+                               record + q[matrix + 1], record + sz[matrix + 1],
+                               super_tile(record, super[matrix], layout.encoding, tile, layout.groups, true)}};
       if (tile + 1 < kTilesPerBlock) {
         stream[0].next_q = stream[0].q + span;
         stream[0].next_sz = stream[0].sz + span_sz;
       }
       Vec acc[1][1];
-      tile_sums<kBits, kPlanes>(stream, layout.groups, inputs, task.reading.ahead, acc);
+      tile_sums<W, kPlanes>(stream, layout.groups, inputs, task.reading.ahead, keeping, acc);
       sums[matrix][tile] = acc[0][0];
     }
   }
@@ -128,24 +151,24 @@ void block_neurons_of(const ForwardTask& task, const unsigned char* record, std:
 }
 
 // Activations of one tile for all tokens of one row.
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 MOECHAT_INLINE void neuron_tiles_of(const ForwardTask& task, const unsigned char* record, int tile,
                                     std::int64_t item, std::int64_t slot, std::int64_t count,
                                     const TileStream (&streams)[2]) {
   std::int64_t t = 0;
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= count; t += 4)
-      neuron_tile_of<kBits, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
+      neuron_tile_of<W, kPlanes, 4>(task, record, tile, item + t, slot + t, streams);
   }
-  if constexpr (kMostTokens >= 2) {
+  if constexpr (kPairsOfTokens<W>) {
     for (; t + 2 <= count; t += 2)
-      neuron_tile_of<kBits, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
+      neuron_tile_of<W, kPlanes, 2>(task, record, tile, item + t, slot + t, streams);
   }
-  for (; t < count; ++t) neuron_tile_of<kBits, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
+  for (; t < count; ++t) neuron_tile_of<W, kPlanes, 1>(task, record, tile, item + t, slot + t, streams);
 }
 
 MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t slot, std::int64_t count) {
-  const unsigned char* order = byte_order(task.layout->bits);
+  const unsigned char* order = byte_order(task.layout->down_encoding);
   for (std::int64_t i = slot; i < slot + count; ++i) {
     const float* from = task.activations + i * kBlockNeurons;
     const Vec part[4] = {load(from), load(from + 16), load(from + 32), load(from + 48)};
@@ -155,7 +178,7 @@ MOECHAT_INLINE void quantise_activations(const ForwardTask& task, std::int64_t s
   }
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t span = layout.groups * layout.group_bytes;
@@ -176,8 +199,10 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       unit += tiles - 1;
     } else {
       TileStream streams[2] = {
-          {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
-          {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
+          {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr,
+           super_tile(record, layout.gate_super, layout.encoding, tile, layout.groups, true)},
+          {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr,
+           super_tile(record, layout.up_super, layout.encoding, tile, layout.groups, true)}};
       // The next block lies elsewhere in memory, which the hardware prefetcher cannot predict.
       if (tile + 1 < kTilesPerBlock) {
         for (TileStream& stream : streams) {
@@ -187,7 +212,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
       } else if (unit + 1 == end && then >= 0) {
         const unsigned char* first = reinterpret_cast<const unsigned char*>(task.block_ptr[task.entry_begin]);
         for (int s = 0; s < 2; ++s) {
-          streams[s].next_q = first + layout.down_q + then * layout.group_bytes + s * task.reading.ahead;
+          streams[s].next_q = first + layout.down_q + then * layout.down_group_bytes + s * task.reading.ahead;
           streams[s].next_sz = first + layout.down_sz + (then + s) * kScaleBytes;
         }
       } else {
@@ -198,7 +223,7 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
         streams[1].next_q = next + layout.up_q;
         streams[1].next_sz = next + layout.up_sz;
       }
-      neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
+      neuron_tiles_of<W, kPlanes>(task, record, tile, item, slot, count, streams);
     }
     // The thread that completes a block quantises it; several threads may share the tiles of a block.
     if (__atomic_add_fetch(task.tiles_done + local, static_cast<std::int32_t>(tiles), __ATOMIC_ACQ_REL) ==
@@ -210,12 +235,12 @@ void integer_neurons_of(const ForwardTask& task, std::int64_t begin, std::int64_
 }
 
 // Output rows of kTiles adjacent tiles for kTokens tokens of one row.
-template <int kBits, int kPlanes, int kTiles, int kTokens>
+template <class W, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                                     std::int64_t tile, const OutputRows& to,
-                                    const TokenInputs (&inputs)[kTokens]) {
+                                    const TokenInputs (&inputs)[kTokens], VecI table) {
   const BlockLayout& layout = *task.layout;
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  constexpr std::int64_t kBytes = W::kGroupBytes;
   const unsigned char* q[kTiles];
   const unsigned char* sz[kTiles];
   const std::int8_t* x[kTokens];
@@ -224,15 +249,38 @@ MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char
     sz[i] = record + layout.down_sz + (tile + i) * kScaleBytes;
   }
   for (int t = 0; t < kTokens; ++t) x[t] = inputs[t].planes;
-  VecI isum[kTiles][kTokens];
-  group_dots<kBits, kPlanes>(q, sz, x, isum);
+  Vec partials[kTiles][kTokens];
+  if constexpr (W::kKept) {
+    KeptScales at[kTiles];
+    float x_scale[kTokens];
+    const InputSums* sums[kTokens];
+    for (int i = 0; i < kTiles; ++i) {
+      at[i] = {sz[i], super_tile(record, layout.down_super, layout.down_encoding, tile + i, 1, false)};
+    }
+    for (int t = 0; t < kTokens; ++t) {
+      x_scale[t] = inputs[t].scales[0];
+      sums[t] = inputs[t].sums;
+    }
+    for (int i = 0; i < kTiles; ++i) {
+      for (int t = 0; t < kTokens; ++t) partials[i][t] = zero();
+    }
+    add_kept_group<W, kPlanes>(q, at, layout.down_encoding, table, x, x_scale, sums, partials);
+  } else {
+    VecI isum[kTiles][kTokens];
+    group_dots<W::kBits, kPlanes>(q, sz, x, isum);
+    for (int i = 0; i < kTiles; ++i) {
+      const auto term = GroupTerm<W::kBits, kPlanes>::read(sz[i]);
+      for (int t = 0; t < kTokens; ++t) {
+        partials[i][t] = term.add_to(zero(), isum[i][t], inputs[t].scales[0], inputs[t].sums[0]);
+      }
+    }
+  }
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (tile + i) * kTileRows;
     const std::int64_t bias_row = row - block * layout.down_bias_rows;
     const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
-    const auto term = GroupTerm<kBits, kPlanes>::read(sz[i]);
     for (int t = 0; t < kTokens; ++t) {
-      Vec partial = term.add_to(zero(), isum[i][t], inputs[t].scales[0], inputs[t].sums[0]);
+      Vec partial = partials[i][t];
       if (biased) {
         partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
       }
@@ -241,16 +289,17 @@ MOECHAT_INLINE void output_tiles_of(const ForwardTask& task, const unsigned char
   }
 }
 
-template <int kBits, int kPlanes, int kTokens>
+template <class W, int kPlanes, int kTokens>
 void integer_output_range(const ForwardTask& task, const unsigned char* record, std::int64_t block,
                           std::int64_t begin, std::int64_t end, const OutputRows& to, std::int64_t slot,
                           const unsigned char* next_record) {
   const BlockLayout& layout = *task.layout;
   constexpr int kStep = kWideDot && kTokens == 1 ? 2 : 1;
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  constexpr std::int64_t kBytes = W::kGroupBytes;
   TokenInputs inputs[kTokens];
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.quantised, kPlanes, 1, slot + t);
   const std::int64_t tiles_ahead = task.reading.ahead / kBytes;
+  const VecI table = Keeping::of(layout.down_encoding, false).table;
   std::int64_t tile = begin;
   for (; tile + kStep <= end; tile += kStep) {
     // Near the end of the range, prefetch the beginning of the range in the next block.
@@ -259,15 +308,15 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
     const std::int64_t which = later < end ? later : begin + (later - end);
     prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
                    at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
-    output_tiles_of<kBits, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs);
+    output_tiles_of<W, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs, table);
   }
   if constexpr (kStep > 1) {
-    if (tile < end) output_tiles_of<kBits, kPlanes, 1, kTokens>(task, record, block, tile, to, inputs);
+    if (tile < end) output_tiles_of<W, kPlanes, 1, kTokens>(task, record, block, tile, to, inputs, table);
   }
 }
 
 // Output tiles [begin, end) of the block of entry `entry`; `next` is the record that is read afterwards.
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void block_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
                       const OutputRows& to, const unsigned char* next) {
   const auto [record, block, item, slot, count] = entry_of(task, entry);
@@ -275,17 +324,17 @@ void block_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t 
   std::int64_t t = 0;
   if constexpr (kMostTokens == 4) {
     for (; t + 4 <= count; t += 4)
-      integer_output_range<kBits, kPlanes, 4>(task, record, block, begin, end, to.from(t), slot + t, next);
+      integer_output_range<W, kPlanes, 4>(task, record, block, begin, end, to.from(t), slot + t, next);
   }
-  if constexpr (kMostTokens >= 2) {
+  if constexpr (kPairsOfTokens<W>) {
     for (; t + 2 <= count; t += 2)
-      integer_output_range<kBits, kPlanes, 2>(task, record, block, begin, end, to.from(t), slot + t, next);
+      integer_output_range<W, kPlanes, 2>(task, record, block, begin, end, to.from(t), slot + t, next);
   }
   for (; t < count; ++t)
-    integer_output_range<kBits, kPlanes, 1>(task, record, block, begin, end, to.from(t), slot + t, next);
+    integer_output_range<W, kPlanes, 1>(task, record, block, begin, end, to.from(t), slot + t, next);
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
     const std::int64_t local = entry - task.entry_begin;
@@ -296,14 +345,14 @@ void integer_outputs_of(const ForwardTask& task, std::int64_t begin, std::int64_
       continue;
     }
     const std::int64_t following = entry + 1 < task.entry_end ? entry + 1 : entry;
-    block_outputs_of<kBits, kPlanes>(task, entry, begin, end, result_rows(task, entry),
+    block_outputs_of<W, kPlanes>(task, entry, begin, end, result_rows(task, entry),
                                      reinterpret_cast<const unsigned char*>(task.block_ptr[following]));
   }
 }
 
-// The whole block of entry `local` of the chunk; the thread reads the record `next` afterwards.
-template <int kBits, int kPlanes>
-void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next) {
+// Quantised activations of the block of entry `local` of the chunk.
+template <class W, int kPlanes>
+void entry_neurons_of(const ForwardTask& task, std::int64_t local) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t span = layout.groups * layout.group_bytes;
   const std::int64_t span_sz = layout.groups * kScaleBytes;
@@ -311,28 +360,28 @@ void integer_block_of(const ForwardTask& task, std::int64_t local, bool stored, 
   const auto [record, block, item, slot, count] = entry_of(task, entry);
   (void)block;
   const bool one_stream = task.reading.one_stream && count == 1;
-  if (one_stream) block_neurons_of<kBits, kPlanes>(task, record, item, slot);
+  if (one_stream) block_neurons_of<W, kPlanes>(task, record, item, slot);
   for (int tile = 0; !one_stream && tile < kTilesPerBlock; ++tile) {
     TileStream streams[2] = {
-        {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr},
-        {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr}};
+        {record + layout.gate_q + tile * span, record + layout.gate_sz + tile * span_sz, nullptr, nullptr,
+         super_tile(record, layout.gate_super, layout.encoding, tile, layout.groups, true)},
+        {record + layout.up_q + tile * span, record + layout.up_sz + tile * span_sz, nullptr, nullptr,
+         super_tile(record, layout.up_super, layout.encoding, tile, layout.groups, true)}};
     for (int s = 0; s < 2; ++s) {
       const bool last = tile + 1 == kTilesPerBlock;
       streams[s].next_q = last ? record + layout.down_q + s * task.reading.ahead : streams[s].q + span;
       streams[s].next_sz = last ? record + layout.down_sz + s * kScaleBytes : streams[s].sz + span_sz;
     }
-    neuron_tiles_of<kBits, kPlanes>(task, record, tile, item, slot, count, streams);
+    neuron_tiles_of<W, kPlanes>(task, record, tile, item, slot, count, streams);
   }
   quantise_activations(task, slot, count);
-  block_outputs_of<kBits, kPlanes>(task, entry, 0, output_tiles(layout),
-                                   stored ? partial_rows(task, slot) : result_rows(task, entry), next);
 }
 
 // Rows of kTiles tiles, `apart` from each other, for kTokens tokens. `more`: the tiles after them follow.
-template <int kBits, int kPlanes, int kTiles, int kTokens>
+template <class W, int kPlanes, int kTiles, int kTokens>
 MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, std::int64_t apart, bool more,
                                     std::int64_t token) {
-  constexpr std::int64_t kBytes = 16 * 64 * kBits / 8;
+  constexpr std::int64_t kBytes = W::kGroupBytes;
   const std::int64_t span = task.groups * kBytes;
   const std::int64_t span_sz = task.groups * kScaleBytes;
   TileStream streams[kTiles];
@@ -346,7 +395,7 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
   }
   for (int t = 0; t < kTokens; ++t) inputs[t] = inputs_of(task.x_quantised, kPlanes, task.groups, token + t);
   Vec acc[kTiles][kTokens];
-  tile_sums<kBits, kPlanes>(streams, task.groups, inputs, task.reading.ahead, acc);
+  tile_sums<W, kPlanes>(streams, task.groups, inputs, task.reading.ahead, Keeping{}, acc);
   for (int i = 0; i < kTiles; ++i) {
     const std::int64_t row = (first + i * apart) * kTileRows;
     for (int t = 0; t < kTokens; ++t) store_rows(task, token + t, row, acc[i][t]);
@@ -355,34 +404,34 @@ MOECHAT_INLINE void linear_tiles_of(const LinearTask& task, std::int64_t first, 
 
 // Two halves of the range side by side: each stream of codes and scales is then read in order from beginning
 // to end, so that the processor's prefetchers never start anew.
-template <int kBits, int kPlanes, int kTokens>
+template <class W, int kPlanes, int kTokens>
 void linear_range_of(const LinearTask& task, std::int64_t begin, std::int64_t end, std::int64_t token) {
   constexpr int kTiles = kTokens <= 2 ? 2 : 1;
   if (kTiles == 2 && task.reading.one_stream) {
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, 0, tile + 1 < end, token);
+      linear_tiles_of<W, kPlanes, 1, kTokens>(task, tile, 0, tile + 1 < end, token);
     }
     return;
   }
   const std::int64_t part = (end - begin) / kTiles;
   for (std::int64_t i = 0; i < part; ++i) {
-    linear_tiles_of<kBits, kPlanes, kTiles, kTokens>(task, begin + i, part, i + 1 < part, token);
+    linear_tiles_of<W, kPlanes, kTiles, kTokens>(task, begin + i, part, i + 1 < part, token);
   }
   for (std::int64_t tile = begin + kTiles * part; tile < end; ++tile) {
-    linear_tiles_of<kBits, kPlanes, 1, kTokens>(task, tile, 0, false, token);
+    linear_tiles_of<W, kPlanes, 1, kTokens>(task, tile, 0, false, token);
   }
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void integer_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   std::int64_t t = 0;
   if constexpr (kMostTokens == 4) {
-    for (; t + 4 <= task.tokens; t += 4) linear_range_of<kBits, kPlanes, 4>(task, begin, end, t);
+    for (; t + 4 <= task.tokens; t += 4) linear_range_of<W, kPlanes, 4>(task, begin, end, t);
   }
   if constexpr (kMostTokens >= 2) {
-    for (; t + 2 <= task.tokens; t += 2) linear_range_of<kBits, kPlanes, 2>(task, begin, end, t);
+    for (; t + 2 <= task.tokens; t += 2) linear_range_of<W, kPlanes, 2>(task, begin, end, t);
   }
-  for (; t < task.tokens; ++t) linear_range_of<kBits, kPlanes, 1>(task, begin, end, t);
+  for (; t < task.tokens; ++t) linear_range_of<W, kPlanes, 1>(task, begin, end, t);
 }
 
 // Calls enter() and leave() of the many-token path around its kernels, if there is one.
@@ -398,19 +447,35 @@ struct ManyTiles {
 
 void integer_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then) {
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
-  MOECHAT_BY_BITS(integer_neurons_of, task.layout->bits, task.activation_bits, task, begin, end, then)
+  MOECHAT_BY_CLASS(integer_neurons_of, task.layout->encoding, task.activation_bits, task, begin, end, then)
 }
 void integer_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
   const ManyTiles tiles(task.many_x != nullptr ? task.many : nullptr);
-  MOECHAT_BY_BITS(integer_outputs_of, task.layout->bits, task.activation_bits, task, begin, end)
+  MOECHAT_BY_CLASS(integer_outputs_of, task.layout->down_encoding, task.activation_bits, task, begin, end)
 }
+void entry_neurons(const ForwardTask& task, std::int64_t local) {
+  MOECHAT_BY_CLASS(entry_neurons_of, task.layout->encoding, task.activation_bits, task, local)
+}
+void entry_outputs(const ForwardTask& task, std::int64_t entry, const OutputRows& to,
+                   const unsigned char* next) {
+  MOECHAT_BY_CLASS(block_outputs_of, task.layout->down_encoding, task.activation_bits, task, entry, 0,
+                   output_tiles(*task.layout), to, next)
+}
+// The whole block of entry `local` of the chunk; the thread reads the record `next` afterwards.
 void integer_block(const ForwardTask& task, std::int64_t local, bool stored, const unsigned char* next) {
-  MOECHAT_BY_BITS(integer_block_of, task.layout->bits, task.activation_bits, task, local, stored, next)
+  const std::int64_t entry = task.entry_begin + local;
+  entry_neurons(task, local);
+  entry_outputs(task, entry, stored ? partial_rows(task, task.slot_start[local]) : result_rows(task, entry),
+                next);
 }
+#if !defined(MOECHAT_KEPT)
 void integer_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   if (task.many_x != nullptr) {
     const ManyTiles tiles(task.many);
     return task.many->linear(task, begin, end);
   }
-  MOECHAT_BY_BITS(integer_linear_of, task.bits, task.activation_bits, task, begin, end)
+  MOECHAT_BY_CLASS(integer_linear_of, plain_encoding(task.bits), task.activation_bits, task, begin, end)
 }
+#else
+constexpr void (*integer_linear)(const LinearTask&, std::int64_t, std::int64_t) = nullptr;
+#endif

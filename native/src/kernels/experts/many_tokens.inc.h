@@ -8,16 +8,10 @@ constexpr std::int64_t kStripPairs =
 
 constexpr std::int64_t kPairSums = (kChunkTokens + kRowsAfter) * 2 * kTileRows;
 
-// Address of one group of a row tile.
-struct GroupCodes {
-  const unsigned char* q;
-  const unsigned char* sz;
-};
-
 // Prefetches the codes of groups of two tiles in equal parts, between other work.
-template <int kBits>
+template <class W>
 struct Ahead {
-  static constexpr std::int64_t kLines = 2 * kBits + 1;  // cache lines of a group, its scales included
+  static constexpr std::int64_t kLines = 2 * W::kBits + 1;  // cache lines of a group, its scales included
   GroupCodes at[2 * kPanelGroups];
   std::int64_t line = 0;
   std::int64_t lines = 0;
@@ -39,26 +33,28 @@ struct Ahead {
 
 // acc[pair * kPairSums + t * 32 + 16 * m] += all groups of tile m of the pair for token t. `source(pair, m,
 // g)` returns the address of group g of that tile; `then` is the source that the thread reads next, or null.
-template <int kBits, int kPlanes, Sum kSum, class Source>
+template <class W, int kPlanes, Sum kSum, class Source>
 MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::int64_t pairs,
                                std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                                const float* weights, float* acc) {
-  constexpr Form kForm = form_of<kBits, kPlanes>();
-  constexpr std::int64_t kTileStride = kPanelGroups * panel_bytes(kForm);
+  constexpr Form kForm = form_of<W, kPlanes>();
+  constexpr std::int64_t kTileStride = kPanelGroups * panel_bytes<typename W::Panel>(kForm);
   alignas(64) unsigned char panel[2 * kTileStride];
+  const Encoding encoding = source.encoding();
+  const VecI table = is_kept(encoding) ? table_of(encoding) : seti(0);
   for (std::int64_t first = 0; first < groups; first += kPanelGroups) {
     const std::int64_t count = groups - first < kPanelGroups ? groups - first : kPanelGroups;
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
       for (int m = 0; m < 2; ++m) {
         for (std::int64_t g = 0; g < count; ++g) {
           const GroupCodes from = source(pair, m, first + g);
-          unsigned char* to = panel + m * kTileStride + g * panel_bytes(kForm);
-          unpack_panel<kForm, kBits>(from.q, from.sz, to);
+          unsigned char* to = panel + m * kTileStride + g * panel_bytes<typename W::Panel>(kForm);
+          unpack_panel<kForm, W>(from, encoding, table, to);
           if constexpr (kSum == Sum::kBiased)
-            store(to + code_bytes(kForm) + kBiasPlace, source.bias(pair, m, first + g));
+            store(to + code_bytes(kForm) + kBiasPlace<typename W::Panel>, source.bias(pair, m, first + g));
         }
       }
-      Ahead<kBits> ahead;
+      Ahead<W> ahead;
       const bool same = pair + 1 < pairs;
       const bool last = !same && first + count >= groups;
       const std::int64_t next = same ? first : (last ? 0 : first + count);
@@ -69,7 +65,7 @@ MOECHAT_INLINE void strip_sums(const Source& source, const Source* then, std::in
           for (std::int64_t g = next; g < end; ++g) ahead.add((*reads)(same ? pair + 1 : 0, m, g));
         }
       }
-      add_panel<kForm, kSum, terms_of(kBits, kPlanes)>(panel, kTileStride, first, count, rows, tokens,
+      add_panel<kForm, typename W::Panel, kSum, panel_terms<W, kPlanes>()>(panel, kTileStride, first, count, rows, tokens,
                                                        weights, acc + pair * kPairSums,
                                                        [&ahead](std::int64_t parts) { ahead.fetch(parts); });
     }
@@ -81,57 +77,65 @@ MOECHAT_INLINE void clear_sums(float* acc, std::int64_t pairs, std::int64_t toke
   for (std::int64_t pair = 0; pair < pairs; ++pair) __builtin_memset(acc + pair * kPairSums, 0, bytes);
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 MOECHAT_INLINE TokenRows gathered_rows(const unsigned char* data, std::int64_t groups, std::int64_t first) {
-  const std::int64_t stride = gathered_bytes(form_of<kBits, kPlanes>(), groups);
+  const std::int64_t stride = gathered_bytes<typename W::Panel>(form_of<W, kPlanes>(), groups);
   return {data + first * stride, stride, groups};
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void many_gather_of(const QuantisedRows& from, std::int64_t groups, const std::int32_t* index,
                     std::int64_t base, std::int64_t count, unsigned char* to) {
-  constexpr Form kForm = form_of<kBits, kPlanes>();
-  const std::int64_t stride = gathered_bytes(kForm, groups);
+  constexpr Form kForm = form_of<W, kPlanes>();
+  const std::int64_t stride = gathered_bytes<typename W::Panel>(kForm, groups);
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t row = index != nullptr ? index[i] - base : base + i;
     for (std::int64_t g = 0; g < groups; ++g) {
-      gather_group<kForm, kBits, kPlanes>(from, row * groups + g, to + i * stride, groups, g);
+      gather_group<kForm, W, kPlanes>(from, row * groups + g, to + i * stride, groups, g);
     }
   }
 }
 
 // Address of the activations of the run of entry `local`.
-template <Form kForm>
+template <Form kForm, class W>
 MOECHAT_INLINE unsigned char* slots_of(const ForwardTask& task, std::int64_t local) {
-  return task.many_slots + task.slot_start[task.run_begin[local]] * gathered_bytes(kForm, 1);
+  return task.many_slots + task.slot_start[task.run_begin[local]] * gathered_bytes<typename W::Panel>(kForm, 1);
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void many_gather_slots_of(const ForwardTask& task, std::int64_t local) {
-  constexpr Form kForm = form_of<kBits, kPlanes>();
+  constexpr Form kForm = form_of<W, kPlanes>();
   const std::int64_t groups = task.run_end[local] - task.run_begin[local];
-  const std::int64_t stride = gathered_bytes(kForm, groups);
-  unsigned char* to = slots_of<kForm>(task, local);
+  const std::int64_t stride = gathered_bytes<typename W::Panel>(kForm, groups);
+  unsigned char* to = slots_of<kForm, W>(task, local);
   for (std::int64_t slot = task.slot_start[local]; slot < task.slot_start[local + 1]; ++slot, to += stride) {
-    gather_group<kForm, kBits, kPlanes>(task.quantised, slot, to, groups, local - task.run_begin[local]);
+    gather_group<kForm, W, kPlanes>(task.quantised, slot, to, groups, local - task.run_begin[local]);
   }
 }
 
 // Gate (m = 0) and up rows of tiles of one block.
-template <int kBits>
+template <class W>
 struct NeuronCodes {
   const BlockLayout& layout;
   const unsigned char* record;
   std::int64_t tile;  // of pair 0
+  Keeping keeping;
 
   MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const std::int64_t at = (tile + pair) * layout.groups + group;
-    return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * (128 * kBits),
-            record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes};
+    const unsigned char* super = nullptr;
+    if constexpr (W::kKept) {
+      const std::int64_t field = m == 0 ? layout.gate_super : layout.up_super;
+      super = keeping.super_of(
+          super_tile(record, field, layout.encoding, tile + pair, layout.groups, true), group);
+    }
+    return {record + (m == 0 ? layout.gate_q : layout.up_q) + at * W::kGroupBytes,
+            record + (m == 0 ? layout.gate_sz : layout.up_sz) + at * kScaleBytes, super};
   }
+  MOECHAT_INLINE Encoding encoding() const { return layout.encoding; }
 };
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
   const BlockLayout& layout = *task.layout;
   const std::int64_t local = entry - task.entry_begin;
@@ -140,18 +144,19 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
   const std::int64_t count = task.slot_start[local + 1] - slot;
   const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry]);
   const std::int64_t following = entry + 1 < task.list_end ? entry + 1 : entry;
-  const NeuronCodes<kBits> source{layout, record, begin};
+  const Keeping keeping = Keeping::of(layout.encoding, true);
+  const NeuronCodes<W> source{layout, record, begin, keeping};
   const bool ends = end == kTilesPerBlock;
-  const NeuronCodes<kBits> then{
+  const NeuronCodes<W> then{
       layout, ends ? reinterpret_cast<const unsigned char*>(task.block_ptr[following]) : record,
-      ends ? 0 : end};
+      ends ? 0 : end, keeping};
   const std::int64_t tiles = end - begin;
   alignas(64) float acc[kTilesPerBlock * kPairSums];
   for (std::int64_t done = 0; done < count; done += kChunkTokens) {
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
-    const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, layout.groups, item + done);
+    const TokenRows rows = gathered_rows<W, kPlanes>(task.many_x, layout.groups, item + done);
     clear_sums(acc, tiles, tokens);
-    strip_sums<kBits, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles,
+    strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < count ? &source : &then, tiles,
                                             layout.groups, rows, tokens, nullptr, acc);
     for (std::int64_t i = 0; i < tiles; ++i) {
       Vec bias[2] = {zero(), zero()};
@@ -177,7 +182,7 @@ void many_neurons_of(const ForwardTask& task, std::int64_t entry, std::int64_t b
 
 // Rows of the down projection of output tiles from `tile` on; the groups are the blocks of a run. An odd tile
 // at the end is computed twice.
-template <int kBits>
+template <class W>
 struct OutputCodes {
   const ForwardTask& task;
   std::int64_t entry;
@@ -191,24 +196,29 @@ struct OutputCodes {
   MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
     const std::int64_t at = tile_of(pair, m);
-    return {record + task.layout->down_q + at * (128 * kBits),
-            record + task.layout->down_sz + at * kScaleBytes};
+    const unsigned char* super = nullptr;
+    if constexpr (W::kKept) {
+      super = super_tile(record, task.layout->down_super, task.layout->down_encoding, at, 1, false);
+    }
+    return {record + task.layout->down_q + at * W::kGroupBytes,
+            record + task.layout->down_sz + at * kScaleBytes, super};
   }
+  MOECHAT_INLINE Encoding encoding() const { return task.layout->down_encoding; }
   // Returns 0 if another block holds the bias of these rows.
   MOECHAT_INLINE Vec bias(std::int64_t pair, int m, std::int64_t group) const {
     const BlockLayout& layout = *task.layout;
     const unsigned char* record = reinterpret_cast<const unsigned char*>(task.block_ptr[entry + group]);
     const std::int64_t row =
         tile_of(pair, m) * kTileRows - task.block_index[entry + group] * layout.down_bias_rows;
-    if (row < 0 || row >= layout.down_bias_rows) return zero();
+    if (!layout.has_bias || row < 0 || row >= layout.down_bias_rows) return zero();
     return load(record + layout.down_bias + row * std::int64_t{sizeof(float)});
   }
 };
 
-template <int kBits, int kPlanes, Sum kSum>
+template <class W, int kPlanes, Sum kSum>
 MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entry, std::int64_t begin,
                                       std::int64_t strip_end, std::int64_t end) {
-  constexpr Form kForm = form_of<kBits, kPlanes>();
+  constexpr Form kForm = form_of<W, kPlanes>();
   const BlockLayout& layout = *task.layout;
   const std::int64_t local = entry - task.entry_begin;
   const std::int64_t item = task.row_start[task.block_row[entry]] + task.part_begin;
@@ -218,15 +228,15 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
   const std::int64_t row = begin * kTileRows;
   const std::int64_t rows_end =
       strip_end * kTileRows < layout.hidden_size ? strip_end * kTileRows : layout.hidden_size;
-  const OutputCodes<kBits> source{task, entry, begin, strip_end};
-  const OutputCodes<kBits> then{task, entry, strip_end, end};
+  const OutputCodes<W> source{task, entry, begin, strip_end};
+  const OutputCodes<W> then{task, entry, strip_end, end};
   const auto* after = strip_end < end ? &then : nullptr;
   const std::int32_t* out_rows = task.row_out + item;
   alignas(64) float acc[kStripPairs * kPairSums];
   float weights[kChunkTokens + kRowsAfter];
   for (std::int64_t done = 0; done < count; done += kChunkTokens) {
     const std::int64_t tokens = count - done < kChunkTokens ? count - done : kChunkTokens;
-    const TokenRows rows = gathered_rows<kBits, kPlanes>(slots_of<kForm>(task, local), blocks, done);
+    const TokenRows rows = gathered_rows<W, kPlanes>(slots_of<kForm, W>(task, local), blocks, done);
     clear_sums(acc, pairs, tokens);
     for (std::int64_t t = 0; t < tokens + kRowsAfter; ++t) {
       weights[t] = t < tokens ? task.row_weight[item + done + t] : 0.0f;
@@ -243,7 +253,7 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
         }
       }
     }
-    strip_sums<kBits, kPlanes, kSum>(source, done + tokens < count ? &source : after, pairs, blocks, rows,
+    strip_sums<W, kPlanes, kSum>(source, done + tokens < count ? &source : after, pairs, blocks, rows,
                                      tokens, weights, acc);
     for (std::int64_t t = 0; t < tokens; ++t) {
       float* out = task.out + out_rows[done + t] * layout.hidden_size;
@@ -260,20 +270,21 @@ MOECHAT_INLINE void many_output_strip(const ForwardTask& task, std::int64_t entr
   }
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void many_outputs_of(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
   for (std::int64_t tile = begin; tile < end; tile += 2 * kStripPairs) {
     const std::int64_t strip_end = end - tile < 2 * kStripPairs ? end : tile + 2 * kStripPairs;
-    if (task.layout->has_bias) {
-      many_output_strip<kBits, kPlanes, Sum::kBiased>(task, entry, tile, strip_end, end);
-    } else {
-      many_output_strip<kBits, kPlanes, Sum::kWeighted>(task, entry, tile, strip_end, end);
+    // Kept weights without biases have zeros of them, which spares compile time.
+    if (W::kKept || task.layout->has_bias) {
+      many_output_strip<W, kPlanes, Sum::kBiased>(task, entry, tile, strip_end, end);
+    } else if constexpr (!W::kKept) {
+      many_output_strip<W, kPlanes, Sum::kWeighted>(task, entry, tile, strip_end, end);
     }
   }
 }
 
 // Tiles of a linear layer from `tile` on; an odd tile at the end is computed twice.
-template <int kBits>
+template <class W>
 struct LinearCodes {
   const LinearTask& task;
   std::int64_t tile;
@@ -282,24 +293,25 @@ struct LinearCodes {
   MOECHAT_INLINE GroupCodes operator()(std::int64_t pair, int m, std::int64_t group) const {
     const std::int64_t which = tile + 2 * pair + m;
     const std::int64_t at = (which < end ? which : end - 1) * task.groups + group;
-    return {task.q + at * (128 * kBits), task.sz + at * kScaleBytes};
+    return {task.q + at * W::kGroupBytes, task.sz + at * kScaleBytes};
   }
+  MOECHAT_INLINE Encoding encoding() const { return plain_encoding(task.bits); }
 };
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end) {
   alignas(64) float acc[kStripPairs * kPairSums];
   for (std::int64_t tile = begin; tile < end; tile += 2 * kStripPairs) {
     const std::int64_t strip_end = end - tile < 2 * kStripPairs ? end : tile + 2 * kStripPairs;
     const std::int64_t pairs = (strip_end - tile + 1) / 2;
-    const LinearCodes<kBits> source{task, tile, strip_end};
-    const LinearCodes<kBits> then{task, strip_end, end};
+    const LinearCodes<W> source{task, tile, strip_end};
+    const LinearCodes<W> then{task, strip_end, end};
     const auto* after = strip_end < end ? &then : nullptr;
     for (std::int64_t done = 0; done < task.tokens; done += kChunkTokens) {
       const std::int64_t tokens = task.tokens - done < kChunkTokens ? task.tokens - done : kChunkTokens;
-      const TokenRows rows = gathered_rows<kBits, kPlanes>(task.many_x, task.groups, done);
+      const TokenRows rows = gathered_rows<W, kPlanes>(task.many_x, task.groups, done);
       clear_sums(acc, pairs, tokens);
-      strip_sums<kBits, kPlanes, Sum::kTerms>(source, done + tokens < task.tokens ? &source : after, pairs,
+      strip_sums<W, kPlanes, Sum::kTerms>(source, done + tokens < task.tokens ? &source : after, pairs,
                                               task.groups, rows, tokens, nullptr, acc);
       for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t i = tile; i < strip_end; ++i) {
@@ -312,28 +324,32 @@ void many_linear_of(const LinearTask& task, std::int64_t begin, std::int64_t end
   }
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 std::int64_t many_row_bytes_of(std::int64_t groups) {
-  return gathered_bytes(form_of<kBits, kPlanes>(), groups);
+  return gathered_bytes<typename W::Panel>(form_of<W, kPlanes>(), groups);
 }
-std::int64_t many_row_bytes(int bits, int activation_bits, std::int64_t groups) {
-  MOECHAT_BY_BITS(many_row_bytes_of, bits, activation_bits, groups)
+std::int64_t many_row_bytes(Encoding encoding, int activation_bits, std::int64_t groups) {
+  MOECHAT_BY_CLASS(many_row_bytes_of, encoding, activation_bits, groups)
 }
-void many_gather(int bits, int activation_bits, const QuantisedRows& from, std::int64_t groups,
+void many_gather(Encoding encoding, int activation_bits, const QuantisedRows& from, std::int64_t groups,
                  const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to) {
-  MOECHAT_BY_BITS(many_gather_of, bits, activation_bits, from, groups, index, base, count, to)
+  MOECHAT_BY_CLASS(many_gather_of, encoding, activation_bits, from, groups, index, base, count, to)
 }
 void many_gather_slots(const ForwardTask& task, std::int64_t local) {
-  MOECHAT_BY_BITS(many_gather_slots_of, task.layout->bits, task.activation_bits, task, local)
+  MOECHAT_BY_CLASS(many_gather_slots_of, task.layout->down_encoding, task.activation_bits, task, local)
 }
 void many_neurons(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
-  MOECHAT_BY_BITS(many_neurons_of, task.layout->bits, task.activation_bits, task, entry, begin, end)
+  MOECHAT_BY_CLASS(many_neurons_of, task.layout->encoding, task.activation_bits, task, entry, begin, end)
 }
 void many_outputs(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end) {
-  MOECHAT_BY_BITS(many_outputs_of, task.layout->bits, task.activation_bits, task, entry, begin, end)
+  MOECHAT_BY_CLASS(many_outputs_of, task.layout->down_encoding, task.activation_bits, task, entry, begin, end)
 }
+#if !defined(MOECHAT_KEPT)
 void many_linear(const LinearTask& task, std::int64_t begin, std::int64_t end) {
-  MOECHAT_BY_BITS(many_linear_of, task.bits, task.activation_bits, task, begin, end)
+  MOECHAT_BY_CLASS(many_linear_of, plain_encoding(task.bits), task.activation_bits, task, begin, end)
 }
+#else
+constexpr void (*many_linear)(const LinearTask&, std::int64_t, std::int64_t) = nullptr;
+#endif
 constexpr ManyTokens kManyTokens = {kThreshold, kRowsAfter, many_row_bytes, many_gather,  many_gather_slots,
                                     kEnter,     kLeave,     many_neurons,   many_outputs, many_linear};

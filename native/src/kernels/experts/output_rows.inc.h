@@ -1,18 +1,5 @@
-// Parts shared by the kernels: choice of an instantiation, prefetching, and adding or storing 16 output rows.
+// Parts shared by the kernels: prefetching, and adding or storing 16 output rows.
 // Included inside the anonymous namespace of one instruction set.
-
-// Returns function<bits, planes of the activations>(...).
-#define MOECHAT_BY_BITS(function, bits, activation_bits, ...)                                   \
-  switch (bits) {                                                                               \
-    case 2:                                                                                     \
-      return activation_bits == 16 ? function<2, 2>(__VA_ARGS__) : function<2, 1>(__VA_ARGS__); \
-    case 3:                                                                                     \
-      return activation_bits == 16 ? function<3, 2>(__VA_ARGS__) : function<3, 1>(__VA_ARGS__); \
-    case 4:                                                                                     \
-      return activation_bits == 16 ? function<4, 2>(__VA_ARGS__) : function<4, 1>(__VA_ARGS__); \
-    default:                                                                                    \
-      return activation_bits == 16 ? function<8, 2>(__VA_ARGS__) : function<8, 1>(__VA_ARGS__); \
-  }
 
 MOECHAT_INLINE void prefetch_bytes(const unsigned char* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 3);

@@ -9,67 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "kernels/experts/block_fields.h"
 #include "kernels/isa/dispatch.h"
+#include "kernels/layout/gguf_blocks.h"
 #include "kernels/layout/codes.h"
 #include "kernels/layout/half.h"
 #include "kernels/threads/thread_pool.h"
 
 namespace moechat {
 namespace {
-
-// Position of a matrix of the expert in its blocks. A block holds 64 rows of gate and up, and 64 columns of
-// down.
-struct Field {
-  const char* name;
-  std::int64_t q;
-  std::int64_t sz;
-  std::int64_t tiles;   // per block
-  std::int64_t groups;  // per tile
-  std::int64_t rows;    // of the matrix
-  std::int64_t cols;
-  bool by_rows;
-
-  std::int64_t first_row(std::int64_t block, std::int64_t tile) const {
-    return (by_rows ? block * kBlockNeurons : 0) + tile * kTileRows;
-  }
-  std::int64_t first_col(std::int64_t block) const { return by_rows ? 0 : block * kBlockNeurons; }
-};
-
-constexpr int kMatrices = 3;
-
-struct Fields {
-  Field field[kMatrices];
-};
-
-Fields fields_of(const BlockLayout& layout) {
-  const std::int64_t hidden = layout.hidden_size;
-  const std::int64_t neurons = layout.intermediate_size;
-  const std::int64_t down_tiles = layout.hidden_padded / kTileRows;
-  return {{{"gate", layout.gate_q, layout.gate_sz, kTilesPerBlock, layout.groups, neurons, hidden, true},
-           {"up", layout.up_q, layout.up_sz, kTilesPerBlock, layout.groups, neurons, hidden, true},
-           {"down", layout.down_q, layout.down_sz, down_tiles, 1, hidden, neurons, false}}};
-}
-
-// Calls body(block, matrix, tile) for all tiles of an expert, on several threads.
-template <class Body>
-void for_each_tile(const BlockLayout& layout, const Fields& fields, int threads, const Body& body) {
-  const std::int64_t per_matrix = kTilesPerBlock;  // down tiles form four bundles: all units are equal work
-  const std::int64_t units = layout.blocks * kMatrices * per_matrix;
-  ThreadPool::Session session;
-  session.parallel_for(threads > 0 ? threads : kMaxThreads, units, 1,
-                       [&](std::int64_t begin, std::int64_t end) {
-                         for (std::int64_t unit = begin; unit < end; ++unit) {
-                           const std::int64_t block = unit / (kMatrices * per_matrix);
-                           const auto matrix = static_cast<std::size_t>(unit / per_matrix % kMatrices);
-                           const std::int64_t part = unit % per_matrix;
-                           const std::int64_t tiles = fields.field[matrix].tiles;
-                           for (std::int64_t tile = part * tiles / per_matrix;
-                                tile < (part + 1) * tiles / per_matrix; ++tile) {
-                             body(block, matrix, tile);
-                           }
-                         }
-                       });
-}
 
 // Returns the 16-bit pattern to store. Patterns of the source's own type are copied.
 std::uint16_t pattern_of(const MatrixSource& source, bool fp16, std::int64_t row, std::int64_t col) {
@@ -126,27 +74,6 @@ void report_bad_weight(const BlockLayout& layout, const Fields& fields, const Ex
                       layout.fp16 ? "too large for fp16" : "too large for bf16");
       }
     }
-  }
-}
-
-void store_floats(unsigned char* to, const float* from, std::int64_t count) {
-  std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
-}
-
-// Writes biases and the zero padding of all records; q and sz fields are written tile by tile.
-void write_tails(const BlockLayout& layout, const ExpertBiases* biases, unsigned char* records) {
-  const std::int64_t packed = layout.has_bias ? layout.gate_bias : layout.payload_bytes;
-  for (std::int64_t block = 0; block < layout.blocks; ++block) {
-    unsigned char* record = records + block * layout.record_bytes;
-    std::memset(record + packed, 0, static_cast<std::size_t>(layout.record_bytes - packed));
-    if (!layout.has_bias) continue;
-    const std::int64_t neuron = block * kBlockNeurons;
-    const std::int64_t neurons = std::min<std::int64_t>(kBlockNeurons, layout.intermediate_size - neuron);
-    store_floats(record + layout.gate_bias, biases->gate + neuron, neurons);
-    store_floats(record + layout.up_bias, biases->up + neuron, neurons);
-    const std::int64_t row = std::min(block * layout.down_bias_rows, layout.hidden_size);
-    const std::int64_t rows = std::min(layout.down_bias_rows, layout.hidden_size - row);
-    store_floats(record + layout.down_bias, biases->down + row, rows);
   }
 }
 
@@ -331,10 +258,15 @@ void unpack_expert(const BlockLayout& layout, const unsigned char* records, cons
     const std::int64_t rows = std::clamp<std::int64_t>(field.rows - row, 0, kTileRows);
     for (std::int64_t g = 0; g < field.groups; ++g) {
       const std::int64_t at = tile * field.groups + g;
-      const unsigned char* q = record + field.q + at * layout.group_bytes;
+      const unsigned char* q = record + field.q + at * field.group_bytes;
       const std::int64_t col = field.first_col(block) + g * kGroupColumns;
       const int cols = static_cast<int>(std::clamp<std::int64_t>(field.cols - col, 0, kGroupColumns));
       float* to = matrices[m] + row * field.cols + col;
+      if (layout.kept) {
+        unpack_kept_group(field.encoding, q, record + field.sz + at * kScaleBytes,
+                          record + field.super_place(tile, g), rows, cols, to, field.cols);
+        continue;
+      }
       if (layout.quantised()) {
         unpack_group(q, record + field.sz + at * kScaleBytes, layout.bits, rows, cols, to, field.cols);
         continue;

@@ -58,6 +58,22 @@ void pack_expert_with_feedback(const BlockLayout& layout, const ExpertSource& so
 void pack_quantised(const BlockLayout& layout, const QuantisedExpert& source, unsigned char* records,
                     int threads);
 
+// Rows of a matrix as a GGUF file has them, in the encoding of the layout; `row_stride` in bytes.
+struct FileMatrix {
+  const unsigned char* rows;
+  std::int64_t row_stride;
+};
+struct FileExpert {
+  FileMatrix gate;
+  FileMatrix up;
+  FileMatrix down;
+  const ExpertBiases* biases;
+};
+
+// Rearranges an expert into a layout with kept encodings. Writes every byte of records [blocks, record_bytes].
+// Throws std::invalid_argument for a scale that is not finite, or another layout.
+void pack_kept(const BlockLayout& layout, const FileExpert& source, unsigned char* records, int threads);
+
 // gate, up [intermediate, hidden] and down [hidden, intermediate], C order; biases as in ExpertBiases or
 // null.
 struct ExpertTarget {

@@ -10,7 +10,7 @@ constexpr std::int64_t kRowsAfter =
     kPanelTokens - 1;  // a block always has 16 tokens; results beyond the last token are dropped
 constexpr std::int64_t kThreshold = 6;
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 constexpr Form form_of() {
   return kPlanes == 2 ? Form::kPlanes : Form::kQuads;
 }
@@ -46,7 +46,7 @@ MOECHAT_INLINE void group_products(const unsigned char* const (&codes)[2], const
 }
 
 // acc[t * 32 + 16 * m] += a group whose sums are computed; `tail` begins with the group for token 0.
-template <Form kForm, Sum kSum, Terms kTerms>
+template <Form kForm, class P, Sum kSum, Terms kTerms>
 MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const unsigned char* sums,
                                  const std::uint32_t* tail, std::int64_t tail_stride, const float* weights,
                                  float* acc) {
@@ -60,14 +60,14 @@ MOECHAT_INLINE void add_products(const unsigned char* const (&codes)[2], const u
       if constexpr (kForm == Form::kPlanes) sum = addi(shl(sum, 8), loadi(at + 2 * kTileBytes));
       float* to = acc + t * 2 * kTileRows + m * kTileRows;
       store(to,
-            next_sum<kSum, kTerms>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t, load(to)));
+            next_sum<kSum, P, kTerms>(of_tile, scale, zeros, sum, tail + t * tail_stride, weights, t, load(to)));
     }
   }
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens and, up to a multiple of 16, of rows
 // after them. Calls `between` with the number of blocks before every block of tokens.
-template <Form kForm, Sum kSum, Terms kTerms, class Between>
+template <Form kForm, class P, Sum kSum, Terms kTerms, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                               const float* weights, float* acc, const Between& between) {
@@ -79,20 +79,20 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     const unsigned char* row = rows.data + block * rows.stride;
     const unsigned char* x = row + first * kTokenBytes;
     const std::uint32_t* tail =
-        reinterpret_cast<const std::uint32_t*>(row + rows.groups * kTokenBytes) + kTailDwords * first;
+        reinterpret_cast<const std::uint32_t*>(row + rows.groups * kTokenBytes) + kTailDwords<P> * first;
     const float* of_block = kSum == Sum::kTerms ? nullptr : weights + block;
     const unsigned char* codes[2] = {panel, panel + tile_stride};
     group_products<kForm>(codes, x, rows.stride, sums[0]);
     for (std::int64_t g = 0; g < groups; ++g) {
       // The tiles multiply the next group while the vector units add this one.
-      const unsigned char* next[2] = {codes[0] + panel_bytes(kForm), codes[1] + panel_bytes(kForm)};
+      const unsigned char* next[2] = {codes[0] + panel_bytes<P>(kForm), codes[1] + panel_bytes<P>(kForm)};
       x += kTokenBytes;
       if (g + 1 < groups) group_products<kForm>(next, x, rows.stride, sums[(g + 1) % 2]);
-      add_products<kForm, kSum, kTerms>(codes, sums[g % 2], tail, tail_stride, of_block,
+      add_products<kForm, P, kSum, kTerms>(codes, sums[g % 2], tail, tail_stride, of_block,
                                         acc + block * 2 * kTileRows);
       codes[0] = next[0];
       codes[1] = next[1];
-      tail += kTailDwords;
+      tail += kTailDwords<P>;
     }
   }
 }

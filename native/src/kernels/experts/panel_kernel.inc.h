@@ -45,71 +45,81 @@ MOECHAT_INLINE VecI broadcast_dword(const unsigned char* from) {
   return seti(word);
 }
 
-// Steps of one chain of sums. Those of short quads are a half of a group: there two products of a code of 4
-// bits and -128 each fit in 16 bits, and one factor applies.
-constexpr int chain_of(Form form) {
-  return form == Form::kPairs ? kPairSteps : (form == Form::kShortQuads ? kQuadSteps / 2 : kQuadSteps);
-}
+// Code dwords of one chain of sums of plain weights. Those of short quads are a half of a group: there two
+// products of a code of 4 bits and -128 each fit in 16 bits, and one factor applies.
+constexpr int chain_of(Form form) { return form == Form::kShortQuads ? kQuadSteps / 2 : kQuadSteps; }
 
-// Element m * kTokens + t: the sums over one group of tile m for token t.
-template <Form kForm, int kTiles, int kTokens>
-MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* const (&panel)[kTiles],
+// Element m * kTokens + t: the sums over code dwords [kFirst, kFirst + kDwords) of tile m for token t; for short
+// quads two sums of 16 bits in a lane.
+template <Form kForm, int kTiles, int kTokens, int kFirst, int kDwords>
+MOECHAT_INLINE Bundle<kTiles * kTokens> chain_products(const unsigned char* const (&panel)[kTiles],
                                                        const unsigned char* const (&x)[kTokens]) {
   constexpr int kCount = kTiles * kTokens;
   Bundle<kCount> sums;
 #if defined(MOECHAT_PANEL_BY_ROW)
   unrolled<0, kCount>(MOECHAT_UNROLLED(i) {
     const unsigned char* rows = panel[MOECHAT_VALUE(i) / kTokens];
-    std::int16_t token[64];
-    __builtin_memcpy(token, x[MOECHAT_VALUE(i) % kTokens], sizeof token);
+    std::int16_t token[4 * kDwords];
+    __builtin_memcpy(token, x[MOECHAT_VALUE(i) % kTokens] + 8 * kFirst, sizeof token);
     std::int32_t lanes[16];
     for (int r = 0; r < kTileRows; ++r) {
-      std::int16_t row[64];
-      __builtin_memcpy(row, rows + r * sizeof row, sizeof row);
+      std::int16_t row[4 * kDwords];
+      __builtin_memcpy(row, rows + r * 128 + 8 * kFirst, sizeof row);
       std::int32_t sum = 0;
-      for (int c = 0; c < 64; ++c) sum += row[c] * token[c];
+      for (int c = 0; c < 4 * kDwords; ++c) sum += row[c] * token[c];
       lanes[r] = sum;
     }
     pick<MOECHAT_VALUE(i)>(sums) = loadi(lanes);
   });
 #else
-  constexpr int kSteps = kForm == Form::kPairs ? kPairSteps : kQuadSteps;
-  constexpr int kChain = chain_of(kForm);
-  // A short chain starts with its first product, a long one with zeros.
-  constexpr bool kShort = kForm == Form::kShortQuads;
-  unrolled<0, kSteps / kChain>(MOECHAT_UNROLLED(run) {
-    constexpr int kFirst = kChain * MOECHAT_VALUE(run);
-    Bundle<kCount> chain;
-    const auto step = [&](int e, auto first) __attribute__((always_inline)) {
-      Bundle<kTiles> codes;
+  constexpr int kPerDword = kForm == Form::kPairs ? 2 : 1;
+  constexpr int kBegin = kFirst * kPerDword;
+  constexpr int kEnd = kBegin + kDwords * kPerDword;
+  const auto step = [&](int e, auto first) __attribute__((always_inline)) {
+    Bundle<kTiles> codes;
+    unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
+      pick<MOECHAT_VALUE(m)>(codes) = loadi(panel[MOECHAT_VALUE(m)] + e * kStepBytes);
+    });
+    unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
+      const VecI dword = broadcast_dword(x[MOECHAT_VALUE(t)] + 4 * e);
       unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
-        pick<MOECHAT_VALUE(m)>(codes) = loadi(panel[MOECHAT_VALUE(m)] + e * kStepBytes);
+        VecI& sum = pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums);
+        if constexpr (kForm == Form::kPairs) {
+          add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+        } else if constexpr (MOECHAT_VALUE(first) != 0) {
+          sum = first_quads(pick<MOECHAT_VALUE(m)>(codes), dword);
+        } else {
+          add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
+        }
       });
-      unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
-        const VecI dword = broadcast_dword(x[MOECHAT_VALUE(t)] + 4 * e);
-        unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
-          VecI& sum = pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(chain);
-          if constexpr (kForm == Form::kPairs) {
-            add_pairs(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
-          } else if constexpr (MOECHAT_VALUE(first) != 0) {
-            sum = first_quads(pick<MOECHAT_VALUE(m)>(codes), dword);
-          } else {
-            add_quads(sum, pick<MOECHAT_VALUE(m)>(codes), dword);
-          }
-        });
-      });
-    };
-    if constexpr (kShort) {
-      step(kFirst, Constant<1>{});
-      unrolled<1, kChain>(MOECHAT_UNROLLED(e) { step(kFirst + MOECHAT_VALUE(e), Constant<0>{}); });
-    } else {
-      unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(chain) = seti(0); });
+    });
+  };
+  // A short chain starts with its first product, a long one with zeros.
+  if constexpr (kForm == Form::kShortQuads) {
+    step(kBegin, Constant<1>{});
+    unrolled<1, kEnd - kBegin>(MOECHAT_UNROLLED(e) { step(kBegin + MOECHAT_VALUE(e), Constant<0>{}); });
+  } else {
+    unrolled<0, kCount>(MOECHAT_UNROLLED(i) { pick<MOECHAT_VALUE(i)>(sums) = seti(0); });
 #pragma GCC unroll 2
-      for (int e = kFirst; e < kFirst + kChain; ++e) step(e, Constant<0>{});
-    }
+    for (int e = kBegin; e < kEnd; ++e) step(e, Constant<0>{});
+  }
+#endif
+  return sums;
+}
+
+// Element m * kTokens + t: the sums over one group of plain weights of tile m for token t.
+template <Form kForm, class P, int kTiles, int kTokens>
+MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* const (&panel)[kTiles],
+                                                       const unsigned char* const (&x)[kTokens]) {
+  constexpr int kCount = kTiles * kTokens;
+  constexpr int kChain = chain_of(kForm);
+  Bundle<kCount> sums;
+  unrolled<0, kQuadSteps / kChain>(MOECHAT_UNROLLED(run) {
+    Bundle<kCount> chain =
+        chain_products<kForm, kTiles, kTokens, kChain * MOECHAT_VALUE(run), kChain>(panel, x);
     unrolled<0, kCount>(MOECHAT_UNROLLED(i) {
       VecI sum = pick<MOECHAT_VALUE(i)>(chain);
-      if constexpr (kShort) {
+      if constexpr (kForm == Form::kShortQuads) {
         sum = madd16(sum, loadi(panel[MOECHAT_VALUE(i) / kTokens] + code_bytes(kForm) + kFactorPlace +
                                 MOECHAT_VALUE(run) * kStepBytes));
       }
@@ -117,13 +127,58 @@ MOECHAT_INLINE Bundle<kTiles * kTokens> panel_products(const unsigned char* cons
       total = MOECHAT_VALUE(run) == 0 ? sum : addi(total, sum);
     });
   });
-#endif
   return sums;
+}
+
+// acc += one sub-block of a group of kept weights of tile kTile for token kToken; the last one completes the term
+// of the group, for which `terms` has room.
+template <class P, Sum kSum, int kTiles, int kTokens, int kSub, int kTile, int kToken>
+MOECHAT_INLINE void add_sub_product(const unsigned char* of_tile, VecI isum, const std::uint32_t* of_token,
+                                    const float* weights, float* terms, float* acc) {
+  const Vec step = load(of_tile + kSub * kStepBytes);
+  const Vec min = load(of_tile + (P::kSubs + kSub) * kStepBytes);
+  float x_scale, x_sum;
+  __builtin_memcpy(&x_scale, of_token, sizeof x_scale);
+  __builtin_memcpy(&x_sum, of_token + 1 + kSub, sizeof x_sum);
+  float* term = terms + (kTile * kTokens + kToken) * kTileRows;
+  Vec u;
+  if constexpr (kSub == 0) {
+    u = first_sub_term(step, min, isum, x_sum);
+  } else {
+    u = sub_term(step, min, isum, x_sum, load(term));
+  }
+  if constexpr (kSub + 1 < P::kSubs) return store(term, u);
+  float* at = acc + kToken * 2 * kTileRows + kTile * kTileRows;
+  if constexpr (kSum == Sum::kTerms) return store(at, fma(set1(x_scale), u, load(at)));
+  Vec whole = fma(set1(x_scale), u, zero());
+  if constexpr (kSum == Sum::kBiased) whole = add(whole, load(of_tile + kBiasPlace<P>));
+  store(at, fma(set1(weights[kToken]), whole, load(at)));
+}
+
+template <Form kForm, class P, Sum kSum, int kTiles, int kTokens, int kSub>
+MOECHAT_INLINE void add_sub_products(const unsigned char* const (&codes)[kTiles],
+                                     const unsigned char* const (&x)[kTokens], const std::uint32_t* tail,
+                                     std::int64_t tail_stride, const float* weights, float* terms, float* acc) {
+  Bundle<kTiles * kTokens> sums =
+      chain_products<kForm, kTiles, kTokens, kSub * P::kDwords, P::kDwords>(codes, x);
+  asm volatile("" ::: "memory");  // see add_groups()
+  unrolled<0, kTiles * kTokens>(MOECHAT_UNROLLED(i) {
+    constexpr int kTile = MOECHAT_VALUE(i) / kTokens;
+    constexpr int kToken = MOECHAT_VALUE(i) % kTokens;
+    VecI isum = pick<MOECHAT_VALUE(i)>(sums);
+    if constexpr (kForm == Form::kShortQuads) isum = madd16(isum, seti(0x00010001u));
+    add_sub_product<P, kSum, kTiles, kTokens, kSub, kTile, kToken>(
+        codes[kTile] + code_bytes(kForm), isum, tail + kToken * tail_stride, weights, terms, acc);
+  });
+  if constexpr (kSub + 1 < P::kSubs) {
+    add_sub_products<kForm, P, kSum, kTiles, kTokens, kSub + 1>(codes, x, tail, tail_stride, weights, terms,
+                                                                acc);
+  }
 }
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of tokens t = 0..kTokens - 1, whose panel records
 // begin at panel + m * tile_stride. Sum defines the added terms and the meaning of `weights`.
-template <Form kForm, Sum kSum, Terms kTerms, int kTiles, int kTokens>
+template <Form kForm, class P, Sum kSum, Terms kTerms, int kTiles, int kTokens>
 __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64_t tile_stride,
                                           std::int64_t first, std::int64_t groups, const TokenRows& rows,
                                           const float* weights, float* acc) {
@@ -133,41 +188,46 @@ __attribute__((noinline)) void add_groups(const unsigned char* panel, std::int64
   for (int t = 0; t < kTokens; ++t) x[t] = rows.data + t * rows.stride + first * kTokenBytes;
   for (int m = 0; m < kTiles; ++m) codes[m] = panel + m * tile_stride;
   const std::uint32_t* tail =
-      reinterpret_cast<const std::uint32_t*>(rows.data + rows.groups * kTokenBytes) + kTailDwords * first;
+      reinterpret_cast<const std::uint32_t*>(rows.data + rows.groups * kTokenBytes) + kTailDwords<P> * first;
   const std::int64_t tail_stride = rows.stride / 4;
   for (std::int64_t g = 0; g < groups; ++g) {
-    Bundle<kTiles * kTokens> sums = panel_products<kForm, kTiles, kTokens>(codes, x);
-    // Without this, GCC keeps acc in registers over the groups, and too few are left for the sums.
-    asm volatile("" ::: "memory");
-    unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
-      const unsigned char* of_tile = codes[MOECHAT_VALUE(m)] + code_bytes(kForm);
-      const Vec scale = load(of_tile);
-      const Vec zeros = load(of_tile + kStepBytes);
-      unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
-        float* at = acc + MOECHAT_VALUE(t) * 2 * kTileRows + MOECHAT_VALUE(m) * kTileRows;
-        store(at, next_sum<kSum, kTerms>(
-                      of_tile, scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
-                      tail + MOECHAT_VALUE(t) * tail_stride, weights, MOECHAT_VALUE(t), load(at)));
+    if constexpr (P::kKept) {
+      alignas(64) float terms[kTokens * kTiles * kTileRows];
+      add_sub_products<kForm, P, kSum, kTiles, kTokens, 0>(codes, x, tail, tail_stride, weights, terms, acc);
+    } else {
+      Bundle<kTiles * kTokens> sums = panel_products<kForm, P, kTiles, kTokens>(codes, x);
+      // Without this, GCC keeps acc in registers over the groups, and too few are left for the sums.
+      asm volatile("" ::: "memory");
+      unrolled<0, kTiles>(MOECHAT_UNROLLED(m) {
+        const unsigned char* of_tile = codes[MOECHAT_VALUE(m)] + code_bytes(kForm);
+        const Vec scale = load(of_tile);
+        const Vec zeros = load(of_tile + kStepBytes);
+        unrolled<0, kTokens>(MOECHAT_UNROLLED(t) {
+          float* at = acc + MOECHAT_VALUE(t) * 2 * kTileRows + MOECHAT_VALUE(m) * kTileRows;
+          store(at, next_sum<kSum, P, kTerms>(
+                        of_tile, scale, zeros, pick<MOECHAT_VALUE(m) * kTokens + MOECHAT_VALUE(t)>(sums),
+                        tail + MOECHAT_VALUE(t) * tail_stride, weights, MOECHAT_VALUE(t), load(at)));
+        });
       });
-    });
+    }
     for (int t = 0; t < kTokens; ++t) x[t] += kTokenBytes;
-    for (int m = 0; m < kTiles; ++m) codes[m] += panel_bytes(kForm);
-    tail += kTailDwords;
+    for (int m = 0; m < kTiles; ++m) codes[m] += panel_bytes<P>(kForm);
+    tail += kTailDwords<P>;
   }
 }
 
 // The same for 1..kPanelTokens tokens and two tiles; may read and add up to kTokenStep - 1 more tokens.
-template <Form kForm, Sum kSum, Terms kTerms, int kTokens = kPanelTokens>
+template <Form kForm, class P, Sum kSum, Terms kTerms, int kTokens = kPanelTokens>
 MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* panel, std::int64_t tile_stride,
                                   std::int64_t first, std::int64_t groups, const TokenRows& rows,
                                   const float* weights, float* acc) {
   if constexpr (kTokens > 0) {
     if (tokens <= kTokens - kTokenStep) {
-      return add_groups_of<kForm, kSum, kTerms, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
+      return add_groups_of<kForm, P, kSum, kTerms, kTokens - kTokenStep>(tokens, panel, tile_stride, first,
                                                                       groups, rows, weights, acc);
     }
     for (int m = 0; m < 2; m += kPanelTiles) {
-      add_groups<kForm, kSum, kTerms, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
+      add_groups<kForm, P, kSum, kTerms, kPanelTiles, kTokens>(panel + m * tile_stride, tile_stride, first,
                                                             groups, rows, weights, acc + m * kTileRows);
     }
   }
@@ -175,7 +235,7 @@ MOECHAT_INLINE void add_groups_of(std::int64_t tokens, const unsigned char* pane
 
 // acc[t * 32 + 16 * m] += groups [first, first + groups) of all tokens. Calls `between` with the number of
 // blocks before every block of tokens.
-template <Form kForm, Sum kSum, Terms kTerms, class Between>
+template <Form kForm, class P, Sum kSum, Terms kTerms, class Between>
 MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stride, std::int64_t first,
                               std::int64_t groups, const TokenRows& rows, std::int64_t tokens,
                               const float* weights, float* acc, const Between& between) {
@@ -188,14 +248,14 @@ MOECHAT_INLINE void add_panel(const unsigned char* panel, std::int64_t tile_stri
     between(blocks);
     const TokenRows part{rows.data + begin * rows.stride, rows.stride, rows.groups};
     const float* of_part = kSum == Sum::kTerms ? nullptr : weights + begin;
-    add_groups_of<kForm, kSum, kTerms>(end - begin, panel, tile_stride, first, groups, part, of_part,
+    add_groups_of<kForm, P, kSum, kTerms>(end - begin, panel, tile_stride, first, groups, part, of_part,
                                        acc + begin * 2 * kTileRows);
   }
 }
 
-template <int kBits, int kPlanes>
+template <class W, int kPlanes>
 constexpr Form form_of() {
-  if (!kHasQuads || kPlanes == 2 || (kQuadsIn16 && kBits == 8)) return Form::kPairs;
+  if (!kHasQuads || kPlanes == 2 || (kQuadsIn16 && W::kLargest > 15)) return Form::kPairs;
   return kQuadsIn16 ? Form::kShortQuads : Form::kQuads;
 }
 constexpr std::int64_t kThreshold = 8;

@@ -1,7 +1,7 @@
 // Codes of a (tile, group) unpacked for many tokens, and tokens rearranged to match them. Included inside the
 // anonymous namespace of one instruction set.
 //
-// A panel record holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales or steps; fp32
+// A panel record of plain weights holds the codes of 16 rows x 64 columns, then 16 lanes each of: fp32 scales or steps; fp32
 // zeros or, below 8 bits, offsets of both halves; for biased sums, fp32 biases; for kShortQuads, the factors
 // of the first half and of the second, in both int16 of a lane.
 //   kQuads, kShortQuads, kPlanes: 16 steps, step d = code dword d (see QuantisedRows in kernel_api.h)
@@ -13,6 +13,10 @@
 // (kPlanes) or int16 in the order of kPairs. After all groups follow three dwords of every group: the scale
 // as float, then the sum as float, or that of each half as an integer or those of both halves in 16 bits each
 // (see Terms).
+//
+// Kept weights (kept_encodings.h) have the codes in the same forms, then 16 lanes of fp32 for the step of every
+// sub-block, for the min of every sub-block, and for biases. A gathered token has, after the scale of a group,
+// the sums of its sub-blocks as floats. Their panels (class P below) do not depend on the bits.
 
 enum class Form { kQuads, kShortQuads, kPairs, kPlanes };
 
@@ -26,18 +30,22 @@ constexpr int kQuadSteps = 16;
 constexpr std::int64_t code_bytes(Form form) {
   return (form == Form::kPairs ? kPairSteps : kQuadSteps) * kStepBytes;
 }
-constexpr std::int64_t kBiasPlace = 2 * kStepBytes;  // after the codes
-constexpr std::int64_t kFactorPlace = 3 * kStepBytes;
+constexpr std::int64_t kFactorPlace = 3 * kStepBytes;  // after the codes
+template <class P>
+constexpr std::int64_t kBiasPlace = (P::kKept ? 2 * P::kSubs : 2) * std::int64_t{kStepBytes};
+template <class P>
 constexpr std::int64_t panel_bytes(Form form) {
-  return code_bytes(form) + (form == Form::kShortQuads ? 5 : 3) * kStepBytes;
+  return code_bytes(form) + kBiasPlace<P> + (!P::kKept && form == Form::kShortQuads ? 3 : 1) * kStepBytes;
 }
 
-constexpr std::int64_t kTailDwords = 3;
+template <class P>
+constexpr std::int64_t kTailDwords = P::kKept ? 1 + P::kSubs : 3;
 
 // Bytes of a gathered token, an odd number of cache lines: rows of a power of two bytes would map to the same
 // cache sets.
+template <class P>
 constexpr std::int64_t gathered_bytes(Form form, std::int64_t groups) {
-  const std::int64_t bytes = groups * (token_bytes(form) + kTailDwords * 4);
+  const std::int64_t bytes = groups * (token_bytes(form) + kTailDwords<P> * 4);
   return ((bytes + 63) / 64 | 1) * 64;
 }
 
@@ -67,14 +75,14 @@ MOECHAT_INLINE Vec panel_term(Vec scale, Vec zeros, VecI isum, const std::uint32
   }
 }
 
-template <Sum kSum, Terms kTerms>
+template <Sum kSum, class P, Terms kTerms>
 MOECHAT_INLINE Vec next_sum(const unsigned char* of_tile, Vec scale, Vec zeros, VecI isum,
                             const std::uint32_t* of_group, const float* weights, int token, Vec acc) {
   if constexpr (kSum == Sum::kTerms) {
     return panel_term<kTerms>(scale, zeros, isum, of_group, acc);
   } else {
     Vec term = panel_term<kTerms>(scale, zeros, isum, of_group, zero());
-    if constexpr (kSum == Sum::kBiased) term = add(term, load(of_tile + kBiasPlace));
+    if constexpr (kSum == Sum::kBiased) term = add(term, load(of_tile + kBiasPlace<P>));
     return fma(set1(weights[token]), term, acc);
   }
 }
@@ -111,51 +119,79 @@ MOECHAT_INLINE void unpack_dwords(const unsigned char* q, const Store& to) {
   }
 }
 
-template <Form kForm, int kBits>
-MOECHAT_INLINE void unpack_panel(const unsigned char* q, const unsigned char* sz, unsigned char* panel) {
-  unsigned char* tail = panel + code_bytes(kForm);
-  VecI factors[2] = {seti(1), seti(1)};
-  if constexpr (kBits == 8) {
-    store(tail, load_fp16(sz));
-    store(tail + kStepBytes, load_fp16(sz + 32));
-  } else {
-    const HalfScales halves = HalfScales::read(sz);
-    store(tail, halves.step());
-    storei(tail + kStepBytes, halves.offsets());
-    for (int half = 0; half < 2; ++half) {
-      factors[half] = halves.factor(half);
-      if constexpr (kForm == Form::kShortQuads) {
-        storei(tail + kFactorPlace + half * kStepBytes, ori(factors[half], shl(factors[half], 16)));
-      }
-    }
+// Calls to(d, codes) for the code dwords of a group of kept weights.
+template <class W, class Store>
+MOECHAT_INLINE void unpack_kept_dwords(const unsigned char* q, VecI table, const Store& to) {
+  for (int sub = 0; sub < W::kSubs; ++sub) {
+    VecI codes[W::kDwords];
+    W::codes(q, sub, table, codes);
+    for (int i = 0; i < W::kDwords; ++i) to(sub * W::kDwords + i, codes[i]);
   }
-  // A product of a code and a factor fits in a byte, so a product of lanes is one of bytes.
-  const auto scaled = [&factors](int d, VecI codes) __attribute__((always_inline)) {
-    if constexpr (kBits == 8 || kForm == Form::kShortQuads) return codes;
-    return muli(codes, factors[d / 8]);
-  };
+}
+
+// Stores code dword d of 16 rows in a panel record.
+template <Form kForm>
+MOECHAT_INLINE void store_dword(unsigned char* panel, int d, VecI codes) {
   if constexpr (kForm == Form::kPairs) {
     const VecI low = seti(0x00ff00ffu);
 #if defined(MOECHAT_PANEL_BY_ROW)
-    unpack_dwords<kBits>(q, [&](int d, VecI raw) {
-      const VecI codes = scaled(d, raw);
-      std::uint32_t lanes[2][16];
-      storei(lanes[0], andi(codes, low));
-      storei(lanes[1], andi(shr(codes, 8), low));
-      for (int r = 0; r < kTileRows; ++r) {
-        const std::uint32_t pairs[2] = {lanes[0][r], lanes[1][r]};
-        __builtin_memcpy(panel + (r * kPairSteps + 2 * d) * 4, pairs, sizeof pairs);
-      }
-    });
+    std::uint32_t lanes[2][16];
+    storei(lanes[0], andi(codes, low));
+    storei(lanes[1], andi(shr(codes, 8), low));
+    for (int r = 0; r < kTileRows; ++r) {
+      const std::uint32_t pairs[2] = {lanes[0][r], lanes[1][r]};
+      __builtin_memcpy(panel + (r * kPairSteps + 2 * d) * 4, pairs, sizeof pairs);
+    }
 #else
-    unpack_dwords<kBits>(q, [&](int d, VecI raw) {
-      const VecI codes = scaled(d, raw);
-      storei(panel + 2 * d * kStepBytes, andi(codes, low));
-      storei(panel + (2 * d + 1) * kStepBytes, andi(shr(codes, 8), low));
-    });
+    storei(panel + 2 * d * kStepBytes, andi(codes, low));
+    storei(panel + (2 * d + 1) * kStepBytes, andi(shr(codes, 8), low));
 #endif
   } else {
-    unpack_dwords<kBits>(q, [&](int d, VecI codes) { storei(panel + d * kStepBytes, scaled(d, codes)); });
+    storei(panel + d * kStepBytes, codes);
+  }
+}
+
+// Address of one group of a row tile.
+struct GroupCodes {
+  const unsigned char* q;
+  const unsigned char* sz;
+  const unsigned char* super = nullptr;  // of kept weights that have this field
+};
+
+template <Form kForm, class W>
+MOECHAT_INLINE void unpack_panel(const GroupCodes& from, Encoding encoding, VecI table, unsigned char* panel) {
+  unsigned char* tail = panel + code_bytes(kForm);
+  if constexpr (W::kKept) {
+    const auto scales = read_scales<W>(encoding, KeptScales{from.sz, from.super});
+    for (int s = 0; s < W::kSubs; ++s) {
+      store(tail + s * kStepBytes, scales.step[s]);
+      store(tail + (W::kSubs + s) * kStepBytes, scales.min[s]);
+    }
+    unpack_kept_dwords<W>(from.q, table,
+                          [&](int d, VecI codes)
+                              __attribute__((always_inline)) { store_dword<kForm>(panel, d, codes); });
+  } else {
+    constexpr int kBits = W::kBits;
+    VecI factors[2] = {seti(1), seti(1)};
+    if constexpr (kBits == 8) {
+      store(tail, load_fp16(from.sz));
+      store(tail + kStepBytes, load_fp16(from.sz + 32));
+    } else {
+      const HalfScales halves = HalfScales::read(from.sz);
+      store(tail, halves.step());
+      storei(tail + kStepBytes, halves.offsets());
+      for (int half = 0; half < 2; ++half) {
+        factors[half] = halves.factor(half);
+        if constexpr (kForm == Form::kShortQuads) {
+          storei(tail + kFactorPlace + half * kStepBytes, ori(factors[half], shl(factors[half], 16)));
+        }
+      }
+    }
+    // A product of a code and a factor fits in a byte, so a product of lanes is one of bytes.
+    unpack_dwords<kBits>(from.q, [&](int d, VecI codes) __attribute__((always_inline)) {
+      const bool raw = kBits == 8 || kForm == Form::kShortQuads;
+      store_dword<kForm>(panel, d, raw ? codes : muli(codes, factors[d / 8]));
+    });
   }
 }
 
@@ -177,7 +213,7 @@ MOECHAT_INLINE void gather_pairs(const std::int8_t* hi, const std::int8_t* lo, u
 }
 
 // Copies group `from` of `rows` to group `at` of a gathered token of `groups` groups.
-template <Form kForm, int kBits, int kPlanes>
+template <Form kForm, class W, int kPlanes>
 MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, unsigned char* to,
                                  std::int64_t groups, std::int64_t at) {
   constexpr std::int64_t kFrom = 64 * kPlanes;
@@ -188,15 +224,25 @@ MOECHAT_INLINE void gather_group(const QuantisedRows& rows, std::int64_t from, u
   } else {
     __builtin_memcpy(to + at * kTo, planes, kFrom);
   }
-  constexpr Terms kTerms = terms_of(kBits, kPlanes);
   const InputSums& sums = rows.sums[from];
-  unsigned char* tail = to + groups * kTo + kTailDwords * 4 * at;
+  unsigned char* tail = to + groups * kTo + kTailDwords<typename W::Panel> * 4 * at;
   __builtin_memcpy(tail, rows.scales + from, 4);
-  if constexpr (kTerms == Terms::kZeros) {
+  if constexpr (W::kKept) {
+    for (int s = 0; s < W::kSubs; ++s) {
+      const float sum = sub_sum<W::kSubs>(sums, s);
+      __builtin_memcpy(tail + 4 + 4 * s, &sum, sizeof sum);
+    }
+  } else if constexpr (terms_of(W::kBits, kPlanes) == Terms::kZeros) {
     __builtin_memcpy(tail + 4, &sums.total, 4);
-  } else if constexpr (kTerms == Terms::kPairs) {
+  } else if constexpr (terms_of(W::kBits, kPlanes) == Terms::kPairs) {
     __builtin_memcpy(tail + 4, &sums.pair, 4);
   } else {
     __builtin_memcpy(tail + 4, sums.half, 8);
   }
+}
+
+template <class W, int kPlanes>
+constexpr Terms panel_terms() {
+  if constexpr (W::kKept) return Terms::kZeros;  // not used
+  return terms_of(W::kBits, kPlanes);
 }

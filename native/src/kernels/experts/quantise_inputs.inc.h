@@ -2,11 +2,12 @@
 // namespace of one instruction set.
 
 // Columns of the 16 bytes of a quarter of a plane, in their order.
-MOECHAT_INLINE const unsigned char* byte_order(int bits) {
+MOECHAT_INLINE const unsigned char* byte_order(Encoding encoding) {
   static const unsigned char orders[3][16] = {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
                                               {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
                                               {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
-  return orders[bits == 8 ? 2 : (bits == 4 ? 1 : 0)];
+  if (encoding == Encoding::kBits4) return orders[1];
+  return orders[encoding == Encoding::kBits2 || encoding == Encoding::kBits3 ? 0 : 2];
 }
 
 // Compares bit patterns: those of positive floats have the order of their values, with NaN above infinity.
@@ -18,6 +19,15 @@ MOECHAT_INLINE std::int32_t largest_pattern(const Vec (&x)[4]) {
   storei(lanes, top);
   for (int width = 8; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i] < lanes[i + width] ? lanes[i + width] : lanes[i];
+  }
+  return lanes[0];
+}
+
+MOECHAT_INLINE std::int32_t integer_sum(VecI values) {
+  std::int32_t lanes[16];
+  storei(lanes, values);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   }
   return lanes[0];
 }
@@ -37,10 +47,10 @@ MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits
   const float range = input_range(activation_bits);
   const Vec inverse = set1(range / largest);
   *scale = largest / range;
-  VecI totals[2] = {seti(0), seti(0)};
+  VecI values[4];
   for (int i = 0; i < 4; ++i) {
     const VecI value = to_int(round_small(mul(x[i], inverse)));
-    totals[i / 2] = addi(totals[i / 2], value);
+    values[i] = value;
     if (activation_bits == 16) {
       const VecI high = shr_signed(addi(value, seti(128)), 8);
       store_bytes(planes + 16 * i, high, order);
@@ -49,22 +59,20 @@ MOECHAT_INLINE void quantise_group_inputs(const Vec (&x)[4], int activation_bits
       store_bytes(planes + 16 * i, value, order);
     }
   }
-  for (int half = 0; half < 2; ++half) {
-    std::int32_t lanes[16];
-    storei(lanes, totals[half]);
-    for (int width = 8; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    }
-    sums->half[half] = lanes[0];
+  std::int32_t quarters[4];
+  for (int i = 0; i < 4; ++i) {
+    quarters[i] = integer_sum(values[i]);
+    sums->quarter[i] = static_cast<float>(quarters[i]);
   }
+  for (int half = 0; half < 2; ++half) sums->half[half] = quarters[2 * half] + quarters[2 * half + 1];
   sums->pair =
       (static_cast<std::uint32_t>(sums->half[0]) & 0xffffu) | static_cast<std::uint32_t>(sums->half[1]) << 16;
   sums->total = static_cast<float>(sums->half[0] + sums->half[1]);
 }
 
-void quantise_rows(int bits, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
+void quantise_rows(Encoding encoding, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
                    const QuantisedRows& to) {
-  const unsigned char* order = byte_order(bits);
+  const unsigned char* order = byte_order(encoding);
   const std::int64_t groups = (cols + kGroupColumns - 1) / kGroupColumns;
   const std::int64_t bytes = std::int64_t{8} * activation_bits;
   for (std::int64_t t = 0; t < count; ++t) {

@@ -17,6 +17,11 @@ extern const IntegerKernels kAvx2Integers;
 extern const IntegerKernels kAvx2VnniIntegers;
 extern const IntegerKernels kAvx512Integers;
 extern const IntegerKernels kAvx512VnniIntegers;
+extern const IntegerKernels kPortableKept;
+extern const IntegerKernels kAvx2Kept;
+extern const IntegerKernels kAvx2VnniKept;
+extern const IntegerKernels kAvx512Kept;
+extern const IntegerKernels kAvx512VnniKept;
 extern const ManyTokens kAmxTokens;
 extern const ManyTokens kAmxEmulatedTokens;
 bool amx_multiplies();            // in amx.cc
@@ -29,12 +34,14 @@ struct Parts {
   IntegerKernels integers;
   KernelTable table;
 
-  Parts(const char* name, const KernelTable& floats, const IntegerKernels& integer,
+  // `many` replaces the many-token path for plain weights.
+  Parts(const char* name, const KernelTable& floats, const IntegerKernels& integer, const IntegerKernels& kept,
         const ManyTokens* many = nullptr)
       : integers(integer), table(floats) {
     if (many != nullptr) integers.many = many;
     table.name = name;
     table.integer = &integers;
+    table.kept = &kept;
   }
   Parts(const Parts&) = delete;
   Parts& operator=(const Parts&) = delete;
@@ -64,30 +71,30 @@ std::vector<InstructionSet> make_sets() {
     }
     throw std::logic_error(std::string(parts.table.name) + " has no row");
   };
-  static const Parts portable("portable", kPortableKernels, kPortableIntegers);
+  static const Parts portable("portable", kPortableKernels, kPortableIntegers, kPortableKept);
   add(portable);
   if constexpr (MOECHAT_HAS_AVX2) {
-    static const Parts parts("avx2", kAvx2Kernels, kAvx2Integers);
+    static const Parts parts("avx2", kAvx2Kernels, kAvx2Integers, kAvx2Kept);
     add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX2_VNNI) {
-    static const Parts parts("avx2-vnni", kAvx2Kernels, kAvx2VnniIntegers);
+    static const Parts parts("avx2-vnni", kAvx2Kernels, kAvx2VnniIntegers, kAvx2VnniKept);
     add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX512) {
-    static const Parts parts("avx512", kAvx512Kernels, kAvx512Integers);
+    static const Parts parts("avx512", kAvx512Kernels, kAvx512Integers, kAvx512Kept);
     add(parts);
   }
   if constexpr (MOECHAT_HAS_AVX512_VNNI) {
-    static const Parts parts("avx512-vnni", kAvx512Kernels, kAvx512VnniIntegers);
+    static const Parts parts("avx512-vnni", kAvx512Kernels, kAvx512VnniIntegers, kAvx512VnniKept);
     add(parts);
   }
   if constexpr (MOECHAT_HAS_AMX) {
-    static const Parts parts("amx", kAvx512Kernels, kAvx512VnniIntegers, &kAmxTokens);
+    static const Parts parts("amx", kAvx512Kernels, kAvx512VnniIntegers, kAvx512VnniKept, &kAmxTokens);
     add(parts).runs = [] { return cpu_runs_amx() && amx_multiplies(); };
   }
   if constexpr (MOECHAT_HAS_AMX_EMULATED) {
-    static const Parts parts("amx-emulated", kAvx2Kernels, kAvx2Integers, &kAmxEmulatedTokens);
+    static const Parts parts("amx-emulated", kAvx2Kernels, kAvx2Integers, kAvx2Kept, &kAmxEmulatedTokens);
     add(parts).runs = [] { return cpu_runs_avx2() && amx_emulation_multiplies(); };
   }
   return sets;

@@ -1,9 +1,6 @@
 // Products of unsigned codes and signed bytes in plain C++. Included inside the anonymous namespace of
 // isa/portable_integer.cc; the dot_*.h files define the same names.
 
-// Unroll factor of loops over a group.
-#define MOECHAT_UNROLL _Pragma("GCC unroll 1")
-
 constexpr bool kWideDot = true;    // sums have 32 bits; else pairs are summed in 16, see integer_kernel.inc.h
 constexpr int kMostTokens = 1;     // tokens that share the unpacking: 1, 2 or 4
 constexpr bool kPairDots = false;  // processes two weight streams at a time

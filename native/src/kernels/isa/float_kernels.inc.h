@@ -6,6 +6,8 @@
 #include "kernels/experts/encodings.inc.h"
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/weight_classes.inc.h"
+#include "kernels/experts/kept_float.inc.h"
 #include "kernels/experts/expert_kernel.inc.h"
 #include "kernels/experts/hqq_solver.inc.h"
 #include "kernels/experts/least_squares.inc.h"
@@ -22,4 +24,4 @@
 // dispatch.cc adds the name and the integer kernels.
 constexpr KernelTable kFloatKernels = {nullptr,      prepare_tokens, neurons,       outputs,      block,
                                        add_partials, quantise_tile,  quantise_rows, row_products, activate,
-                                       linear,       rows16,         nullptr,       &kDecode};
+                                       linear,       rows16,         nullptr,       nullptr,      &kDecode};

@@ -1,12 +1,15 @@
-// The integer kernels and their table, kIntegerKernels. Included inside the anonymous namespace of one
+// The integer kernels and their table, kIntegerKernels: those for plain weights or, with MOECHAT_KEPT defined,
+// those for kept ones. Included inside the anonymous namespace of one
 // instruction set, after its simd_*.h and dot_*.h.
 //
 // clang-format off: each header needs names of those before it
 #include "kernels/isa/math.inc.h"
 #include "kernels/experts/group_scales.inc.h"
 #include "kernels/experts/output_rows.inc.h"
+#include "kernels/experts/weight_classes.inc.h"
 #include "kernels/experts/quantise_inputs.inc.h"
 #include "kernels/experts/integer_dots.inc.h"
+#include "kernels/experts/kept_dots.inc.h"
 #include "kernels/experts/integer_kernel.inc.h"
 #include "kernels/experts/panel_dot.inc.h"
 #include "kernels/experts/panel_unpack.inc.h"

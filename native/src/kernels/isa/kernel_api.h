@@ -6,6 +6,7 @@
 
 #include "kernels/isa/decode_api.h"
 #include "kernels/layout/block_layout.h"
+#include "kernels/layout/kept_encodings.h"
 #include "kernels/layout/matrix_source.h"
 
 namespace moechat {
@@ -48,14 +49,19 @@ enum class Solver : int { kLeastSquares, kHalfQuadratic };
 // bitwise equal for any tiling and any number of tokens, and between instruction sets with a fused
 // multiply-add.
 //
+// Kept weights (kept_encodings.h), with isum_s and sum_s over sub-block s of a group, ascending:
+//   u = fnma(min_0, sum_0, step_0 * isum_0), then u = fnma(min_s, sum_s, fma(step_s, isum_s, u)),
+//   acc = fma(scale, u, acc).
+//
 // Bytes of a plane are in the order in which the kernels unpack codes: position 4 * d + k, d = 0..15, k =
-// 0..3, holds column 4d + k (8 bits a code), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
+// 0..3, holds column 4d + k (8 bits a code, and kept weights), 8 * (d / 2) + 2k + d % 2 (4 bits) or 16 * (d / 4) + 4k + d % 4
 // (2 and 3 bits). A word of weights, shifted and masked to bytes, is multiplied by four adjacent bytes of a
 // plane.
 struct InputSums {
   std::int32_t half[2];
   std::uint32_t pair;  // at 8 bits: those of the halves in 16 bits each, the first in the low ones
   float total;
+  float quarter[4];  // exact
 };
 struct QuantisedRows {
   std::int8_t* planes;  // [rows, groups, activation_bits / 8, 64]: hi, then lo
@@ -133,9 +139,9 @@ struct ManyTokens {
   // Readable rows that must follow the last gathered one; their contents do not matter.
   std::int64_t rows_after;
   // Bytes of a gathered row, a multiple of 64.
-  std::int64_t (*row_bytes)(int bits, int activation_bits, std::int64_t groups);
+  std::int64_t (*row_bytes)(Encoding encoding, int activation_bits, std::int64_t groups);
   // Copies rows index[i] - base (base + i if index is null), i < count, of `from` to row i of `to`.
-  void (*gather)(int bits, int activation_bits, const QuantisedRows& from, std::int64_t groups,
+  void (*gather)(Encoding encoding, int activation_bits, const QuantisedRows& from, std::int64_t groups,
                  const std::int32_t* index, std::int64_t base, std::int64_t count, unsigned char* to);
   // Copies the quantised activations of entry `local` of the chunk to its run in task.many_slots.
   void (*gather_slots)(const ForwardTask& task, std::int64_t local);
@@ -173,9 +179,9 @@ struct LinearTask {
 
 // Integer kernels. A table of their own, because some instruction sets differ only in these.
 struct IntegerKernels {
-  // Quantises x [count, cols] to rows of ceil(cols / 64) groups, in the byte order for codes of `bits`.
-  void (*quantise_rows)(int bits, int activation_bits, const float* x, std::int64_t cols, std::int64_t count,
-                        const QuantisedRows& to);
+  // Quantises x [count, cols] to rows of ceil(cols / 64) groups, in the byte order for codes of `encoding`.
+  void (*quantise_rows)(Encoding encoding, int activation_bits, const float* x, std::int64_t cols,
+                        std::int64_t count, const QuantisedRows& to);
   // As in KernelTable. `then` is the first output tile that the thread computes next, or -1.
   void (*neurons)(const ForwardTask& task, std::int64_t begin, std::int64_t end, std::int64_t then);
   void (*outputs)(const ForwardTask& task, std::int64_t begin, std::int64_t end);
@@ -260,6 +266,7 @@ struct KernelTable {
   // Rows [begin, end) of a product with 16-bit rows.
   void (*rows16)(const Rows16Task& task, std::int64_t begin, std::int64_t end);
   const IntegerKernels* integer;
+  const IntegerKernels* kept;  // for layouts with kept encodings; without `linear`
   const DecodeKernels* decode;
 };
 

@@ -84,6 +84,9 @@ MOECHAT_INLINE VecI shl(VecI x, int bits) {
 MOECHAT_INLINE VecI shr(VecI x, int bits) {
   return VecI{_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)};
 }
+MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
+  return VecI{_mm256_shuffle_epi8(table.a, codes.a), _mm256_shuffle_epi8(table.a, codes.b)};
+}
 MOECHAT_INLINE VecI maxi(VecI x, VecI y) {
   return VecI{_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
 }

@@ -49,6 +49,8 @@ MOECHAT_INLINE VecI shl(VecI x, int bits) {
 MOECHAT_INLINE VecI shr(VecI x, int bits) {
   return VecI{_mm512_srli_epi32(x.a, static_cast<unsigned>(bits))};
 }
+// Bytes of a table of 16, which stands four times in `table`, by the low four bits of bytes below 16.
+MOECHAT_INLINE VecI lookup(VecI table, VecI codes) { return VecI{_mm512_shuffle_epi8(table.a, codes.a)}; }
 MOECHAT_INLINE VecI maxi(VecI x, VecI y) { return VecI{_mm512_max_epi32(x.a, y.a)}; }
 MOECHAT_INLINE VecI shr_signed(VecI x, int bits) {
   return VecI{_mm512_srai_epi32(x.a, static_cast<unsigned>(bits))};

@@ -2,6 +2,9 @@
 // instructions. Included inside the anonymous namespace of one file isa/*.cc; the three simd_*.h files define
 // the same names.
 
+// Unroll factor of loops over a group.
+#define MOECHAT_UNROLL _Pragma("GCC unroll 1")
+
 constexpr bool kPairStreams = false;  // whether registers suffice for two weight streams at one token
 
 typedef float F4 __attribute__((vector_size(16)));
@@ -120,6 +123,14 @@ MOECHAT_INLINE VecI shr(VecI a, int bits) {
   return a;
 }
 // Maximum of signed values.
+MOECHAT_INLINE VecI lookup(VecI table, VecI codes) {
+  unsigned char values[64];
+  unsigned char bytes[64];
+  storei(values, table);
+  storei(bytes, codes);
+  for (unsigned char& byte : bytes) byte = values[byte];
+  return loadi(bytes);
+}
 MOECHAT_INLINE VecI maxi(VecI a, VecI b) {
   MOECHAT_LANES(a.v[i] = (I4)a.v[i] > (I4)b.v[i] ? a.v[i] : b.v[i]);
   return a;

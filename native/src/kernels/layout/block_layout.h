@@ -46,6 +46,12 @@
 // Padding neurons and rows have q 0, offset 0 (8 bits: scale 1, zero 0) and are exactly 0; padding columns
 // inside a group of real columns have q 0 and are only multiplied by x = 0.
 //
+// Kept encodings hold the values of a GGUF file, see kept_encodings.h. Their q fields are planes, their sz fields
+// have the scales of the sub-blocks of every row, and some have a third field after those, super, with the
+// scales of blocks of 256 columns. Gate and up have one encoding, down has one of its own:
+//
+//   gate.q | up.q | down.q | gate.sz | up.sz | down.sz | gate.super | up.super | down.super | biases
+//
 // Biases are fp32. gate.bias, up.bias: the block's 64 neurons. down.bias: the slice of the expert's down bias
 // that this block adds to its partial output, rows [b*S, min((b+1)*S, hidden)) of block b, S = ceil(Hp /
 // blocks) rounded up to 16, zero padded to S: a block needs no other block, and partial outputs are only
@@ -72,7 +78,36 @@ constexpr std::uint32_t kLeastStep = 103u << 23;  // plus the pattern of 2^-24
 constexpr std::int64_t kRecordAlignment = 4096;
 constexpr std::int64_t kMaxDimension = 1 << 20;
 
-enum class Encoding : int { kBits2, kBits3, kBits4, kBits8, kBf16, kFp16 };
+enum class Encoding : int {
+  kBits2,
+  kBits3,
+  kBits4,
+  kBits8,
+  kBf16,
+  kFp16,
+  // Kept, see kept_encodings.h.
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ2K,
+  kQ3K,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kIq4Nl,
+  kIq4Xs,
+  kMxfp4
+};
+
+// REQUIRES: 2, 3, 4 or 8 bits.
+static constexpr Encoding plain_encoding(int bits) {
+  return bits == 2   ? Encoding::kBits2
+         : bits == 3 ? Encoding::kBits3
+         : bits == 4 ? Encoding::kBits4
+                     : Encoding::kBits8;
+}
 
 struct BlockLayout {
   std::int64_t hidden_size;
@@ -80,15 +115,19 @@ struct BlockLayout {
   std::int64_t hidden_padded;  // Hp
   std::int64_t blocks;         // of one expert
   std::int64_t groups;         // Hp / 64
-  std::int64_t group_bytes;    // q bytes of a (tile, group)
-  int bits;
-  bool fp16;  // 16-bit patterns are fp16, else bf16
+  std::int64_t group_bytes;       // q bytes of a (tile, group) of gate and up
+  std::int64_t down_group_bytes;  // of down
+  int bits;                       // of a code of gate and up
+  bool fp16;                      // 16-bit patterns are fp16, else bf16
   bool has_bias;
-  Encoding encoding;
+  bool kept;               // the encodings are kept ones
+  Encoding encoding;       // of gate and up
+  Encoding down_encoding;  // the same if not kept
 
   // Byte offsets in a record; -1 for absent fields.
   std::int64_t gate_q, up_q, down_q;
   std::int64_t gate_sz, up_sz, down_sz;
+  std::int64_t gate_super, up_super, down_super;
   std::int64_t gate_bias, up_bias, down_bias;
   std::int64_t down_bias_rows;  // S
   std::int64_t payload_bytes;   // without the padding to 4096
@@ -100,5 +139,12 @@ struct BlockLayout {
 // Throws std::invalid_argument for bits other than 2, 3, 4, 8, 16 or sizes outside 1..2^20.
 BlockLayout make_block_layout(std::int64_t hidden_size, std::int64_t intermediate_size, int bits, bool fp16,
                               bool has_bias);
+
+// A layout with kept encodings. Layers of a model may differ in their encodings and share the size of their
+// records: `least_record_bytes`, a multiple of 4096, or 0, is that of the largest.
+// Throws std::invalid_argument for other encodings, sizes out of range, columns that are not whole blocks of
+// the encoding.
+BlockLayout make_kept_layout(std::int64_t hidden_size, std::int64_t intermediate_size, Encoding gate_up,
+                             Encoding down, bool has_bias, std::int64_t least_record_bytes);
 
 }  // namespace moechat

@@ -1,0 +1,74 @@
+#include <pybind11/stl.h>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "bindings/packing.h"
+#include "kernels/layout/gguf_blocks.h"
+#include "kernels/layout/kept_encodings.h"
+
+namespace moechat {
+namespace {
+
+Encoding encoding_of(const std::string& name) {
+  for (int i = 0; i < kKeptEncodings; ++i) {
+    const auto encoding = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + i);
+    if (name == encoding_name(encoding)) return encoding;
+  }
+  refuse("encoding \"" + name + "\" is unknown");
+}
+
+BlockLayout kept_layout_py(std::int64_t hidden_size, std::int64_t intermediate_size, const std::string& gate_up,
+                           const std::string& down, bool has_bias, std::int64_t record_bytes) {
+  return make_kept_layout(hidden_size, intermediate_size, encoding_of(gate_up), encoding_of(down), has_bias,
+                          record_bytes);
+}
+
+FileMatrix file_matrix(const char* name, const py::array& rows, Encoding encoding, std::int64_t count,
+                       std::int64_t columns) {
+  const std::int64_t bytes = file_row_bytes(encoding, columns);
+  if (!py::isinstance<py::array_t<std::uint8_t>>(rows) || rows.ndim() != 2 || rows.shape(0) != count ||
+      rows.shape(1) != bytes || rows.strides(1) != 1) {
+    refuse(std::string(name) + " must be uint8 [" + std::to_string(count) + ", " + std::to_string(bytes) +
+           "] with rows that are not strided");
+  }
+  return {static_cast<const unsigned char*>(rows.data()), rows.strides(0)};
+}
+
+void pack_kept_py(const BlockLayout& layout, const py::array& gate, const py::array& up, const py::array& down,
+                  const BiasArrays& biases, py::array out, std::optional<int> threads) {
+  if (!layout.kept) refuse("this layout does not keep the values of files");
+  const auto bias = checked_biases(layout, biases);
+  const std::int64_t neurons = layout.intermediate_size;
+  const std::int64_t hidden = layout.hidden_size;
+  const FileExpert source{file_matrix("gate", gate, layout.encoding, neurons, hidden),
+                          file_matrix("up", up, layout.encoding, neurons, hidden),
+                          file_matrix("down", down, layout.down_encoding, hidden, neurons),
+                          bias ? &*bias : nullptr};
+  auto* records = checked_writable<std::uint8_t>("out", out, {layout.blocks, layout.record_bytes});
+  const int limit = checked_threads(threads);
+  const ReleaseGil released;
+  pack_kept(layout, source, records, limit);
+}
+
+py::dict kept_encodings_py() {
+  py::dict encodings;
+  for (int i = 0; i < kKeptEncodings; ++i) {
+    const auto encoding = static_cast<Encoding>(static_cast<int>(Encoding::kQ4_0) + i);
+    const KeptForm form = kept_form(encoding);
+    encodings[encoding_name(encoding)] = py::make_tuple(form.code_bits, form.file_columns, form.file_bytes);
+  }
+  return encodings;
+}
+
+}  // namespace
+
+void bind_kept(py::module_& m) {
+  m.def("kept_layout", &kept_layout_py, py::arg("hidden_size"), py::arg("intermediate_size"),
+        py::arg("gate_up"), py::arg("down"), py::arg("has_bias") = false, py::arg("record_bytes") = 0);
+  m.def("kept_encodings", &kept_encodings_py);
+  m.def("pack_kept", &pack_kept_py, py::arg("layout"), py::arg("gate"), py::arg("up"), py::arg("down"),
+        py::arg("biases"), py::arg("out"), py::arg("threads") = py::none());
+}
+
+}  // namespace moechat

@@ -1,0 +1,131 @@
+// Kernels for kept weights and float inputs: the values of a group, as in its GGUF file, then products in fp32.
+// Included inside the anonymous namespace of one instruction set, after weight_classes.inc.h.
+//
+// A sum is one chain over the columns: acc = fma(value, x, acc). Tokens share the values, not the chain.
+
+constexpr std::int64_t kKeptTokens = 16;  // that share the values of a group
+
+// values[16 * c]: 16 rows of column c.
+template <class W>
+void kept_values_of(Encoding encoding, const unsigned char* q, const KeptScales& at, float* values) {
+  const SubScales<W::kSubs> scales = read_scales<W>(encoding, at);
+  const VecI table = table_of(encoding);
+  for (int sub_block = 0; sub_block < W::kSubs; ++sub_block) {
+    VecI codes[W::kDwords];
+    W::codes(q, sub_block, table, codes);
+    for (int i = 0; i < W::kDwords; ++i) {
+      for (int k = 0; k < 4; ++k) {
+        const Vec scaled = mul(scales.step[sub_block], unsigned_bits(codes[i], 8 * k, 8));
+        const int column = 4 * (sub_block * W::kDwords + i) + k;
+        store(values + kTileRows * column, sub(scaled, scales.min[sub_block]));
+      }
+    }
+  }
+}
+
+__attribute__((noinline)) void kept_values(Encoding encoding, const unsigned char* q, const KeptScales& at,
+                                           float* values) {
+  const KeptForm form = kept_form(encoding);
+  if (form.table != CodeTable::kNone) return kept_values_of<Kept<4, true, 2>>(encoding, q, at, values);
+  switch (form.code_bits) {
+    case 2:
+      return kept_values_of<Kept<2, false, 4>>(encoding, q, at, values);
+    case 3:
+      return kept_values_of<Kept<3, false, 4>>(encoding, q, at, values);
+    case 4:
+      return kept_values_of<Kept<4, false, 2>>(encoding, q, at, values);
+    case 5:
+      return kept_values_of<Kept<5, false, 2>>(encoding, q, at, values);
+    case 6:
+      return kept_values_of<Kept<6, false, 4>>(encoding, q, at, values);
+    default:
+      return kept_values_of<Kept<8, false, 2>>(encoding, q, at, values);
+  }
+}
+
+MOECHAT_INLINE Vec add_kept_columns(const float* values, const float* x, Vec acc) {
+  for (int c = 0; c < kGroupColumns; ++c) acc = fma(load(values + kTileRows * c), set1(x[c]), acc);
+  return acc;
+}
+
+// Activations of one tile for all tokens of a list entry.
+void kept_neuron_tile(const ForwardTask& task, std::int64_t entry, int tile) {
+  const BlockLayout& layout = *task.layout;
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)block;
+  const Keeping keeping = Keeping::of(layout.encoding, true);
+  const std::int64_t q[2] = {layout.gate_q, layout.up_q};
+  const std::int64_t sz[2] = {layout.gate_sz, layout.up_sz};
+  const std::int64_t supers[2] = {layout.gate_super, layout.up_super};
+  const std::int64_t bias[2] = {layout.gate_bias, layout.up_bias};
+  for (std::int64_t first = 0; first < count; first += kKeptTokens) {
+    const std::int64_t tokens = count - first < kKeptTokens ? count - first : kKeptTokens;
+    Vec acc[2][kKeptTokens];
+    for (int m = 0; m < 2; ++m) {
+      for (std::int64_t t = 0; t < tokens; ++t) acc[m][t] = zero();
+      const unsigned char* super =
+          super_tile(record, supers[m], layout.encoding, tile, layout.groups, true);
+      for (std::int64_t g = 0; g < layout.groups; ++g) {
+        const std::int64_t at = tile * layout.groups + g;
+        alignas(64) float values[kTileRows * kGroupColumns];
+        kept_values(layout.encoding, record + q[m] + at * layout.group_bytes,
+                    {record + sz[m] + at * kScaleBytes, keeping.super_of(super, g)}, values);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const std::int64_t token = task.row_token[item + first + t] - task.token_base;
+          acc[m][t] =
+              add_kept_columns(values, task.x + token * layout.hidden_padded + g * kGroupColumns, acc[m][t]);
+        }
+      }
+      if (!layout.has_bias) continue;
+      const Vec of_tile = load(record + bias[m] + tile * std::int64_t{kTileRows * sizeof(float)});
+      for (std::int64_t t = 0; t < tokens; ++t) acc[m][t] = add(acc[m][t], of_tile);
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      store(task.activations + (slot + first + t) * kBlockNeurons + tile * kTileRows,
+            gate_lanes(task.gate, acc[0][t], acc[1][t]));
+    }
+  }
+}
+
+void kept_output_range(const ForwardTask& task, std::int64_t entry, std::int64_t begin, std::int64_t end,
+                       const OutputRows& to) {
+  const BlockLayout& layout = *task.layout;
+  const auto [record, block, item, slot, count] = entry_of(task, entry);
+  (void)item;
+  for (std::int64_t tile = begin; tile < end; ++tile) {
+    alignas(64) float values[kTileRows * kGroupColumns];
+    kept_values(layout.down_encoding, record + layout.down_q + tile * layout.down_group_bytes,
+                {record + layout.down_sz + tile * kScaleBytes,
+                 super_tile(record, layout.down_super, layout.down_encoding, tile, 1, false)},
+                values);
+    const std::int64_t row = tile * kTileRows;
+    const std::int64_t bias_row = row - block * layout.down_bias_rows;
+    const bool biased = layout.has_bias && bias_row >= 0 && bias_row < layout.down_bias_rows;
+    for (std::int64_t t = 0; t < count; ++t) {
+      Vec partial = add_kept_columns(values, task.activations + (slot + t) * kBlockNeurons, zero());
+      if (biased) {
+        partial = add(partial, load(record + layout.down_bias + bias_row * std::int64_t{sizeof(float)}));
+      }
+      to.put(static_cast<int>(t), row, partial);
+    }
+  }
+}
+
+void kept_neurons(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t unit = begin; unit < end; ++unit) {
+    kept_neuron_tile(task, task.entry_begin + unit / kTilesPerBlock, static_cast<int>(unit % kTilesPerBlock));
+  }
+}
+
+void kept_outputs(const ForwardTask& task, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t entry = task.entry_begin; entry < task.entry_end; ++entry) {
+    kept_output_range(task, entry, begin, end, result_rows(task, entry));
+  }
+}
+
+void kept_block(const ForwardTask& task, std::int64_t local, bool stored) {
+  const std::int64_t entry = task.entry_begin + local;
+  for (int tile = 0; tile < kTilesPerBlock; ++tile) kept_neuron_tile(task, entry, tile);
+  kept_output_range(task, entry, 0, output_tiles(*task.layout),
+                    stored ? partial_rows(task, task.slot_start[local]) : result_rows(task, entry));
+}

@@ -1,0 +1,242 @@
+// Classes of weights that the integer kernels are compiled for: plain ones, by bits, and kept ones, by the bits of
+// their codes, whether codes go through a table, and sub-blocks of a group. Included inside the anonymous
+// namespace of one instruction set, after its simd_*.h.
+
+template <int kCodeBits>
+struct Plain {
+  static constexpr bool kKept = false;
+  static constexpr int kBits = kCodeBits;
+  static constexpr int kSubs = 0;
+  static constexpr std::int64_t kGroupBytes = std::int64_t{kTileRows} * kGroupColumns * kBits / 8;
+  static constexpr int kLargest = (1 << kBits) - 1;
+  using Panel = Plain;  // see panel_unpack.inc.h
+};
+
+// Unpacked kept weights: panels differ only in their sub-blocks.
+template <int kSubBlocks>
+struct KeptPanel {
+  static constexpr bool kKept = true;
+  static constexpr int kSubs = kSubBlocks;
+  static constexpr int kDwords = 16 / kSubs;
+};
+
+// Steps and mins of the sub-blocks of a group for 16 rows; see kept_encodings.h.
+template <int kSubs>
+struct SubScales {
+  Vec step[kSubs];
+  Vec min[kSubs];
+};
+
+// Where a (tile, group) of kept weights has its scales.
+struct KeptScales {
+  const unsigned char* words;
+  const unsigned char* super;  // or null
+};
+
+template <int kCodeBits, bool kHasTable, int kSubBlocks>
+struct Kept {
+  static constexpr bool kKept = true;
+  static constexpr int kBits = kCodeBits;
+  static constexpr bool kTabled = kHasTable;
+  static constexpr int kSubs = kSubBlocks;
+  static constexpr int kDwords = 16 / kSubs;  // of a sub-block
+  static constexpr std::int64_t kGroupBytes = std::int64_t{kTileRows} * kGroupColumns * kBits / 8;
+  static constexpr int kLargest = kTabled ? 240 : (1 << kBits) - 1;
+  static constexpr int kLowBits = kBits == 8 ? 8 : (kBits >= 4 ? 4 : 2);
+  static constexpr int kHighBits = kBits - kLowBits;
+  using Panel = KeptPanel<kSubs>;
+  static constexpr std::int64_t kHighPlane = std::int64_t{kTileRows} * kGroupColumns * kLowBits / 8;
+
+  // Codes of a sub-block: four columns for 16 rows each. `table` is ignored without tables.
+  MOECHAT_INLINE static void codes(const unsigned char* group, int sub, VecI table, VecI (&to)[kDwords]) {
+    constexpr int kPerStep = 8 / kLowBits;
+    const VecI mask = seti(0x01010101u * ((1u << kLowBits) - 1u));
+    MOECHAT_UNROLL
+    for (int i = 0; i < kDwords; i += kPerStep) {
+      const VecI words = loadi(group + (sub * kDwords + i) / kPerStep * kStepBytes);
+      for (int j = 0; j < kPerStep; ++j) {
+        to[i + j] = kLowBits == 8 ? words : andi(j == 0 ? words : shr(words, kLowBits * j), mask);
+      }
+    }
+    if constexpr (kHighBits > 0) {
+      constexpr int kPerHigh = 8 / kHighBits;
+      constexpr std::uint32_t kMask = 0x01010101u * (((1u << kHighBits) - 1u) << kLowBits);
+      MOECHAT_UNROLL
+      for (int i = 0; i < kDwords; ++i) {
+        const int dword = sub * kDwords + i;
+        const VecI words = loadi(group + kHighPlane + dword / kPerHigh * kStepBytes);
+        const int from = kHighBits * (dword % kPerHigh);
+        const VecI moved = from <= kLowBits ? shl(words, kLowBits - from) : shr(words, from - kLowBits);
+        to[i] = ori(to[i], andi(moved, seti(kMask)));
+      }
+    }
+    if constexpr (kTabled) {
+      for (int i = 0; i < kDwords; ++i) to[i] = lookup(table, to[i]);
+    }
+  }
+};
+
+MOECHAT_INLINE VecI table_of(Encoding encoding) {
+  unsigned char values[64];
+  const CodeTable table = kept_form(encoding).table;
+  for (int i = 0; i < 64; ++i) values[i] = static_cast<unsigned char>(kept_value(table, i % 16));
+  return loadi(values);
+}
+
+// What the kernels for kept weights need besides codes and scale words.
+struct Keeping {
+  Encoding encoding;
+  VecI table;
+  int super_shift;           // groups that share a super, as a power of two
+  std::int64_t super_bytes;  // for 16 rows
+
+  // `shared`: several groups of a row share a super.
+  MOECHAT_INLINE static Keeping of(Encoding encoding, bool shared) {
+    if (!is_kept(encoding)) return {encoding, seti(0), 0, 0};
+    const KeptForm form = kept_form(encoding);
+    return {encoding, table_of(encoding), shared && form.super_groups > 1 ? 2 : 0,
+            std::int64_t{kTileRows} * 2 * form.super_halves};
+  }
+  MOECHAT_INLINE const unsigned char* super_of(const unsigned char* tile, std::int64_t group) const {
+    return tile + (group >> super_shift) * super_bytes;
+  }
+};
+static_assert(kSuperGroups == 4, "super_shift is 2");
+
+// Returns where tile `tile` of a matrix has its supers, whose field begins at `offset`; -1: it has none.
+MOECHAT_INLINE const unsigned char* super_tile(const unsigned char* record, std::int64_t offset,
+                                               Encoding encoding, std::int64_t tile, std::int64_t groups,
+                                               bool shared) {
+  return offset < 0 ? record : record + offset + tile * super_bytes(encoding, groups, shared);
+}
+
+// Byte `at` of every word, signed.
+MOECHAT_INLINE Vec signed_byte(VecI words, int at) { return to_float(shr_signed(shl(words, 24 - 8 * at), 24)); }
+// `bits` bits of every word from `at` on.
+MOECHAT_INLINE Vec unsigned_bits(VecI words, int at, int bits) {
+  return to_float(andi(shr(words, at), seti((1u << bits) - 1u)));
+}
+
+template <int kSubs>
+MOECHAT_INLINE void set_zeros(SubScales<kSubs>& scales, float zero_code) {
+  for (int s = 0; s < kSubs; ++s) scales.min[s] = mul(scales.step[s], set1(zero_code));
+}
+
+// REQUIRES: an encoding of the class W.
+template <class W>
+MOECHAT_INLINE SubScales<W::kSubs> read_scales(Encoding encoding, const KeptScales& at) {
+  SubScales<W::kSubs> scales;
+  const VecI words = loadi(at.words);
+  const float zero_code = static_cast<float>(kept_form(encoding).zero);
+  if constexpr (W::kSubs == 4 && W::kBits == 2) {
+    Vec d, least;
+    split_fp16(loadi(at.super), &d, &least);
+    for (int s = 0; s < 4; ++s) {
+      scales.step[s] = mul(d, unsigned_bits(words, 8 * s, 4));
+      scales.min[s] = mul(least, unsigned_bits(words, 8 * s + 4, 4));
+    }
+  } else if constexpr (W::kSubs == 4) {
+    const Vec d = load_fp16(at.super);
+    for (int s = 0; s < 4; ++s) scales.step[s] = mul(d, signed_byte(words, s));
+    set_zeros(scales, zero_code);
+  } else {
+    switch (kept_form(encoding).words) {
+      case ScaleWords::kFactors: {
+        Vec d, least;
+        split_fp16(loadi(at.super), &d, &least);
+        for (int s = 0; s < 2; ++s) {
+          scales.step[s] = mul(d, unsigned_bits(words, 8 * s, 8));
+          scales.min[s] = mul(least, unsigned_bits(words, 16 + 8 * s, 8));
+        }
+        break;
+      }
+      case ScaleWords::kMins:
+        split_fp16(words, &scales.step[0], &scales.step[1]);
+        split_fp16(loadi(at.super), &scales.min[0], &scales.min[1]);
+        for (int s = 0; s < 2; ++s) scales.min[s] = sub(zero(), scales.min[s]);
+        break;
+      case ScaleWords::kExponents:
+        for (int s = 0; s < 2; ++s)
+          scales.step[s] = as_float(andi(shl(words, 23 - 8 * s), seti(0xffu << 23)));
+        set_zeros(scales, zero_code);
+        break;
+      case ScaleWords::kSigned2: {
+        Vec unused, d;
+        split_fp16(words, &unused, &d);
+        for (int s = 0; s < 2; ++s) scales.step[s] = mul(d, signed_byte(words, s));
+        set_zeros(scales, zero_code);
+        break;
+      }
+      default:
+        split_fp16(words, &scales.step[0], &scales.step[1]);
+        set_zeros(scales, zero_code);
+    }
+  }
+  return scales;
+}
+
+// Sum of the inputs of a sub-block.
+template <int kSubs>
+MOECHAT_INLINE float sub_sum(const InputSums& sums, int sub) {
+  return kSubs == 4 ? sums.quarter[sub] : static_cast<float>(sums.half[sub]);
+}
+// u + one sub-block: fnma(min, sum, fma(step, isum, u)), or without u.
+MOECHAT_INLINE Vec sub_term(Vec step, Vec min, VecI isum, float x_sum, Vec u) {
+  return fnma(min, set1(x_sum), fma(step, to_float(isum), u));
+}
+MOECHAT_INLINE Vec first_sub_term(Vec step, Vec min, VecI isum, float x_sum) {
+  return fnma(min, set1(x_sum), mul(step, to_float(isum)));
+}
+
+#define MOECHAT_BY_PLANES(function, W, activation_bits, ...) \
+  return activation_bits == 16 ? function<W, 2>(__VA_ARGS__) : function<W, 1>(__VA_ARGS__)
+
+// Returns function<class of the weights, planes of the activations>(...).
+#if defined(MOECHAT_KEPT)
+#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)                        \
+  {                                                                                       \
+    const KeptForm form_of_weights = kept_form(encoding);                                 \
+    if (form_of_weights.table != CodeTable::kNone) {                                      \
+      using Class = Kept<4, true, 2>;                                                     \
+      MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                   \
+    }                                                                                     \
+    switch (form_of_weights.code_bits) {                                                  \
+      case 2: {                                                                           \
+        using Class = Kept<2, false, 4>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+      case 3: {                                                                           \
+        using Class = Kept<3, false, 4>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+      case 4: {                                                                           \
+        using Class = Kept<4, false, 2>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+      case 5: {                                                                           \
+        using Class = Kept<5, false, 2>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+      case 6: {                                                                           \
+        using Class = Kept<6, false, 4>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+      default: {                                                                          \
+        using Class = Kept<8, false, 2>;                                                  \
+        MOECHAT_BY_PLANES(function, Class, activation_bits, __VA_ARGS__);                 \
+      }                                                                                   \
+    }                                                                                     \
+  }
+#else
+#define MOECHAT_BY_CLASS(function, encoding, activation_bits, ...)            \
+  switch (encoding) {                                                         \
+    case Encoding::kBits2:                                                    \
+      MOECHAT_BY_PLANES(function, Plain<2>, activation_bits, __VA_ARGS__);    \
+    case Encoding::kBits3:                                                    \
+      MOECHAT_BY_PLANES(function, Plain<3>, activation_bits, __VA_ARGS__);    \
+    case Encoding::kBits4:                                                    \
+      MOECHAT_BY_PLANES(function, Plain<4>, activation_bits, __VA_ARGS__);    \
+    default:                                                                  \
+      MOECHAT_BY_PLANES(function, Plain<8>, activation_bits, __VA_ARGS__);    \
+  }
+#endif

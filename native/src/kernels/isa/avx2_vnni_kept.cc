@@ -1,0 +1,20 @@
+// The integer kernels for kept weights compiled for AVX2 with AVX-VNNI.
+#include "kernels/isa/unit.h"
+
+#define MOECHAT_KEPT 1
+
+namespace moechat {
+namespace {
+
+// clang-format off: each header needs names of those before it
+#include "kernels/isa/simd_avx2.h"
+#include "kernels/isa/dot_avx2_vnni.h"
+#include "kernels/isa/integer_kernels.inc.h"
+// clang-format on
+
+}  // namespace
+
+extern const IntegerKernels kAvx2VnniKept;
+const IntegerKernels kAvx2VnniKept = kIntegerKernels;
+
+}  // namespace moechat

@@ -1,0 +1,20 @@
+// The integer kernels for kept weights compiled for avx512.
+#include "kernels/isa/unit.h"
+
+#define MOECHAT_KEPT 1
+
+namespace moechat {
+namespace {
+
+// clang-format off: each header needs names of those before it
+#include "kernels/isa/simd_avx512.h"
+#include "kernels/isa/dot_avx512.h"
+#include "kernels/isa/integer_kernels.inc.h"
+// clang-format on
+
+}  // namespace
+
+extern const IntegerKernels kAvx512Kept;
+const IntegerKernels kAvx512Kept = kIntegerKernels;
+
+}  // namespace moechat

@@ -1,0 +1,124 @@
+// Kept encodings: weights with the values that a GGUF file gives them, rearranged for the kernels and not
+// quantised again. Also for files compiled for one instruction set.
+//
+// Every encoding is affine in sub-blocks of 16 or 32 columns of a row: value = step * code - min, with step and
+// min in fp32 computed from the file's own scales. `min` includes the zero of encodings with signed codes.
+//
+// q fields. As in block_layout.h a group is 16 rows x 64 columns and a step 64 bytes, one 32-bit word for each
+// row; but column 4d + k of a group is byte k of code dword d = 0..15, and dwords are cut into planes:
+//
+//   code bits    planes, in their order
+//   8            8-bit: step d holds dword d
+//   6            4-bit, 2-bit
+//   5            4-bit, 1-bit
+//   4            4-bit
+//   3            2-bit, 1-bit
+//   2            2-bit
+//
+// A plane of w bits holds 8 / w dwords in a step: bits [w * j, w * j + w) of every byte belong to dword j of the
+// step. The first plane has the low bits of a code.
+//
+// sz fields: one 32-bit scale word for each row of a (tile, group), in the same order as the groups. super
+// fields: for each row of a tile and block of 256 columns (of a group: down, whose rows have 64 columns in a
+// block, Q4_1 and Q5_1) one fp16, or two: the first in the low half.
+//
+//   words     bytes or halves of a scale word            super    step           min
+//   halves    fp16 d of sub-blocks 0 and 1               -        d              zero * d
+//   mins      fp16 d of sub-blocks 0 and 1               m0, m1   d              -m
+//   exponents exponents e0, e1, in bytes 0 and 1         -        2^(e - 127)    zero * step
+//   signed2   signed s0, s1; fp16 d                      -        d * s          zero * step
+//   signed4   signed s0, s1, s2, s3                      d        d * s          zero * step
+//   factors   unsigned s0, s1, m0, m1                    d, dmin  d * s          dmin * m
+//   nibbles   s in the low, m in the high half of bytes  d, dmin  d * s          dmin * m
+//
+// Exponents are those of the file less one, because the values of MXFP4 are stored twice as large; blocks with
+// exponents of 0 and 1, whose values are below 2^-124, have 0 there and are 0.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout/block_layout.h"
+
+namespace moechat {
+
+enum class ScaleWords : int { kHalves, kMins, kExponents, kSigned2, kSigned4, kFactors, kNibbles };
+
+// How codes become integers: as they are, or through a table of 16 values.
+enum class CodeTable : int { kNone, kIq4, kE2m1 };
+
+struct KeptForm {
+  int code_bits;
+  CodeTable table;
+  int subs;  // sub-blocks of a group: 2 or 4
+  ScaleWords words;
+  int zero;
+  int super_halves;  // fp16 values of a row in the super field: 0, 1 or 2
+  int super_groups;  // groups that share them, in gate and up
+  int file_columns;  // of a block in a GGUF file
+  int file_bytes;
+};
+
+constexpr int kSuperGroups = 4;  // groups of a block of 256 columns
+
+constexpr int kKeptEncodings = 13;
+
+// Names as in GGUF files, and those of the encodings that are not kept.
+static constexpr const char* encoding_name(Encoding encoding) {
+  constexpr const char* kNames[] = {"2 bits", "3 bits", "4 bits", "8 bits", "bf16", "fp16", "q4_0",
+                                    "q4_1",   "q5_0",   "q5_1",   "q8_0",   "q2_k", "q3_k", "q4_k",
+                                    "q5_k",   "q6_k",   "iq4_nl", "iq4_xs", "mxfp4"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Encoding::kMxfp4) + 1, "a name each");
+  return kNames[static_cast<int>(encoding)];
+}
+
+static constexpr bool is_kept(Encoding encoding) { return encoding >= Encoding::kQ4_0; }
+
+// REQUIRES: is_kept(encoding).
+static constexpr KeptForm kept_form(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::kQ4_0:
+      return {4, CodeTable::kNone, 2, ScaleWords::kHalves, 8, 0, 1, 32, 18};
+    case Encoding::kQ4_1:
+      return {4, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 20};
+    case Encoding::kQ5_0:
+      return {5, CodeTable::kNone, 2, ScaleWords::kHalves, 16, 0, 1, 32, 22};
+    case Encoding::kQ5_1:
+      return {5, CodeTable::kNone, 2, ScaleWords::kMins, 0, 2, 1, 32, 24};
+    case Encoding::kQ8_0:
+      return {8, CodeTable::kNone, 2, ScaleWords::kHalves, 128, 0, 1, 32, 34};
+    case Encoding::kQ2K:
+      return {2, CodeTable::kNone, 4, ScaleWords::kNibbles, 0, 2, kSuperGroups, 256, 84};
+    case Encoding::kQ3K:
+      return {3, CodeTable::kNone, 4, ScaleWords::kSigned4, 4, 1, kSuperGroups, 256, 110};
+    case Encoding::kQ4K:
+      return {4, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 144};
+    case Encoding::kQ5K:
+      return {5, CodeTable::kNone, 2, ScaleWords::kFactors, 0, 2, kSuperGroups, 256, 176};
+    case Encoding::kQ6K:
+      return {6, CodeTable::kNone, 4, ScaleWords::kSigned4, 32, 1, kSuperGroups, 256, 210};
+    case Encoding::kIq4Nl:
+      return {4, CodeTable::kIq4, 2, ScaleWords::kHalves, 127, 0, 1, 32, 18};
+    case Encoding::kIq4Xs:
+      return {4, CodeTable::kIq4, 2, ScaleWords::kSigned2, 127, 0, 1, 256, 136};
+    default:
+      return {4, CodeTable::kE2m1, 2, ScaleWords::kExponents, 12, 0, 1, 32, 17};
+  }
+}
+
+// Values of the tables plus the zero of their encodings.
+static constexpr unsigned char kIq4Values[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                                 128, 140, 152, 165, 180, 196, 216, 240};
+static constexpr unsigned char kE2m1Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+static constexpr int kept_value(CodeTable table, int code) {
+  return table == CodeTable::kNone ? code : (table == CodeTable::kIq4 ? kIq4Values : kE2m1Values)[code];
+}
+
+// Bytes of the super field of a tile, for `groups` groups; `shared`: in gate and up.
+static constexpr std::int64_t super_bytes(Encoding encoding, std::int64_t groups, bool shared) {
+  const KeptForm form = kept_form(encoding);
+  const int share = shared ? form.super_groups : 1;
+  return (groups + share - 1) / share * kTileRows * 2 * form.super_halves;
+}
+
+}  // namespace moechat
