@@ -36,6 +36,8 @@ MOECHAT_INLINE void prefetch_codes(const unsigned char* q, std::int64_t bytes, c
   prefetch_bytes(sz, bytes_sz);
 }
 
+constexpr std::int64_t kSuperAhead = 512;  // bytes
+
 // acc[stream][token]: 16 rows over all groups.
 template <class W, int kPlanes, int kStreams, int kTokens>
 __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], std::int64_t groups,
@@ -64,7 +66,11 @@ __attribute__((noinline)) void tile_sums(const TileStream (&streams)[kStreams], 
       KeptScales at[kStreams];
       float x_scale[kTokens];
       const InputSums* sums[kTokens];
-      for (int s = 0; s < kStreams; ++s) at[s] = {sz[s], keeping.super_of(streams[s].super, g)};
+      for (int s = 0; s < kStreams; ++s) {
+        at[s] = {sz[s], keeping.super_of(streams[s].super, g)};
+        // Supers of the tiles of a block lie one after the other.
+        if (g % kSuperGroups == 0) __builtin_prefetch(at[s].super + kSuperAhead, 0, 3);
+      }
       for (int t = 0; t < kTokens; ++t) {
         x_scale[t] = inputs[t].scales[g];
         sums[t] = inputs[t].sums + g;
@@ -308,6 +314,11 @@ void integer_output_range(const ForwardTask& task, const unsigned char* record, 
     const std::int64_t which = later < end ? later : begin + (later - end);
     prefetch_codes(at + layout.down_q + which * kBytes, kStep * kBytes,
                    at + layout.down_sz + which * kScaleBytes, kStep * kScaleBytes);
+    if constexpr (W::kKept) {
+      const unsigned char* super =
+          super_tile(at, layout.down_super, layout.down_encoding, which, 1, false);
+      for (int i = 0; i < kStep; ++i) __builtin_prefetch(super + i * kStepBytes, 0, 3);
+    }
     output_tiles_of<W, kPlanes, kStep, kTokens>(task, record, block, tile, to, inputs, table);
   }
   if constexpr (kStep > 1) {
